@@ -1,0 +1,1 @@
+"""The `verbatim` command: the one place that may import everything."""

@@ -1,0 +1,1 @@
+"""The service: wire dialects in, engine out, records to Redis, trainer and admin API."""

@@ -1,0 +1,85 @@
+"""What can go wrong in the service, one class per boundary crossed.
+
+VerbatimError                        status  code
+├── RequestError                     400     bad_request          the caller's fault, said in its dialect
+│   ├── ContextTooLong               400     context_length_exceeded
+│   ├── Unauthorized                 401     invalid_api_key
+│   ├── Forbidden                    403     forbidden
+│   ├── NotFound                     404     not_found            unknown session, model, lease, path
+│   ├── Conflict                     409     conflict             closed session, older version, duplicate id
+│   └── TooLarge                     413     request_too_large
+└── Unavailable                      503     unavailable          retryable; carries Retry-After
+    ├── EngineUnavailable            503     engine_unavailable
+    ├── EngineFailed                 502     engine_failed        the engine broke off or answered nonsense
+    └── StoreUnavailable             503     store_unavailable    Redis is down, full or loading: nothing was answered unrecorded
+
+A dialect turns any of them into its vendor's shape; the control API into `{"error": {"code", "message"}}`.
+"""
+
+from __future__ import annotations
+
+
+class VerbatimError(Exception):
+    """Base of every error the service answers with."""
+
+    status = 500
+    code = "internal_error"
+    retry_after_seconds: float | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class RequestError(VerbatimError):
+    status = 400
+    code = "bad_request"
+
+
+class ContextTooLong(RequestError):
+    code = "context_length_exceeded"
+
+
+class Unauthorized(RequestError):
+    status = 401
+    code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    status = 403
+    code = "forbidden"
+
+
+class NotFound(RequestError):
+    status = 404
+    code = "not_found"
+
+
+class Conflict(RequestError):
+    status = 409
+    code = "conflict"
+
+
+class TooLarge(RequestError):
+    status = 413
+    code = "request_too_large"
+
+
+class Unavailable(VerbatimError):
+    status = 503
+    code = "unavailable"
+    retry_after_seconds = 1.0
+
+
+class EngineUnavailable(Unavailable):
+    code = "engine_unavailable"
+
+
+class EngineFailed(Unavailable):
+    status = 502
+    code = "engine_failed"
+
+
+class StoreUnavailable(Unavailable):
+    code = "store_unavailable"

@@ -1,0 +1,28 @@
+"""What one process holds: built once by `create_app`, handed to the flow and to the control API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from proxy.engine.pool import EnginePool
+    from proxy.engine.updates import WeightUpdater
+    from proxy.inflight import Inflight
+    from proxy.metrics import Metrics
+    from proxy.settings import Settings
+    from proxy.store.base import DeliveryStore, SessionStore, WeightStore
+    from proxy.trees import SessionTrees
+
+
+@dataclass(slots=True)
+class Services:
+    settings: Settings
+    sessions: SessionStore
+    delivery: DeliveryStore
+    weights: WeightStore
+    pool: EnginePool
+    updater: WeightUpdater
+    trees: SessionTrees
+    inflight: Inflight
+    metrics: Metrics

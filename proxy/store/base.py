@@ -1,0 +1,228 @@
+"""The store as the rest of the service sees it: three small Protocols and the values they exchange.
+
+`SessionStore`: sessions and the records of their calls; all keys of a session share one hash tag.
+`DeliveryStore`: groups, leases and dead letters; all in one hash tag, so that a lease is one atomic script.
+`WeightStore`: the pool's current version and its history.
+
+Records are opaque bytes here (`reconstruct.codec` writes and reads them). Every method raises `StoreUnavailable` when Redis
+cannot take or give what was asked (connection, -LOADING, -OOM, -READONLY, -MISCONF), and only that.
+
+The path of one call is two round trips: `begin` (snapshot + new records + intent) and `commit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """What is fixed when a session is created. `key_hash` is sha256 of the session's API key; the key is not stored."""
+
+    session_id: str
+    key_hash: bytes
+    created_at: float
+    task_id: str | None = None
+    group_id: str | None = None
+    group_size: int = 1
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """A session as it stands. `status` is open, closing, completed, failed, timeout or cancelled."""
+
+    info: SessionInfo
+    status: str = "open"
+    calls: int = 0
+    reward: float | None = None
+    per_call: Mapping[str, float] = field(default_factory=dict)
+    per_branch: Mapping[str, float] = field(default_factory=dict)
+    reward_metadata: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    closed_at: float | None = None
+    updated_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """Written before the engine is asked: without a result it becomes a dangling call after a crash."""
+
+    call_id: str
+    parent_id: str | None
+    digest: bytes
+    replica: str
+    started_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Answer of `begin`. `status` is the session's, or "missing". `accepted` is true when the intent was written:
+    the session is open and `known_calls` was current. Otherwise `records` holds the calls the caller did not know."""
+
+    status: str
+    accepted: bool
+    records: Sequence[bytes] = ()
+
+
+class SessionStore(Protocol):
+    async def create(self, info: SessionInfo) -> bool:
+        """False when a session of that id exists already."""
+        ...
+
+    async def load(self, session_id: str) -> SessionState | None: ...
+
+    async def listing(
+        self, *, status: str | None, group_id: str | None, limit: int, cursor: str | None
+    ) -> tuple[list[SessionState], str | None]:
+        """Newest first, with the cursor of the next page or None."""
+        ...
+
+    async def delete(self, session_id: str) -> bool: ...
+
+    async def begin(self, session_id: str, known_calls: int, intent: Intent) -> Begun: ...
+
+    async def commit(self, session_id: str, intent_id: str, records: Mapping[str, bytes]) -> int:
+        """Append `records` (call_id -> bytes, all or none), drop the intent, return the session's number of calls.
+
+        Repeating a commit is a no-op. A call_id that exists with other bytes raises `Conflict`; a session frozen or deleted
+        meanwhile raises `Conflict` ("closing" still takes the calls that were in flight)."""
+        ...
+
+    async def drop_intent(self, session_id: str, intent_id: str) -> None:
+        """The engine refused the call: the tree is as it was."""
+        ...
+
+    async def mark_delivered(self, session_id: str, call_ids: Sequence[str]) -> None: ...
+
+    async def delivered(self, session_id: str) -> set[str]: ...
+
+    async def records(self, session_id: str, start: int = 0, stop: int = -1) -> list[bytes]:
+        """Records in commit order; indexes as in LRANGE."""
+        ...
+
+    async def intents(self, session_id: str) -> list[Intent]: ...
+
+    async def set_reward(
+        self,
+        session_id: str,
+        reward: float | None,
+        per_call: Mapping[str, float],
+        per_branch: Mapping[str, float],
+        metadata: Mapping[str, Any],
+    ) -> SessionState:
+        """Raises `NotFound`, or `Conflict` once the session's trajectories were leased."""
+        ...
+
+    async def begin_close(self, session_id: str) -> SessionState:
+        """open -> closing: no new call begins. Raises `NotFound`; on a closed session returns its state."""
+        ...
+
+    async def close(
+        self, session_id: str, status: str, reward: float | None, error: str | None, closed_at: float
+    ) -> SessionState:
+        """closing -> frozen with `status`. Repeating it with the same status is a no-op; another status raises `Conflict`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A closed session's entry in its group. `usable`: completed with a reward. `oldest_version`: of its sampled tokens."""
+
+    session_id: str
+    usable: bool
+    reward: float | None
+    rows: int
+    oldest_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPolicy:
+    """`members`: require_all | allow_partial | drop; `minimum` usable members for allow_partial;
+    `zero_variance`: keep | drop groups whose rewards are all equal (groups of two and more)."""
+
+    members: str = "require_all"
+    minimum: int = 1
+    zero_variance: str = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedGroup:
+    """`deliveries` counts this one. `session_ids` are the usable members, in the order they closed."""
+
+    group_id: str
+    session_ids: Sequence[str]
+    deliveries: int
+    oldest_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    lease_id: str
+    expires_at: float
+    groups: Sequence[LeasedGroup]
+
+
+class DeliveryStore(Protocol):
+    async def fill(self, group_id: str, group_size: int, member: Member, policy: GroupPolicy, now: float) -> str:
+        """Put a closed session into its group (idempotent by session id). Returns the group's state: filling, ready,
+        dropped, leased, acked or dead."""
+        ...
+
+    async def lease(
+        self,
+        *,
+        consumer: str,
+        max_groups: int | None,
+        max_trajectories: int | None,
+        oldest_version: int | None,
+        lease_seconds: float,
+        max_deliveries: int,
+        now: float,
+    ) -> Lease | None:
+        """Take ready groups, oldest first, expired leases put back before. Groups with a span older than `oldest_version`
+        are passed over and counted as stale. A group delivered `max_deliveries` times goes to the dead letters instead."""
+        ...
+
+    async def ack(self, lease_id: str, now: float) -> Sequence[str]:
+        """The group ids acknowledged, never delivered again. Raises `NotFound`, or `Conflict` when the lease expired."""
+        ...
+
+    async def nack(self, lease_id: str, now: float) -> Sequence[str]: ...
+
+    async def extend(self, lease_id: str, lease_seconds: float, now: float) -> float:
+        """The new deadline in epoch seconds."""
+        ...
+
+    async def counts(self) -> Mapping[str, int]:
+        """Sizes: filling, ready, leased, acked, dropped, dead, stale."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightState:
+    version: int = 0
+    path: str | None = None
+    kind: str = "full"
+    updated_at: float = 0.0
+
+
+class WeightStore(Protocol):
+    async def current(self) -> WeightState: ...
+
+    async def history(self, limit: int = 100) -> list[WeightState]:
+        """Newest first."""
+        ...
+
+    async def advance(self, state: WeightState) -> None:
+        """Make `state` current. Raises `Conflict` unless its version is greater than the current one."""
+        ...
+
+    async def lock(self, owner: str, seconds: float) -> bool:
+        """Take or renew the one push lock; False while another owner holds it."""
+        ...
+
+    async def unlock(self, owner: str) -> None: ...

@@ -1,0 +1,143 @@
+"""The records: what one call put before the model and what the model said.
+
+A session is a forest of nodes. A node does not hold its whole prompt; it names a *base* it shares a prefix with:
+
+    prompt_ids(node) == (prompt_ids(base) + completion_ids(base))[:base_length] + delta_ids
+
+so storage grows with the new tokens, not with the history. `parent_id` says what the call *means* (which call it
+continues), `base_id` only where its first ids are stored. A node *extends* its parent when the base is the parent and
+`base_length` is all of it: only then does one training row run through both.
+
+Arrays are packed once: ids int32, logprobs float32, both read-only and of the engine's own order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, SpanError
+
+Ids = NDArray[np.int32]
+Logprobs = NDArray[np.float32]
+
+
+def pack_ids(ids: Any) -> Ids:
+    """`ids` as a read-only int32 array of shape (n,)."""
+    array = np.array(ids, dtype=np.int32).reshape(-1)
+    array.flags.writeable = False
+    return array
+
+
+def pack_logprobs(logprobs: Any) -> Logprobs:
+    """`logprobs` as a read-only float32 array of shape (n,); a None becomes NaN and is refused by `Node.check`."""
+    array = np.array(logprobs, dtype=np.float32).reshape(-1)
+    array.flags.writeable = False
+    return array
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Sampled tokens `start:end` of one call were sampled under weights `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The sampling parameters that were in effect for a call, after session overrides and clamping.
+
+    None means that neither the harness nor the session set it and the engine's own default applied.
+    `logprob_mode` is the engine's: "raw_logprobs" ignores temperature and truncation, "processed_logprobs" does not.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    logprob_mode: str = "raw_logprobs"
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """One call's place in the session tree and its tokens. Lengths: m sampled ids, m logprobs, spans tile 0..m."""
+
+    parent_id: str | None
+    branch_reason: str | None
+    base_id: str | None
+    base_length: int
+    delta_ids: Ids
+    completion_ids: Ids
+    logprobs: Logprobs
+    spans: tuple[Span, ...]
+
+    def check(self, *, session_id: str = "", call_id: str = "") -> None:
+        """Raise a RecordError when lengths, logprobs, spans or ids break the rules; never repair."""
+        where = {"session_id": session_id, "call_id": call_id}
+        sampled = len(self.completion_ids)
+        if len(self.logprobs) != sampled:
+            raise LengthMismatch(f"{sampled} sampled ids but {len(self.logprobs)} logprobs", **where)
+        finite = np.isfinite(self.logprobs)
+        if not finite.all():
+            raise MissingLogprob("a sampled token has no finite logprob", **where, position=int(np.argmin(finite)))
+        for ids in (self.delta_ids, self.completion_ids):
+            if len(ids) and int(ids.min()) < 0:
+                raise IdOutOfRange(f"id {int(ids.min())} is negative", **where, position=int(ids.argmin()))
+        self._check_spans(where)
+
+    def _check_spans(self, where: dict[str, str]) -> None:
+        end = 0
+        for span in self.spans:
+            if span.start != end or span.end <= span.start or span.version < 0:
+                raise SpanError(f"span {span} does not continue at {end}", **where, position=end)
+            end = span.end
+        if end != len(self.completion_ids):
+            raise SpanError(f"spans cover {end} of {len(self.completion_ids)} sampled tokens", **where, position=end)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One LLM request and its reply, as written to the store in one piece.
+
+    `messages` is the JSON array of the request's messages from index `messages_from` on; the ones before are the
+    parent's messages and its reply. `fingerprint` is the hash chain over the request's canonical messages,
+    `reply_fingerprint` the chain after the reply: what a continuing call's history hashes to (see messages.py).
+    `preamble` (roots only) is the JSON object of model, tools and template kwargs.
+    """
+
+    call_id: str
+    session_id: str
+    node: Node
+    dialect: str
+    api: str
+    status: str
+    role: str
+    agent: str
+    finish_reason: str
+    stop_reason: str | int | None
+    sampling: Sampling
+    root_key: bytes
+    fingerprint: bytes
+    reply_fingerprint: bytes
+    message_count: int
+    messages_from: int
+    messages: bytes
+    reply: bytes
+    preamble: bytes
+    digest: bytes
+    projection: str
+    replica: str
+    started_at: float
+    engine_seconds: float
+    own_seconds: float
+    trainable: bool = True
+    quarantine_reason: str = ""

@@ -1,0 +1,92 @@
+"""Trajectory: one training row, and the accounting of a session's sampled tokens.
+
+`token_ids`, `loss_mask` and `logprobs` have one length; `logprobs` is 0.0 where the mask is 0; `weight_versions` spans cover
+sampled tokens only, in the row's own positions. `trajectory_id` depends on the session and the calls in the row alone, so
+that a redelivered row has the id it had before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reconstruct.records import Ids, Logprobs, Span
+
+Mask = NDArray[np.int8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    trajectory_id: str
+    session_id: str
+    group_id: str | None
+    task_id: str | None
+    role: str
+    agent: str
+    token_ids: Ids
+    loss_mask: Mask
+    logprobs: Logprobs
+    weight_versions: tuple[Span, ...]
+    reward: float | None
+    call_ids: tuple[str, ...]
+    finish_reason: str
+    truncated: bool
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """Sampled tokens of one call that no row trains, and why."""
+
+    call_id: str
+    tokens: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accounting:
+    """sampled_tokens == exported_tokens + the quarantined tokens, always."""
+
+    sampled_tokens: int
+    exported_tokens: int
+    quarantined: Sequence[Quarantined]
+
+
+def as_wire(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
+    """The row as the HTTP contract has it. `arrays="list"` for JSON; "bytes" for msgpack: token_ids as little-endian int32,
+    loss_mask as int8, logprobs as little-endian float32, each in a bytes field."""
+    return {
+        "trajectory_id": row.trajectory_id,
+        "session_id": row.session_id,
+        "group_id": row.group_id,
+        "task_id": row.task_id,
+        "role": row.role,
+        "agent": row.agent,
+        "token_ids": _array(row.token_ids, arrays),
+        "loss_mask": _array(row.loss_mask, arrays),
+        "logprobs": _array(row.logprobs, arrays),
+        "weight_versions": [[span.version, span.start, span.end] for span in row.weight_versions],
+        "reward": row.reward,
+        "call_ids": list(row.call_ids),
+        "finish_reason": row.finish_reason,
+        "truncated": row.truncated,
+        "metadata": dict(row.metadata),
+    }
+
+
+def _array(array: NDArray[Any], arrays: str) -> Any:
+    return array.tolist() if arrays == "list" else array.tobytes()
+
+
+def accounting_as_wire(accounting: Accounting) -> dict[str, Any]:
+    return {
+        "sampled_tokens": accounting.sampled_tokens,
+        "exported_tokens": accounting.exported_tokens,
+        "quarantined": [
+            {"call_id": item.call_id, "tokens": item.tokens, "reason": item.reason} for item in accounting.quarantined
+        ],
+    }

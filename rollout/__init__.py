@@ -1,0 +1,1 @@
+"""Tasks in, finished sessions out: harness launchers, runtimes, evaluators, worker node."""

@@ -1,0 +1,1 @@
+"""What a trainer imports: the lease client, batches as arrays, weight publishing, advantages."""
