@@ -82,7 +82,7 @@ class Node:
 
     def check(self, *, session_id: str = "", call_id: str = "") -> None:
         """Raise a RecordError when lengths, logprobs, spans or ids break the rules; never repair."""
-        where = {"session_id": session_id, "call_id": call_id}
+        where: dict[str, Any] = {"session_id": session_id, "call_id": call_id}
         sampled = len(self.completion_ids)
         if len(self.logprobs) != sampled:
             raise LengthMismatch(f"{sampled} sampled ids but {len(self.logprobs)} logprobs", **where)
@@ -94,7 +94,7 @@ class Node:
                 raise IdOutOfRange(f"id {int(ids.min())} is negative", **where, position=int(ids.argmin()))
         self._check_spans(where)
 
-    def _check_spans(self, where: dict[str, str]) -> None:
+    def _check_spans(self, where: dict[str, Any]) -> None:
         end = 0
         for span in self.spans:
             if span.start != end or span.end <= span.start or span.version < 0:

@@ -1,0 +1,146 @@
+"""`verbatim serve`: flags over environment over defaults, then the service until it is told to stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+
+from cli.refusal import Refusal
+
+if TYPE_CHECKING:
+    from proxy.settings import Settings
+
+
+def serve(
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Base URL of an engine, for example http://127.0.0.1:8000. Repeat it for every replica of the same model. "
+            "An engine that is not up yet is no error: /readyz says what is missing and calls get 503 until it is there.",
+        ),
+    ] = None,
+    engine_api: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|token|chat",
+            help="How to talk to the engines. token: vLLM started with --enable-scale-out; token ids go in and out, and every "
+            "token knows its weights. chat: any server that knows /v1/chat/completions. auto (default): probe each engine.",
+        ),
+    ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="redis://host:port/0 of a Redis 6.2 or newer, shared by all processes that serve the same sessions. "
+            "Left out: an embedded redis-server is started and stopped with the service.",
+        ),
+    ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where the embedded Redis keeps its append-only file; sessions survive a restart with the same DIR. "
+            "One service per DIR. Default: ./verbatim-data.",
+        ),
+    ] = None,
+    fsync: Annotated[
+        str | None,
+        typer.Option(
+            metavar="everysec|always",
+            help="When the embedded Redis syncs to disk. everysec (default) can lose a second when the power fails, nothing when "
+            "a process is killed; always loses nothing and is slower.",
+        ),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="HOST", help="Address to listen on. Default: 127.0.0.1; 0.0.0.0 lets other machines in."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(metavar="PORT", help="Port to listen on. Default: 8700; 0 takes a free one and prints it."),
+    ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Processes that share the port and one Redis. One keeps a CPU core busy; add more when that core is full.",
+        ),
+    ] = 1,
+    thinking: Annotated[
+        str | None,
+        typer.Option(
+            metavar="template|retain",
+            help="When the chat template drops earlier thinking at a new user turn. template (default): start a new training row "
+            "there, as the deployed model would see it. retain: keep the sampled thinking in context.",
+        ),
+    ] = None,
+    log_level: Annotated[
+        str,
+        typer.Option(metavar="debug|info|warning|error", help="How much to write to stderr. Default: info."),
+    ] = "info",
+) -> None:
+    """Serve harnesses and trainers until Ctrl-C or SIGTERM.
+
+    Every flag has an environment variable (--engine-api is VERBATIM_ENGINE_API; VERBATIM_ENGINE is a JSON list); a flag wins
+    over it. VERBATIM_ADMIN_TOKEN and VERBATIM_TRAINER_TOKEN set the two tokens; without them they are generated and printed once.
+
+    The first Ctrl-C lets calls in flight finish for VERBATIM_DRAIN_SECONDS (20), then cuts and records them; a second one
+    exits at once.
+    """
+    from cli import logs, service
+
+    logs.configure(log_level)
+    flags = {
+        "engine": engine or None,
+        "engine_api": engine_api,
+        "redis": redis,
+        "data_dir": data_dir,
+        "fsync": fsync,
+        "host": host,
+        "port": port,
+        "thinking": thinking,
+    }
+    service.run(read_settings({name: value for name, value in flags.items() if value is not None}), workers)
+
+
+def read_settings(flags: dict[str, Any]) -> Settings:
+    """The settings with `flags` over the environment. Raises `Refusal` (exit code 2) that names the flag and the variable."""
+    from pydantic import ValidationError
+    from pydantic_settings import SettingsError
+
+    from proxy.settings import Settings
+
+    try:
+        settings = Settings(**flags)
+    except ValidationError as error:
+        raise Refusal(_what_is_wrong(error.errors()[0]), exit_code=2) from error
+    except SettingsError as error:
+        raise Refusal(f"{error}; lists in the environment are JSON, for example '[\"http://host:8000\"]'", exit_code=2) from error
+    if not settings.engine:
+        raise Refusal("no engine given: pass --engine URL, or set VERBATIM_ENGINE to a JSON list of URLs", exit_code=2)
+    return settings.model_copy(update={"engine": [engine_url(url) for url in settings.engine]})
+
+
+def _what_is_wrong(problem: Any) -> str:
+    name = str(problem["loc"][0])
+    flag, variable = "--" + name.replace("_", "-"), "VERBATIM_" + name.upper()
+    reason = problem["msg"][:1].lower() + problem["msg"][1:]
+    return f"{flag} (or {variable}) cannot be {str(problem['input'])!r}: {reason}"
+
+
+def engine_url(text: str) -> str:
+    """`text` without a trailing slash or /v1. Raises `Refusal` (exit code 2) when it is no http URL."""
+    url = text.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise Refusal(f"--engine {text!r} is not a URL like http://127.0.0.1:8000", exit_code=2)
+    return url

@@ -1,0 +1,114 @@
+"""What becomes of every sampled token: exported once, or quarantined with a reason.
+
+`settle` takes a session's calls as they came from the store and says which may be trained; `check` holds the invariant
+sampled == exported + quarantined and each sampled token trained at most once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from reconstruct.errors import ReconstructError, RecordError, UnknownParent
+from reconstruct.forest import Forest, order_key
+from reconstruct.records import Call
+from reconstruct.trajectory import Accounting, Quarantined, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The session's forest, and the reason for each call (by id) that must not be trained. `stray` calls lean on a call that
+    is missing: they are not in the forest."""
+
+    forest: Forest
+    refused: Mapping[str, str]
+    stray: Sequence[Call]
+
+
+def settle(calls: Iterable[Call]) -> Settled:
+    """Plant the forest from calls in any order and find what must not be trained. Never raises for one bad record."""
+    ordered = sorted(calls, key=order_key)
+    forest, stray = _plant(ordered)
+    refused = {call.call_id: UnknownParent.reason for call in stray}
+    for call in forest.calls.values():
+        reason = _refusal(call, forest)
+        if reason:
+            refused[call.call_id] = reason
+    return Settled(forest, refused, stray)
+
+
+def _refusal(call: Call, forest: Forest) -> str:
+    if not call.trainable:
+        return call.quarantine_reason or "not_trainable"
+    try:
+        call.node.check(session_id=call.session_id, call_id=call.call_id)
+    except RecordError as error:
+        return error.reason
+    if call.finish_reason == "abort" and not any(forest.extends(child) for child in forest.children(call.call_id)):
+        return "aborted"
+    return ""
+
+
+def _plant(ordered: Sequence[Call]) -> tuple[Forest, list[Call]]:
+    """Add calls once their parent and base stand; what never finds them is stray. Each call is looked at a bounded number
+    of times: it waits on one missing call at a time."""
+    forest = Forest()
+    stray: list[Call] = []
+    waiting: dict[str, list[Call]] = {}
+    ready = list(reversed(ordered))
+    while ready:
+        call = ready.pop()
+        missing = _missing(call, forest)
+        if missing is not None:
+            waiting.setdefault(missing, []).append(call)
+            continue
+        try:
+            forest.add(call)
+        except RecordError:
+            stray.append(call)
+            continue
+        ready.extend(reversed(waiting.pop(call.call_id, ())))
+    stray.extend(call for calls in waiting.values() for call in calls)
+    return forest, sorted(stray, key=order_key)
+
+
+def _missing(call: Call, forest: Forest) -> str | None:
+    for named in (call.node.base_id, call.node.parent_id):
+        if named is not None and named not in forest:
+            return named
+    return None
+
+
+def account(settled: Settled, rows: Sequence[Trajectory], untold: Mapping[str, str] | None = None) -> Accounting:
+    """The session's three numbers. `untold` names calls without a record (dangling intents) and why.
+
+    Raises ReconstructError when a sampled token is trained twice or is in neither list.
+    """
+    trained = sum(int(row.loss_mask.sum()) for row in rows)
+    calls = [*settled.forest.calls.values(), *settled.stray]
+    sampled = sum(len(call.node.completion_ids) for call in calls)
+    quarantined = [
+        Quarantined(call.call_id, len(call.node.completion_ids), settled.refused[call.call_id])
+        for call in sorted(calls, key=order_key)
+        if call.call_id in settled.refused
+    ]
+    quarantined += [Quarantined(call_id, 0, reason) for call_id, reason in (untold or {}).items()]
+    accounting = Accounting(sampled, trained, tuple(quarantined))
+    check(accounting)
+    return accounting
+
+
+def check(accounting: Accounting) -> None:
+    """Raise ReconstructError unless sampled == exported + quarantined."""
+    quarantined = sum(item.tokens for item in accounting.quarantined)
+    if accounting.sampled_tokens != accounting.exported_tokens + quarantined:
+        raise ReconstructError(
+            f"{accounting.sampled_tokens} tokens were sampled, but {accounting.exported_tokens} are exported and "
+            f"{quarantined} quarantined"
+        )
+
+
+def count_reasons(accounting: Accounting) -> Counter[str]:
+    """Quarantined calls by reason."""
+    return Counter(item.reason for item in accounting.quarantined)

@@ -1,0 +1,154 @@
+"""Builders: from a settled session to training rows.
+
+`merged` gives one row per branch: the longest runs of calls in which each extends the one before. Where branches share calls,
+the first branch in canonical order trains them and the others carry them masked, so that every sampled token is trained exactly
+once. `per_call` gives one row per call. Both train the same tokens.
+
+A builder is a function `(Settled, RowContext) -> list[Trajectory]`; others are found by name under the entry-point group
+`verbatim.builders`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from importlib.metadata import entry_points
+from typing import Any
+
+import numpy as np
+
+from reconstruct.accounting import Settled
+from reconstruct.errors import ReconstructError
+from reconstruct.forest import Forest, order_key
+from reconstruct.records import Call, Span, pack_ids
+from reconstruct.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class RowContext:
+    """What the rows of one session have in common, and the rewards it was given."""
+
+    session_id: str
+    group_id: str | None = None
+    task_id: str | None = None
+    reward: float | None = None
+    per_call: Mapping[str, float] = field(default_factory=dict)
+    per_branch: Mapping[str, float] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+Builder = Callable[[Settled, RowContext], list[Trajectory]]
+
+
+def merged(settled: Settled, context: RowContext) -> list[Trajectory]:
+    """One row per branch that trains anything, in canonical order of the branches' last calls."""
+    forest = settled.forest
+    owned: set[str] = set()
+    rows = []
+    for leaf in _leaves(settled):
+        path = forest.branch(leaf.call_id)
+        own = {call_id for call_id in path if call_id not in owned and call_id not in settled.refused}
+        if own:
+            owned |= own
+            rows.append(_row("merged", forest, path, own, context))
+    return rows
+
+
+def per_call(settled: Settled, context: RowContext) -> list[Trajectory]:
+    """One row per trainable call: its prompt, masked, and what it sampled."""
+    forest = settled.forest
+    trainable = [call for call in forest.in_order() if call.call_id not in settled.refused and len(call.node.completion_ids)]
+    return [_row("per_call", forest, [call.call_id], {call.call_id}, context) for call in trainable]
+
+
+def _leaves(settled: Settled) -> list[Call]:
+    """Trainable calls that no trainable call extends, directly or through calls that are not trained."""
+    forest = settled.forest
+    inner: set[str] = set()
+    leaves = []
+    for call in sorted(forest.calls.values(), key=_last_first(forest)):
+        continued = call.call_id in inner
+        trainable = call.call_id not in settled.refused and len(call.node.completion_ids) > 0
+        if trainable and not continued:
+            leaves.append(call)
+        if (trainable or continued) and forest.extends(call.call_id):
+            assert call.node.parent_id is not None
+            inner.add(call.node.parent_id)
+    return sorted(leaves, key=order_key)
+
+
+def _last_first(forest: Forest) -> Callable[[Call], int]:
+    """Sort key that puts every call before its parent: the forest holds parents before children."""
+    position = {call_id: index for index, call_id in enumerate(forest.calls)}
+    return lambda call: -position[call.call_id]
+
+
+def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], context: RowContext) -> Trajectory:
+    last = forest.calls[path[-1]]
+    token_ids = forest.full_ids(last.call_id)
+    loss_mask = np.zeros(len(token_ids), dtype=np.int8)
+    logprobs = np.zeros(len(token_ids), dtype=np.float32)
+    spans: list[Span] = []
+    for call_id in path:
+        if call_id not in own:
+            continue
+        node = forest.calls[call_id].node
+        start = forest.prompt_length(call_id)
+        end = start + len(node.completion_ids)
+        loss_mask[start:end] = 1
+        logprobs[start:end] = node.logprobs
+        spans.extend(Span(span.version, start + span.start, start + span.end) for span in node.spans)
+    trajectory_id = _trajectory_id(builder, context.session_id, path)
+    return Trajectory(
+        trajectory_id=trajectory_id,
+        session_id=context.session_id,
+        group_id=context.group_id,
+        task_id=context.task_id,
+        role=last.role,
+        agent=last.agent,
+        token_ids=pack_ids(token_ids),
+        loss_mask=loss_mask,
+        logprobs=logprobs,
+        weight_versions=tuple(spans),
+        reward=_reward(context, trajectory_id, last.call_id),
+        call_ids=tuple(path),
+        finish_reason=last.finish_reason,
+        truncated=last.finish_reason in ("length", "abort"),
+        metadata=_metadata(context, path),
+    )
+
+
+def _reward(context: RowContext, trajectory_id: str, last_call_id: str) -> float | None:
+    """The branch's own reward where it was given one (by trajectory or last call), else the session's."""
+    for name in (trajectory_id, last_call_id):
+        if name in context.per_branch:
+            return context.per_branch[name]
+    return context.reward
+
+
+def _metadata(context: RowContext, path: Sequence[str]) -> Mapping[str, Any]:
+    given = {call_id: context.per_call[call_id] for call_id in path if call_id in context.per_call}
+    return {**context.metadata, "per_call_rewards": given} if given else context.metadata
+
+
+def _trajectory_id(builder: str, session_id: str, path: Sequence[str]) -> str:
+    """Stable: the same calls of the same session always give the same id."""
+    return blake2b("\0".join((builder, session_id, *path)).encode(), digest_size=12).hexdigest()
+
+
+_BUILT_IN: dict[str, Builder] = {"merged": merged, "per_call": per_call}
+
+
+def builder_named(name: str) -> Builder:
+    """The builder of that name, built in or from the entry-point group `verbatim.builders`.
+
+    Raises ReconstructError naming the known ones.
+    """
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    added = {entry.name: entry for entry in entry_points(group="verbatim.builders")}
+    if name in added:
+        found: Builder = added[name].load()
+        return found
+    raise ReconstructError(f"no builder is named {name!r}; known: {', '.join(sorted([*_BUILT_IN, *added]))}")

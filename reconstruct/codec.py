@@ -1,0 +1,214 @@
+"""Records as bytes: one `encode`, one `decode`, one `DecodeError`.
+
+A record is a msgpack array whose first item is the schema version. Ids are little-endian int32, logprobs little-endian
+float32, message texts zlib-compressed JSON where that is shorter. A version once released stays readable: a new field
+means a new version and a branch in `decode`; the golden bytes in tests/test_codec.py hold that.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from reconstruct.errors import DecodeError
+from reconstruct.records import Call, Ids, Logprobs, Node, Sampling, Span
+
+SCHEMA_VERSION = 1
+
+_COMPRESS_FROM_BYTES = 128
+"""Below this zlib's header eats the gain."""
+
+
+def encode(call: Call) -> bytes:
+    """`call` as the bytes of one record."""
+    packed: bytes = msgpack.packb(
+        (
+            SCHEMA_VERSION,
+            call.call_id,
+            call.session_id,
+            _node_fields(call.node),
+            call.dialect,
+            call.api,
+            call.status,
+            call.role,
+            call.agent,
+            call.finish_reason,
+            call.stop_reason,
+            _sampling_fields(call.sampling),
+            call.root_key,
+            call.fingerprint,
+            call.reply_fingerprint,
+            call.message_count,
+            call.messages_from,
+            _squeeze(call.messages),
+            _squeeze(call.reply),
+            _squeeze(call.preamble),
+            call.digest,
+            call.projection,
+            call.replica,
+            call.started_at,
+            call.engine_seconds,
+            call.own_seconds,
+            call.trainable,
+            call.quarantine_reason,
+        )
+    )
+    return packed
+
+
+def decode(data: bytes) -> Call:
+    """The call that `encode` packed.
+
+    Raises DecodeError for anything else: truncated bytes, another format, a schema version of a newer build.
+    """
+    try:
+        fields = msgpack.unpackb(data, use_list=True)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise DecodeError(f"a record of {len(data)} bytes is not msgpack: {error}") from error
+    if not isinstance(fields, list) or not fields:
+        raise DecodeError(f"a record is a msgpack array, not {type(fields).__name__}")
+    version = fields[0]
+    if version != SCHEMA_VERSION:
+        raise DecodeError(f"schema version {version!r} is unknown to this build (it reads {SCHEMA_VERSION})")
+    try:
+        return _decode_v1(fields)
+    except DecodeError:
+        raise
+    except (ValueError, TypeError, IndexError, KeyError, zlib.error) as error:
+        raise DecodeError(f"a version-1 record is damaged: {error}") from error
+
+
+def _decode_v1(fields: list[Any]) -> Call:
+    (
+        _,
+        call_id,
+        session_id,
+        node,
+        dialect,
+        api,
+        status,
+        role,
+        agent,
+        finish_reason,
+        stop_reason,
+        sampling,
+        root_key,
+        fingerprint,
+        reply_fingerprint,
+        message_count,
+        messages_from,
+        messages,
+        reply,
+        preamble,
+        digest,
+        projection,
+        replica,
+        started_at,
+        engine_seconds,
+        own_seconds,
+        trainable,
+        quarantine_reason,
+    ) = fields
+    return Call(
+        call_id=call_id,
+        session_id=session_id,
+        node=_node(node),
+        dialect=dialect,
+        api=api,
+        status=status,
+        role=role,
+        agent=agent,
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        sampling=_sampling(sampling),
+        root_key=root_key,
+        fingerprint=fingerprint,
+        reply_fingerprint=reply_fingerprint,
+        message_count=message_count,
+        messages_from=messages_from,
+        messages=_swell(messages),
+        reply=_swell(reply),
+        preamble=_swell(preamble),
+        digest=digest,
+        projection=projection,
+        replica=replica,
+        started_at=started_at,
+        engine_seconds=engine_seconds,
+        own_seconds=own_seconds,
+        trainable=trainable,
+        quarantine_reason=quarantine_reason,
+    )
+
+
+def _node_fields(node: Node) -> tuple[Any, ...]:
+    return (
+        node.parent_id,
+        node.branch_reason,
+        node.base_id,
+        node.base_length,
+        node.delta_ids.astype("<i4", copy=False).tobytes(),
+        node.completion_ids.astype("<i4", copy=False).tobytes(),
+        node.logprobs.astype("<f4", copy=False).tobytes(),
+        tuple((span.version, span.start, span.end) for span in node.spans),
+    )
+
+
+def _node(fields: list[Any]) -> Node:
+    parent_id, branch_reason, base_id, base_length, delta_ids, completion_ids, logprobs, spans = fields
+    return Node(
+        parent_id=parent_id,
+        branch_reason=branch_reason,
+        base_id=base_id,
+        base_length=base_length,
+        delta_ids=_ids(delta_ids),
+        completion_ids=_ids(completion_ids),
+        logprobs=_logprobs(logprobs),
+        spans=tuple(Span(*span) for span in spans),
+    )
+
+
+def _ids(data: bytes) -> Ids:
+    return np.frombuffer(data, dtype="<i4")
+
+
+def _logprobs(data: bytes) -> Logprobs:
+    return np.frombuffer(data, dtype="<f4")
+
+
+def _sampling_fields(sampling: Sampling) -> tuple[Any, ...]:
+    return (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.seed,
+        sampling.max_tokens,
+        sampling.stop,
+        sampling.logprob_mode,
+        dict(sampling.extra),
+    )
+
+
+def _sampling(fields: list[Any]) -> Sampling:
+    temperature, top_p, top_k, seed, max_tokens, stop, logprob_mode, extra = fields
+    return Sampling(temperature, top_p, top_k, seed, max_tokens, tuple(stop), logprob_mode, extra)
+
+
+def _squeeze(text: bytes) -> bytes:
+    """A marker byte and the text, deflated where that is shorter."""
+    if len(text) >= _COMPRESS_FROM_BYTES:
+        deflated = zlib.compress(text, 1)
+        if len(deflated) < len(text):
+            return b"z" + deflated
+    return b"r" + text
+
+
+def _swell(data: bytes) -> bytes:
+    marker, body = data[:1], data[1:]
+    if marker == b"z":
+        return zlib.decompress(body)
+    if marker == b"r":
+        return body
+    raise DecodeError(f"unknown text encoding {marker!r}")

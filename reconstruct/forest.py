@@ -1,0 +1,141 @@
+"""Forest: the calls of one session, their parents, and the ids each was sampled after.
+
+Invariant: `full_ids(c) == prompt_ids(c) + completion_ids(c)` and `prompt_ids(c) == full_ids(base)[:base_length] + delta_ids`;
+a base stands in the forest before the calls that lean on it. All walks are loops: a session of any depth works. A prompt is put
+together once per request for it; the forest itself holds deltas alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from reconstruct.errors import LengthMismatch, UnknownParent
+from reconstruct.records import Call, Ids, Node
+
+
+def order_key(call: Call) -> tuple[float, str]:
+    """The canonical order of calls: by start, then id. It does not depend on the order of arrival."""
+    return (call.started_at, call.call_id)
+
+
+class Forest:
+    """The calls of one session in the order they were added, with the indexes that find a parent."""
+
+    def __init__(self, calls: Iterable[Call] = ()) -> None:
+        self.calls: dict[str, Call] = {}
+        self._by_reply: dict[bytes, list[str]] = {}
+        self._by_prompt: dict[bytes, list[str]] = {}
+        self._children: dict[str | None, list[str]] = {}
+        self._lengths: dict[str, int] = {}
+        for call in calls:
+            self.add(call)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def __contains__(self, call_id: object) -> bool:
+        return call_id in self.calls
+
+    def add(self, call: Call) -> None:
+        """Add one call; adding it again is a no-op.
+
+        Raises UnknownParent when its parent or base is not here, LengthMismatch when its base is shorter than it says.
+        """
+        if call.call_id in self.calls:
+            return
+        node = call.node
+        for named in (node.parent_id, node.base_id):
+            if named is not None and named not in self.calls:
+                raise UnknownParent(f"call {named} is not in the session", session_id=call.session_id, call_id=call.call_id)
+        available = self._lengths[node.base_id] if node.base_id is not None else 0
+        if not 0 <= node.base_length <= available:
+            raise LengthMismatch(
+                f"the base holds {available} ids, {node.base_length} were asked of it",
+                session_id=call.session_id,
+                call_id=call.call_id,
+            )
+        self.calls[call.call_id] = call
+        self._lengths[call.call_id] = node.base_length + len(node.delta_ids) + len(node.completion_ids)
+        self._by_reply.setdefault(call.reply_fingerprint, []).append(call.call_id)
+        self._by_prompt.setdefault(call.fingerprint, []).append(call.call_id)
+        self._children.setdefault(node.parent_id, []).append(call.call_id)
+
+    def children(self, call_id: str | None) -> Sequence[str]:
+        return self._children.get(call_id, ())
+
+    def answered(self, fingerprint: bytes) -> Sequence[str]:
+        """Calls after whose reply the history hashes to `fingerprint`, oldest first."""
+        return self._by_reply.get(fingerprint, ())
+
+    def asked(self, fingerprint: bytes) -> Sequence[str]:
+        """Calls whose request hashes to `fingerprint`, oldest first."""
+        return self._by_prompt.get(fingerprint, ())
+
+    def full_length(self, call_id: str) -> int:
+        return self._lengths[call_id]
+
+    def prompt_length(self, call_id: str) -> int:
+        return self._lengths[call_id] - len(self.calls[call_id].node.completion_ids)
+
+    def full_ids(self, call_id: str) -> Ids:
+        return self.prefix(call_id, self._lengths[call_id])
+
+    def prompt_ids(self, call_id: str) -> Ids:
+        return self.prefix(call_id, self.prompt_length(call_id))
+
+    def prefix(self, call_id: str, length: int) -> Ids:
+        """The first `length` ids of the call's prompt and completion, as int32 of shape (length,)."""
+        parts: list[Ids] = []
+        current: str | None = call_id
+        while length > 0:
+            if current is None:
+                raise LengthMismatch(f"{length} ids are missing at the root", call_id=call_id)
+            node = self.calls[current].node
+            parts.extend(reversed(_own_ids(node, length - node.base_length)))
+            length = min(length, node.base_length)
+            current = node.base_id
+        parts.reverse()
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+
+    def extends(self, call_id: str) -> bool:
+        """Whether the call's prompt is all of its parent's ids and then its own: one row may run through both."""
+        node = self.calls[call_id].node
+        return (
+            node.parent_id is not None and node.base_id == node.parent_id and node.base_length == self._lengths[node.parent_id]
+        )
+
+    def branch(self, call_id: str) -> list[str]:
+        """The calls a row ending at `call_id` runs through, first to last: back while each extends its parent."""
+        path = [call_id]
+        while self.extends(path[-1]):
+            parent_id = self.calls[path[-1]].node.parent_id
+            assert parent_id is not None
+            path.append(parent_id)
+        path.reverse()
+        return path
+
+    def lineage(self, call_id: str | None) -> Iterator[Call]:
+        """The call, its parent, its parent's parent and so on, whether or not tokens were shared."""
+        while call_id is not None:
+            call = self.calls[call_id]
+            yield call
+            call_id = call.node.parent_id
+
+    def in_order(self) -> list[Call]:
+        return sorted(self.calls.values(), key=order_key)
+
+
+def _own_ids(node: Node, length: int) -> list[Ids]:
+    """The node's own ids (delta, then completion) cut to `length`."""
+    if length <= 0:
+        return []
+    return [node.delta_ids[:length], node.completion_ids[: max(0, length - len(node.delta_ids))]]
+
+
+def shared_length(left: Ids, right: Ids) -> int:
+    """Length of the common prefix of two id arrays."""
+    length = min(len(left), len(right))
+    different = np.flatnonzero(left[:length] != right[:length])
+    return int(different[0]) if len(different) else length

@@ -1,0 +1,189 @@
+"""Canonical messages and the fingerprint chain: when does a request continue a call that was answered before?
+
+Messages here are OpenAI chat messages (every dialect is translated to them). Two digests per message:
+
+- `digest`: what must be equal for the history to be the same. Canonical: parsed tool arguments with sorted keys; a string
+  equals one text part; `cache_control`, `index`, null and empty optional fields are ignored; tool-call ids are replaced by
+  the call's position in its turn. An assistant message leaves out its reasoning and outer white space, because harnesses
+  drop and trim them; what was dropped is checked against the call (`projection`) and recorded.
+- `reasoning`: digest of an assistant message's reasoning, empty when there is none.
+
+The chain is h[0] = root key, h[i] = H(h[i-1], digest of message i): equal chains mean equal histories under equal tools,
+model and template kwargs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+DIGEST_BYTES = 16
+
+_IGNORED_FIELDS = frozenset({"cache_control", "index", "role", "content", "tool_calls", "tool_call_id"})
+
+Message = Mapping[str, Any]
+
+
+def hash_bytes(*parts: bytes) -> bytes:
+    """A 16-byte digest of the parts; lengths are hashed too, so that no two lists of parts collide."""
+    state = blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """`value` as JSON with sorted keys, no spaces, null fields and volatile keys dropped; lone surrogates survive."""
+    text = json.dumps(_without_volatile(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return text.encode("ascii")
+
+
+def _without_volatile(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _without_volatile(v) for k, v in value.items() if k != "cache_control" and v is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_volatile(item) for item in value]
+    return value
+
+
+def root_key(model: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any]) -> bytes:
+    """The identity of a tree's root: calls under other tools, model or template kwargs never share one."""
+    return hash_bytes(model.encode(), canonical_json(list(tools or ())), canonical_json(dict(template_kwargs or {})))
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """One message's digest and, for assistant messages, the digest of its reasoning (b"" for none)."""
+
+    digest: bytes
+    reasoning: bytes
+    is_assistant: bool
+
+
+def plain_content(content: Any) -> Any:
+    """A string for absent content, a string, or text parts alone; a list of parts (None fields dropped) otherwise."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = [_part(part) for part in content]
+    if all(isinstance(part, str) for part in parts):
+        if len(parts) == 1:
+            return parts[0]
+        return parts or ""
+    return parts
+
+
+def _part(part: Any) -> Any:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
+        return part.get("text") or ""
+    return _without_volatile(part)
+
+
+def plain_arguments(arguments: Any) -> Any:
+    """Tool arguments parsed where they are JSON, the raw string where they are not; "" and {} are alike."""
+    if not isinstance(arguments, str):
+        return arguments if arguments is not None else {}
+    try:
+        return json.loads(arguments) if arguments.strip() else {}
+    except ValueError:
+        return arguments
+
+
+def reasoning_of(message: Message) -> str:
+    """The reasoning text of an assistant message under either of its two field names."""
+    text = message.get("reasoning_content") or message.get("reasoning") or ""
+    return text if isinstance(text, str) else ""
+
+
+def call_names(message: Message) -> list[tuple[str, Any]]:
+    """(name, plain arguments) of the message's tool calls, in order."""
+    names = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        names.append((function.get("name") or "", plain_arguments(function.get("arguments"))))
+    return names
+
+
+def digest_message(message: Message, turn_ids: Mapping[str, int]) -> Digests:
+    """Digests of one message; `turn_ids` maps the tool-call ids of the latest assistant turn to their positions."""
+    role = str(message.get("role") or "")
+    if role == "assistant":
+        content = plain_content(message.get("content"))
+        trimmed = content.strip() if isinstance(content, str) else content
+        digest = hash_bytes(b"assistant", canonical_json([trimmed, call_names(message)]))
+        reasoning = reasoning_of(message).strip()
+        return Digests(digest, hash_bytes(canonical_json(reasoning)) if reasoning else b"", True)
+    fields: list[Any] = [role, plain_content(message.get("content"))]
+    call_id = message.get("tool_call_id")
+    if call_id:
+        fields.append(turn_ids.get(call_id, call_id))
+    rest = {key: value for key, value in message.items() if key not in _IGNORED_FIELDS and value not in (None, "", [])}
+    return Digests(hash_bytes(b"message", canonical_json([fields, rest])), b"", False)
+
+
+def digest_messages(messages: Iterable[Message]) -> list[Digests]:
+    """Digests of a whole history, tool-call ids resolved turn by turn."""
+    turn_ids: dict[str, int] = {}
+    digests = []
+    for message in messages:
+        digests.append(digest_message(message, turn_ids))
+        if message.get("tool_calls"):
+            turn_ids = {call.get("id") or "": position for position, call in enumerate(message["tool_calls"])}
+    return digests
+
+
+def chain(root: bytes, digests: Sequence[Digests]) -> list[bytes]:
+    """h[0..n]: the fingerprint before the first message and after each of the n."""
+    fingerprints = [root]
+    for item in digests:
+        fingerprints.append(hash_bytes(fingerprints[-1], item.digest))
+    return fingerprints
+
+
+def minted_call_ids(message: Message, prefix: str = "call_") -> list[str]:
+    """Call ids that the service minted into the message's tool-call ids (`call_<call id>_<position>`)."""
+    named = []
+    for call in message.get("tool_calls") or ():
+        identifier = call.get("id") or ""
+        if identifier.startswith(prefix) and identifier.count("_") == 2:
+            named.append(identifier.split("_")[1])
+    return named
+
+
+def projection(sent: Message, replayed: Message) -> str | None:
+    """How `replayed` shows the reply that was `sent`: "exact", a comma-separated list of declared losses, or None when it
+    is an edit.
+
+    Declared: "arguments" (order or spacing of tool arguments), "trimmed" (outer white space), "reasoning_dropped",
+    "reasoning_trimmed", "fields" (added provider fields are not compared at all and need no name).
+    """
+    losses = []
+    sent_content, content = plain_content(sent.get("content")), plain_content(replayed.get("content"))
+    if content != sent_content:
+        if not (isinstance(content, str) and isinstance(sent_content, str) and content.strip() == sent_content.strip()):
+            return None
+        losses.append("trimmed")
+    if canonical_json(call_names(sent)) != canonical_json(call_names(replayed)):
+        return None
+    if _raw_arguments(sent) != _raw_arguments(replayed):
+        losses.append("arguments")
+    sent_reasoning, reasoning = reasoning_of(sent), reasoning_of(replayed)
+    if reasoning != sent_reasoning:
+        if not reasoning.strip():
+            losses.append("reasoning_dropped")
+        elif reasoning.strip() == sent_reasoning.strip():
+            losses.append("reasoning_trimmed")
+        else:
+            return None
+    return ",".join(losses) or "exact"
+
+
+def _raw_arguments(message: Message) -> list[Any]:
+    return [(call.get("function") or {}).get("arguments") for call in message.get("tool_calls") or ()]
