@@ -19,8 +19,9 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Reinforcement learning on any agent, unmodified: point the agent at a URL, train on exactly the tokens it saw and said.",
+    help="Reinforcement learning on any agent, unmodified: point it at a URL, train on exactly the tokens it saw and said.",
 )
 app.command("serve")(serve.serve)
 app.add_typer(sessions.app, name="sessions")

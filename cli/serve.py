@@ -51,8 +51,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="everysec|always",
-            help="When the embedded Redis syncs to disk. everysec (default) can lose a second when the power fails, nothing when "
-            "a process is killed; always loses nothing and is slower.",
+            help="When the embedded Redis syncs to disk. everysec (default) can lose a second when the power fails, "
+            "nothing when a process is killed; always loses nothing and is slower.",
         ),
     ] = None,
     host: Annotated[
@@ -75,19 +75,19 @@ def serve(
         str | None,
         typer.Option(
             metavar="template|retain",
-            help="When the chat template drops earlier thinking at a new user turn. template (default): start a new training row "
-            "there, as the deployed model would see it. retain: keep the sampled thinking in context.",
+            help="When the chat template drops earlier thinking at a new user turn. template (default): start a new "
+            "training row there, as the deployed model would see it. retain: keep the sampled thinking in context.",
         ),
     ] = None,
     log_level: Annotated[
         str,
-        typer.Option(metavar="debug|info|warning|error", help="How much to write to stderr. Default: info."),
+        typer.Option(metavar="debug|info|warning|error", help="How much to write to stderr."),
     ] = "info",
 ) -> None:
     """Serve harnesses and trainers until Ctrl-C or SIGTERM.
 
     Every flag has an environment variable (--engine-api is VERBATIM_ENGINE_API; VERBATIM_ENGINE is a JSON list); a flag wins
-    over it. VERBATIM_ADMIN_TOKEN and VERBATIM_TRAINER_TOKEN set the two tokens; without them they are generated and printed once.
+    over it. VERBATIM_ADMIN_TOKEN and VERBATIM_TRAINER_TOKEN set the two tokens; unset, they are generated and printed once.
 
     The first Ctrl-C lets calls in flight finish for VERBATIM_DRAIN_SECONDS (20), then cuts and records them; a second one
     exits at once.
@@ -105,7 +105,7 @@ def serve(
         "port": port,
         "thinking": thinking,
     }
-    service.run(read_settings({name: value for name, value in flags.items() if value is not None}), workers)
+    service.run(read_settings({name: value for name, value in flags.items() if value is not None}), workers, log_level)
 
 
 def read_settings(flags: dict[str, Any]) -> Settings:
@@ -120,7 +120,9 @@ def read_settings(flags: dict[str, Any]) -> Settings:
     except ValidationError as error:
         raise Refusal(_what_is_wrong(error.errors()[0]), exit_code=2) from error
     except SettingsError as error:
-        raise Refusal(f"{error}; lists in the environment are JSON, for example '[\"http://host:8000\"]'", exit_code=2) from error
+        raise Refusal(
+            f"{error}; lists in the environment are JSON, for example '[\"http://host:8000\"]'", exit_code=2
+        ) from error
     if not settings.engine:
         raise Refusal("no engine given: pass --engine URL, or set VERBATIM_ENGINE to a JSON list of URLs", exit_code=2)
     return settings.model_copy(update={"engine": [engine_url(url) for url in settings.engine]})

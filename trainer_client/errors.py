@@ -2,13 +2,13 @@
 
 TrainerClientError
 ├── ServiceError             the service answered with an error; status, code, attempts
-│   ├── Unauthorized         401, 403: the trainer's token is missing or wrong
+│   ├── Unauthorized         401, 403: the token is missing, wrong, or does not open this
 │   ├── LeaseLost            404, 409 on ack, nack or extend: the lease expired or was given to another
 │   ├── VersionConflict      409 on a push: versions only grow and two pushes never interleave
 │   └── Unavailable          502, 503: retried until `retry_seconds` were spent
 ├── ConnectionFailed         no answer: refused, broken off or timed out; also retried first
 ├── ClientClosed             the client was closed
-├── InvalidBatch             an answer or a row breaks the contract; nothing is repaired
+├── InvalidAnswer            an answer or a row breaks the contract; nothing is repaired
 ├── RowTooLong               a row does not fit and no one asked for its end to be cut
 └── PublishError             the new weights did not reach every engine
     ├── UnpublishableWeights the state dict or folder cannot be published as it is
@@ -31,7 +31,13 @@ class ServiceError(TrainerClientError):
     """The service's own message, with the HTTP status and the `code` of its error object."""
 
     def __init__(
-        self, message: str, *, status: int, code: str = "", retry_after_seconds: float | None = None, attempts: int = 1
+        self,
+        message: str,
+        *,
+        status: int,
+        code: str = "",
+        retry_after_seconds: float | None = None,
+        attempts: int = 1,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -68,7 +74,7 @@ class ClientClosed(TrainerClientError):
     pass
 
 
-class InvalidBatch(TrainerClientError):
+class InvalidAnswer(TrainerClientError):
     pass
 
 

@@ -15,8 +15,14 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_before_delay, stop_when_event_set, wait_random_exponential
-
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_before_delay,
+    wait_random_exponential,
+)
 
 from trainer_client.errors import ClientClosed, ConnectionFailed, ServiceError, Unauthorized, Unavailable
 
@@ -60,10 +66,10 @@ class Transport:
         accept: str = "application/json",
         answer_seconds: float = 0.0,
         retry: Transient | None = is_transient,
-        until_closed: bool = False,
+        until: Callable[[], bool] | None = None,
     ) -> httpx.Response:
         """The answer, below 400. `answer_seconds` is how long the service may think beyond the usual timeout; `retry` says
-        which errors to repeat after (None: one attempt); with `until_closed`, closing the client ends the retries.
+        which errors to repeat after (None: one attempt); once `until()` is true nothing is repeated.
 
         Raises: ServiceError or one of its subclasses, ConnectionFailed, ClientClosed.
         """
@@ -72,7 +78,12 @@ class Transport:
         with self.in_use():
             if retry is None:
                 return self._once(method, path, request)
-            return self._retrying(retry, until_closed)(self._once, method, path, request)
+            retrying = self._retrying(retry, until)
+            try:
+                return retrying(self._once, method, path, request)
+            except ServiceError as error:
+                error.attempts = retrying.statistics["attempt_number"]
+                raise
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -112,17 +123,13 @@ class Transport:
             raise service_error(method, path, response)
         return response
 
-    def _retrying(self, retry: Transient, until_closed: bool) -> Retrying:
-        stop: Any = stop_before_delay(self._retry_seconds)
-        if until_closed:
-            stop = stop | stop_when_event_set(self.closing)
+    def _retrying(self, retry: Transient, until: Callable[[], bool] | None) -> Retrying:
+        spent = stop_before_delay(self._retry_seconds)
         return Retrying(
             retry=retry_if_exception(retry),
             wait=_wait_seconds,
-            stop=stop,
-            sleep=self.closing.wait if until_closed else time.sleep,
-            before_sleep=None,
-            after=_count_attempt,
+            stop=lambda state: spent(state) or (until is not None and until()),
+            sleep=sleep_using_event(self.closing) if until else time.sleep,
             reraise=True,
         )
 
@@ -165,9 +172,3 @@ def _wait_seconds(state: RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome else None
     asked = getattr(error, "retry_after_seconds", None)
     return float(asked) if asked is not None else _GROWING(state)
-
-
-def _count_attempt(state: RetryCallState) -> None:
-    error = state.outcome.exception() if state.outcome else None
-    if isinstance(error, ServiceError):
-        error.attempts = state.attempt_number

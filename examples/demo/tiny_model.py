@@ -40,10 +40,10 @@ CHAT_TEMPLATE = r"""
 {%- endif -%}
 {%- if tools -%}
     {{- '<|im_start|>system\n' + (lead.text + '\n\n' if lead.text else '') -}}
-    {{- 'You may call tools. Their signatures:\n<tools>' -}}
+    {{- 'Tools:\n<tools>' -}}
     {%- for tool in tools -%}{{- '\n' + (tool | tojson) -}}{%- endfor -%}
-    {{- '\n</tools>\nTo call one, answer with a JSON object inside tool_call tags:\n' -}}
-    {{- '<tool_call>\n{"name": <name>, "arguments": <arguments>}\n</tool_call><|im_end|>\n' -}}
+    {{- '\n</tools>\nCall one with a JSON object in tool_call tags:\n' -}}
+    {{- '<tool_call>\n{"name": name, "arguments": arguments}\n</tool_call><|im_end|>\n' -}}
 {%- elif lead.first -%}
     {{- '<|im_start|>system\n' + lead.text + '<|im_end|>\n' -}}
 {%- endif -%}
@@ -94,25 +94,24 @@ CHAT_TEMPLATE = r"""
 """
 
 PROSE = """
-You are a helpful assistant that can call tools. You may call tools. Their signatures: To call one, answer with a JSON
-object inside tool_call tags. system user assistant tool name arguments type function parameters properties required
-description. Find the secret number from 1 to 32. Guess again: the number is higher. The number is lower. Correct, you
-found it! Too many guesses. Invalid call, say one number. Read the file, write the file, run the command, list the
-directory, search the text. The quick brown fox jumps over the lazy dog. What is the weather in Paris today? It is sunny
+You are a helpful assistant that can call tools. Tools: Call one with a JSON object in tool_call tags: system user assistant
+tool name arguments type function parameters properties required description. Open 3 doors with keys 1 to 4. Door: red
+Door: blue Door: green Door: white opened. wrong key. No door opened. Read the file, write the file, run the command, list
+the directory, search the text. The quick brown fox jumps over the lazy dog. What is the weather in Paris today? It is sunny
 with a light wind. Thank you. Let me think about this step by step. First I look at the question, then I find the answer,
 and at last I check it again. The model reads a prompt of tokens, samples the next token, and writes down how likely it
 was. A reward tells how well it did.
 """.strip()
 
 JSON_SHAPES = """
-{"type": "function", "function": {"name": "guess", "description": "Guess the number.", "parameters":
-{"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}}}
+{"type": "function", "function": {"name": "open", "parameters": {"type": "object", "properties": {"key": {"type":
+"integer"}}, "required": ["key"]}}}
 {"type": "function", "function": {"name": "read_file", "description": "Read a file.", "parameters":
 {"type": "object", "properties": {"path": {"type": "string"}, "limit": {"type": "integer"}}, "required": ["path"]}}}
 {"type": "function", "function": {"name": "get_weather", "description": "The weather of a city.", "parameters":
 {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"type": "string", "enum": ["celsius"]}},
 "required": ["city"]}}}
-{"name": "guess", "arguments": {"number": 17}}
+{"name": "open", "arguments": {"key": 3}}
 {"name": "read_file", "arguments": {"path": "src/main.py", "limit": 100}}
 {"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}
 """.strip()

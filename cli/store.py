@@ -1,0 +1,57 @@
+"""The Redis of a service: somebody else's, asked once whether it is there, or an embedded one of our own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from cli.refusal import Refusal
+from proxy.errors import StoreUnavailable
+from proxy.store.connection import StoreConnection
+from proxy.store.embedded import EmbeddedRedis, StoreStartError
+
+if TYPE_CHECKING:
+    from proxy.settings import Settings
+
+
+@contextmanager
+def opened(settings: Settings) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The URL of a Redis that answers, and what stops it at once when it is ours. Ours stops when the block ends.
+
+    Raises `Refusal` when there is none, or when the data directory is not ours to use.
+    """
+    if settings.redis:
+        _ask(settings.redis)
+        yield settings.redis, _leave_alone
+        return
+    embedded = EmbeddedRedis(settings.data_dir, settings.fsync)
+    try:
+        try:
+            url = embedded.start()
+        except StoreStartError as error:
+            raise Refusal(error.message) from error
+        yield url, embedded.stop
+    finally:
+        embedded.stop()
+
+
+def _ask(url: str) -> None:
+    async def ping() -> None:
+        connection = StoreConnection(url)
+        try:
+            await connection.ping()
+        finally:
+            await connection.close()
+
+    try:
+        asyncio.run(ping())
+    except StoreUnavailable as error:
+        raise Refusal(f"{error.message}; start it, correct --redis, or leave --redis out for an embedded one") from error
+    except ValueError as error:
+        raise Refusal(f"--redis is no Redis URL: {error}", exit_code=2) from error
+
+
+def _leave_alone() -> None:
+    """Another's Redis is not ours to stop."""

@@ -1,0 +1,148 @@
+"""From a frozen session to its place in a group, so that a crash at any step is made good.
+
+A session and its group live in different slots of the store. The session is therefore *announced* among the groups first, with
+what the close asked for; then it is frozen; then it is filled into its group, which takes the announcement away. A process that
+dies in between leaves the announcement, and `sweep`, in whichever process, takes the remaining steps. Each can be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from proxy import rows
+from proxy.errors import NotFound, StoreUnavailable, VerbatimError
+from proxy.services import Services
+from proxy.settings import Settings
+from proxy.store.base import Announced, CloseRequest, GroupPolicy, Member, SessionInfo, SessionState
+from reconstruct.errors import ReconstructError
+
+log = logging.getLogger(__name__)
+
+CLOSED = ("completed", "failed", "timeout", "cancelled")
+SWEEP_AGE_SECONDS = 30.0
+"""An announcement this old belongs to a process that died or lost its store, not to one still at work."""
+
+
+async def close_session(
+    services: Services, session_id: str, status: str, reward: float | None, error: str | None
+) -> SessionState:
+    """The frozen session. Calls in flight in this process are cut and recorded first. Raises `NotFound`, or `Conflict` when
+    it was closed with another status."""
+    await _load(services, session_id)
+    await services.delivery.announce(session_id, CloseRequest(status, reward, error), time.time())
+    return await _finish_close(services, session_id, status, reward, error)
+
+
+async def reward_session(
+    services: Services,
+    session_id: str,
+    reward: float,
+    per_call: Mapping[str, float],
+    per_branch: Mapping[str, float],
+    metadata: Mapping[str, Any],
+) -> SessionState:
+    """The session with its reward; one that was closed before goes into its group now. Raises as `set_reward` does."""
+    if (await _load(services, session_id)).status in CLOSED:
+        await services.delivery.announce(session_id, None, time.time())
+    state = await services.sessions.set_reward(session_id, reward, per_call, per_branch, metadata)
+    if state.status in CLOSED:
+        await offer(services, state)
+    return state
+
+
+async def withdraw_session(services: Services, session_id: str) -> None:
+    """Delete a session and free its place in its group. Raises `NotFound`, or `Conflict` while a trainer holds it."""
+    await services.sessions.begin_close(session_id)
+    await services.inflight.cut(session_id)
+    await services.delivery.withdraw(session_id, policy_of(services.settings))
+    await services.sessions.delete(session_id)
+    services.trees.forget(session_id)
+
+
+async def offer(services: Services, state: SessionState) -> str:
+    """Put a frozen session into its group; the group's state, or "waiting" for the reward of a completed session."""
+    session_id = state.info.session_id
+    if state.status == "completed" and state.reward is None:
+        await services.delivery.retract(session_id)
+        return "waiting"
+    member = await _member(services, state)
+    return await services.delivery.fill(
+        group_ref(state.info), state.info.group_size, member, policy_of(services.settings), time.time()
+    )
+
+
+async def sweep(services: Services, *, older_than_seconds: float = SWEEP_AGE_SECONDS, limit: int = 100) -> int:
+    """Finish what processes that died left announced; how many sessions that were. Raises `StoreUnavailable`."""
+    found = await services.delivery.announced(time.time() - older_than_seconds, limit)
+    for announced in found:
+        try:
+            await _resume(services, announced)
+        except StoreUnavailable:
+            raise
+        except VerbatimError as error:
+            log.error("session %s: its close could not be finished: %s", announced.session_id, error.message)
+    return len(found)
+
+
+def policy_of(settings: Settings) -> GroupPolicy:
+    return GroupPolicy(settings.group_policy, settings.group_minimum, settings.zero_variance)
+
+
+def group_ref(info: SessionInfo) -> str:
+    """What the delivery store calls a session's group. Marked, so that a session without a group, which is one of its own,
+    cannot meet a group that happens to be named like it."""
+    return f"s:{info.session_id}" if info.group_id is None else f"g:{info.group_id}"
+
+
+def group_name(ref: str) -> str:
+    """What trainers call it: the group id, or the session id of a session without one."""
+    return ref[2:]
+
+
+async def _resume(services: Services, announced: Announced) -> None:
+    state = await services.sessions.load(announced.session_id)
+    if state is not None and state.status in CLOSED:
+        await offer(services, state)
+    elif state is not None and announced.request is not None:
+        request = announced.request
+        await _finish_close(services, announced.session_id, request.status, request.reward, request.error)
+    else:
+        await services.delivery.retract(announced.session_id)
+
+
+async def _finish_close(
+    services: Services, session_id: str, status: str, reward: float | None, error: str | None
+) -> SessionState:
+    try:
+        await services.sessions.begin_close(session_id)
+        await services.inflight.cut(session_id)
+        state = await services.sessions.close(session_id, status, reward, error, time.time())
+    except NotFound:
+        await services.delivery.retract(session_id)
+        raise
+    await offer(services, state)
+    return state
+
+
+async def _member(services: Services, state: SessionState) -> Member:
+    session_id = state.info.session_id
+    records, intents = await asyncio.gather(services.sessions.records(session_id), services.sessions.intents(session_id))
+    try:
+        built = await asyncio.to_thread(rows.build_rows, state, records, intents, "merged")
+    except ReconstructError as error:
+        log.error("session %s has no usable trajectories: %s", session_id, error)
+        return Member(session_id, False, state.reward, 0, 0)
+    versions = [span.version for row in built.rows for span in row.weight_versions]
+    usable = state.status == "completed" and state.reward is not None and bool(versions)
+    return Member(session_id, usable, state.reward, len(built.rows), min(versions, default=0))
+
+
+async def _load(services: Services, session_id: str) -> SessionState:
+    state = await services.sessions.load(session_id)
+    if state is None:
+        raise NotFound(f"there is no session {session_id}")
+    return state

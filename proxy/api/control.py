@@ -1,0 +1,15 @@
+"""The control side as one router: `app.include_router(control_router())` after `app.state.services = services`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from proxy.api import batches, health, sessions, weights
+
+
+def control_router() -> APIRouter:
+    """Sessions, batches, weights and health. Its errors need `proxy.api.errors.install_error_handlers(app)`."""
+    router = APIRouter()
+    for part in (sessions, batches, weights, health):
+        router.include_router(part.router)
+    return router

@@ -1,0 +1,194 @@
+"""Sessions: open, list, look into, reward, close, delete. For the admin."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import Field, FiniteFloat, model_validator
+
+from proxy import rows
+from proxy.api.access import Served, admin_only
+from proxy.api.answers import answer, form_of, json_response
+from proxy.api.bodies import Body, Metadata, body_of
+from proxy.api.closing import close_session, reward_session, withdraw_session
+from proxy.auth import SESSION_ID, mint_key
+from proxy.errors import Conflict, NotFound, RequestError
+from proxy.services import Services
+from proxy.store.base import SessionInfo, SessionState
+from reconstruct.trajectory import accounting_as_wire, as_wire
+
+router = APIRouter(prefix="/sessions", dependencies=[Depends(admin_only)])
+
+Status = Literal["open", "closing", "completed", "failed", "timeout", "cancelled"]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class SamplingOverrides(Body):
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+
+
+class NewSession(Body):
+    session_id: str | None = None
+    task_id: Name | None = None
+    group_id: Name | None = None
+    group_size: int = Field(1, ge=1, le=65536)
+    metadata: Metadata = Field(default_factory=dict)
+    sampling: SamplingOverrides | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> NewSession:
+        if self.session_id is not None and not SESSION_ID.match(self.session_id):
+            raise ValueError("session_id: 1 to 128 of letters, digits, '.', '_' and '-'")
+        if self.group_size > 1 and self.group_id is None:
+            raise ValueError("group_size: more than 1 needs a group_id")
+        return self
+
+
+class Reward(Body):
+    reward: FiniteFloat
+    per_call: dict[str, FiniteFloat] = Field(default_factory=dict)
+    per_branch: dict[str, FiniteFloat] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
+
+
+class Close(Body):
+    status: Literal["completed", "failed", "timeout", "cancelled"]
+    reward: FiniteFloat | None = None
+    error: str | None = Field(None, max_length=65536)
+
+
+@router.post("")
+async def create(request: Request, services: Served, body: Annotated[NewSession, Depends(body_of(NewSession))]) -> Response:
+    session_id = body.session_id or uuid.uuid4().hex
+    api_key, key_hash = mint_key(session_id)
+    info = SessionInfo(
+        session_id=session_id,
+        key_hash=key_hash,
+        created_at=time.time(),
+        task_id=body.task_id,
+        group_id=body.group_id,
+        group_size=body.group_size,
+        metadata=body.metadata,
+        sampling=body.sampling.model_dump(exclude_none=True) if body.sampling else {},
+    )
+    if not await services.sessions.create(info):
+        raise Conflict(f"there is a session {session_id} already", param="session_id")
+    base = services.settings.public_url or str(request.base_url)
+    urls = _base_urls(base, session_id)
+    return json_response({"session_id": session_id, "api_key": api_key, "base_urls": urls}, 201)
+
+
+@router.get("")
+async def listing(
+    services: Served,
+    status: Status | None = None,
+    group_id: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    cursor: str | None = None,
+) -> Response:
+    states, following = await services.sessions.listing(status=status, group_id=group_id, limit=limit, cursor=cursor)
+    return json_response({"sessions": [session_as_wire(state) for state in states], "cursor": following})
+
+
+@router.get("/{session_id}")
+async def one(services: Served, session_id: str) -> Response:
+    return json_response(session_as_wire(await _load(services, session_id)))
+
+
+@router.delete("/{session_id}")
+async def delete(services: Served, session_id: str) -> Response:
+    await withdraw_session(services, session_id)
+    return Response(status_code=204)
+
+
+@router.get("/{session_id}/calls")
+async def calls(
+    request: Request,
+    services: Served,
+    session_id: str,
+    cursor: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> Response:
+    await _load(services, session_id)
+    records, delivered, intents = await asyncio.gather(
+        services.sessions.records(session_id), services.sessions.delivered(session_id), services.sessions.intents(session_id)
+    )
+    form = form_of(request)
+    page, following = await asyncio.to_thread(
+        rows.calls_as_wire, records, delivered, intents, _start(cursor), limit, form.arrays
+    )
+    return answer({"calls": page, "cursor": following}, form)
+
+
+@router.get("/{session_id}/trajectories")
+async def trajectories(
+    request: Request, services: Served, session_id: str, builder: Literal["merged", "per_call"] = "merged"
+) -> Response:
+    state = await _load(services, session_id)
+    records, intents = await asyncio.gather(services.sessions.records(session_id), services.sessions.intents(session_id))
+    built = await asyncio.to_thread(rows.build_rows, state, records, intents, builder)
+    form = form_of(request)
+    wire = [as_wire(row, arrays=form.arrays) for row in built.rows]
+    return answer({"trajectories": wire, "accounting": accounting_as_wire(built.accounting)}, form)
+
+
+@router.post("/{session_id}/reward")
+async def reward(services: Served, session_id: str, body: Annotated[Reward, Depends(body_of(Reward))]) -> Response:
+    state = await reward_session(services, session_id, body.reward, body.per_call, body.per_branch, body.metadata)
+    return json_response(session_as_wire(state))
+
+
+@router.post("/{session_id}/close")
+async def close(services: Served, session_id: str, body: Annotated[Close, Depends(body_of(Close))]) -> Response:
+    state = await close_session(services, session_id, body.status, body.reward, body.error)
+    return json_response(session_as_wire(state))
+
+
+def session_as_wire(state: SessionState) -> dict[str, Any]:
+    info = state.info
+    return {
+        "session_id": info.session_id,
+        "status": state.status,
+        "task_id": info.task_id,
+        "group_id": info.group_id,
+        "group_size": info.group_size,
+        "metadata": dict(info.metadata),
+        "sampling": dict(info.sampling),
+        "calls": state.calls,
+        "reward": state.reward,
+        "per_call": dict(state.per_call),
+        "per_branch": dict(state.per_branch),
+        "reward_metadata": dict(state.reward_metadata),
+        "error": state.error,
+        "created_at": info.created_at,
+        "updated_at": state.updated_at,
+        "closed_at": state.closed_at,
+    }
+
+
+def _base_urls(base: str, session_id: str) -> dict[str, str]:
+    root = f"{base.rstrip('/')}/s/{session_id}"
+    return {"openai": f"{root}/v1", "anthropic": root, "gemini": root}
+
+
+def _start(cursor: str | None) -> int:
+    if cursor is None:
+        return 0
+    if not (cursor.isascii() and cursor.isdigit()):
+        raise RequestError(f"cursor: {cursor!r} is not one that this service gave", param="cursor")
+    return int(cursor)
+
+
+async def _load(services: Services, session_id: str) -> SessionState:
+    state = await services.sessions.load(session_id)
+    if state is None:
+        raise NotFound(f"there is no session {session_id}")
+    return state

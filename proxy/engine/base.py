@@ -1,0 +1,95 @@
+"""An engine as the flow sees it: render what must be rendered, sample, abort.
+
+Two implementations, `token_api` (vLLM's token-in token-out endpoints) and `chat_api` (any OpenAI-compatible server that returns
+token ids). Both yield `Delta`s while text becomes certain, where they can, and one `Outcome` at the end; a reply cut by an abort
+or a broken connection is an Outcome too, with what was sampled until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from proxy.dialects.base import Delta, Request
+from proxy.engine.replica import Replica
+from proxy.engine.wire import Line
+from reconstruct.bridge import Rendering
+from reconstruct.records import Ids, Span
+
+
+@dataclass(slots=True)
+class Rendered:
+    """A rendering's ids, int32 of shape (n,), and the rest of the engine's generate body that came with it."""
+
+    ids: Ids
+    body: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Job:
+    """One sampling request. `prompt_ids` and `body` are None on the chat path, where the engine renders the messages."""
+
+    call_id: str
+    request: Request
+    sampling: dict[str, Any]
+    line: Line
+    prompt_ids: Ids | None = None
+    body: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Sampled:
+    """One choice as the engine emitted it. Lengths: one logprob per token id; `spans` empty when versions are unknown;
+    `token_ids` None when the engine returned none. `message` is a chat message without minted ids."""
+
+    index: int
+    token_ids: list[int] | None
+    logprobs: list[float | None]
+    spans: tuple[Span, ...]
+    finish_reason: str
+    stop_reason: str | int | None
+    message: dict[str, Any]
+    logprob_content: Sequence[Mapping[str, Any]] | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All choices of a call. `prompt_ids` as the engine reported them on the chat path. `broken` says why the reply is cut
+    when neither the model nor the harness ended it."""
+
+    choices: list[Sampled]
+    prompt_ids: Sequence[int] | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    broken: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    api: str
+
+    def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Delta | Outcome]:
+        """Raises RequestError (the engine refused the request), EngineUnavailable (nothing reached it) or EngineFailed
+        (it broke off before a single token was known)."""
+        ...
+
+    async def abort(self, replica: Replica, job: Job) -> bool:
+        """Ask the engine to end the job now; its `sample` then finishes with what it has. False where it cannot be asked."""
+        ...
+
+
+class Renderer(Protocol):
+    async def render(self, replica: Replica, request: Request, rendering: Rendering) -> Rendered: ...
+
+
+def chat_body(request: Request, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The OpenAI chat body of a canonical request under the sampling in effect."""
+    body: dict[str, Any] = {**request.forward, "model": request.model, "messages": request.messages, **sampling}
+    if request.tools:
+        body["tools"] = request.tools
+    if request.template_kwargs:
+        body["chat_template_kwargs"] = request.template_kwargs
+    if request.n > 1:
+        body["n"] = request.n
+    return body

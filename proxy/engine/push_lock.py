@@ -1,0 +1,72 @@
+"""PushLock: the store's one push lock, held and renewed, so that two pushes never interleave, whichever process runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import uuid
+from types import TracebackType
+
+from proxy.errors import Conflict, StoreUnavailable
+from proxy.store.base import WeightStore
+
+LEASE_SECONDS = 30.0
+RENEW_SECONDS = 5.0
+RETRY_SECONDS = 0.1
+
+
+class PushLock:
+    """`async with PushLock(weights, wait_seconds)`: raises Conflict when another owner held it all that time.
+
+    `check()` raises StoreUnavailable once the lock was lost: it could not be renewed for longer than it lasts.
+    """
+
+    def __init__(self, weights: WeightStore, wait_seconds: float) -> None:
+        self._weights = weights
+        self._wait_seconds = wait_seconds
+        self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self._held_until = 0.0
+        self._renewal: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> PushLock:
+        deadline = _now() + self._wait_seconds
+        while not await self._take():
+            if _now() >= deadline:
+                raise Conflict("another weight push is running")
+            await asyncio.sleep(RETRY_SECONDS)
+        self._renewal = asyncio.create_task(self._renew())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._renewal
+        # When the store is away the lock ends by itself after LEASE_SECONDS.
+        with contextlib.suppress(StoreUnavailable):
+            await self._weights.unlock(self._owner)
+
+    def check(self) -> None:
+        if _now() >= self._held_until:
+            raise StoreUnavailable("the push lock could not be renewed in the store")
+
+    async def _take(self) -> bool:
+        asked = _now()
+        taken = await self._weights.lock(self._owner, LEASE_SECONDS)
+        if taken:
+            self._held_until = asked + LEASE_SECONDS
+        return taken
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            with contextlib.suppress(StoreUnavailable):
+                if not await self._take():
+                    self._held_until = 0.0
+                    return
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

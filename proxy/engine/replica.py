@@ -1,0 +1,114 @@
+"""Replica: one engine as the pool knows it, and `contact`, the probe that finds out.
+
+A probe posts `{}` to the routes it asks about: an engine that has the route answers 400 or 422, one that has not answers
+404 or 405. So it needs no OpenAPI page and costs the engine nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from proxy.errors import EngineUnavailable
+
+PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+
+TOKEN_ROUTES = ("/inference/v1/generate", "/v1/chat/completions/render", "/v1/chat/completions/derender")
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """An engine. `api` is how calls reach it; `models` the base models it serves, empty when it does not say.
+
+    `adapter` is the LoRA adapter that stands before the base model, if the engine was started with one. `updatable`: it has
+    the routes that take new weights. `weight_version` is that of its weights, None while unknown; 0 is whatever the engine
+    was started with, before any push.
+    """
+
+    name: str
+    url: str
+    api: Literal["token", "chat"] | None = None
+    healthy: bool = False
+    reason: str = "it was not reached yet"
+    alive: bool = False
+    models: tuple[str, ...] = ()
+    adapter: str | None = None
+    max_model_len: int | None = None
+    updatable: bool = False
+    weight_version: int | None = None
+
+    @property
+    def model(self) -> str | None:
+        """What the engine wants as "model": the adapter, else the base model; None: whatever the harness asked for."""
+        return self.adapter or (self.models[0] if self.models else None)
+
+    def version_of(self, label: str | None) -> int | None:
+        """The weight version that an engine's label on a span means, or None: such tokens must not reach a trainer.
+
+        An engine that cannot take weights keeps the ones it started with, so its label ("default" or none) means the
+        replica's version. One that can must say a number.
+        """
+        if label is not None and label.isdecimal():
+            return int(label)
+        return None if self.updatable else self.weight_version
+
+
+def replica_at(url: str) -> Replica:
+    """A replica not yet contacted. `url` may carry a trailing slash or /v1; the name is its host, port and path."""
+    base = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    parts = urlsplit(base)
+    return Replica(name=f"{parts.netloc}{parts.path}" or base, url=base)
+
+
+async def contact(http: aiohttp.ClientSession, replica: Replica, engine_api: str) -> None:
+    """Learn what the engine is: models, api, routes for weights. Raises EngineUnavailable with the reason it cannot serve."""
+    try:
+        await _list_models(http, replica)
+        if not replica.alive or replica.api is None:
+            replica.api = await _find_api(http, replica, engine_api)
+            replica.updatable = await _status(http, "GET", f"{replica.url}/weight_info") == 200
+    except TimeoutError as error:
+        raise EngineUnavailable(f"no answer within {PROBE_TIMEOUT.total:g} seconds") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise EngineUnavailable(str(error) or type(error).__name__) from error
+
+
+async def _list_models(http: aiohttp.ClientSession, replica: Replica) -> None:
+    async with http.get(f"{replica.url}/v1/models", timeout=PROBE_TIMEOUT) as response:
+        if response.status in (401, 403):
+            raise EngineUnavailable(f"it refuses the engine API key (HTTP {response.status})")
+        if response.status >= 500:
+            raise EngineUnavailable(f"GET /v1/models answered HTTP {response.status}")
+        # A plain server may know only /v1/chat/completions: then any answer is a sign of life.
+        cards = (await response.json(content_type=None)).get("data", []) if response.status == 200 else []
+    _read_cards(replica, cards)
+
+
+def _read_cards(replica: Replica, cards: list[dict[str, Any]]) -> None:
+    base = [card for card in cards if not card.get("parent")]
+    adapters = [str(card["id"]) for card in cards if card.get("parent")]
+    lengths = [int(card["max_model_len"]) for card in base if card.get("max_model_len")]
+    replica.models = tuple(str(card["id"]) for card in base)
+    replica.adapter = adapters[0] if adapters else None
+    replica.max_model_len = min(lengths) if lengths else None
+
+
+async def _find_api(http: aiohttp.ClientSession, replica: Replica, engine_api: str) -> Literal["token", "chat"]:
+    if engine_api == "chat":
+        return "chat"
+    statuses = [await _status(http, "POST", replica.url + route) for route in TOKEN_ROUTES]
+    missing = [route for route, status in zip(TOKEN_ROUTES, statuses, strict=True) if status not in (400, 422)]
+    if not missing:
+        return "token"
+    if engine_api == "token":
+        raise EngineUnavailable(f"it has no {missing[0]}; start vLLM with --enable-scale-out, or use the chat API")
+    return "chat"
+
+
+async def _status(http: aiohttp.ClientSession, method: str, url: str) -> int:
+    body: dict[str, str] | None = {} if method == "POST" else None
+    async with http.request(method, url, json=body, timeout=PROBE_TIMEOUT) as response:
+        return response.status

@@ -1,0 +1,263 @@
+"""The token path: vLLM with `--enable-scale-out`, token ids in and token ids out.
+
+`/v1/chat/completions/render` renders messages to ids, `/inference/v1/generate` samples after exactly the ids it is given and
+reports the weight version of every token, `/v1/chat/completions/derender` lets the engine's own tool and reasoning parsers shape
+the message. Checked against vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from proxy.dialects.base import Delta, Request
+from proxy.engine.base import Job, Outcome, Rendered, Sampled, chat_body
+from proxy.engine.replica import Replica
+from proxy.engine.wire import EngineHttp
+from proxy.errors import EngineFailed, VerbatimError
+from reconstruct.bridge import Rendering
+from reconstruct.records import Span, pack_ids
+
+_REQUEST_ID_PREFIX = "generate-tokens-"
+"""What vLLM puts before the request id it was given; /abort_requests wants the whole."""
+
+
+class _Logprob(msgspec.Struct):
+    token_id: int
+    logprob: float | None = None
+    rank: int | None = None
+    top_logprobs: msgspec.Raw = msgspec.Raw(b"[]")
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
+
+
+class _Version(msgspec.Struct):
+    version: str | int | None
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Version] | None = None
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Generated(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class _Derendered(msgspec.Struct):
+    choices: list[dict[str, Any]]
+
+
+class _Gathered:
+    """One choice, put together from one answer or from the events of a stream."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.entries: list[_Logprob] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.versions: list[_Version] = []
+
+    def add(self, choice: _Choice) -> None:
+        self.token_ids.extend(choice.token_ids or ())
+        if choice.logprobs and choice.logprobs.content:
+            self.entries.extend(choice.logprobs.content)
+        self.finish_reason = choice.finish_reason or self.finish_reason
+        self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
+        self.versions.extend(choice.weight_versions or ())
+
+
+class TokenApi:
+    api = "token"
+
+    def __init__(self, http: EngineHttp) -> None:
+        self._http = http
+
+    async def render(self, replica: Replica, request: Request, rendering: Rendering) -> Rendered:
+        """The ids of `rendering.messages` under the request's tools and template kwargs."""
+        body = chat_body(request, {})
+        body["messages"] = list(rendering.messages)
+        body.pop("n", None)
+        if not rendering.add_generation_prompt:
+            body["add_generation_prompt"] = False
+            # A forced tool call constrains what is sampled, not how a history reads.
+            body.pop("tool_choice", None)
+        answer = await self._http.post(replica, "/v1/chat/completions/render", body, dict[str, Any])
+        ids = answer.pop("token_ids", None)
+        if not isinstance(ids, list):
+            raise EngineFailed(f"engine {replica.name} rendered no token_ids")
+        return Rendered(pack_ids(ids), answer)
+
+    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Delta | Outcome]:
+        """Yields one Outcome: text is certain only when the engine's parsers have seen the whole reply."""
+        body = self._generate_body(job, stream)
+        choices = [_Gathered(index) for index in range(job.request.n)]
+        broken = None
+        cached = 0
+        if stream:
+            try:
+                async for data in self._http.events(replica, "/inference/v1/generate", body, job.line):
+                    _gather(choices, msgspec.json.decode(data, type=_Generated))
+            except VerbatimError as error:
+                if not any(choice.token_ids for choice in choices):
+                    raise
+                broken = error.message
+        else:
+            answer = await self._http.post(replica, "/inference/v1/generate", body, _Generated, line=job.line)
+            _gather(choices, answer)
+            if answer.usage and answer.usage.prompt_tokens_details:
+                cached = answer.usage.prompt_tokens_details.cached_tokens or 0
+        yield await self._outcome(replica, job, choices, broken, cached)
+
+    async def abort(self, replica: Replica, job: Job) -> bool:
+        body = {"request_ids": [_REQUEST_ID_PREFIX + job.call_id]}
+        try:
+            await self._http.post(replica, "/abort_requests", body, dict[str, Any])
+        except VerbatimError:
+            return False
+        return True
+
+    def _generate_body(self, job: Job, stream: bool) -> dict[str, Any]:
+        assert job.body is not None and job.prompt_ids is not None
+        sampling = {**job.body.get("sampling_params", {}), **job.sampling}
+        sampling["logprobs"] = job.request.top_logprobs or 0
+        if job.request.n > 1:
+            sampling["n"] = job.request.n
+        return {
+            **job.body,
+            "token_ids": job.prompt_ids.tolist(),
+            "sampling_params": sampling,
+            "request_id": job.call_id,
+            "model": job.request.model,
+            "stream": stream,
+            "return_token_ids": False,
+        }
+
+    async def _outcome(self, replica: Replica, job: Job, choices: list[_Gathered], broken: str | None, cached: int) -> Outcome:
+        messages = await asyncio.gather(*(self._derender(replica, job, choice) for choice in choices))
+        assert job.prompt_ids is not None
+        sampled = [
+            Sampled(
+                index=choice.index,
+                token_ids=choice.token_ids,
+                logprobs=[entry.logprob for entry in choice.entries],
+                spans=_spans(replica, choice.versions),
+                finish_reason=choice.finish_reason or "abort",
+                stop_reason=choice.stop_reason,
+                message=message,
+                logprob_content=content,
+            )
+            for choice, (message, content) in zip(choices, messages, strict=True)
+        ]
+        return Outcome(sampled, None, len(job.prompt_ids), cached, broken)
+
+    async def _derender(
+        self, replica: Replica, job: Job, choice: _Gathered
+    ) -> tuple[dict[str, Any], Sequence[Mapping[str, Any]] | None]:
+        """The message the engine's parsers make of the sampled ids, and chat-shaped logprobs where they were asked for."""
+        if not choice.token_ids:
+            return {"role": "assistant", "content": ""}, None
+        wanted = job.request.top_logprobs is not None
+        body = {
+            "model": job.request.model,
+            "generate_response": self._generate_response(job, choice, wanted),
+            "chat_request": _parser_request(job),
+        }
+        answer = await self._http.post(replica, "/v1/chat/completions/derender", body, _Derendered)
+        derendered = answer.choices[0]
+        message = plain_message(derendered.get("message") or {})
+        if isinstance(choice.stop_reason, str):
+            cut_at_stop(message, choice.stop_reason)
+        content = (derendered.get("logprobs") or {}).get("content") if wanted else None
+        return message, content
+
+    def _generate_response(self, job: Job, choice: _Gathered, with_logprobs: bool) -> dict[str, Any]:
+        assert job.prompt_ids is not None
+        shaped: dict[str, Any] = {
+            "index": 0,
+            "token_ids": choice.token_ids,
+            "finish_reason": choice.finish_reason or "abort",
+            "stop_reason": choice.stop_reason,
+        }
+        if with_logprobs:
+            shaped["logprobs"] = {"content": choice.entries}
+        return {"request_id": job.call_id, "choices": [shaped], "prompt_token_ids": job.prompt_ids.tolist()}
+
+
+def _gather(choices: list[_Gathered], answer: _Generated) -> None:
+    for choice in answer.choices:
+        if not 0 <= choice.index < len(choices):
+            raise EngineFailed(f"the engine answered choice {choice.index} of {len(choices)}")
+        choices[choice.index].add(choice)
+
+
+def _parser_request(job: Job) -> dict[str, Any]:
+    """What the engine's parsers need of the request: tools, choice and flags, but not the history."""
+    body = chat_body(job.request, {})
+    body.pop("n", None)
+    body["messages"] = job.request.messages[-1:]
+    return body
+
+
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """An engine's assistant message with the fields harnesses know: content, reasoning_content, tool_calls."""
+    plain: dict[str, Any] = {"role": "assistant", "content": message.get("content")}
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if reasoning:
+        plain["reasoning_content"] = reasoning
+    calls = message.get("tool_calls")
+    if calls:
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    if plain["content"] is None and not calls:
+        plain["content"] = ""
+    return plain
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or {}
+    return {
+        "id": call.get("id") or "",
+        "type": "function",
+        "function": {"name": function.get("name") or "", "arguments": function.get("arguments") or ""},
+    }
+
+
+def cut_at_stop(message: dict[str, Any], stop: str) -> None:
+    """Drop the stop string and what follows from the text that holds it: the ids keep it, the harness's text does not."""
+    for field in ("content", "reasoning_content"):
+        text = message.get(field)
+        if text and stop in text:
+            message[field] = text[: text.rindex(stop)]
+            return
+
+
+def _spans(replica: Replica, versions: list[_Version]) -> tuple[Span, ...]:
+    """Spans with integer versions; none at all when one of them is unknown: an unversioned token is never trained."""
+    spans = []
+    for item in versions:
+        version = replica.version_of(None if item.version is None else str(item.version))
+        if version is None:
+            return ()
+        spans.append(Span(version, item.start, item.end))
+    return tuple(spans)

@@ -1,0 +1,160 @@
+"""vLLM's routes for new weights (`VLLM_SERVER_DEV_MODE=1`), one function each, and its errors as one sentence.
+
+The checkpoint route needs the backend of `vllm_backend.py` in the engine; LoRA adapters need `--enable-lora` and
+`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. Checked against vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from proxy.engine.replica import Replica
+from proxy.errors import EngineFailed
+
+PROBE_SECONDS = 10.0
+SETUP = (
+    "start vLLM with VLLM_SERVER_DEV_MODE=1, --worker-extension-cls proxy.engine.vllm_backend.VerbatimWorker and "
+    '--weight-transfer-config \'{"backend": "verbatim"}\''
+)
+
+
+_WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check the stack trace .*", re.DOTALL)
+
+
+class StepRefused(EngineFailed):
+    """The engine answered a step with an error; any other EngineFailed leaves open whether it took the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a replica's workers hold: `whole` when all of them hold the same complete weights, from the update of `path`
+    (None: what the engine was started with) as `version`; `updates` counts the whole updates since the engine started;
+    `error` is what the last update failed with."""
+
+    whole: bool
+    path: str | None
+    version: int | None
+    updates: int
+    error: str | None = field(default=None, compare=False)
+
+
+class WeightApi:
+    """One replica's weight routes. Every method raises EngineFailed, with a sentence that names what the engine said."""
+
+    def __init__(self, http: aiohttp.ClientSession, replica: Replica, step_seconds: float) -> None:
+        self._http = http
+        self._replica = replica
+        self._step_seconds = step_seconds
+
+    async def label(self) -> str:
+        answer = await self._ask("GET", "/weight_info", seconds=PROBE_SECONDS)
+        return str(answer.get("weight_version"))
+
+    async def set_label(self, version: int) -> None:
+        await self._ask("POST", "/update_weight_version", {"new_version": str(version)}, seconds=PROBE_SECONDS)
+
+    async def paused(self) -> bool:
+        answer = await self._ask("GET", "/is_paused", seconds=PROBE_SECONDS)
+        return bool(answer.get("is_paused"))
+
+    async def loaded(self) -> Loaded:
+        try:
+            return _loaded(await self._call_workers("verbatim_weights", seconds=PROBE_SECONDS))
+        except StepRefused as error:
+            raise StepRefused(f"the engine has no backend for checkpoints ({error.message}); {SETUP}") from error
+
+    async def check(self, path: str) -> None:
+        """Raises StepRefused when the checkpoint does not fit. Nothing is paused or changed."""
+        for answer in await self._call_workers("verbatim_check", path):
+            if answer.get("error"):
+                raise StepRefused(str(answer["error"]))
+
+    async def pause(self, mode: str) -> None:
+        """After it nothing runs. The cache is cleared in every mode: `keep` freezes the requests in flight and computes
+        their context again under the new weights, since a cache of the old ones would mix the two."""
+        await self._ask("POST", f"/pause?mode={mode}&clear_cache=true")
+
+    async def resume(self) -> None:
+        await self._ask("POST", "/resume")
+
+    async def load_full(self, path: str, version: int) -> None:
+        """Return when every worker holds all of the checkpoint. To be called while paused."""
+        before = await self.loaded()
+        try:
+            await self._ask("POST", "/start_weight_update")
+        except StepRefused as error:
+            # A push that was killed between start and update left it begun; the next checkpoint may go right in.
+            if "already active" not in error.message:
+                raise
+        await self._ask("POST", "/update_weights", {"update_info": {"path": path, "version": version}})
+        after = await self.loaded()
+        if not after.whole or after.updates != before.updates + 1:
+            raise StepRefused(after.error or "the engine's workers hold different weights")
+
+    async def finish_full(self, version: int) -> None:
+        await self._ask("POST", "/finish_weight_update", {"weight_version": str(version)})
+
+    async def load_adapter(self, path: str) -> None:
+        body = {"lora_name": self._replica.adapter, "lora_path": path, "load_inplace": True}
+        await self._ask("POST", "/v1/load_lora_adapter", body)
+
+    async def abort_all(self) -> None:
+        await self._ask("POST", "/abort_requests", {}, seconds=PROBE_SECONDS)
+
+    async def _call_workers(self, method: str, *args: str, seconds: float | None = None) -> list[dict[str, Any]]:
+        """One answer per worker of the engine."""
+        answer = await self._ask("POST", "/collective_rpc", {"method": method, "args": args}, seconds=seconds)
+        results = answer.get("results")
+        if not isinstance(results, list) or not results or not all(isinstance(item, dict) for item in results):
+            raise EngineFailed(f"the engine does not report its weights; {SETUP}")
+        return results
+
+    async def _ask(
+        self, method: str, route: str, body: dict[str, Any] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=seconds or self._step_seconds)
+        try:
+            async with self._http.request(method, self._replica.url + route, json=body, timeout=timeout) as response:
+                data = await response.read()
+        except TimeoutError as error:
+            raise EngineFailed(f"{_step(route)} did not answer within {timeout.total:g} seconds") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineFailed(f"{_step(route)} broke off: {error or type(error).__name__}") from error
+        if response.status != 200:
+            raise StepRefused(_sentence(route, response.status, data))
+        return _object(data)
+
+
+def _loaded(workers: list[dict[str, Any]]) -> Loaded:
+    first = workers[0]
+    whole = all(worker.get("whole") is True and worker.get("updates") == first.get("updates") for worker in workers)
+    error = next((str(worker["error"]) for worker in workers if worker.get("error")), None)
+    return Loaded(whole, first.get("path"), first.get("version"), int(first.get("updates", 0)), error)
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(data)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _sentence(route: str, status: int, data: bytes) -> str:
+    error = _object(data).get("error", _object(data))
+    said = str(error.get("message") or error.get("detail") or "") if isinstance(error, dict) else str(error)
+    if status == 404:
+        return f"the engine has no {_step(route)}; {SETUP}"
+    said = said.removeprefix("Call to collective_rpc method failed: ")
+    if worker := _WORKER_ERROR.fullmatch(said):
+        said = worker.group(1)
+    return said or f"{_step(route)} answered HTTP {status}"
+
+
+def _step(route: str) -> str:
+    return route.partition("?")[0]

@@ -1,0 +1,176 @@
+"""HTTP towards an engine: one way to post JSON, read a stream of events, and say what went wrong.
+
+aiohttp carries it: on one core it makes about three times as many calls a second as httpx.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from proxy.engine.pool import EnginePool
+from proxy.engine.replica import Replica
+from proxy.errors import ContextTooLong, EngineFailed, EngineUnavailable, NotFound, RequestError, VerbatimError
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.decode
+
+T = TypeVar("T")
+
+
+class EventDecoder:
+    """Server-sent events from bytes split anywhere: feed bytes, get the data of complete events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+class Line:
+    """The connection of one sampling request, so that someone else can hang up."""
+
+    def __init__(self) -> None:
+        self.hung_up = False
+        self._task = asyncio.current_task()
+        self._response: aiohttp.ClientResponse | None = None
+
+    def connected(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+
+    def hang_up(self) -> None:
+        """End the request now: the engine sees a client that went away, the reader an EngineFailed."""
+        if self.hung_up:
+            return
+        self.hung_up = True
+        if self._response is not None:
+            self._response.close()
+        elif self._task is not None:
+            self._task.cancel()
+
+    def absorb(self) -> EngineFailed:
+        """What a cancellation that came from `hang_up` becomes."""
+        if self._task is not None:
+            self._task.uncancel()
+        return EngineFailed("the call was hung up")
+
+
+class EngineHttp:
+    """Requests to replicas over the pool's shared connections; every failure becomes one of our own errors."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+
+    async def post(
+        self,
+        replica: Replica,
+        path: str,
+        body: Any,
+        answer: type[T],
+        headers: dict[str, str] | None = None,
+        line: Line | None = None,
+    ) -> T:
+        """The decoded answer. Raises RequestError for the engine's 4xx, EngineFailed or EngineUnavailable for the rest."""
+        try:
+            async with self._pool.http.post(replica.url + path, data=_encode(body), headers=_json(headers)) as response:
+                if line is not None:
+                    line.connected(response)
+                data = await response.read()
+                if response.status != 200:
+                    raise refusal(replica, path, response.status, data)
+        except asyncio.CancelledError:
+            if line is None or not line.hung_up:
+                raise
+            raise line.absorb() from None
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise self._broken(replica, error) from error
+        try:
+            return msgspec.json.decode(data, type=answer)
+        except msgspec.DecodeError as error:
+            raise EngineFailed(f"engine {replica.name} answered {path} with something else than expected: {error}") from error
+
+    async def events(
+        self, replica: Replica, path: str, body: Any, line: Line, headers: dict[str, str] | None = None
+    ) -> AsyncIterator[bytes]:
+        """The data of each event up to [DONE]. Raises as `post`; EngineFailed when the stream ends without [DONE] or the
+        line is hung up."""
+        decoder = EventDecoder()
+        try:
+            async with self._pool.http.post(replica.url + path, data=_encode(body), headers=_json(headers)) as response:
+                line.connected(response)
+                if response.status != 200:
+                    raise refusal(replica, path, response.status, await response.read())
+                async for chunk in response.content.iter_any():
+                    for data in decoder.feed(chunk):
+                        if data == b"[DONE]":
+                            return
+                        yield data
+        except asyncio.CancelledError:
+            if not line.hung_up:
+                raise
+            raise line.absorb() from None
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise self._broken(replica, error) from error
+        raise EngineFailed(f"engine {replica.name} broke off in the middle of a reply")
+
+    async def version(self, replica: Replica) -> int | None:
+        """The version of the replica's weights now: asked of engines that take new ones, else the one they started with."""
+        if not replica.updatable:
+            return replica.weight_version
+        try:
+            async with self._pool.http.get(replica.url + "/weight_info") as response:
+                label = (await response.json()).get("weight_version")
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+            return None
+        return replica.version_of(label)
+
+    def _broken(self, replica: Replica, error: Exception) -> VerbatimError:
+        if isinstance(error, (aiohttp.ClientConnectorError, ConnectionRefusedError)):
+            self._pool.mark_failed(replica, f"cannot connect: {error}")
+            return EngineUnavailable(f"engine {replica.name} cannot be reached")
+        if isinstance(error, asyncio.TimeoutError):
+            return EngineFailed(f"engine {replica.name} did not answer in time")
+        return EngineFailed(f"engine {replica.name} broke off: {type(error).__name__}")
+
+
+def _json(headers: dict[str, str] | None) -> dict[str, str]:
+    return {"content-type": "application/json", **(headers or {})}
+
+
+def refusal(replica: Replica, path: str, status: int, data: bytes) -> VerbatimError:
+    """The engine's HTTP error as ours: its 4xx is the caller's to mend, the rest is the engine's fault."""
+    message, param = _message(data)
+    if status == 404 and param == "model":
+        return NotFound(message, param="model")
+    if status in (400, 413, 422):
+        if is_context_overflow(message):
+            return ContextTooLong(message, param="messages")
+        return RequestError(message, param=param)
+    if status in (401, 403):
+        return EngineUnavailable(f"engine {replica.name} refuses the service's own key (HTTP {status})")
+    if status == 404:
+        return EngineFailed(f"engine {replica.name} does not know {path}")
+    return EngineFailed(f"engine {replica.name} failed with HTTP {status}: {message[:300]}")
+
+
+def is_context_overflow(message: str) -> bool:
+    """vLLM's wording for a prompt that does not fit, on its chat, render and generate endpoints."""
+    return "maximum context length" in message or "longer than the maximum model length" in message
+
+
+def _message(data: bytes) -> tuple[str, str | None]:
+    try:
+        error = _decode(data)
+    except msgspec.DecodeError:
+        return data[:300].decode("utf-8", "replace"), None
+    if isinstance(error, dict):
+        error = error.get("error", error)
+    if isinstance(error, dict):
+        return str(error.get("message") or error.get("detail") or error), error.get("param")
+    return str(error), None

@@ -1,0 +1,326 @@
+"""The path of one call: one function for all dialects, streamed or not.
+
+`Flow.call` reads like the steps: admit, plan the prompt, write the intent, sample, commit; it yields deltas as text becomes
+certain and ends with the reply, which is yielded only once its record is in the store. What the harness must not see before the
+commit (the reply's end) it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from proxy.dialects.base import Choice, Delta, Reply, Request
+from proxy.engine.base import Engine, Job, Outcome, Rendered, Sampled
+from proxy.engine.chat_api import ChatApi
+from proxy.engine.replica import Replica
+from proxy.engine.token_api import TokenApi
+from proxy.engine.wire import EngineHttp, Line
+from proxy.errors import Conflict, ContextTooLong, EngineFailed, NotFound, RequestError, Unavailable, VerbatimError
+from proxy.inflight import Running
+from proxy.plan import Continuation, TokenPlan, continuation, place, plan_tokens
+from proxy.records import call_record, effective_sampling
+from proxy.services import Services
+from proxy.store.base import Intent
+from proxy.trees import SessionTree
+from reconstruct.bridge import Rendering
+from reconstruct.codec import encode
+from reconstruct.messages import hash_bytes
+from reconstruct.records import Call, Ids, pack_ids
+
+_BEGIN_TRIES = 50
+"""How often a call starts over because other calls of its session were recorded meanwhile."""
+
+_ABORT_PATIENCE_SECONDS = 0.5
+_ABORT_TRIES = 10
+
+
+def new_call_id() -> str:
+    """24 hex digits, ordered by time of minting: 12 of milliseconds, 12 random."""
+    return f"{int(time.time() * 1000):012x}{os.urandom(6).hex()}"
+
+
+@dataclass(slots=True)
+class Turn:
+    """One call on its way: what is known of it so far."""
+
+    tree: SessionTree
+    request: Request
+    digest: bytes
+    call_ids: list[str]
+    running: Running
+    started_at: float
+    clock: float
+    engine_seconds: float = 0.0
+    found: Continuation | None = None
+    plan: TokenPlan | None = None
+    replica: Replica | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    begun: bool = False
+
+    @property
+    def session_id(self) -> str:
+        return self.tree.info.session_id
+
+
+class Flow:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        http = EngineHttp(services.pool)
+        self._token_api = TokenApi(http)
+        self._engines: dict[str, Engine] = {"token": self._token_api, "chat": ChatApi(http)}
+
+    def admit(self, tree: SessionTree, request: Request, body: bytes) -> Turn:
+        """The call enters: from here on closing the session or the service ends it properly. `leave` must follow."""
+        call_ids = [new_call_id() for _ in range(request.n)]
+        running = Running(tree.info.session_id, call_ids[0])
+        turn = Turn(tree, request, hash_bytes(body), call_ids, running, time.time(), time.perf_counter())
+        turn.sampling = {**request.sampling, **tree.info.sampling}
+        self._services.inflight.enter(running)
+        return turn
+
+    def leave(self, turn: Turn) -> None:
+        self._services.inflight.leave(turn.running)
+
+    async def call(self, turn: Turn) -> AsyncIterator[Delta | Reply]:
+        """Yields deltas, then the recorded reply. Raises VerbatimError; then nothing was answered and nothing is half recorded."""
+        await self._services.pool.admitted()
+        turn.replica = self._services.pool.pick(turn.session_id)
+        await self._plan(turn)
+        await self._begin(turn)
+        outcome = None
+        async for piece in self._sample(turn):
+            if isinstance(piece, Outcome):
+                outcome = piece
+            else:
+                yield _minted(piece, turn)
+        if outcome is None:
+            raise EngineFailed("the engine ended without a reply")
+        reply = await self._commit(turn, outcome)
+        if outcome.broken is not None:
+            # What was sampled is recorded; the harness must not take it for a whole reply.
+            raise EngineFailed(outcome.broken)
+        yield reply
+
+    async def _plan(self, turn: Turn) -> None:
+        """Find the parent; on the token path make the prompt's ids and the sampling that fits the window."""
+        assert turn.replica is not None
+        turn.found = continuation(turn.tree, turn.request)
+        if turn.replica.api != "token":
+            return
+        _refuse_media(turn.request)
+        replica = turn.replica
+
+        async def render(rendering: Rendering) -> Rendered:
+            return await self._token_api.render(replica, turn.request, rendering)
+
+        clock = time.perf_counter()
+        root = turn.found.root
+        turn.plan, close = await plan_tokens(
+            turn.tree,
+            turn.found,
+            turn.request,
+            render,
+            turn.tree.turn_ends.get(root),
+            self._services.settings.thinking == "retain",
+        )
+        if close is not None:
+            turn.tree.turn_ends[root] = close
+        turn.engine_seconds += time.perf_counter() - clock
+        _fit_window(turn, len(turn.plan.prompt_ids))
+
+    async def _begin(self, turn: Turn) -> None:
+        """Write the intent; when other calls of the session were recorded meanwhile, look again for the parent."""
+        sessions = self._services.sessions
+        for _ in range(_BEGIN_TRIES):
+            assert turn.replica is not None and turn.found is not None
+            parent_id = turn.found.parent.call_id if turn.found.parent else None
+            intent = Intent(turn.call_ids[0], parent_id, turn.digest, turn.replica.name, turn.started_at)
+            known = turn.tree.known
+            begun = await sessions.begin(turn.session_id, known, intent)
+            if begun.created_at and begun.created_at != turn.tree.info.created_at:
+                self._services.trees.forget(turn.session_id)
+                raise NotFound(f"session '{turn.session_id}' does not exist")
+            if begun.accepted:
+                turn.begun = True
+                return
+            if begun.status == "missing":
+                self._services.trees.forget(turn.session_id)
+                raise NotFound(f"session '{turn.session_id}' does not exist")
+            if begun.status != "open":
+                raise Conflict(f"session '{turn.session_id}' is {begun.status}; it takes no more calls")
+            if turn.tree.learn(begun.records, known):
+                await self._replan(turn)
+        raise Unavailable(f"session '{turn.session_id}' is too busy; try again")
+
+    async def _replan(self, turn: Turn) -> None:
+        """Plan again if the calls just learned change what this one continues."""
+        before = turn.found
+        found = continuation(turn.tree, turn.request)
+        if before is None or found.parent is not before.parent:
+            await self._plan(turn)
+
+    async def _sample(self, turn: Turn) -> AsyncIterator[Delta | Outcome]:
+        """Let the engine sample; a call that it refused or lost before its first token leaves the tree as it was."""
+        assert turn.replica is not None and turn.replica.api is not None
+        engine = self._engines[turn.replica.api]
+        job = Job(turn.call_ids[0], turn.request, turn.sampling, Line())
+        if turn.plan is not None:
+            job.prompt_ids, job.body = turn.plan.prompt_ids, turn.plan.body
+        turn.running.ask_engine = lambda: self._end(turn, engine, job)
+        clock = time.perf_counter()
+        try:
+            if turn.running.cut.is_set():
+                raise EngineFailed("the call was cut before it was sampled")
+            async for piece in engine.sample(turn.replica, job, stream=turn.request.stream):
+                yield piece
+        except VerbatimError:
+            if not job.line.hung_up:
+                await self._services.sessions.drop_intent(turn.session_id, turn.call_ids[0])
+            raise
+        finally:
+            turn.engine_seconds += time.perf_counter() - clock
+            turn.sampling = job.sampling
+
+    async def _end(self, turn: Turn, engine: Engine, job: Job) -> None:
+        """End the sampling now: ask the engine, which then answers with what it has, or hang up where it cannot be asked."""
+        assert turn.replica is not None
+        for _ in range(_ABORT_TRIES):
+            if not await engine.abort(turn.replica, job):
+                break
+            try:
+                # Asked before the engine knew of the request, it would not have stopped: ask again.
+                await asyncio.wait_for(turn.running.done.wait(), _ABORT_PATIENCE_SECONDS)
+            except TimeoutError:
+                continue
+            return
+        job.line.hang_up()
+
+    async def _commit(self, turn: Turn, outcome: Outcome) -> Reply:
+        """Record every choice in one step, then let the tree and the reply know them."""
+        assert turn.found is not None and turn.replica is not None
+        spoken = any(sampled.token_ids or sampled.message.get("content") for sampled in outcome.choices)
+        if turn.running.cut.is_set() and not spoken:
+            await self._services.sessions.drop_intent(turn.session_id, turn.call_ids[0])
+            raise EngineFailed("the call was cut before a token was sampled")
+        choices = [_choice(sampled, turn) for sampled in outcome.choices]
+        calls = self._records(turn, outcome, choices)
+        records = {call.call_id: encode(call) for call in calls}
+        total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records)
+        turn.tree.committed(calls, total)
+        self._services.metrics.recorded(calls, time.perf_counter() - turn.clock, turn.engine_seconds)
+        tokens = outcome.prompt_tokens or len(outcome.prompt_ids or ())
+        return Reply(turn.call_ids[0], turn.request.model, int(turn.started_at), tokens, choices, outcome.cached_tokens)
+
+    def _records(self, turn: Turn, outcome: Outcome, choices: list[Choice]) -> list[Call]:
+        assert turn.found is not None and turn.replica is not None
+        own_seconds = time.perf_counter() - turn.clock - turn.engine_seconds
+        calls: list[Call] = []
+        where = place(turn.tree, turn.found, *_prompt(turn, outcome))
+        for sampled, choice in zip(outcome.choices, choices, strict=True):
+            calls.append(
+                call_record(
+                    call_id=choice.call_id,
+                    session_id=turn.session_id,
+                    where=where,
+                    sibling=calls[0] if calls else None,
+                    found=turn.found,
+                    request=turn.request,
+                    sampled=sampled,
+                    has_prompt_ids=turn.plan is not None or outcome.prompt_ids is not None,
+                    message=choice.message,
+                    finish_reason=sampled.finish_reason if sampled.finish_reason == "abort" else choice.finish_reason,
+                    sampling=effective_sampling(turn.sampling, turn.plan.body if turn.plan else None),
+                    api=turn.replica.api or "chat",
+                    replica=turn.replica.name,
+                    digest=turn.digest,
+                    started_at=turn.started_at,
+                    engine_seconds=turn.engine_seconds,
+                    own_seconds=own_seconds,
+                    broken=outcome.broken is not None,
+                )
+            )
+        return calls
+
+
+def _prompt(turn: Turn, outcome: Outcome) -> tuple[Ids, str | None]:
+    if turn.plan is not None:
+        return turn.plan.prompt_ids, turn.plan.branch_reason
+    return pack_ids(outcome.prompt_ids or ()), None
+
+
+def _fit_window(turn: Turn, prompt_length: int) -> None:
+    """Clamp max_tokens to what the window leaves. Raises ContextTooLong when the prompt alone does not fit."""
+    assert turn.replica is not None
+    window = turn.replica.max_model_len
+    if window is None:
+        return
+    room = window - prompt_length
+    if room < 1:
+        raise ContextTooLong(
+            f"This model's maximum context length is {window} tokens. However, your messages resulted in "
+            f"{prompt_length} tokens. Please reduce the length of the messages.",
+            param="messages",
+        )
+    turn.sampling["max_tokens"] = min(turn.sampling.get("max_tokens") or room, room)
+
+
+def _refuse_media(request: Request) -> None:
+    """Raise RequestError for content parts that the token path cannot carry."""
+    for position, message in enumerate(request.messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            if kind not in ("text", "input_text", "output_text", "refusal", "thinking"):
+                raise RequestError(
+                    f"messages[{position}] has a part of type '{kind}': only text is taken on this model's token path",
+                    param=f"messages[{position}].content",
+                )
+
+
+def _minted(delta: Delta, turn: Turn) -> Delta:
+    """The delta with tool-call ids that name its call."""
+    if delta.tool_calls:
+        call_id = turn.call_ids[delta.index]
+        delta.tool_calls = [
+            {**call, "id": tool_call_id(call_id, call.get("index", 0))} if call.get("id") else call for call in delta.tool_calls
+        ]
+    return delta
+
+
+def tool_call_id(call_id: str, position: int) -> str:
+    """`call_<call id>_<position>`: replayed, it names the call it came from."""
+    return f"call_{call_id}_{position}"
+
+
+def _choice(sampled: Sampled, turn: Turn) -> Choice:
+    """The choice as the harness gets it: ids minted, finish reason in the chat words."""
+    call_id = turn.call_ids[sampled.index]
+    message = dict(sampled.message)
+    calls = message.get("tool_calls")
+    if calls:
+        message["tool_calls"] = [{**call, "id": tool_call_id(call_id, at)} for at, call in enumerate(calls)]
+    finish_reason = sampled.finish_reason
+    if calls and finish_reason == "stop" and not isinstance(turn.request.forward.get("tool_choice"), dict):
+        finish_reason = "tool_calls"
+    if finish_reason == "abort":
+        finish_reason = "length"
+    tokens = len(sampled.token_ids or ())
+    return Choice(sampled.index, call_id, message, finish_reason, tokens, sampled.logprob_content)
+
+
+def decode_body(body: bytes) -> dict[str, Any]:
+    """The request's JSON object. Raises RequestError saying where it is broken."""
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from error
+    if not isinstance(decoded, dict):
+        raise RequestError("the body must be a JSON object")
+    return decoded

@@ -1,0 +1,241 @@
+"""The harness side as plain ASGI: exact routes, the session's key, then the flow; the answer streamed or whole.
+
+No framework stands in the path of a call. The call itself runs in a task of its own, so that a harness that goes away cuts
+the engine and not the recording. Paths that are not known here are left to the control side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+from proxy.auth import credential, key_opens, named_session
+from proxy.dialects.base import Delta, Dialect, Reply, StreamRenderer
+from proxy.dialects.chat import ChatDialect
+from proxy.errors import Conflict, NotFound, RequestError, TooLarge, Unauthorized, VerbatimError
+from proxy.flow import Flow, Turn, decode_body
+from proxy.services import Services
+from proxy.trees import SessionTree
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Item = Delta | Reply | VerbatimError
+
+log = logging.getLogger(__name__)
+
+_PATH = re.compile(r"(?:/s/(?P<session>[^/]+))?(?P<endpoint>/v1/.*)\Z")
+_SESSION_PATH = re.compile(r"/s/[^/]+(/|\Z)")
+_SSE = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+_JSON = [(b"content-type", b"application/json")]
+
+
+class MethodNotAllowed(RequestError):
+    status = 405
+    code = "method_not_allowed"
+
+
+class Harness:
+    """The ASGI application in front: harness calls are answered here, everything else goes to `control`."""
+
+    def __init__(self, services: Services, control: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._services = services
+        self._control = control
+        self._flow = Flow(services)
+        self._chat = ChatDialect()
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._control(scope, receive, send)
+            return
+        match = _PATH.match(scope["path"])
+        if match is None and not _SESSION_PATH.match(scope["path"]):
+            await self._control(scope, receive, send)
+            return
+        endpoint = match["endpoint"] if match else ""
+        try:
+            await self._route(scope, receive, send, match["session"] if match else None, endpoint)
+        except VerbatimError as error:
+            await self._refuse(send, self._chat, error)
+        except Exception:
+            log.exception("a harness call failed inside the service")
+            await self._refuse(send, self._chat, VerbatimError("the service failed inside; its log says where"))
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send, session: str | None, endpoint: str) -> None:
+        if endpoint == "/v1/chat/completions":
+            _only(scope, "POST")
+            await self._answer(scope, receive, send, session, self._chat)
+        elif endpoint == "/v1/models":
+            _only(scope, "GET", "HEAD")
+            await self._session(scope, session)
+            await _send_whole(send, 200, _JSON, self._chat.models(self._models(), int(time.time())))
+        else:
+            raise NotFound(f"{scope['method']} {scope['path']} is not an endpoint of this service")
+
+    def _models(self) -> dict[str, int | None]:
+        serving = [replica for replica in self._services.pool.replicas if replica.healthy]
+        return {name: replica.max_model_len for replica in serving for name in replica.models}
+
+    async def _session(self, scope: Scope, path_session: str | None) -> SessionTree:
+        """The tree of the session the request names and may use. Raises Unauthorized or NotFound."""
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+        key = credential(headers, query)
+        session_id = named_session(path_session, key)
+        tree = await self._services.trees.open(session_id)
+        if key is None or not key_opens(key, tree.info.key_hash):
+            raise Unauthorized(f"the API key does not open session {session_id}")
+        return tree
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, session: str | None, dialect: Dialect) -> None:
+        """Answer one model call, whole or streamed, and let the store know that the answer went out."""
+        tree = await self._session(scope, session)
+        body = await _read_body(scope, receive, self._services.settings.max_body_bytes)
+        request = dialect.parse(decode_body(body))
+        turn = self._flow.admit(tree, request, body)
+        items: asyncio.Queue[Item] = asyncio.Queue()
+        work = asyncio.create_task(self._work(turn, items))
+        leaving = asyncio.create_task(self._watch(receive, turn))
+        try:
+            if request.stream:
+                answered = await self._stream(send, dialect, turn, items)
+            else:
+                answered = await self._whole(send, dialect, turn, items)
+        except asyncio.CancelledError:
+            # The server gives up waiting for this answer: end the call, and let it be recorded.
+            self._in_background(turn.running.abort())
+            raise
+        finally:
+            leaving.cancel()
+            await asyncio.shield(work)
+        if answered and not turn.running.cut.is_set():
+            self._in_background(self._services.sessions.mark_delivered(turn.session_id, turn.call_ids))
+
+    async def _work(self, turn: Turn, items: asyncio.Queue[Item]) -> None:
+        """Run the call to its end whatever becomes of the harness; its last item is the reply or an error."""
+        try:
+            async for item in self._flow.call(turn):
+                items.put_nowait(item)
+        except VerbatimError as error:
+            if isinstance(error, (NotFound, Conflict)):
+                self._services.trees.forget(turn.session_id)
+            items.put_nowait(error)
+        except Exception:
+            log.exception("session %s: call %s failed inside the service", turn.session_id, turn.call_ids[0])
+            items.put_nowait(VerbatimError("the service failed inside; its log says where"))
+        finally:
+            self._flow.leave(turn)
+
+    async def _watch(self, receive: Receive, turn: Turn) -> None:
+        """End the call when the harness hangs up."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._in_background(turn.running.abort())
+
+    async def _whole(self, send: Send, dialect: Dialect, turn: Turn, items: asyncio.Queue[Item]) -> bool:
+        while True:
+            item = await items.get()
+            if isinstance(item, VerbatimError):
+                await self._refuse(send, dialect, item)
+                return False
+            if isinstance(item, Reply):
+                await _send_whole(send, 200, _JSON, dialect.render(turn.request, item))
+                return True
+
+    async def _stream(self, send: Send, dialect: Dialect, turn: Turn, items: asyncio.Queue[Item]) -> bool:
+        """Headers go out with the first item, or with the first keep-alive: an error before that keeps its status."""
+        renderer: StreamRenderer | None = None
+        while True:
+            item = await self._next(items)
+            if renderer is None:
+                if isinstance(item, VerbatimError):
+                    await self._refuse(send, dialect, item)
+                    return False
+                renderer = dialect.open_stream(turn.request, turn.call_ids[0], int(turn.started_at))
+                await send({"type": "http.response.start", "status": 200, "headers": _SSE})
+                await _send_part(send, renderer.open())
+            if item is None:
+                await _send_part(send, renderer.keep_alive())
+            elif isinstance(item, Delta):
+                await _send_part(send, renderer.delta(item))
+            else:
+                return await self._close(send, dialect, renderer, item)
+
+    async def _close(self, send: Send, dialect: Dialect, renderer: StreamRenderer, item: Reply | VerbatimError) -> bool:
+        if isinstance(item, VerbatimError):
+            self._services.metrics.refused(dialect.name, item.code)
+            last = renderer.error(item)
+        else:
+            last = renderer.close(item)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+        return isinstance(item, Reply)
+
+    async def _next(self, items: asyncio.Queue[Item]) -> Item | None:
+        """The next item, or None when there was none for so long that the harness wants a sign of life."""
+        try:
+            return await asyncio.wait_for(items.get(), self._services.settings.keepalive_seconds)
+        except TimeoutError:
+            return None
+
+    async def _refuse(self, send: Send, dialect: Dialect, error: VerbatimError) -> None:
+        self._services.metrics.refused(dialect.name, error.code)
+        answer = dialect.error(error)
+        headers = [*_JSON, *((name.encode(), value.encode()) for name, value in answer.headers.items())]
+        await _send_whole(send, answer.status, headers, answer.body)
+
+    def _in_background(self, work: Any) -> None:
+        async def run() -> None:
+            try:
+                await work
+            except VerbatimError as error:
+                log.warning("a call's afterwork was not done: %s", error.message)
+
+        task = asyncio.create_task(run())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def drain(self, seconds: float) -> None:
+        """Let calls in flight finish for `seconds`; the rest is cut: recorded, and its reply ended in the dialect's way."""
+        await self._services.inflight.drain(seconds)
+
+    async def settle(self) -> None:
+        """Wait for what still runs behind answered calls."""
+        await asyncio.gather(*self._background)
+
+
+def _only(scope: Scope, *methods: str) -> None:
+    if scope["method"] not in methods:
+        raise MethodNotAllowed(f"{scope['path']} takes {' or '.join(methods)}, not {scope['method']}")
+
+
+async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The request body. Raises TooLarge beyond `limit` bytes, RequestError when the harness breaks off."""
+    parts = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RequestError("the request broke off before its body was whole")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise TooLarge(f"the body is larger than {limit} bytes")
+        parts.append(part)
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def _send_whole(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})

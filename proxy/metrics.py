@@ -1,0 +1,61 @@
+"""Prometheus metrics of one process. Labels are bounded: no session, call or group ids.
+
+| name | type | labels | meaning |
+|---|---|---|---|
+| verbatim_calls_total | counter | dialect, api, status | recorded calls |
+| verbatim_tokens_total | counter | kind (prompt, sampled) | tokens of recorded calls; prompt counts only new ones |
+| verbatim_branches_total | counter | reason | calls that do not simply extend their parent |
+| verbatim_refused_total | counter | dialect, code | calls answered with an error |
+| verbatim_call_seconds | histogram | part (engine, own) | time of a call spent waiting for the engine, and the rest |
+| verbatim_calls_in_flight | gauge | | calls under way in this process |
+| verbatim_weight_version | gauge | | the pool's current version as this process knows it |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from reconstruct.records import Call
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._calls = Counter("verbatim_calls", "Recorded calls.", ("dialect", "api", "status"), registry=self.registry)
+        self._tokens = Counter("verbatim_tokens", "Tokens of recorded calls.", ("kind",), registry=self.registry)
+        self._branches = Counter(
+            "verbatim_branches", "Calls that do not extend their parent.", ("reason",), registry=self.registry
+        )
+        self._refused = Counter(
+            "verbatim_refused", "Calls answered with an error.", ("dialect", "code"), registry=self.registry
+        )
+        self._seconds = Histogram(
+            "verbatim_call_seconds", "Seconds of a call by part.", ("part",), registry=self.registry, buckets=_SECONDS
+        )
+        self._in_flight = Gauge("verbatim_calls_in_flight", "Calls under way in this process.", registry=self.registry)
+        self._version = Gauge("verbatim_weight_version", "The pool's current weight version.", registry=self.registry)
+
+    def watch(self, in_flight: Callable[[], float], version: Callable[[], float]) -> None:
+        """Where the gauges read their values when they are scraped."""
+        self._in_flight.set_function(in_flight)
+        self._version.set_function(version)
+
+    def recorded(self, calls: Iterable[Call], seconds: float, engine_seconds: float) -> None:
+        for call in calls:
+            self._calls.labels(call.dialect, call.api, call.status).inc()
+            self._tokens.labels("prompt").inc(len(call.node.delta_ids))
+            self._tokens.labels("sampled").inc(len(call.node.completion_ids))
+            if call.node.branch_reason:
+                self._branches.labels(call.node.branch_reason).inc()
+        self._seconds.labels("engine").observe(engine_seconds)
+        self._seconds.labels("own").observe(max(0.0, seconds - engine_seconds))
+
+    def refused(self, dialect: str, code: str) -> None:
+        self._refused.labels(dialect, code).inc()
+
+    def page(self) -> bytes:
+        return generate_latest(self.registry)

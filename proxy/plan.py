@@ -1,0 +1,181 @@
+"""Plan the prompt of one call: find the call it continues, and the ids to sample after.
+
+`continuation` looks a request up in the session's forest: by the ids minted into the last assistant message's tool calls, then
+by the fingerprint chain. `plan_tokens` makes the prompt for the token path: the parent's ids and a proven bridge, or a fresh
+rendering with the reason. `place` says where a prompt's ids hang in the forest, whoever rendered them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from proxy.dialects.base import Request
+from proxy.engine.base import Rendered
+from proxy.trees import SessionTree
+from reconstruct.bridge import Bridge, Refusal, Rendering, Reply, derive, turn_end
+from reconstruct.forest import shared_length
+from reconstruct.messages import Message, chain, digest_messages, minted_call_ids, projection, root_key
+from reconstruct.records import Call, Ids
+
+Render = Callable[[Rendering], Coroutine[Any, Any, Rendered]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Where a request stands: its chain, and the call whose reply is its message number `reply_at` (None: a root)."""
+
+    root: bytes
+    chain: Sequence[bytes]
+    parent: Call | None = None
+    reply_at: int = -1
+    projection: str = ""
+    edited: bool = False
+
+    @property
+    def fingerprint(self) -> bytes:
+        return self.chain[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a prompt hangs in the forest: see reconstruct.records.Node."""
+
+    parent_id: str | None
+    branch_reason: str | None
+    base_id: str | None
+    base_length: int
+    delta_ids: Ids
+
+
+@dataclass(slots=True)
+class TokenPlan:
+    """The ids to sample after, why they are a fresh rendering (None: they extend the parent), and the generate body."""
+
+    prompt_ids: Ids
+    branch_reason: str | None
+    body: dict[str, Any] = field(default_factory=dict)
+
+
+def continuation(tree: SessionTree, request: Request) -> Continuation:
+    """The call that `request` continues, found from the last assistant message backwards."""
+    root = root_key(request.model, request.tools, request.template_kwargs)
+    digests = digest_messages(request.messages)
+    fingerprints = chain(root, digests)
+    edited = False
+    for position in range(len(digests) - 1, -1, -1):
+        if not digests[position].is_assistant:
+            continue
+        found = _answered(tree, request.messages, position, fingerprints[position + 1])
+        if found is not None:
+            parent, used = found
+            return Continuation(root, fingerprints, parent, position, used, edited)
+        edited = True
+    return Continuation(root, fingerprints, edited=edited)
+
+
+def _answered(tree: SessionTree, messages: Sequence[Message], position: int, fingerprint: bytes) -> tuple[Call, str] | None:
+    """The call whose reply is `messages[position]`, and the projection it is replayed under."""
+    candidates = list(tree.forest.answered(fingerprint))
+    if not candidates:
+        return None
+    named = [call_id for call_id in minted_call_ids(messages[position]) if call_id in candidates]
+    for call_id in named or reversed(candidates):
+        call = tree.forest.calls[call_id]
+        used = projection(tree.reply(call.call_id), messages[position])
+        if used is not None and _history_equal(tree, call, messages):
+            return call, used
+    return None
+
+
+def _history_equal(tree: SessionTree, call: Call, messages: Sequence[Message]) -> bool:
+    """Whether earlier assistant messages replay their calls without an edit of their reasoning, which the chain leaves out."""
+    ancestors = tree.forest.lineage(call.node.parent_id)
+    return all(projection(tree.reply(old.call_id), messages[old.message_count]) is not None for old in ancestors)
+
+
+def restored(tree: SessionTree, found: Continuation, messages: Sequence[Message]) -> list[Message]:
+    """The messages up to the parent's reply with each replayed reply as it was sent, dropped reasoning included."""
+    history = list(messages[: found.reply_at + 1])
+    for call in tree.forest.lineage(found.parent.call_id if found.parent else None):
+        history[call.message_count] = tree.reply(call.call_id)
+    return history
+
+
+async def plan_tokens(
+    tree: SessionTree, found: Continuation, request: Request, render: Render, close: Ids | None, retain_thinking: bool
+) -> tuple[TokenPlan, Ids | None]:
+    """The prompt for the token path, and the template's turn end (asked for once, then handed back in as `close`)."""
+    parent = found.parent
+    if parent is None or found.reply_at == len(request.messages) - 1:
+        fresh = await render(Rendering(request.messages, True))
+        return TokenPlan(fresh.ids, _root_reason(tree, found), fresh.body), close
+    if close is None:
+        close, _ = await _drive(turn_end(), render)
+    assert close is not None
+    history = restored(tree, found, request.messages)
+    tail = request.messages[found.reply_at + 1 :]
+    reply = Reply(history[-1], parent.node.completion_ids, _closed(parent))
+    steps = derive(history[:-1], reply, tail, close, retain_thinking=retain_thinking)
+    outcome, rendered = await _drive(steps, render)
+    body = rendered[0][1].body
+    if isinstance(outcome, Bridge):
+        return TokenPlan(np.concatenate((tree.forest.full_ids(parent.call_id), outcome.ids)), None, body), close
+    assert isinstance(outcome, Refusal)
+    fresh = await render(Rendering(request.messages, True))
+    return TokenPlan(fresh.ids, outcome.reason, fresh.body), close
+
+
+async def _drive(steps: Generator[tuple[Rendering, ...], Sequence[Ids], T], render: Render) -> tuple[T, list[list[Rendered]]]:
+    """Run a generator of wanted renderings; returns its result and everything rendered, step by step."""
+    rendered: list[list[Rendered]] = []
+    wanted = next(steps)
+    while True:
+        answers = await asyncio.gather(*(render(rendering) for rendering in wanted))
+        rendered.append(list(answers))
+        try:
+            wanted = steps.send([answer.ids for answer in answers])
+        except StopIteration as stop:
+            return stop.value, rendered
+
+
+def place(tree: SessionTree, found: Continuation, prompt_ids: Ids, branch_reason: str | None) -> Place:
+    """Where `prompt_ids` hang: on the parent where they begin with all of its ids, else on the call that shares most."""
+    parent = found.parent
+    if parent is not None:
+        shared = shared_length(tree.forest.full_ids(parent.call_id), prompt_ids)
+        if shared == tree.forest.full_length(parent.call_id):
+            reason = branch_reason or ("edited" if found.edited else None)
+            return Place(parent.call_id, reason, parent.call_id, shared, prompt_ids[shared:])
+        reason = branch_reason or "retokenized"
+        return Place(parent.call_id, reason, parent.call_id, shared, prompt_ids[shared:])
+    base = _base_of_root(tree, found)
+    shared = shared_length(tree.forest.full_ids(base), prompt_ids) if base is not None else 0
+    reason = branch_reason or _root_reason(tree, found)
+    return Place(None, reason, base if shared else None, shared, prompt_ids[shared:])
+
+
+def _base_of_root(tree: SessionTree, found: Continuation) -> str | None:
+    """A call whose ids a fresh rendering probably shares: one with the same request, else the session's latest."""
+    same = tree.forest.asked(found.fingerprint)
+    if same:
+        return same[0]
+    return next(reversed(tree.forest.calls), None)
+
+
+def _root_reason(tree: SessionTree, found: Continuation) -> str | None:
+    if not len(tree.forest):
+        return None
+    if tree.forest.asked(found.fingerprint):
+        return "repeated"
+    return "edited" if found.edited else "new_root"
+
+
+def _closed(call: Call) -> bool:
+    """Whether the model ended the turn itself: a stop token is the last sampled id."""
+    return call.finish_reason in ("stop", "tool_calls") and not isinstance(call.stop_reason, str)

@@ -1,0 +1,178 @@
+"""A session's records as the API shows them: calls with their arrays, trajectories with their accounting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from proxy.errors import RequestError
+from proxy.store.base import Intent, SessionState
+from reconstruct.accounting import account, settle
+from reconstruct.builders import RowContext, builder_named
+from reconstruct.codec import decode
+from reconstruct.errors import DecodeError, ReconstructError
+from reconstruct.forest import Forest
+from reconstruct.records import Call, Sampling
+from reconstruct.trajectory import Accounting, Trajectory
+
+_decode = msgspec.json.decode
+
+_BLANK: Mapping[str, Any] = dict.fromkeys(
+    (
+        "branch_reason",
+        "role",
+        "dialect",
+        "api",
+        "finish_reason",
+        "sampling",
+        "messages",
+        "reply",
+        "engine_seconds",
+        "own_seconds",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    rows: list[Trajectory]
+    accounting: Accounting
+
+
+def build_rows(state: SessionState, records: Sequence[bytes], intents: Sequence[Intent], builder: str) -> Built:
+    """The session's training rows and what became of every sampled token.
+
+    Intents without a result are dangling calls: they are accounted for with no tokens. Raises RequestError for an unknown
+    builder.
+    """
+    try:
+        build = builder_named(builder)
+    except ReconstructError as error:
+        raise RequestError(str(error), param="builder") from error
+    calls, damaged = _decoded(records)
+    settled = settle(calls)
+    info = state.info
+    rows = build(
+        settled,
+        RowContext(
+            session_id=info.session_id,
+            group_id=info.group_id,
+            task_id=info.task_id,
+            reward=state.reward,
+            per_call=state.per_call,
+            per_branch=state.per_branch,
+            metadata=info.metadata,
+        ),
+    )
+    finished = {call.call_id for call in calls}
+    untold = {intent.call_id: "dangling" for intent in intents if intent.call_id not in finished} | damaged
+    return Built(rows, account(settled, rows, untold))
+
+
+def _decoded(records: Sequence[bytes]) -> tuple[list[Call], dict[str, str]]:
+    """The calls, and a name and reason for each record that cannot be read."""
+    calls: dict[str, Call] = {}
+    damaged = {}
+    for number, record in enumerate(records):
+        try:
+            call = decode(record)
+        except DecodeError:
+            damaged[f"record-{number}"] = "unreadable_record"
+            continue
+        calls.setdefault(call.call_id, call)
+    return list(calls.values()), damaged
+
+
+def calls_as_wire(
+    records: Sequence[bytes], delivered: set[str], intents: Sequence[Intent], start: int, limit: int, arrays: str
+) -> tuple[list[dict[str, Any]], str | None]:
+    """`limit` calls from number `start` on in the order they were recorded, dangling intents last; the next cursor or None."""
+    calls, _ = _decoded(records)
+    settled = settle(calls)
+    finished = {call.call_id for call in calls}
+    dangling = [intent for intent in intents if intent.call_id not in finished]
+    strays = {call.call_id for call in settled.stray}
+    shown: list[dict[str, Any]] = []
+    for call in calls[start : start + limit]:
+        forest = Forest() if call.call_id in strays else settled.forest
+        shown.append(_call(call, forest, call.call_id in delivered, arrays))
+    room = limit - len(shown)
+    skipped = max(0, start - len(calls))
+    shown.extend(_dangling(intent) for intent in dangling[skipped : skipped + room])
+    end = start + len(shown)
+    return shown, str(end) if end < len(calls) + len(dangling) else None
+
+
+def _call(call: Call, forest: Forest, delivered: bool, arrays: str) -> dict[str, Any]:
+    node = call.node
+    prompt_ids = forest.prompt_ids(call.call_id) if call.call_id in forest else node.delta_ids
+    packed = arrays == "bytes"
+    return {
+        "call_id": call.call_id,
+        "parent_id": node.parent_id,
+        "branch_reason": node.branch_reason,
+        "role": call.role,
+        "dialect": call.dialect,
+        "api": call.api,
+        "status": call.status,
+        "prompt_ids": prompt_ids.tobytes() if packed else prompt_ids.tolist(),
+        "completion_ids": node.completion_ids.tobytes() if packed else node.completion_ids.tolist(),
+        "logprobs": node.logprobs.tobytes() if packed else node.logprobs.tolist(),
+        "weight_versions": [[span.version, span.start, span.end] for span in node.spans],
+        "finish_reason": call.finish_reason,
+        "stop_reason": call.stop_reason,
+        "sampling": _sampling(call.sampling),
+        "delivered": delivered,
+        "projection": call.projection,
+        "messages": _messages(call, forest),
+        "reply": _decode(call.reply),
+        "replica": call.replica,
+        "started_at": call.started_at,
+        "engine_seconds": call.engine_seconds,
+        "own_seconds": call.own_seconds,
+    }
+
+
+def _messages(call: Call, forest: Forest) -> list[Any]:
+    """All messages of the request: the parent's, its reply, and the new ones."""
+    own: list[Any] = _decode(call.messages)
+    if not call.messages_from or call.call_id not in forest:
+        return own
+    parts = [own]
+    for ancestor in forest.lineage(call.node.parent_id):
+        parts.append([_decode(ancestor.reply)])
+        parts.append(_decode(ancestor.messages))
+    return [message for part in reversed(parts) for message in part]
+
+
+def _sampling(sampling: Sampling) -> dict[str, Any]:
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed,
+        "max_tokens": sampling.max_tokens,
+        "stop": list(sampling.stop),
+        "logprob_mode": sampling.logprob_mode,
+        **sampling.extra,
+    }
+
+
+def _dangling(intent: Intent) -> dict[str, Any]:
+    """A call whose engine was asked and whose result never came: visible, with nothing to train."""
+    return {
+        **_BLANK,
+        "call_id": intent.call_id,
+        "parent_id": intent.parent_id,
+        "status": "dangling",
+        "prompt_ids": [],
+        "completion_ids": [],
+        "logprobs": [],
+        "weight_versions": [],
+        "delivered": False,
+        "replica": intent.replica,
+        "started_at": intent.started_at,
+    }

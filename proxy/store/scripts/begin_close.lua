@@ -1,0 +1,5 @@
+-- ARGV: now
+if status() == 'open' then
+  redis.call('HSET', KEYS[1], 'status', 'closing', 'updated_at', ARGV[1])
+end
+return snapshot()

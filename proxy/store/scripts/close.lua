@@ -1,0 +1,19 @@
+-- ARGV: status, reward or '', error or '', closed_at. {'ok', snapshot}, {'frozen', status} or {'missing'}
+local now = status()
+if not now then
+  return {'missing'}
+end
+if frozen(now) then
+  if now ~= ARGV[1] then
+    return {'frozen', now}
+  end
+  return {'ok', snapshot()}
+end
+redis.call('HSET', KEYS[1], 'status', ARGV[1], 'closed_at', ARGV[4], 'updated_at', ARGV[4])
+if ARGV[2] ~= '' then
+  redis.call('HSET', KEYS[1], 'reward', ARGV[2])
+end
+if ARGV[3] ~= '' then
+  redis.call('HSET', KEYS[1], 'error', ARGV[3])
+end
+return {'ok', snapshot()}

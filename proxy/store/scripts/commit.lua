@@ -1,0 +1,28 @@
+-- KEYS: state, calls, index, intents. ARGV: intent id, now, then call id, digest, record of each call.
+-- {'ok', calls} or {'conflict', call id} or {'frozen', status} or {'missing'}
+local now = status()
+if not now then
+  return {'missing'}
+end
+local fresh = {}
+for i = 3, #ARGV, 3 do
+  local digest = redis.call('HGET', KEYS[3], ARGV[i])
+  if not digest then
+    fresh[#fresh + 1] = i
+  elseif digest ~= ARGV[i + 1] then
+    return {'conflict', ARGV[i]}
+  end
+end
+if #fresh > 0 and frozen(now) then
+  return {'frozen', now}
+end
+-- The push comes first: a full Redis refuses it before anything else of this script was written.
+for _, i in ipairs(fresh) do
+  redis.call('RPUSH', KEYS[2], ARGV[i + 2])
+  redis.call('HSET', KEYS[3], ARGV[i], ARGV[i + 1])
+end
+redis.call('HDEL', KEYS[4], ARGV[1])
+if #fresh > 0 then
+  redis.call('HSET', KEYS[1], 'updated_at', ARGV[2])
+end
+return {'ok', redis.call('LLEN', KEYS[2])}

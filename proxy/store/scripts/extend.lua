@@ -1,0 +1,9 @@
+-- ARGV: lease id, new deadline, now. {'active', deadline}, {other status} or {'missing'}
+local lease, otherwise = active(ARGV[1], tonumber(ARGV[3]))
+if not lease then
+  return otherwise
+end
+lease.deadline = ARGV[2]
+redis.call('HSET', leases, ARGV[1], cmsgpack.pack(lease))
+redis.call('ZADD', deadlines, ARGV[2], ARGV[1])
+return {'active', lease.deadline}

@@ -1,0 +1,3 @@
+-- ARGV: session id
+retract(ARGV[1])
+return 1

@@ -1,0 +1,6 @@
+-- KEYS: lock. ARGV: owner
+redis.replicate_commands()
+if redis.call('GET', KEYS[1]) == ARGV[1] then
+  return redis.call('DEL', KEYS[1])
+end
+return 0

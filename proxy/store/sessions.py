@@ -1,0 +1,172 @@
+"""Sessions and the records of their calls in Redis. Every step of a call is one script and one round trip."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from proxy.errors import Conflict, NotFound
+from proxy.store import keys
+from proxy.store.base import Begun, Intent, SessionInfo, SessionState
+from proxy.store.connection import Script, StoreConnection
+from proxy.store.listing import SessionListing
+from proxy.store.packing import pack, pack_versioned, unpack, unpack_versioned
+
+CREATE = Script.read("create", "_session")
+SNAPSHOT = Script.read("snapshot", "_session")
+DELETE = Script.read("delete")
+BEGIN = Script.read("begin", "_session")
+COMMIT = Script.read("commit", "_session")
+MARK_DELIVERED = Script.read("mark_delivered", "_session")
+SET_REWARD = Script.read("set_reward", "_session")
+MARK_LEASED = Script.read("mark_leased", "_session")
+BEGIN_CLOSE = Script.read("begin_close", "_session")
+CLOSE = Script.read("close", "_session")
+
+
+class RedisSessionStore:
+    """Implements `proxy.store.base.SessionStore`."""
+
+    def __init__(self, connection: StoreConnection, clock: Callable[[], float] = time.time) -> None:
+        self._redis = connection
+        self._clock = clock
+        self._listing = SessionListing(connection, self.load)
+
+    async def ping(self) -> None:
+        await self._redis.ping()
+
+    async def create(self, info: SessionInfo) -> bool:
+        # The listing first: a session that is listed nowhere could never be found again, a listed one that does not
+        # exist is skipped.
+        await self._listing.add(info)
+        if await self._redis.run(CREATE, _both(info.session_id), (pack_versioned(info), repr(info.created_at))):
+            return True
+        other = await self.load(info.session_id)
+        if other is None or other.info.created_at != info.created_at:
+            await self._listing.remove(info)
+        return False
+
+    async def load(self, session_id: str) -> SessionState | None:
+        return _state(await self._redis.run(SNAPSHOT, _both(session_id)))
+
+    async def listing(
+        self, *, status: str | None, group_id: str | None, limit: int, cursor: str | None
+    ) -> tuple[list[SessionState], str | None]:
+        return await self._listing.page(status=status, group_id=group_id, limit=limit, cursor=cursor)
+
+    async def delete(self, session_id: str) -> bool:
+        state = await self.load(session_id)
+        parts = (*_both(session_id), keys.index(session_id), keys.intents(session_id), keys.delivered(session_id))
+        removed = await self._redis.run(DELETE, parts)
+        if state is not None:
+            await self._listing.remove(state.info)
+        return bool(removed)
+
+    async def begin(self, session_id: str, known_calls: int, intent: Intent) -> Begun:
+        status, accepted, created_at, records = await self._redis.run(
+            BEGIN,
+            (*_both(session_id), keys.intents(session_id)),
+            (known_calls, intent.call_id, pack_versioned(intent)),
+        )
+        return Begun(status.decode(), bool(accepted), records, float(created_at))
+
+    async def commit(self, session_id: str, intent_id: str, records: Mapping[str, bytes]) -> int:
+        parts = (*_both(session_id), keys.index(session_id), keys.intents(session_id))
+        args: list[bytes | str] = [intent_id, repr(self._clock())]
+        for call_id, record in records.items():
+            args += (call_id, hashlib.blake2b(record, digest_size=16).digest(), record)
+        outcome, *detail = await self._redis.run(COMMIT, parts, args)
+        if outcome == b"ok":
+            return int(detail[0])
+        if outcome == b"conflict":
+            raise Conflict(f"call {detail[0].decode()} of session {session_id} was recorded before with other content")
+        if outcome == b"frozen":
+            raise Conflict(f"session {session_id} was closed as {detail[0].decode()} before the call was recorded")
+        raise Conflict(f"session {session_id} was deleted before the call was recorded")
+
+    async def drop_intent(self, session_id: str, intent_id: str) -> None:
+        await self._redis.execute("HDEL", keys.intents(session_id), intent_id)
+
+    async def mark_delivered(self, session_id: str, call_ids: Sequence[str]) -> None:
+        if call_ids:
+            await self._redis.run(MARK_DELIVERED, (*_both(session_id), keys.delivered(session_id)), tuple(call_ids))
+
+    async def delivered(self, session_id: str) -> set[str]:
+        return {member.decode() for member in await self._redis.execute("SMEMBERS", keys.delivered(session_id))}
+
+    async def records(self, session_id: str, start: int = 0, stop: int = -1) -> list[bytes]:
+        return list(await self._redis.execute("LRANGE", keys.calls(session_id), start, stop))
+
+    async def intents(self, session_id: str) -> list[Intent]:
+        blobs = await self._redis.execute("HVALS", keys.intents(session_id))
+        return sorted((unpack_versioned(blob, Intent) for blob in blobs), key=lambda intent: intent.started_at)
+
+    async def set_reward(
+        self,
+        session_id: str,
+        reward: float | None,
+        per_call: Mapping[str, float],
+        per_branch: Mapping[str, float],
+        metadata: Mapping[str, Any],
+    ) -> SessionState:
+        args = (_number(reward), pack(per_call), pack(per_branch), pack(metadata), repr(self._clock()))
+        outcome, *answer = await self._redis.run(SET_REWARD, _both(session_id), args)
+        if outcome == b"leased":
+            raise Conflict(f"session {session_id} was handed to a trainer: its reward is fixed")
+        return _found(session_id, answer[0] if answer else None)
+
+    async def mark_leased(self, session_id: str) -> SessionState | None:
+        return _state(await self._redis.run(MARK_LEASED, _both(session_id), (repr(self._clock()),)))
+
+    async def begin_close(self, session_id: str) -> SessionState:
+        return _found(session_id, await self._redis.run(BEGIN_CLOSE, _both(session_id), (repr(self._clock()),)))
+
+    async def close(
+        self, session_id: str, status: str, reward: float | None, error: str | None, closed_at: float
+    ) -> SessionState:
+        args = (status, _number(reward), error or "", repr(closed_at))
+        outcome, *answer = await self._redis.run(CLOSE, _both(session_id), args)
+        if outcome == b"frozen":
+            raise Conflict(f"session {session_id} is closed as {answer[0].decode()}, not {status}")
+        return _found(session_id, answer[0] if answer else None)
+
+
+def _both(session_id: str) -> tuple[str, str]:
+    return keys.state(session_id), keys.calls(session_id)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else repr(float(value))
+
+
+def _found(session_id: str, snapshot: Any) -> SessionState:
+    state = None if snapshot is None else _state(snapshot)
+    if state is None:
+        raise NotFound(f"there is no session {session_id}")
+    return state
+
+
+def _state(snapshot: Any) -> SessionState | None:
+    flat, calls = snapshot
+    if not flat:
+        return None
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    reward, error, closed_at = fields.get(b"reward"), fields.get(b"error"), fields.get(b"closed_at")
+    return SessionState(
+        info=unpack_versioned(fields[b"info"], SessionInfo),
+        status=fields[b"status"].decode(),
+        calls=calls,
+        reward=None if reward is None else float(reward),
+        per_call=_mapping(fields.get(b"per_call")),
+        per_branch=_mapping(fields.get(b"per_branch")),
+        reward_metadata=_mapping(fields.get(b"reward_metadata")),
+        error=None if error is None else error.decode(),
+        closed_at=None if closed_at is None else float(closed_at),
+        updated_at=float(fields[b"updated_at"]),
+    )
+
+
+def _mapping(blob: bytes | None) -> dict[str, Any]:
+    return {} if blob is None else unpack(blob, dict[str, Any])

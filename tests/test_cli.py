@@ -1,0 +1,175 @@
+"""The `verbatim` command: what it teaches, and how it refuses. Every test runs the real command as a process."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from verbatim_process import ADMIN, Serving, environment, verbatim
+
+ENGINE = ("--engine", "http://127.0.0.1:9")
+FLAGS = (
+    "--engine",
+    "--engine-api",
+    "--redis",
+    "--data-dir",
+    "--fsync",
+    "--host",
+    "--port",
+    "--workers",
+    "--thinking",
+    "--log-level",
+)
+
+
+def refused(*args: str, code: int = 1, **variables: str) -> str:
+    """The one sentence on stderr of a command that must end with `code`."""
+    done = verbatim(*args, **variables)
+    assert done.returncode == code, done
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("verbatim: "), done.stderr
+    return lines[0]
+
+
+def test_help_names_the_commands_and_says_what_they_are_for() -> None:
+    shown = verbatim("--help")
+    assert shown.returncode == 0
+    assert "Reinforcement learning on any agent" in shown.stdout
+    assert "serve " in shown.stdout and "sessions " in shown.stdout
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_flag_of_serve_is_explained(flag: str) -> None:
+    options = verbatim("serve", "--help").stdout.partition("Options:")[2]
+    text = re.split(r"\n  (?=-)", options)
+    explained = next(part for part in text if part.strip().startswith(flag + " "))
+    assert len(explained.split()) > 8, explained
+
+
+def test_help_tells_of_the_environment_and_the_tokens() -> None:
+    shown = verbatim("serve", "--help").stdout
+    for variable in ("VERBATIM_ENGINE", "VERBATIM_ADMIN_TOKEN", "VERBATIM_TRAINER_TOKEN", "VERBATIM_DRAIN_SECONDS"):
+        assert variable in shown
+
+
+def test_the_version_is_printed() -> None:
+    shown = verbatim("--version")
+    assert shown.returncode == 0
+    assert shown.stdout.startswith("verbatim ")
+
+
+def test_the_command_alone_loads_neither_the_service_nor_its_libraries() -> None:
+    heavy = "fastapi redis torch uvicorn aiohttp pydantic proxy trainer_client"
+    program = f"import sys, cli.main; print([name for name in '{heavy}'.split() if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_an_unknown_flag_is_a_usage_error() -> None:
+    done = verbatim("serve", "--engines", "http://127.0.0.1:9")
+    assert done.returncode == 2
+    assert "--engines" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_serve_without_an_engine_says_how_to_name_one() -> None:
+    assert "--engine URL" in refused("serve", code=2)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host:1", "http://", "http://host:port", "http://host:99999"])
+def test_a_bad_engine_url_is_named(url: str) -> None:
+    assert url in refused("serve", "--engine", url, code=2)
+
+
+def test_an_engine_list_in_the_environment_that_is_no_json_is_explained() -> None:
+    sentence = refused("serve", code=2, VERBATIM_ENGINE="http://127.0.0.1:9")
+    assert "JSON" in sentence and "engine" in sentence
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--engine-api", "grpc"), ("--fsync", "never"), ("--thinking", "drop"), ("--log-level", "loud")],
+)
+def test_a_value_that_a_flag_cannot_have_is_named_with_what_it_can_have(flag: str, value: str) -> None:
+    sentence = refused("serve", *ENGINE, flag, value, code=2)
+    assert flag in sentence and repr(value) in sentence
+
+
+def test_a_bad_environment_variable_is_named() -> None:
+    assert "VERBATIM_KEEPALIVE_SECONDS" in refused("serve", *ENGINE, code=2, VERBATIM_KEEPALIVE_SECONDS="soon")
+
+
+def test_a_taken_port_is_reported(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        sentence = refused("serve", *ENGINE, "--port", str(port), "--data-dir", str(tmp_path / "data"))
+    assert f"port {port} on 127.0.0.1 is taken" in sentence
+    assert not (tmp_path / "data").exists()
+
+
+def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
+    assert "no address of this machine" in refused("serve", *ENGINE, "--host", "192.0.2.1", "--data-dir", str(tmp_path))
+
+
+def test_a_data_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+    sentence = refused("serve", *ENGINE, "--port", "0", "--data-dir", str(occupied))
+    assert f"data directory {occupied} is not writable" in sentence
+
+
+def test_a_data_directory_that_nobody_may_write_is_refused() -> None:
+    """/proc refuses even root, so the test means the same for every user."""
+    assert "/proc/verbatim is not writable" in refused("serve", *ENGINE, "--port", "0", "--data-dir", "/proc/verbatim")
+
+
+def test_a_redis_that_does_not_answer_is_named_without_its_password() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{unused.getsockname()[1]}"
+        sentence = refused("serve", *ENGINE, "--port", "0", "--redis", f"redis://me:hidden@{place}/0")
+    assert place in sentence and "--redis" in sentence
+    assert "hidden" not in sentence
+
+
+def test_a_redis_url_that_is_none_is_refused() -> None:
+    assert "--redis" in refused("serve", *ENGINE, "--port", "0", "--redis", "redis-host", code=2)
+
+
+def test_a_second_service_on_one_data_directory_is_refused(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with Serving(*ENGINE, data_dir=data) as first:
+        sentence = refused("serve", *ENGINE, "--port", "0", "--data-dir", str(data))
+        assert f"{data} is in use by another service" in sentence
+        assert str(first.pid) in sentence
+        assert first.request("GET", "/healthz").status_code == 200
+
+
+def test_sessions_without_a_token_says_which_variable_to_set() -> None:
+    assert "VERBATIM_ADMIN_TOKEN" in refused("sessions", "ls", code=2)
+
+
+def test_sessions_without_a_service_says_where_it_looked() -> None:
+    sentence = refused("sessions", "ls", VERBATIM_URL="http://127.0.0.1:9", VERBATIM_ADMIN_TOKEN="x")
+    assert "http://127.0.0.1:9" in sentence and "VERBATIM_URL" in sentence
+
+
+def test_sessions_are_listed_and_shown(tmp_path: Path) -> None:
+    with Serving(*ENGINE, data_dir=tmp_path / "data") as serving:
+        created = serving.request("POST", "/sessions", json={"session_id": "first", "group_id": "g7"})
+        assert created.status_code == 201, created.text
+        service = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
+        listed = verbatim("sessions", "ls", **service)
+        assert listed.returncode == 0, listed.stderr
+        assert "first" in listed.stdout and "g7" in listed.stdout and "open" in listed.stdout
+        shown = verbatim("sessions", "show", "first", **service)
+        assert shown.returncode == 0, shown.stderr
+        assert "0 tokens sampled = 0 exported in 0 trajectories + 0 quarantined" in shown.stdout
+        assert "nobody" in refused("sessions", "show", "nobody", **service)
+        wrong = {**service, "VERBATIM_ADMIN_TOKEN": "wrong"}
+        assert "token" in refused("sessions", "ls", **wrong)

@@ -1,0 +1,266 @@
+"""`verbatim serve` from start to stop, as processes: what it prints, what it survives, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from scripted_service import ScriptedService, json_answer, serving
+from verbatim_process import ADMIN, TRAINER, Serving, processes_using, wait_until
+
+NOWHERE = ("--engine", "http://127.0.0.1:9")
+REPLY = {
+    "id": "x",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "policy",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "late"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def engine() -> Iterator[ScriptedService]:
+    """A plain server that knows /v1/chat/completions and takes its time."""
+    with serving(ScriptedService()) as service:
+        service.script("GET /v1/models", json_answer({"object": "list", "data": [{"id": "policy", "object": "model"}]}))
+        yield service
+
+
+def answer_after(engine: ScriptedService, seconds: float) -> None:
+    slow = json_answer(REPLY)
+    engine.script("POST /v1/chat/completions", type(slow)(slow.status, slow.content, slow.headers, delay_seconds=seconds))
+
+
+class Call:
+    """A call by a harness that knows nothing but its base URL and key, made in the background."""
+
+    def __init__(self, service: Serving, session_id: str, **body: Any) -> None:
+        session = service.request("POST", "/sessions", json={"session_id": session_id}).json()
+        self.answer: httpx.Response | None = None
+        self.error: httpx.HTTPError | None = None
+        self._url = session["base_urls"]["openai"] + "/chat/completions"
+        self._key = session["api_key"]
+        self._body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], **body}
+        self._thread = threading.Thread(target=self._make)
+        self._thread.start()
+
+    def _make(self) -> None:
+        try:
+            headers = {"Authorization": f"Bearer {self._key}"}
+            self.answer = httpx.post(self._url, json=self._body, headers=headers, timeout=60)
+        except httpx.HTTPError as error:
+            self.error = error
+
+    def end(self) -> httpx.Response | None:
+        self._thread.join(60)
+        return self.answer
+
+
+def test_port_0_takes_a_free_port_and_prints_it(data: Path) -> None:
+    with Serving(*NOWHERE, data_dir=data) as service:
+        assert service.url.startswith("http://127.0.0.1:") and not service.url.endswith(":0")
+        assert service.request("GET", "/healthz").status_code == 200
+        assert f"data: {data}" in service.stdout and NOWHERE[1] in service.stdout
+
+
+def test_tokens_that_were_not_set_are_generated_and_printed_once(data: Path) -> None:
+    with Serving(*NOWHERE, data_dir=data, VERBATIM_ADMIN_TOKEN="", VERBATIM_TRAINER_TOKEN="") as service:
+        lines = dict(line.split(": ", 1) for line in service.stdout.splitlines() if ": " in line)
+        admin, trainer = lines["admin token"], lines["trainer token"]
+        assert len(admin) > 20 and len(trainer) > 20 and admin != trainer
+        assert service.request("GET", "/sessions", token=admin).status_code == 200
+        assert service.request("GET", "/sessions", token=trainer).status_code == 403
+        assert service.request("GET", "/weights", token=trainer).status_code == 200
+        assert trainer not in service.stderr and admin not in service.stderr
+
+
+def test_tokens_from_the_environment_work_and_are_never_printed(data: Path) -> None:
+    with Serving(*NOWHERE, data_dir=data) as service:
+        assert service.request("GET", "/sessions").status_code == 200
+        assert ADMIN not in service.stdout + service.stderr and TRAINER not in service.stdout + service.stderr
+
+
+def test_an_unreachable_engine_is_no_obstacle_to_starting_and_readyz_names_it(data: Path) -> None:
+    with Serving(*NOWHERE, data_dir=data) as service:
+        ready = service.request("GET", "/readyz")
+        assert ready.status_code == 503
+        assert "127.0.0.1:9" in ready.json()["reason"]
+        refused = Call(service, "s").end()
+        assert refused is not None and refused.status_code == 503
+        assert "127.0.0.1:9" in refused.json()["error"]["message"]
+
+
+def test_an_engine_that_comes_later_is_found(data: Path, engine: ScriptedService) -> None:
+    answer_after(engine, 0)
+    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data) as service:
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 10, "ready")
+        answered = Call(service, "s").end()
+        assert answered is not None and answered.json()["choices"][0]["message"]["content"] == "late"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_ends_everything_within_seconds_and_leaves_no_redis(data: Path, number: int) -> None:
+    with Serving(*NOWHERE, data_dir=data) as service:
+        assert processes_using(data)
+        service.send_group(number)
+        assert service.exit_code(within_seconds=8) == 0
+        assert processes_using(data) == []
+        assert "Traceback" not in service.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("after_seconds", [0.3, 0.8, 1.2])
+def test_a_stop_signal_during_the_start_leaves_nothing_behind(data: Path, number: int, after_seconds: float) -> None:
+    with Serving(*NOWHERE, data_dir=data, ready=False) as service:
+        time.sleep(after_seconds)
+        service.send_group(number)
+        service.exit_code(within_seconds=10)
+        wait_until(lambda: processes_using(data) == [], 5, "no process in the data directory")
+        assert "Traceback" not in service.stderr
+
+
+def test_sessions_survive_a_restart(data: Path) -> None:
+    with Serving(*NOWHERE, data_dir=data) as service:
+        created = service.request("POST", "/sessions", json={"session_id": "kept", "metadata": {"seed": 7}})
+        assert created.status_code == 201
+        assert service.stop() == 0
+    with Serving(*NOWHERE, data_dir=data) as service:
+        session = service.request("GET", "/sessions/kept").json()
+        assert session["status"] == "open" and session["metadata"] == {"seed": 7}
+
+
+def test_sessions_survive_kill_9_of_the_service_and_its_redis_goes_with_it(data: Path) -> None:
+    with Serving(*NOWHERE, data_dir=data) as service:
+        assert service.request("POST", "/sessions", json={"session_id": "kept"}).status_code == 201
+        service.stop(signal.SIGKILL)
+        wait_until(lambda: processes_using(data) == [], 10, "the embedded Redis has ended")
+    with Serving(*NOWHERE, data_dir=data) as service:
+        assert service.request("GET", "/sessions/kept").json()["status"] == "open"
+
+
+def test_a_call_in_flight_finishes_after_a_stop_signal(data: Path, engine: ScriptedService) -> None:
+    answer_after(engine, 2.0)
+    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data) as service:
+        call = Call(service, "s")
+        engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
+        service.send(signal.SIGTERM)
+        answered = call.end()
+        assert answered is not None and answered.status_code == 200, (call.error, service.stderr)
+        assert answered.json()["choices"][0]["message"]["content"] == "late"
+        assert service.exit_code(within_seconds=8) == 0
+    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data) as service:
+        assert len(service.request("GET", "/sessions/s/calls").json()["calls"]) == 1
+
+
+def test_a_call_that_outlasts_the_drain_is_cut_with_an_answer(data: Path, engine: ScriptedService) -> None:
+    answer_after(engine, 30.0)
+    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data, VERBATIM_DRAIN_SECONDS="1") as service:
+        call = Call(service, "s")
+        engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
+        began = time.monotonic()
+        service.send(signal.SIGTERM)
+        answered = call.end()
+        assert answered is not None and answered.status_code in (502, 503), (call.error, service.stderr)
+        assert "cut" in answered.json()["error"]["message"]
+        assert service.exit_code(within_seconds=8) == 0
+        assert 1 <= time.monotonic() - began < 8
+        assert "Traceback" not in service.stderr
+
+
+def test_a_second_ctrl_c_exits_at_once(data: Path, engine: ScriptedService) -> None:
+    answer_after(engine, 30.0)
+    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data) as service:
+        call = Call(service, "s")
+        engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
+        service.send_group(signal.SIGINT)
+        time.sleep(0.5)
+        assert not service.ended
+        service.send_group(signal.SIGINT)
+        assert service.exit_code(within_seconds=3) == 130
+        assert call.end() is None
+        assert processes_using(data) == []
+
+
+@pytest.mark.engine
+def test_a_stream_that_outlasts_the_drain_is_recorded_as_aborted(data: Path, vllm_url: str) -> None:
+    with Serving("--engine", vllm_url, data_dir=data, VERBATIM_DRAIN_SECONDS="1") as service:
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 20, "ready")
+        call = Call(service, "s", stream=True, max_tokens=4000, logit_bias={}, ignore_eos=True)
+        time.sleep(1.0)
+        service.send(signal.SIGTERM)
+        answered = call.end()
+        assert answered is not None, (call.error, service.stderr)
+        assert answered.text.strip().endswith("data: [DONE]")
+        assert service.exit_code(within_seconds=10) == 0
+    with Serving("--engine", vllm_url, data_dir=data) as service:
+        (recorded,) = service.request("GET", "/sessions/s/calls").json()["calls"]
+        assert recorded["finish_reason"] == "abort"
+        assert 0 < len(recorded["completion_ids"]) < 4000
+
+
+def test_several_workers_share_the_port_and_the_store(data: Path) -> None:
+    with Serving(*NOWHERE, "--workers", "2", data_dir=data) as service:
+        for number in range(20):
+            assert service.request("POST", "/sessions", json={"session_id": f"s{number}"}).status_code == 201
+        seen = {len(service.request("GET", "/sessions").json()["sessions"]) for _ in range(20)}
+        assert seen == {20}
+        service.send_group(signal.SIGINT)
+        assert service.exit_code(within_seconds=10) == 0
+        assert processes_using(data) == []
+        assert "Traceback" not in service.stderr
+
+
+def workers_of(service: Serving) -> list[int]:
+    def is_worker(pid: int) -> bool:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return any(b"spawn_main" in word for word in words)
+
+    return [pid for pid in service.children if is_worker(pid)]
+
+
+def test_a_killed_worker_is_replaced(data: Path) -> None:
+    with Serving(*NOWHERE, "--workers", "2", data_dir=data) as service:
+        before = workers_of(service)
+        assert len(before) == 2
+        os.kill(before[0], signal.SIGKILL)
+        wait_until(lambda: len(set(workers_of(service)) - set(before)) == 1, 10, "another worker")
+        assert service.request("POST", "/sessions", json={}).status_code == 201
+        assert service.stop(signal.SIGTERM) == 0
+        assert f"worker {before[0]} died" in service.stderr
+
+
+def test_workers_end_when_their_parent_is_killed(data: Path) -> None:
+    with Serving(*NOWHERE, "--workers", "2", data_dir=data) as service:
+        workers = workers_of(service)
+        service.stop(signal.SIGKILL)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), 15, "the workers have ended")
+        wait_until(lambda: processes_using(data) == [], 10, "the embedded Redis has ended")
+
+
+def test_several_workers_stop_at_once_at_the_second_ctrl_c(data: Path, engine: ScriptedService) -> None:
+    answer_after(engine, 30.0)
+    with Serving("--engine", engine.url, "--engine-api", "chat", "--workers", "2", data_dir=data) as service:
+        call = Call(service, "s")
+        engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
+        workers = workers_of(service)
+        service.send_group(signal.SIGINT)
+        time.sleep(0.5)
+        assert not service.ended
+        service.send_group(signal.SIGINT)
+        assert service.exit_code(within_seconds=3) == 130
+        assert call.end() is None
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+        assert processes_using(data) == []

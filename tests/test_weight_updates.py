@@ -1,0 +1,477 @@
+"""New weights into a real vLLM: what is sampled after a push is sampled under the new weights, and says so.
+
+The judge is transformers: every stored logprob is recomputed in float32 from the checkpoint that its span names. The engine
+keeps its weights from test to test, so versions start where the last test left them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from vllm_server import running_vllm
+from weight_fixtures import Judge, MemoryWeights, Said, Service, generate, generating, serving
+
+from proxy.engine.weight_api import WeightApi
+from proxy.errors import Conflict, RequestError
+
+pytestmark = pytest.mark.engine
+
+PROMPT = list(range(20, 60))
+LONG_PROMPT = [20 + 7 * i % 900 for i in range(700)]
+"""More than five of vLLM's blocks of 128 tokens, so that a stale prefix cache would be hit."""
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="session")
+def judge() -> Judge:
+    return Judge()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The checkpoint of a seed; 0 is what the engine started with."""
+    from examples.demo.tiny_model import make_tiny_model
+
+    made = {0: tiny_model}
+
+    def of(seed: int) -> Path:
+        if seed not in made:
+            made[seed] = make_tiny_model(tmp_path_factory.mktemp("checkpoints") / f"seed{seed}", seed=seed)
+        return made[seed]
+
+    return of
+
+
+@pytest.fixture
+async def service(vllm_url: str) -> AsyncIterator[Service]:
+    async with serving(vllm_url) as running:
+        yield running
+
+
+async def pushed(service: Service, path: Path, **how: Any) -> int:
+    version = await service.next_version()
+    answer = await service.updater.push(version, str(path), **how)
+    assert answer["applied"], answer
+    return version
+
+
+async def test_tokens_after_a_push_are_sampled_under_the_new_weights(
+    service: Service, vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
+) -> None:
+    for seed in (1, 2):
+        version = await pushed(service, checkpoint(seed))
+        said = await generate(vllm_url, PROMPT, 24)
+        assert said.spans == [(str(version), 0, 24)]
+        assert judge.largest_error(checkpoint(seed), said) < TOLERANCE
+        assert judge.largest_error(checkpoint(3 - seed), said) > 0.1
+
+
+async def test_a_push_takes_less_than_two_seconds(
+    service: Service, checkpoint: Callable[[int], Path], record_property: Callable[[str, object], None]
+) -> None:
+    await pushed(service, checkpoint(1))
+    started = time.monotonic()
+    await pushed(service, checkpoint(2))
+    seconds = time.monotonic() - started
+    record_property("push_seconds", seconds)
+    assert seconds < 2
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+async def test_a_stale_prefix_is_never_used(
+    mode: str, service: Service, vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
+) -> None:
+    """The long prompt's blocks are in the cache, computed under the old weights, when the push comes."""
+    await pushed(service, checkpoint(1))
+    before = await generate(vllm_url, LONG_PROMPT, 8)
+    again = await generate(vllm_url, LONG_PROMPT, 8)
+    assert again.ids == before.ids
+    await pushed(service, checkpoint(2), mode=mode)
+    after = await generate(vllm_url, LONG_PROMPT, 8)
+    assert judge.largest_error(checkpoint(1), again) < TOLERANCE
+    assert judge.largest_error(checkpoint(2), after) < TOLERANCE
+
+
+async def begun(url: str, prompt_ids: list[int], max_tokens: int) -> tuple[asyncio.Task[Said], Said]:
+    """A reply under way: its task, and what it has said so far, at least five tokens."""
+    so_far: asyncio.Queue[Said] = asyncio.Queue()
+
+    async def read() -> Said:
+        async for said in generating(url, prompt_ids, max_tokens):
+            so_far.put_nowait(said)
+        return said
+
+    task = asyncio.create_task(read())
+    said = await so_far.get()
+    while len(said.ids) < 5:
+        said = await so_far.get()
+    return task, said
+
+
+async def test_keep_goes_on_under_the_new_weights_and_each_span_matches_its_own(
+    service: Service, vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
+) -> None:
+    """The reply freezes, its context is computed again under the new weights, and the next token comes from them."""
+    first = await pushed(service, checkpoint(1))
+    task, _ = await begun(vllm_url, LONG_PROMPT, 400)
+    second = await pushed(service, checkpoint(2), mode="keep")
+    said = await task
+    assert said.finish_reason == "length"
+    (old, start, cut), (new, after, end) = said.spans
+    assert (old, start, new, end) == (str(first), 0, str(second), 400)
+    assert 0 < cut == after < 400
+    assert judge.largest_error(checkpoint(1), said, 0, cut) < TOLERANCE
+    assert judge.largest_error(checkpoint(2), said, cut, 400) < TOLERANCE
+
+
+async def test_keep_holds_every_one_of_many_replies_and_loses_no_token(
+    service: Service, vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
+) -> None:
+    await pushed(service, checkpoint(1))
+    prompts = [[20 + i, *PROMPT] for i in range(6)]
+    tasks = [asyncio.create_task(generate(vllm_url, prompt, 120)) for prompt in prompts]
+    task, _ = await begun(vllm_url, PROMPT, 120)
+    await pushed(service, checkpoint(2), mode="keep")
+    for said in await asyncio.gather(task, *tasks):
+        assert len(said.ids) == len(said.logprobs) == 120
+        assert said.spans[-1][2] == 120
+        for number, (_, start, end) in enumerate(said.spans):
+            assert judge.largest_error(checkpoint(1 + number), said, start, end) < TOLERANCE
+
+
+async def test_wait_lets_replies_end_under_the_old_weights_and_holds_new_calls(
+    service: Service, vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
+) -> None:
+    first = await pushed(service, checkpoint(1))
+    task, _ = await begun(vllm_url, PROMPT, 150)
+    push = asyncio.create_task(pushed(service, checkpoint(2), mode="wait"))
+    await asyncio.sleep(0.05)
+    # At the pool's gate a new call waits; one that is past it queues in the engine. Neither fails.
+    held = asyncio.create_task(service.pool.admitted())
+    queued = asyncio.create_task(generate(vllm_url, PROMPT, 8))
+    old, second = await task, await push
+    await asyncio.wait_for(held, 1)
+    assert (old.finish_reason, old.spans) == ("length", [(str(first), 0, 150)])
+    assert judge.largest_error(checkpoint(1), old) < TOLERANCE
+    new = await queued
+    assert new.spans == [(str(second), 0, 8)]
+    assert judge.largest_error(checkpoint(2), new) < TOLERANCE
+
+
+async def test_abort_cuts_replies_with_what_was_sampled_under_the_old_weights(
+    service: Service, vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
+) -> None:
+    first = await pushed(service, checkpoint(1))
+    task, _ = await begun(vllm_url, PROMPT, 2000)
+    second = await pushed(service, checkpoint(2), mode="abort")
+    cut = await task
+    assert cut.finish_reason == "abort"
+    assert cut.spans == [(str(first), 0, len(cut.ids))]
+    assert judge.largest_error(checkpoint(1), cut) < TOLERANCE
+    new = await generate(vllm_url, PROMPT, 8)
+    assert new.spans == [(str(second), 0, 8)]
+    assert judge.largest_error(checkpoint(2), new) < TOLERANCE
+
+
+def missing(_: Path, spoiled: Path) -> str:
+    shutil.rmtree(spoiled)
+    return "does not exist on the engine's machine"
+
+
+def empty(_: Path, spoiled: Path) -> str:
+    (spoiled / "model.safetensors").unlink()
+    return "has no *.safetensors"
+
+
+def cut_short(_: Path, spoiled: Path) -> str:
+    file = spoiled / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    return "is not a whole safetensors file"
+
+
+def not_safetensors(_: Path, spoiled: Path) -> str:
+    (spoiled / "model.safetensors").write_bytes(b"weights")
+    return "is not a whole safetensors file"
+
+
+def lacking_a_tensor(good: Path, spoiled: Path) -> str:
+    rewrite(good, spoiled, drop="model.layers.1.self_attn.k_proj.weight")
+    return "lacks model.layers.1.self_attn.k_proj.weight"
+
+
+def with_an_unknown_tensor(good: Path, spoiled: Path) -> str:
+    rewrite(good, spoiled, add=("model.layers.9.mlp.up_proj.weight", (4, 4)))
+    return "no place for model.layers.9.mlp.up_proj.weight"
+
+
+def with_a_wrong_shape(good: Path, spoiled: Path) -> str:
+    rewrite(good, spoiled, add=("model.layers.0.mlp.up_proj.weight", (4, 128)))
+    return "model.layers.0.mlp.up_proj.weight has shape [4, 128], the model [384, 128]"
+
+
+def with_integers(good: Path, spoiled: Path) -> str:
+    rewrite(good, spoiled, integers="model.norm.weight")
+    return "torch.int32 cannot become torch.float32"
+
+
+def lacking_a_shard(good: Path, spoiled: Path) -> str:
+    shard(good, spoiled)
+    (spoiled / "model-00002-of-00002.safetensors").unlink()
+    return "lacks model-00002-of-00002.safetensors, which its index names"
+
+
+def rewrite(
+    good: Path, spoiled: Path, *, drop: str = "", add: tuple[str, tuple[int, ...]] | None = None, integers: str = ""
+) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(good / "model.safetensors")
+    tensors.pop(drop, None)
+    if add:
+        tensors[add[0]] = torch.zeros(add[1])
+    if integers:
+        tensors[integers] = tensors[integers].to(torch.int32)
+    save_file(tensors, spoiled / "model.safetensors")
+
+
+def shard(good: Path, target: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    tensors = load_file(good / "model.safetensors")
+    places = {name: names[number % 2] for number, name in enumerate(sorted(tensors))}
+    for file in names:
+        save_file({name: tensors[name] for name, place in places.items() if place == file}, target / file)
+    (target / "model.safetensors").unlink(missing_ok=True)
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        missing,
+        empty,
+        cut_short,
+        not_safetensors,
+        lacking_a_tensor,
+        with_an_unknown_tensor,
+        with_a_wrong_shape,
+        with_integers,
+        lacking_a_shard,
+    ],
+    ids=lambda spoil: spoil.__name__,
+)
+async def test_a_bad_checkpoint_is_named_and_the_old_weights_go_on(
+    spoil: Callable[[Path, Path], str],
+    service: Service,
+    vllm_url: str,
+    judge: Judge,
+    checkpoint: Callable[[int], Path],
+    tmp_path: Path,
+) -> None:
+    version = await pushed(service, checkpoint(1))
+    bad = tmp_path / "bad"
+    shutil.copytree(checkpoint(2), bad)
+    says = spoil(checkpoint(2), bad)
+    running, _ = await begun(vllm_url, PROMPT, 60)
+    answer = await service.updater.push(version + 1, str(bad))
+    assert not answer["applied"]
+    assert says in answer["error"]
+    assert "\n" not in answer["error"]
+    assert service.pool.ready() == (True, "")
+    for said in (await running, await generate(vllm_url, PROMPT, 8)):
+        assert said.spans == [(str(version), 0, len(said.ids))]
+        assert judge.largest_error(checkpoint(1), said) < TOLERANCE
+    # The same version again, now with a good checkpoint.
+    assert await pushed(service, checkpoint(2)) == version + 1
+    assert judge.largest_error(checkpoint(2), await generate(vllm_url, PROMPT, 8)) < TOLERANCE
+
+
+async def test_a_bad_checkpoint_sent_to_the_engine_directly_is_refused_with_one_sentence(
+    service: Service, vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
+) -> None:
+    """Without the check beforehand, as a client of vLLM's own routes would do it."""
+    await pushed(service, checkpoint(1))
+    async with aiohttp.ClientSession(vllm_url) as http:
+        await http.post("/pause?mode=keep")
+        await http.post("/start_weight_update")
+        refused = await http.post("/update_weights", json={"update_info": {"path": "/nowhere"}})
+        await http.post("/resume")
+        assert refused.status == 500
+        assert "/nowhere does not exist on the engine's machine" in (await refused.json())["error"]["message"]
+    assert judge.largest_error(checkpoint(1), await generate(vllm_url, PROMPT, 8)) < TOLERANCE
+    await pushed(service, checkpoint(2))
+    assert judge.largest_error(checkpoint(2), await generate(vllm_url, PROMPT, 8)) < TOLERANCE
+
+
+@pytest.mark.parametrize("form", ["file", "shards with an index", "shards without", "bfloat16"])
+async def test_a_checkpoint_may_come_in_any_form_that_transformers_writes(
+    form: str, service: Service, vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path], tmp_path: Path
+) -> None:
+    path, truth = checkpoint(2), checkpoint(2)
+    if form == "file":
+        path = path / "model.safetensors"
+    elif form == "bfloat16":
+        path = truth = half_precision(checkpoint(2), tmp_path / "half")
+    else:
+        shutil.copytree(checkpoint(2), path := tmp_path / "shards")
+        shard(checkpoint(2), path)
+        if form == "shards without":
+            (path / "model.safetensors.index.json").unlink()
+    await pushed(service, checkpoint(1))
+    await pushed(service, path)
+    assert judge.largest_error(truth, await generate(vllm_url, PROMPT, 8)) < TOLERANCE
+
+
+def half_precision(good: Path, target: Path) -> Path:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(good, target)
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(good / "model.safetensors").items()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+async def test_versions_only_grow(service: Service, checkpoint: Callable[[int], Path]) -> None:
+    version = await pushed(service, checkpoint(1))
+    for stale in (version, version - 1):
+        with pytest.raises(Conflict if stale else RequestError, match="version"):
+            await service.updater.push(stale, str(checkpoint(2)))
+
+
+async def test_two_pushes_at_once_never_interleave(
+    service: Service, vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
+) -> None:
+    """Two processes share one store; whichever comes second waits, and the engine ends whole under the greater version."""
+    async with serving(vllm_url, weights=service.weights) as other:
+        version = await service.next_version()
+        answers = await asyncio.gather(
+            service.updater.push(version, str(checkpoint(1))),
+            other.updater.push(version + 1, str(checkpoint(2))),
+            return_exceptions=True,
+        )
+        assert not isinstance(answers[1], BaseException)
+        assert answers[1]["applied"]
+    said = await generate(vllm_url, PROMPT, 8)
+    assert said.spans == [(str(version + 1), 0, 8)]
+    assert judge.largest_error(checkpoint(2), said) < TOLERANCE
+    assert (await service.updater.status())["current"]["version"] == version + 1
+
+
+async def test_a_path_outside_the_allowed_folders_is_refused(
+    vllm_url: str, checkpoint: Callable[[int], Path], tmp_path: Path
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(checkpoint(1))
+    async with serving(vllm_url, weights_roots=[tmp_path]) as service:
+        for path in (checkpoint(1), link, tmp_path / ".." / "elsewhere"):
+            with pytest.raises(RequestError, match="outside the folders"):
+                await service.updater.push(await service.next_version(), str(path))
+
+
+async def test_a_replica_left_paused_by_a_killed_push_serves_again(
+    vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
+) -> None:
+    """The process died between two steps. The next one finds the engine paused and the lock free, and puts it right."""
+    weights = MemoryWeights()
+    async with serving(vllm_url, weights=weights) as service:
+        version = await pushed(service, checkpoint(1))
+    steps: list[tuple[str, dict[str, Any] | None]] = [
+        ("/pause?mode=keep", None),
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": {"path": str(checkpoint(2)), "version": version + 1}}),
+    ]
+    for killed_after in (1, 2, 3):
+        async with aiohttp.ClientSession(vllm_url) as http:
+            for route, body in steps[:killed_after]:
+                assert (await http.post(route, json=body)).status == 200
+        async with serving(vllm_url, weights=weights) as service:
+            await until_serving(service)
+            said = await generate(vllm_url, PROMPT, 8)
+        assert said.spans == [(str(version), 0, 8)]
+        assert judge.largest_error(checkpoint(1), said) < TOLERANCE
+
+
+async def test_an_engine_that_restarted_gets_the_current_weights_before_it_serves(
+    vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
+) -> None:
+    """A fresh vLLM calls its weights "default"; what it holds are not the ones that were pushed."""
+    weights = MemoryWeights()
+    async with serving(vllm_url, weights=weights) as service:
+        await pushed(service, checkpoint(2))
+        version = await pushed(service, checkpoint(1))
+        api = WeightApi(service.pool.http, service.pool.replicas[0], 30)
+        await api.pause("keep")
+        await api.load_full(str(checkpoint(2)), version - 1)
+        await service.pool.http.post(f"{vllm_url}/update_weight_version", json={"new_version": "default"})
+        await api.resume()
+    async with serving(vllm_url, weights=weights) as service:
+        await until_serving(service)
+        said = await generate(vllm_url, PROMPT, 8)
+        assert service.pool.replicas[0].weight_version == version
+    assert said.spans == [(str(version), 0, 8)]
+    assert judge.largest_error(checkpoint(1), said) < TOLERANCE
+
+
+async def test_weights_that_cannot_be_named_keep_an_engine_out(vllm_url: str, checkpoint: Callable[[int], Path]) -> None:
+    """The store lost the path: rather no engine than tokens with a wrong version. A push mends it."""
+    weights = MemoryWeights()
+    async with serving(vllm_url, weights=weights) as service:
+        version = await pushed(service, checkpoint(1))
+    weights.states = [weights.states[0].__class__(version + 5)]
+    async with serving(vllm_url, weights=weights) as service:
+        ready, reason = service.pool.ready()
+        assert not ready
+        assert f"it holds weights '{version}', not {version + 5}" in reason
+        await pushed(service, checkpoint(1))
+        assert service.pool.ready() == (True, "")
+
+
+async def until_serving(service: Service) -> None:
+    deadline = time.monotonic() + 20
+    while not service.pool.ready()[0]:
+        assert time.monotonic() < deadline, service.pool.ready()[1]
+        await asyncio.sleep(0.05)
+
+
+async def test_tied_embeddings_and_adapters_follow(tmp_path: Path, judge: Judge) -> None:
+    """A second engine: its output layer shares the embedding's weight, and it serves a LoRA adapter."""
+    from examples.demo.tiny_model import make_tiny_model
+
+    models = [make_tiny_model(tmp_path / f"tied{seed}", seed=seed, tie_word_embeddings=True) for seed in range(3)]
+    with running_vllm(models[0], tmp_path) as server:
+        async with serving(server.url) as service:
+            first = await generate(server.url, PROMPT, 8)
+            assert first.spans == [("0", 0, 8)]
+            assert judge.largest_error(models[0], first) < TOLERANCE
+            for seed in (1, 2):
+                version = await pushed(service, models[seed])
+                said = await generate(server.url, LONG_PROMPT, 24)
+                assert said.spans == [(str(version), 0, 24)]
+                assert judge.largest_error(models[seed], said) < TOLERANCE
+            await check_both_names(service, server.url, judge, models[1], tmp_path)
+
+
+async def check_both_names(service: Service, url: str, judge: Judge, model: Path, tmp_path: Path) -> None:
+    """A trainer's state dict names the shared weight twice: fine when the two are equal, refused when they differ."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "both.safetensors")
+    await pushed(service, tmp_path / "both.safetensors")
+    assert judge.largest_error(model, await generate(url, PROMPT, 8)) < TOLERANCE
+    tensors["lm_head.weight"] += 1
+    save_file(tensors, tmp_path / "torn.safetensors")
+    answer = await service.updater.push(await service.next_version(), str(tmp_path / "torn.safetensors"))
+    assert "lm_head.weight differs from model.embed_tokens.weight" in answer["error"]

@@ -1,0 +1,145 @@
+"""What the weight tests share: a store in memory, raw generate calls, and the recomputation that is the judge."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from proxy.engine.pool import EnginePool
+from proxy.engine.updates import WeightUpdater
+from proxy.errors import Conflict
+from proxy.settings import Settings
+from proxy.store.base import WeightState
+
+
+@dataclass
+class MemoryWeights:
+    """A WeightStore for one process."""
+
+    states: list[WeightState] = field(default_factory=lambda: [WeightState()])
+    owner: str | None = None
+
+    async def current(self) -> WeightState:
+        return self.states[0]
+
+    async def history(self, limit: int = 100) -> list[WeightState]:
+        return self.states[:limit]
+
+    async def advance(self, state: WeightState) -> None:
+        if state.version <= self.states[0].version:
+            raise Conflict(f"version {state.version} is not greater than {self.states[0].version}")
+        self.states.insert(0, state)
+
+    async def lock(self, owner: str, seconds: float) -> bool:
+        del seconds
+        if self.owner in (None, owner):
+            self.owner = owner
+            return True
+        return False
+
+    async def unlock(self, owner: str) -> None:
+        if self.owner == owner:
+            self.owner = None
+
+
+@dataclass
+class Service:
+    pool: EnginePool
+    updater: WeightUpdater
+    weights: MemoryWeights
+
+    async def next_version(self) -> int:
+        return (await self.weights.current()).version + 1
+
+
+@asynccontextmanager
+async def serving(*urls: str, weights: MemoryWeights | None = None, **settings: Any) -> AsyncIterator[Service]:
+    """A pool with its updater, started; engines that are up have been admitted."""
+    store = weights or MemoryWeights()
+    options = Settings(engine=list(urls), **settings)
+    pool = EnginePool(options)
+    updater = WeightUpdater(pool, store, options)
+    await pool.start()
+    try:
+        yield Service(pool, updater, store)
+    finally:
+        await updater.stop()
+        await pool.stop()
+
+
+@dataclass
+class Said:
+    """One generate answer: `spans` are [version label, start, end]."""
+
+    prompt_ids: list[int]
+    ids: list[int]
+    logprobs: list[float]
+    spans: list[tuple[str, int, int]]
+    finish_reason: str | None
+
+
+async def generate(url: str, prompt_ids: list[int], max_tokens: int, *, model: str = "policy", **sampling: Any) -> Said:
+    """A greedy reply of exactly `max_tokens`, unless something cuts it."""
+    async for said in generating(url, prompt_ids, max_tokens, model=model, **sampling):
+        last = said
+    return last
+
+
+async def generating(
+    url: str, prompt_ids: list[int], max_tokens: int, *, model: str = "policy", **sampling: Any
+) -> AsyncIterator[Said]:
+    """The same reply, growing: yields it after every event of the stream."""
+    parameters = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, "logprobs": 0, **sampling}
+    body = {"model": model, "token_ids": prompt_ids, "sampling_params": parameters, "stream": True}
+    said = Said(prompt_ids, [], [], [], None)
+    async with aiohttp.ClientSession() as http, http.post(f"{url}/inference/v1/generate", json=body) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if line.startswith(b"data:") and b"[DONE]" not in line:
+                _add(said, json.loads(line[5:]))
+                yield said
+
+
+def _add(said: Said, event: dict[str, Any]) -> None:
+    for choice in event["choices"]:
+        said.ids += choice["token_ids"] or []
+        said.logprobs += [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or []]
+        said.spans += [(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or []]
+        said.finish_reason = choice["finish_reason"] or said.finish_reason
+
+
+class Judge:
+    """Recomputes logprobs with transformers, in float32."""
+
+    def __init__(self) -> None:
+        self._models: dict[Path, Any] = {}
+
+    def logprobs(self, checkpoint: Path, prompt_ids: list[int], ids: list[int]) -> list[float]:
+        """log p(id) of each of `ids` after `prompt_ids` and the ids before it."""
+        import torch
+
+        with torch.no_grad():
+            logits = self.model(checkpoint)(torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1]
+        rows = torch.log_softmax(logits.float(), dim=-1)
+        return [float(rows[position, token]) for position, token in enumerate(ids)]
+
+    def model(self, checkpoint: Path) -> Any:
+        if checkpoint not in self._models:
+            import torch
+            from transformers import AutoModelForCausalLM
+
+            self._models[checkpoint] = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        return self._models[checkpoint]
+
+    def largest_error(self, checkpoint: Path, said: Said, start: int = 0, end: int | None = None) -> float:
+        """Over tokens start:end, the largest |said - recomputed|, in nats."""
+        recomputed = self.logprobs(checkpoint, said.prompt_ids, said.ids)
+        pairs = list(zip(said.logprobs, recomputed, strict=True))[start:end]
+        assert pairs, "no token to judge"
+        return max(abs(a - b) for a, b in pairs)

@@ -1,0 +1,143 @@
+"""A leased batch: groups of rows, as arrays a training step can use, and the lease they are held under.
+
+    with batch:                                   # acknowledged at the end, given back when the block raises
+        data = batch.padded(pad_id=0, framework="torch", advantages=batch.advantages(grpo))
+
+While the block runs, a thread extends the lease each time half of it has passed. A batch that is used without `with` is
+neither acknowledged nor given back: its lease expires and another trainer, or this one, gets the rows again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reconstruct.trajectory import Trajectory
+from trainer_client.columns import RowColumns, row_columns
+from trainer_client.lease import Lease
+from trainer_client.packing import PackedBatch, packed
+from trainer_client.padding import Framework, PaddedBatch, Side, padded
+from trainer_client.wire import Group
+
+Estimator = Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
+
+
+class Batch:
+    """`rows` are all trajectories in the order of `groups`; per-row values are in `columns`, in that order.
+
+    Without a `lease` (rows read from a file, say) ack, nack, extend and the `with` block have nothing to do."""
+
+    def __init__(self, groups: Sequence[Group], weight_version: int, lease: Lease | None = None) -> None:
+        self.groups = tuple(groups)
+        self.weight_version = weight_version
+        self.rows: tuple[Trajectory, ...] = tuple(row for group in self.groups for row in group.trajectories)
+        self.columns: RowColumns = row_columns(self.groups, weight_version)
+        self._lease = lease
+
+    @property
+    def lease_id(self) -> str | None:
+        return self._lease.lease_id if self._lease else None
+
+    @property
+    def expires_at(self) -> float | None:
+        """Epoch seconds of the service's clock; moves when the lease is extended."""
+        return self._lease.expires_at if self._lease else None
+
+    @property
+    def staleness(self) -> NDArray[np.int64]:
+        """Per row: `weight_version` minus the oldest version any of its tokens was sampled under."""
+        return self.columns.staleness  # type: ignore[no-any-return]
+
+    def advantages(self, estimator: Estimator) -> NDArray[np.float32]:
+        """`estimator` (one of trainer_client.advantages) over all rows; float32 of shape (rows,)."""
+        return estimator(self.columns.rewards, self.columns.group_index, self.columns.rollout_index)
+
+    def padded(
+        self,
+        pad_id: int = 0,
+        max_length: int | None = None,
+        multiple_of: int = 1,
+        side: Side = "right",
+        framework: Framework = "numpy",
+        *,
+        truncate: bool = False,
+        advantages: Any = None,
+        rows: Sequence[int] | None = None,
+    ) -> PaddedBatch:
+        """All rows, or those at the indexes `rows` (a micro-batch), as one rectangle.
+
+        It is as long as its longest row, rounded up to `multiple_of`. A row over `max_length` tokens raises RowTooLong, or
+        loses its end with `truncate` (counted in `cut_tokens`). `advantages`: one per row of the whole batch.
+        Raises: RowTooLong, ValueError.
+        """
+        return padded(
+            self.rows,
+            self.columns,
+            self._indexes(rows),
+            pad_id=pad_id,
+            max_length=max_length,
+            multiple_of=multiple_of,
+            side=side,
+            truncate=truncate,
+            advantages=advantages,
+            framework=framework,
+        )
+
+    def packed(
+        self,
+        token_budget: int,
+        framework: Framework = "numpy",
+        *,
+        truncate: bool = False,
+        advantages: Any = None,
+        rows: Sequence[int] | None = None,
+    ) -> list[PackedBatch]:
+        """All rows, or those at the indexes `rows`, in sequences of at most `token_budget` tokens, each row in one piece.
+
+        A row over the budget raises RowTooLong, or loses its end with `truncate` (counted in `cut_tokens`).
+        """
+        return packed(
+            self.rows,
+            self.columns,
+            self._indexes(rows),
+            token_budget=token_budget,
+            truncate=truncate,
+            advantages=advantages,
+            framework=framework,
+        )
+
+    def ack(self) -> None:
+        """Done: the batch is never delivered again. Raises LeaseLost."""
+        if self._lease:
+            self._lease.ack()
+
+    def nack(self) -> None:
+        """Give it back now instead of letting it expire. Raises LeaseLost."""
+        if self._lease:
+            self._lease.nack()
+
+    def extend(self, lease_seconds: float | None = None) -> float | None:
+        """The new `expires_at`, `lease_seconds` from now (default: as long as it was leased for). Raises LeaseLost."""
+        return self._lease.extend(lease_seconds) if self._lease else None
+
+    def __enter__(self) -> Self:
+        if self._lease:
+            self._lease.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._lease:
+            self._lease.__exit__(kind, error, traceback)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return f"Batch(lease_id={self.lease_id!r}, groups={len(self.groups)}, rows={len(self.rows)})"
+
+    def _indexes(self, rows: Sequence[int] | None) -> Sequence[int]:
+        return range(len(self.rows)) if rows is None else rows

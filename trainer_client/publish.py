@@ -1,0 +1,176 @@
+"""New weights as files the engines can read: `directory/version-<n>/`, whole or not there at all.
+
+A folder is written under a hidden name, flushed, and renamed when complete, so an engine never opens half a checkpoint.
+Every name of the state dict is written with values of its own: tensors that share memory (tied embeddings) are copied,
+because an engine that does not tie them itself would keep the old values of a name that is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer_client.errors import InvalidAnswer, UnpublishableWeights
+
+if TYPE_CHECKING:
+    import torch
+
+_VERSION_FOLDER = re.compile(r"version-(\d+)")
+_UNFINISHED_FOLDER = re.compile(r"\.version-(\d+)\.(writing|replaced)")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPush:
+    """What a push did. `replicas`: per engine `{ok, seconds, error?}`; `seconds`: the whole push, in the service.
+
+    `applied`: at least one engine runs on the new weights and `version` is the current one; the service goes on to bring
+    those that failed up to it, and until then they serve no one. Not applied: nothing changed, the push may be repeated.
+    """
+
+    version: int
+    path: str
+    applied: bool
+    seconds: float
+    replicas: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Why, for each engine that does not run on the new weights."""
+        return {name: str(result.get("error", "")) for name, result in self.replicas.items() if not result["ok"]}
+
+
+def push_of(answer: Any, version: int, path: str) -> WeightPush:
+    """The push an answer to `POST /weights` reports. Raises InvalidAnswer."""
+    try:
+        replicas = {name: {**result, "ok": bool(result["ok"])} for name, result in answer["replicas"].items()}
+        return WeightPush(version, path, bool(answer["applied"]), float(answer["seconds"]), replicas)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidAnswer(f"the answer to a push is not readable: {error!r}") from error
+
+
+def write_weights(
+    state_dict: Mapping[str, Any], directory: str | os.PathLike[str], version: int, *, shard_bytes: int = 5 * 10**9
+) -> Path:
+    """The absolute folder `directory/version-<version>`, holding `state_dict` as safetensors.
+
+    One file `model.safetensors`, or shards of at most `shard_bytes` (a single larger tensor gets one of its own) with
+    `model.safetensors.index.json`. A folder of that version that is already there is replaced. In a distributed trainer
+    call it on one rank, with full tensors. Raises: UnpublishableWeights.
+    """
+    tensors = _checked(state_dict)
+    target = Path(directory).resolve() / f"version-{version}"
+    unfinished = target.with_name(f".version-{version}.writing")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    shards = list(_shards(tensors, shard_bytes))
+    names = _file_names(len(shards))
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(unfinished / name, {key: tensors[key] for key in shard})
+    if len(shards) > 1:
+        _write_index(unfinished, tensors, dict(zip(names, shards, strict=True)))
+    _rename_into_place(unfinished, target)
+    return target
+
+
+def prune_versions(directory: str | os.PathLike[str], version: int, keep_last: int) -> list[Path]:
+    """The folders it removed: all but the newest `keep_last` versions up to `version`, and older unfinished ones.
+
+    Folders of greater versions, and anything that is no version folder, stay."""
+    if keep_last < 1:
+        raise ValueError(f"keep_last is {keep_last}: the version just published must stay")
+    folder = Path(directory)
+    numbers = _numbered(folder, _VERSION_FOLDER)
+    kept = set(sorted(number for number in numbers.values() if number <= version)[-keep_last:])
+    old = [path for path, number in numbers.items() if number <= version and number not in kept]
+    old += [path for path, number in _numbered(folder, _UNFINISHED_FOLDER).items() if number <= version]
+    for path in old:
+        shutil.rmtree(path)
+    return old
+
+
+def _checked(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    import torch
+
+    for name, tensor in state_dict.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise UnpublishableWeights(f"{name!r} is {type(tensor).__name__}, not a torch tensor")
+        if hasattr(tensor, "full_tensor"):
+            raise UnpublishableWeights(f"{name!r} is one rank's part of a distributed tensor: gather full_tensor() first")
+        if tensor.is_meta:
+            raise UnpublishableWeights(f"{name!r} is on the meta device and has no values")
+        if tensor.layout != torch.strided:
+            raise UnpublishableWeights(f"{name!r} is sparse ({tensor.layout}), which safetensors cannot hold")
+    if not state_dict:
+        raise UnpublishableWeights("the state dict is empty")
+    return dict(state_dict)
+
+
+def _shards(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> Iterator[list[str]]:
+    shard: list[str] = []
+    filled = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if shard and filled + size > shard_bytes:
+            yield shard
+            shard, filled = [], 0
+        shard.append(name)
+        filled += size
+    yield shard
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    seen: set[int] = set()
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        whole = tensor.detach().cpu().contiguous()
+        # safetensors refuses tensors that share memory; views and tied weights get a copy for as long as this file takes.
+        memory = whole.untyped_storage().data_ptr()
+        own[name] = whole.clone() if memory in seen else whole
+        seen.add(memory)
+    save_file(own, path, metadata={"format": "pt"})
+    _flush(path)
+
+
+def _write_index(folder: Path, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Sequence[str]]) -> None:
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    _flush(path)
+
+
+def _rename_into_place(unfinished: Path, target: Path) -> None:
+    replaced = target.with_name(f".{target.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        target.rename(replaced)
+    unfinished.rename(target)
+    shutil.rmtree(replaced, ignore_errors=True)
+    _flush(target.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[Path, int]:
+    found = ((path, pattern.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir())
+    return {path: int(match[1]) for path, match in found if match}

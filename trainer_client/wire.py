@@ -1,0 +1,153 @@
+"""From the answer to a lease to checked rows.
+
+The service is asked for msgpack with packed arrays (`token_ids` little-endian int32, `loss_mask` int8, `logprobs`
+little-endian float32) and may answer with plain msgpack or JSON, where arrays are lists of numbers. All three give equal
+rows. A row that breaks a rule of the contract raises InvalidAnswer with the row, the token and the rule; none is mended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from reconstruct.records import Span, pack_ids, pack_logprobs
+from reconstruct.trajectory import Trajectory
+from trainer_client.errors import InvalidAnswer
+
+ACCEPT = "application/msgpack;arrays=packed"
+_PACKED = {"token_ids": "<i4", "loss_mask": "i1", "logprobs": "<f4"}
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one task that are compared with each other; several rows may belong to one rollout."""
+
+    group_id: str
+    trajectories: tuple[Trajectory, ...]
+
+
+def body_of(response: httpx.Response) -> Any:
+    """The decoded body, by its content type. Raises InvalidAnswer when it is of another type or cannot be read."""
+    kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    try:
+        if kind == "application/msgpack":
+            return msgpack.unpackb(response.content, strict_map_key=False)
+        if kind == "application/json":
+            return json.loads(response.content)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise InvalidAnswer(f"the answer is no {kind}: {error}") from error
+    raise InvalidAnswer(f"the answer is {kind or 'of no type'}, not msgpack or JSON")
+
+
+def groups_of(body: Mapping[str, Any]) -> tuple[Group, ...]:
+    """The groups of a lease, every row checked and no row twice. Raises InvalidAnswer."""
+    try:
+        groups = tuple(
+            Group(group["group_id"], tuple(trajectory_of(row) for row in group["trajectories"])) for group in body["groups"]
+        )
+    except (KeyError, TypeError) as error:
+        raise InvalidAnswer(f"the lease has no readable groups: {error!r}") from error
+    for name, times in Counter(row.trajectory_id for group in groups for row in group.trajectories).items():
+        if times > 1:
+            raise InvalidAnswer(f"trajectory {name!r} is in one batch {times} times")
+    return groups
+
+
+def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
+    """The row as a Trajectory, checked. Fields this build does not know are ignored. Raises InvalidAnswer."""
+    name = row.get("trajectory_id") if isinstance(row, Mapping) else None
+    try:
+        trajectory = Trajectory(
+            trajectory_id=row["trajectory_id"],
+            session_id=row["session_id"],
+            group_id=row["group_id"],
+            task_id=row["task_id"],
+            role=row["role"],
+            agent=row["agent"],
+            token_ids=pack_ids(_integers(row, "token_ids")),
+            loss_mask=_mask(row),
+            logprobs=pack_logprobs(_array(row, "logprobs")),
+            weight_versions=tuple(Span(*map(int, span)) for span in row["weight_versions"]),
+            reward=None if row["reward"] is None else float(row["reward"]),
+            call_ids=tuple(row["call_ids"]),
+            finish_reason=row["finish_reason"],
+            truncated=bool(row["truncated"]),
+            metadata=row["metadata"],
+        )
+        _check(trajectory)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidAnswer(f"trajectory {name!r}: {error!r}") from error
+    return trajectory
+
+
+def versions_by_token(row: Trajectory) -> NDArray[np.int32]:
+    """The weight version each token was sampled under, int32 of the row's length; -1 where nothing was sampled."""
+    versions = np.full(len(row.token_ids), -1, dtype=np.int32)
+    for span in row.weight_versions:
+        versions[span.start : span.end] = span.version
+    return versions
+
+
+def _mask(row: Mapping[str, Any]) -> NDArray[np.int8]:
+    mask = _integers(row, "loss_mask")
+    if mask.size and not np.isin(mask, (0, 1)).all():
+        raise ValueError("loss_mask holds something else than 0 and 1")
+    packed = mask.astype(np.int8)
+    packed.flags.writeable = False
+    return packed
+
+
+def _integers(row: Mapping[str, Any], field: str) -> NDArray[Any]:
+    array = _array(row, field)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{field} holds something else than integers")
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) <= _INT32_MAX:
+        raise ValueError(f"{field} holds {int(array.min())} to {int(array.max())}, outside 0 to {_INT32_MAX}")
+    return array
+
+
+def _array(row: Mapping[str, Any], field: str) -> NDArray[Any]:
+    value = row[field]
+    array = np.frombuffer(value, dtype=_PACKED[field]) if isinstance(value, bytes) else np.asarray(value)
+    if array.ndim != 1:
+        raise ValueError(f"{field} has {array.ndim} dimensions")
+    if array.size and array.dtype.kind not in "iuf":
+        raise TypeError(f"{field} holds something else than numbers")
+    return array
+
+
+def _check(row: Trajectory) -> None:
+    lengths = (len(row.token_ids), len(row.loss_mask), len(row.logprobs))
+    if len(set(lengths)) != 1 or not lengths[0]:
+        raise ValueError(f"token_ids, loss_mask and logprobs have lengths {lengths}")
+    sampled = row.loss_mask == 1
+    if sampled[0]:
+        raise ValueError("the first token is sampled, but there is no context it could have been sampled after")
+    _refuse(sampled & ~np.isfinite(row.logprobs), "a sampled token has no finite logprob")
+    _refuse(~sampled & (row.logprobs != 0), "a token that was not sampled has a logprob")
+    _check_spans(row, sampled)
+    if row.reward is not None and not np.isfinite(row.reward):
+        raise ValueError(f"the reward is {row.reward}")
+
+
+def _check_spans(row: Trajectory, sampled: NDArray[np.bool_]) -> None:
+    end = 0
+    for span in row.weight_versions:
+        if not (end <= span.start < span.end <= len(sampled) and span.version >= 0):
+            raise ValueError(f"{span} after token {end} of {len(sampled)} is no span of weight versions")
+        end = span.end
+    _refuse((versions_by_token(row) >= 0) != sampled, "weight_versions do not cover exactly the sampled tokens")
+
+
+def _refuse(broken: NDArray[np.bool_], rule: str) -> None:
+    if broken.any():
+        raise ValueError(f"token {int(broken.argmax())}: {rule}")
