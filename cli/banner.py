@@ -35,7 +35,7 @@ def show(given: Settings, effective: Settings, url: str) -> None:
 
 
 def _token(given: SecretStr | None, effective: SecretStr | None, variable: str) -> str:
-    if given is not None or effective is None:
+    if given or effective is None:
         return f"from {variable}"
     return effective.get_secret_value()
 
@@ -51,7 +51,7 @@ def _table(rows: dict[str, str]) -> Table:
 
 def _first_steps(url: str, given: Settings, effective: Settings) -> list[str]:
     token = "$VERBATIM_ADMIN_TOKEN"
-    if given.admin_token is None and effective.admin_token is not None:
+    if effective.admin_token and not given.admin_token:
         token = effective.admin_token.get_secret_value()
     return [
         "A session for one agent run; give the agent its base_urls.openai and api_key:",

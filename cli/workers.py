@@ -126,6 +126,8 @@ class Workers:
 
             for worker in self._workers:
                 worker.process.kill()
+            for worker in self._workers:
+                worker.process.join()
             self._on_force()
             exit_at_once()
         self._stopping = True

@@ -1,13 +1,16 @@
 """Records as bytes: one `encode`, one `decode`, one `DecodeError`.
 
-A record is a msgpack array whose first item is the schema version. Ids are little-endian int32, logprobs little-endian
-float32, message texts zlib-compressed JSON where that is shorter. A version once released stays readable: a new field
-means a new version and a branch in `decode`; the golden bytes in tests/test_codec.py hold that.
+A record is a msgpack array whose first item is the schema version, and the CRC-32 of it: a flipped bit in an id or a logprob
+would otherwise be trained unseen. Ids are little-endian int32, logprobs little-endian float32, message texts zlib-compressed
+JSON where that is shorter. A version once released stays readable: a new field means a new version and a branch in `decode`;
+the golden bytes in tests/golden hold that.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
+from types import NoneType
 from typing import Any
 
 import msgpack
@@ -20,6 +23,11 @@ SCHEMA_VERSION = 1
 
 _COMPRESS_FROM_BYTES = 128
 """Below this zlib's header eats the gain."""
+
+_CRC_BYTES = 4
+
+_SURROGATES = "surrogatepass"
+"""Texts of a harness may hold lone surrogates, which plain UTF-8 refuses."""
 
 
 def encode(call: Call) -> bytes:
@@ -54,24 +62,28 @@ def encode(call: Call) -> bytes:
             call.own_seconds,
             call.trainable,
             call.quarantine_reason,
-        )
+        ),
+        unicode_errors=_SURROGATES,
     )
-    return packed
+    return packed + _crc(packed)
 
 
 def decode(data: bytes) -> Call:
     """The call that `encode` packed.
 
-    Raises DecodeError for anything else: truncated bytes, another format, a schema version of a newer build.
+    Raises DecodeError for anything else: truncated or changed bytes, another format, a schema version of a newer build.
     """
+    packed = data[:-_CRC_BYTES]
+    if _crc(packed) != data[-_CRC_BYTES:]:
+        raise DecodeError(f"a record of {len(data)} bytes is damaged: its checksum is not that of its bytes")
     try:
-        fields = msgpack.unpackb(data, use_list=True)
-    except (ValueError, msgpack.UnpackException) as error:
+        fields = msgpack.unpackb(packed, use_list=True, strict_map_key=False, unicode_errors=_SURROGATES)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise DecodeError(f"a record of {len(data)} bytes is not msgpack: {error}") from error
     if not isinstance(fields, list) or not fields:
         raise DecodeError(f"a record is a msgpack array, not {type(fields).__name__}")
     version = fields[0]
-    if version != SCHEMA_VERSION:
+    if type(version) is not int or version != SCHEMA_VERSION:
         raise DecodeError(f"schema version {version!r} is unknown to this build (it reads {SCHEMA_VERSION})")
     try:
         return _decode_v1(fields)
@@ -112,6 +124,13 @@ def _decode_v1(fields: list[Any]) -> Call:
         trainable,
         quarantine_reason,
     ) = fields
+    texts = (call_id, session_id, dialect, api, status, role, agent, finish_reason, projection, replica, quarantine_reason)
+    _require(texts, str)
+    _require((root_key, fingerprint, reply_fingerprint, digest), bytes)
+    _require((message_count, messages_from), int)
+    _require((started_at, engine_seconds, own_seconds), float, int)
+    _require((stop_reason,), NoneType, str, int)
+    _require((trainable,), bool)
     return Call(
         call_id=call_id,
         session_id=session_id,
@@ -143,6 +162,13 @@ def _decode_v1(fields: list[Any]) -> Call:
     )
 
 
+def _require(values: Iterable[Any], *types: type) -> None:
+    """Raise TypeError for a value of another type: a call must not come back that breaks whoever sorts or adds it up."""
+    for value in values:
+        if type(value) not in types:
+            raise TypeError(f"{value!r} is not {' or '.join(kind.__name__ for kind in types)}")
+
+
 def _node_fields(node: Node) -> tuple[Any, ...]:
     return (
         node.parent_id,
@@ -158,6 +184,8 @@ def _node_fields(node: Node) -> tuple[Any, ...]:
 
 def _node(fields: list[Any]) -> Node:
     parent_id, branch_reason, base_id, base_length, delta_ids, completion_ids, logprobs, spans = fields
+    _require((parent_id, branch_reason, base_id), NoneType, str)
+    _require((base_length, *(number for span in spans for number in span)), int)
     return Node(
         parent_id=parent_id,
         branch_reason=branch_reason,
@@ -194,6 +222,10 @@ def _sampling_fields(sampling: Sampling) -> tuple[Any, ...]:
 def _sampling(fields: list[Any]) -> Sampling:
     temperature, top_p, top_k, seed, max_tokens, stop, logprob_mode, extra = fields
     return Sampling(temperature, top_p, top_k, seed, max_tokens, tuple(stop), logprob_mode, extra)
+
+
+def _crc(packed: bytes) -> bytes:
+    return zlib.crc32(packed).to_bytes(_CRC_BYTES, "little")
 
 
 def _squeeze(text: bytes) -> bytes:

@@ -29,6 +29,8 @@ class Forest:
         self._by_prompt: dict[bytes, list[str]] = {}
         self._children: dict[str | None, list[str]] = {}
         self._lengths: dict[str, int] = {}
+        self._owners: dict[str, str | None] = {}
+        self._extending: set[str] = set()
         for call in calls:
             self.add(call)
 
@@ -58,9 +60,12 @@ class Forest:
             )
         self.calls[call.call_id] = call
         self._lengths[call.call_id] = node.base_length + len(node.delta_ids) + len(node.completion_ids)
+        self._owners[call.call_id] = self._owner(node.base_id, node.base_length)
         self._by_reply.setdefault(call.reply_fingerprint, []).append(call.call_id)
         self._by_prompt.setdefault(call.fingerprint, []).append(call.call_id)
         self._children.setdefault(node.parent_id, []).append(call.call_id)
+        if self._begins_with_parent(call):
+            self._extending.add(call.call_id)
 
     def children(self, call_id: str | None) -> Sequence[str]:
         return self._children.get(call_id, ())
@@ -88,23 +93,21 @@ class Forest:
     def prefix(self, call_id: str, length: int) -> Ids:
         """The first `length` ids of the call's prompt and completion, as int32 of shape (length,)."""
         parts: list[Ids] = []
-        current: str | None = call_id
-        while length > 0:
-            if current is None:
-                raise LengthMismatch(f"{length} ids are missing at the root", call_id=call_id)
+        current = self._owner(call_id, length)
+        while current is not None:
             node = self.calls[current].node
-            parts.extend(reversed(_own_ids(node, length - node.base_length)))
-            length = min(length, node.base_length)
-            current = node.base_id
+            parts.append(_own_ids(node, node.base_length, length))
+            length = node.base_length
+            current = self._owners[current]
         parts.reverse()
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
 
     def extends(self, call_id: str) -> bool:
-        """Whether the call's prompt is all of its parent's ids and then its own: one row may run through both."""
-        node = self.calls[call_id].node
-        return (
-            node.parent_id is not None and node.base_id == node.parent_id and node.base_length == self._lengths[node.parent_id]
-        )
+        """Whether the call's prompt is all of its parent's ids and then its own: one row may run through both.
+
+        It does not matter on which call those ids are stored: the choices of one call lean on the first of them.
+        """
+        return call_id in self._extending
 
     def branch(self, call_id: str) -> list[str]:
         """The calls a row ending at `call_id` runs through, first to last: back while each extends its parent."""
@@ -126,12 +129,48 @@ class Forest:
     def in_order(self) -> list[Call]:
         return sorted(self.calls.values(), key=order_key)
 
+    def _owner(self, call_id: str | None, length: int) -> str | None:
+        """Which of the call and its bases holds the last of its first `length` ids as its own; None for no ids.
 
-def _own_ids(node: Node, length: int) -> list[Ids]:
-    """The node's own ids (delta, then completion) cut to `length`."""
-    if length <= 0:
-        return []
-    return [node.delta_ids[:length], node.completion_ids[: max(0, length - len(node.delta_ids))]]
+        The owner of each call's base is remembered: a walk takes one step per call that holds ids of the prompt, however many
+        calls lean on each other for the same few.
+        """
+        if length <= 0:
+            return None
+        while call_id is not None and length <= self.calls[call_id].node.base_length:
+            call_id = self._owners[call_id]
+        return call_id
+
+    def _begins_with_parent(self, call: Call) -> bool:
+        parent_id = call.node.parent_id
+        if parent_id is None or self._lengths[parent_id] > self.prompt_length(call.call_id):
+            return False
+        return self._agree(call.call_id, parent_id, self._lengths[parent_id])
+
+    def _agree(self, left_id: str, right_id: str, length: int) -> bool:
+        """Whether both calls have the same first `length` ids. Compared is only what they do not share by their bases: for a
+        call that leans on all of its parent, and for its choices, nothing."""
+        left, right = self._owner(left_id, length), self._owner(right_id, length)
+        while left != right:
+            assert left is not None
+            assert right is not None
+            one, other = self.calls[left].node, self.calls[right].node
+            start = max(one.base_length, other.base_length)
+            if not np.array_equal(_own_ids(one, start, length), _own_ids(other, start, length)):
+                return False
+            length = start
+            left, right = self._owner(left, length), self._owner(right, length)
+        return True
+
+
+def _own_ids(node: Node, start: int, end: int) -> Ids:
+    """The node's own ids (delta, then completion) at positions `start:end` of its full ids; `start` is not in its base."""
+    start, end, delta = start - node.base_length, end - node.base_length, len(node.delta_ids)
+    if end <= delta:
+        return node.delta_ids[start:end]
+    if start >= delta:
+        return node.completion_ids[start - delta : end - delta]
+    return np.concatenate((node.delta_ids[start:], node.completion_ids[: end - delta]))
 
 
 def shared_length(left: Ids, right: Ids) -> int:

@@ -40,9 +40,9 @@ class RedisServer:
 
 
 @contextmanager
-def running_redis(*flags: str) -> Iterator[RedisServer]:
+def running_redis(*flags: str, port: int | None = None) -> Iterator[RedisServer]:
     folder = Path(tempfile.mkdtemp(prefix="verbatim-test-"))
-    port = free_port()
+    port = port or free_port()
     where = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--appendonly", "yes", "--save", ""]
     process = subprocess.Popen([str(redis_server_binary()), *where, *flags], stdout=subprocess.DEVNULL)
     server = RedisServer(port, process)

@@ -16,11 +16,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from redis_server import Store
 from vllm_server import running_vllm
-from weight_fixtures import Judge, MemoryWeights, Said, Service, generate, generating, serving
+from weight_fixtures import Judge, Said, Service, generate, generating, serving
 
 from proxy.engine.weight_api import WeightApi
 from proxy.errors import Conflict, RequestError
+from proxy.store.base import WeightState, WeightStore
 
 pytestmark = pytest.mark.engine
 
@@ -51,8 +53,16 @@ def checkpoint(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 
 @pytest.fixture
-async def service(vllm_url: str) -> AsyncIterator[Service]:
-    async with serving(vllm_url) as running:
+async def weights(redis_url: str) -> AsyncIterator[WeightStore]:
+    """Empty, whatever the engine holds: its label is taken over at first contact."""
+    store = Store.at(redis_url)
+    yield store.weights
+    await store.connection.close()
+
+
+@pytest.fixture
+async def service(vllm_url: str, weights: WeightStore) -> AsyncIterator[Service]:
+    async with serving(weights, vllm_url) as running:
         yield running
 
 
@@ -301,7 +311,8 @@ async def test_a_bad_checkpoint_sent_to_the_engine_directly_is_refused_with_one_
 ) -> None:
     """Without the check beforehand, as a client of vLLM's own routes would do it."""
     await pushed(service, checkpoint(1))
-    async with aiohttp.ClientSession(vllm_url) as http:
+    # vLLM drops the connection after an internal error.
+    async with aiohttp.ClientSession(vllm_url, connector=aiohttp.TCPConnector(force_close=True)) as http:
         await http.post("/pause?mode=keep")
         await http.post("/start_weight_update")
         refused = await http.post("/update_weights", json={"update_info": {"path": "/nowhere"}})
@@ -353,7 +364,7 @@ async def test_two_pushes_at_once_never_interleave(
     service: Service, vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
 ) -> None:
     """Two processes share one store; whichever comes second waits, and the engine ends whole under the greater version."""
-    async with serving(vllm_url, weights=service.weights) as other:
+    async with serving(service.weights, vllm_url) as other:
         version = await service.next_version()
         answers = await asyncio.gather(
             service.updater.push(version, str(checkpoint(1))),
@@ -369,45 +380,50 @@ async def test_two_pushes_at_once_never_interleave(
 
 
 async def test_a_path_outside_the_allowed_folders_is_refused(
-    vllm_url: str, checkpoint: Callable[[int], Path], tmp_path: Path
+    vllm_url: str, weights: WeightStore, checkpoint: Callable[[int], Path], tmp_path: Path
 ) -> None:
     link = tmp_path / "link"
     link.symlink_to(checkpoint(1))
-    async with serving(vllm_url, weights_roots=[tmp_path]) as service:
+    async with serving(weights, vllm_url, weights_roots=[tmp_path]) as service:
         for path in (checkpoint(1), link, tmp_path / ".." / "elsewhere"):
             with pytest.raises(RequestError, match="outside the folders"):
                 await service.updater.push(await service.next_version(), str(path))
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 4], ids=["paused", "started", "loaded", "labelled"])
 async def test_a_replica_left_paused_by_a_killed_push_serves_again(
-    vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
+    steps: int, vllm_url: str, weights: WeightStore, judge: Judge, checkpoint: Callable[[int], Path]
 ) -> None:
-    """The process died between two steps. The next one finds the engine paused and the lock free, and puts it right."""
-    weights = MemoryWeights()
-    async with serving(vllm_url, weights=weights) as service:
+    """The process died between two steps. The next one finds the engine paused and the lock free, and puts it right: back to
+    the version the store knows, or on to the new one when the engine holds all of it and says so."""
+    async with serving(weights, vllm_url) as service:
         version = await pushed(service, checkpoint(1))
-    steps: list[tuple[str, dict[str, Any] | None]] = [
+    routes: list[tuple[str, dict[str, Any] | None]] = [
         ("/pause?mode=keep", None),
         ("/start_weight_update", None),
         ("/update_weights", {"update_info": {"path": str(checkpoint(2)), "version": version + 1}}),
+        ("/finish_weight_update", {"weight_version": str(version + 1)}),
     ]
-    for killed_after in (1, 2, 3):
-        async with aiohttp.ClientSession(vllm_url) as http:
-            for route, body in steps[:killed_after]:
-                assert (await http.post(route, json=body)).status == 200
-        async with serving(vllm_url, weights=weights) as service:
-            await until_serving(service)
-            said = await generate(vllm_url, PROMPT, 8)
-        assert said.spans == [(str(version), 0, 8)]
-        assert judge.largest_error(checkpoint(1), said) < TOLERANCE
+    async with aiohttp.ClientSession(vllm_url) as http:
+        for route, body in routes[:steps]:
+            assert (await http.post(route, json=body)).status == 200
+    expected = (version, 1) if steps < 4 else (version + 1, 2)
+    async with serving(weights, vllm_url) as service:
+        await until_serving(service)
+        said = await generate(vllm_url, PROMPT, 8)
+        assert (await weights.current()).version == expected[0]
+        assert said.spans == [(str(expected[0]), 0, 8)]
+        assert judge.largest_error(checkpoint(expected[1]), said) < TOLERANCE
+        # A start without an update, which vLLM remembers, does not stand in the way of the next push.
+        await pushed(service, checkpoint(2))
+        assert judge.largest_error(checkpoint(2), await generate(vllm_url, PROMPT, 8)) < TOLERANCE
 
 
 async def test_an_engine_that_restarted_gets_the_current_weights_before_it_serves(
-    vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
+    vllm_url: str, weights: WeightStore, judge: Judge, checkpoint: Callable[[int], Path]
 ) -> None:
     """A fresh vLLM calls its weights "default"; what it holds are not the ones that were pushed."""
-    weights = MemoryWeights()
-    async with serving(vllm_url, weights=weights) as service:
+    async with serving(weights, vllm_url) as service:
         await pushed(service, checkpoint(2))
         version = await pushed(service, checkpoint(1))
         api = WeightApi(service.pool.http, service.pool.replicas[0], 30)
@@ -415,7 +431,7 @@ async def test_an_engine_that_restarted_gets_the_current_weights_before_it_serve
         await api.load_full(str(checkpoint(2)), version - 1)
         await service.pool.http.post(f"{vllm_url}/update_weight_version", json={"new_version": "default"})
         await api.resume()
-    async with serving(vllm_url, weights=weights) as service:
+    async with serving(weights, vllm_url) as service:
         await until_serving(service)
         said = await generate(vllm_url, PROMPT, 8)
         assert service.pool.replicas[0].weight_version == version
@@ -423,13 +439,14 @@ async def test_an_engine_that_restarted_gets_the_current_weights_before_it_serve
     assert judge.largest_error(checkpoint(1), said) < TOLERANCE
 
 
-async def test_weights_that_cannot_be_named_keep_an_engine_out(vllm_url: str, checkpoint: Callable[[int], Path]) -> None:
+async def test_weights_that_cannot_be_named_keep_an_engine_out(
+    vllm_url: str, weights: WeightStore, checkpoint: Callable[[int], Path]
+) -> None:
     """The store lost the path: rather no engine than tokens with a wrong version. A push mends it."""
-    weights = MemoryWeights()
-    async with serving(vllm_url, weights=weights) as service:
+    async with serving(weights, vllm_url) as service:
         version = await pushed(service, checkpoint(1))
-    weights.states = [weights.states[0].__class__(version + 5)]
-    async with serving(vllm_url, weights=weights) as service:
+    await weights.advance(WeightState(version + 5))
+    async with serving(weights, vllm_url) as service:
         ready, reason = service.pool.ready()
         assert not ready
         assert f"it holds weights '{version}', not {version + 5}" in reason
@@ -444,13 +461,11 @@ async def until_serving(service: Service) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_tied_embeddings_and_adapters_follow(tmp_path: Path, judge: Judge) -> None:
-    """A second engine: its output layer shares the embedding's weight, and it serves a LoRA adapter."""
-    from examples.demo.tiny_model import make_tiny_model
-
-    models = [make_tiny_model(tmp_path / f"tied{seed}", seed=seed, tie_word_embeddings=True) for seed in range(3)]
+async def test_tied_embeddings_follow(tmp_path: Path, weights: WeightStore, judge: Judge) -> None:
+    """A second engine, whose output layer shares the embedding's weight: on a CPU vLLM would keep the old one there."""
+    models = [tiny(tmp_path, seed, tie_word_embeddings=True) for seed in range(3)]
     with running_vllm(models[0], tmp_path) as server:
-        async with serving(server.url) as service:
+        async with serving(weights, server.url) as service:
             first = await generate(server.url, PROMPT, 8)
             assert first.spans == [("0", 0, 8)]
             assert judge.largest_error(models[0], first) < TOLERANCE
@@ -475,3 +490,71 @@ async def check_both_names(service: Service, url: str, judge: Judge, model: Path
     save_file(tensors, tmp_path / "torn.safetensors")
     answer = await service.updater.push(await service.next_version(), str(tmp_path / "torn.safetensors"))
     assert "lm_head.weight differs from model.embed_tokens.weight" in answer["error"]
+
+
+async def test_an_adapter_is_swapped_and_full_weights_go_under_it(tmp_path: Path, weights: WeightStore, judge: Judge) -> None:
+    """A third engine, started with a LoRA adapter that does nothing yet."""
+    models = [tiny(tmp_path, seed) for seed in range(2)]
+    adapters = [make_adapter(tmp_path / f"adapter{seed}", seed) for seed in range(3)]
+    flags = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"learner={adapters[0]}"]
+    with running_vllm(models[0], tmp_path, *flags, env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as server:
+        async with serving(weights, server.url) as service:
+            assert service.pool.replicas[0].model_for("policy") == "learner"
+            for seed in (1, 2):
+                version = await pushed(service, adapters[seed], kind="lora")
+                said = await generate(server.url, LONG_PROMPT, 8, model="learner")
+                assert said.spans == [(str(version), 0, 8)]
+                assert judge.largest_error(merged(models[0], adapters[seed], tmp_path / f"merged{seed}"), said) < TOLERANCE
+            answer = await service.updater.push(version + 1, "/nowhere", kind="lora")
+            assert (answer["applied"], answer["error"]) == (False, "Loading lora learner failed: No adapter found for /nowhere")
+            assert service.pool.ready() == (True, "")
+            await pushed(service, models[1])
+            said = await generate(server.url, LONG_PROMPT, 8, model="learner")
+            assert judge.largest_error(merged(models[1], adapters[2], tmp_path / "merged3"), said) < TOLERANCE
+
+
+async def test_an_adapter_for_an_engine_without_one_is_refused(service: Service, tmp_path: Path) -> None:
+    answer = await service.updater.push(await service.next_version(), str(tmp_path), kind="lora")
+    assert not answer["applied"]
+    assert "start vLLM with --enable-lora" in answer["error"]
+    assert service.pool.ready() == (True, "")
+
+
+def tiny(folder: Path, seed: int, *, tie_word_embeddings: bool = False) -> Path:
+    from examples.demo.tiny_model import make_tiny_model
+
+    return make_tiny_model(folder / f"model{seed}", seed=seed, tie_word_embeddings=tie_word_embeddings)
+
+
+def make_adapter(target: Path, seed: int) -> Path:
+    """Rank 4 on q_proj and v_proj, as PEFT writes it; seed 0 has B = 0, as training starts."""
+    import torch
+    from safetensors.torch import save_file
+
+    target.mkdir()
+    noise = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(3):
+        for module, width in (("q_proj", 128), ("v_proj", 64)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(4, 128, generator=noise) * 0.1
+            tensors[f"{name}.lora_B.weight"] = torch.randn(width, 4, generator=noise) * min(seed, 1) * 0.5
+    save_file(tensors, target / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "bias": "none"}
+    config |= {"target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": "policy"}
+    (target / "adapter_config.json").write_text(json.dumps(config))
+    return target
+
+
+def merged(base: Path, adapter: Path, target: Path) -> Path:
+    """W + (alpha / r) B A: the same model without an adapter."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(base, target)
+    weights, low_rank = load_file(base / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    for name in low_rank:
+        if name.endswith("lora_A.weight"):
+            place = name.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
+            weights[place] += 2 * low_rank[name.replace("lora_A", "lora_B")] @ low_rank[name]
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target

@@ -139,3 +139,11 @@ def processes_using(folder: Path) -> list[int]:
         if any(target.startswith(f"{folder}/") for target in targets):
             found.append(int(descriptors.parent.name))
     return found
+
+
+def runs(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

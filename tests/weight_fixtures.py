@@ -1,11 +1,11 @@
-"""What the weight tests share: a store in memory, raw generate calls, and the recomputation that is the judge."""
+"""What the weight tests share: a pool with its updater, raw generate calls, and the recomputation that is the judge."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,61 +13,29 @@ import aiohttp
 
 from proxy.engine.pool import EnginePool
 from proxy.engine.updates import WeightUpdater
-from proxy.errors import Conflict
 from proxy.settings import Settings
-from proxy.store.base import WeightState
-
-
-@dataclass
-class MemoryWeights:
-    """A WeightStore for one process."""
-
-    states: list[WeightState] = field(default_factory=lambda: [WeightState()])
-    owner: str | None = None
-
-    async def current(self) -> WeightState:
-        return self.states[0]
-
-    async def history(self, limit: int = 100) -> list[WeightState]:
-        return self.states[:limit]
-
-    async def advance(self, state: WeightState) -> None:
-        if state.version <= self.states[0].version:
-            raise Conflict(f"version {state.version} is not greater than {self.states[0].version}")
-        self.states.insert(0, state)
-
-    async def lock(self, owner: str, seconds: float) -> bool:
-        del seconds
-        if self.owner in (None, owner):
-            self.owner = owner
-            return True
-        return False
-
-    async def unlock(self, owner: str) -> None:
-        if self.owner == owner:
-            self.owner = None
+from proxy.store.base import WeightStore
 
 
 @dataclass
 class Service:
     pool: EnginePool
     updater: WeightUpdater
-    weights: MemoryWeights
+    weights: WeightStore
 
     async def next_version(self) -> int:
         return (await self.weights.current()).version + 1
 
 
 @asynccontextmanager
-async def serving(*urls: str, weights: MemoryWeights | None = None, **settings: Any) -> AsyncIterator[Service]:
+async def serving(weights: WeightStore, *urls: str, **settings: Any) -> AsyncIterator[Service]:
     """A pool with its updater, started; engines that are up have been admitted."""
-    store = weights or MemoryWeights()
     options = Settings(engine=list(urls), **settings)
     pool = EnginePool(options)
-    updater = WeightUpdater(pool, store, options)
+    updater = WeightUpdater(pool, weights, options)
     await pool.start()
     try:
-        yield Service(pool, updater, store)
+        yield Service(pool, updater, weights)
     finally:
         await updater.stop()
         await pool.stop()

@@ -104,14 +104,14 @@ was. A reward tells how well it did.
 """.strip()
 
 JSON_SHAPES = """
-{"type": "function", "function": {"name": "open", "parameters": {"type": "object", "properties": {"key": {"type":
-"integer"}}, "required": ["key"]}}}
+{"type": "function", "function": {"name": "open", "parameters": {"type": "object", "properties": {"door":
+{"type": "string"}, "key": {"type": "integer"}}, "required": ["door", "key"]}}}
 {"type": "function", "function": {"name": "read_file", "description": "Read a file.", "parameters":
 {"type": "object", "properties": {"path": {"type": "string"}, "limit": {"type": "integer"}}, "required": ["path"]}}}
 {"type": "function", "function": {"name": "get_weather", "description": "The weather of a city.", "parameters":
 {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"type": "string", "enum": ["celsius"]}},
 "required": ["city"]}}}
-{"name": "open", "arguments": {"key": 3}}
+{"name": "open", "arguments": {"door": "red", "key": 3}}
 {"name": "read_file", "arguments": {"path": "src/main.py", "limit": 100}}
 {"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}
 """.strip()

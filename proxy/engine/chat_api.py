@@ -137,7 +137,7 @@ class ChatApi:
         yield _outcome(job, choices, seen, broken, before if before == after else None)
 
     async def _answers(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[_Answer]:
-        body = _body(job, stream)
+        body = _body(replica, job, stream)
         headers = {"x-request-id": job.call_id}
         try:
             async for answer in self._ask(replica, body, headers, job.line, stream):
@@ -186,8 +186,9 @@ class ChatApi:
         return True
 
 
-def _body(job: Job, stream: bool) -> dict[str, Any]:
+def _body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
     body = chat_body(job.request, job.sampling)
+    body["model"] = replica.model_for(job.request.model)
     body |= {"logprobs": True, "top_logprobs": job.request.top_logprobs or 0, "return_token_ids": True, "stream": stream}
     if stream:
         body["stream_options"] = {"include_usage": True}

@@ -133,7 +133,8 @@ class EnginePool:
             await self._visit(replica)
             visited.set()
             try:
-                await asyncio.wait_for(wake.wait(), WATCH_SECONDS if replica.healthy else RETRY_SECONDS)
+                async with asyncio.timeout(WATCH_SECONDS if replica.healthy else RETRY_SECONDS):
+                    await wake.wait()
             except TimeoutError:
                 continue
             # Woken by a failed call: a moment's pause, so that calls failing in a row do not become a busy loop.

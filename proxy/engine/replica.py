@@ -40,10 +40,10 @@ class Replica:
     updatable: bool = False
     weight_version: int | None = None
 
-    @property
-    def model(self) -> str | None:
-        """What the engine wants as "model": the adapter, else the base model; None: whatever the harness asked for."""
-        return self.adapter or (self.models[0] if self.models else None)
+    def model_for(self, asked: str) -> str:
+        """What to send as "model" when the harness asked for `asked`: the adapter in the place of its base model, which is not
+        what the replica's weight version speaks of. A name the engine does not know stays, for the engine to refuse."""
+        return self.adapter if self.adapter and asked in self.models else asked
 
     def version_of(self, label: str | None) -> int | None:
         """The weight version that an engine's label on a span means, or None: such tokens must not reach a trainer.
@@ -72,6 +72,8 @@ async def contact(http: aiohttp.ClientSession, replica: Replica, engine_api: str
             replica.updatable = await _status(http, "GET", f"{replica.url}/weight_info") == 200
     except TimeoutError as error:
         raise EngineUnavailable(f"no answer within {PROBE_TIMEOUT.total:g} seconds") from error
+    except aiohttp.ClientConnectorError as error:
+        raise EngineUnavailable(f"cannot connect: {error.strerror or error.os_error}") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise EngineUnavailable(str(error) or type(error).__name__) from error
 

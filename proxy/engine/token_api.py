@@ -111,7 +111,7 @@ class TokenApi:
 
     async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Delta | Outcome]:
         """Yields one Outcome: text is certain only when the engine's parsers have seen the whole reply."""
-        body = self._generate_body(job, stream)
+        body = self._generate_body(replica, job, stream)
         choices = [_Gathered(index) for index in range(job.request.n)]
         broken = None
         cached = 0
@@ -138,7 +138,7 @@ class TokenApi:
             return False
         return True
 
-    def _generate_body(self, job: Job, stream: bool) -> dict[str, Any]:
+    def _generate_body(self, replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
         assert job.body is not None and job.prompt_ids is not None
         sampling = {**job.body.get("sampling_params", {}), **job.sampling}
         sampling["logprobs"] = job.request.top_logprobs or 0
@@ -149,7 +149,7 @@ class TokenApi:
             "token_ids": job.prompt_ids.tolist(),
             "sampling_params": sampling,
             "request_id": job.call_id,
-            "model": job.request.model,
+            "model": replica.model_for(job.request.model),
             "stream": stream,
             "return_token_ids": False,
         }

@@ -7,8 +7,8 @@ nothing of the service, so the file can be copied alone to an engine's machine. 
 One update is one checkpoint: start, update {"path", "version"}, finish. Before the model is touched the checkpoint is opened,
 its headers are read, and a *rehearsal* sends its names and shapes through the model's own weight loaders on the meta device,
 counting what lands where. It must fill exactly what the engine's original checkpoint fills. So a bad checkpoint costs nothing:
-the old weights still serve and the update can be repeated. `verbatim_check` tells beforehand, without a pause. Only a read error
-halfway can tear the weights; `verbatim_weights` says so until the next whole update.
+the old weights still serve and the update can be repeated. `verbatim_check` tells beforehand, without a pause. Only a read
+error halfway can tear the weights; `verbatim_weights` says so until the next whole update.
 """
 
 from __future__ import annotations

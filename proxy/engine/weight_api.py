@@ -23,6 +23,8 @@ SETUP = (
 )
 
 
+# vLLM's server drops the connection after an internal error; the next step must not be sent down it.
+_CLOSE = {"Connection": "close"}
 _WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check the stack trace .*", re.DOTALL)
 
 
@@ -119,7 +121,9 @@ class WeightApi:
     ) -> dict[str, Any]:
         timeout = aiohttp.ClientTimeout(total=seconds or self._step_seconds)
         try:
-            async with self._http.request(method, self._replica.url + route, json=body, timeout=timeout) as response:
+            async with self._http.request(
+                method, self._replica.url + route, json=body, timeout=timeout, headers=_CLOSE
+            ) as response:
                 data = await response.read()
         except TimeoutError as error:
             raise EngineFailed(f"{_step(route)} did not answer within {timeout.total:g} seconds") from error
@@ -148,7 +152,7 @@ def _object(data: bytes) -> dict[str, Any]:
 def _sentence(route: str, status: int, data: bytes) -> str:
     error = _object(data).get("error", _object(data))
     said = str(error.get("message") or error.get("detail") or "") if isinstance(error, dict) else str(error)
-    if status == 404:
+    if status == 404 and said in ("", "Not Found"):
         return f"the engine has no {_step(route)}; {SETUP}"
     said = said.removeprefix("Call to collective_rpc method failed: ")
     if worker := _WORKER_ERROR.fullmatch(said):

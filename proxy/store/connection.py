@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import redis.asyncio as redis
 import redis.exceptions as broken
 from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
+from redis.backoff import ConstantBackoff
 
 from proxy.errors import StoreUnavailable
 
@@ -40,6 +40,8 @@ REFUSALS = (
     "NOAUTH",
 )
 """Redis error codes that say "not now" or "not for you". Any other error reply is a fault in this program and propagates."""
+CODED = (broken.OutOfMemoryError, broken.ReadOnlyError, broken.NoPermissionError, broken.TryAgainError)
+"""The same, where redis-py made a class of the code and took it out of the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class StoreConnection:
             "socket_timeout": timeout_seconds,
             "socket_connect_timeout": min(2.0, timeout_seconds),
             "protocol": 2,
-            "retry": Retry(ExponentialBackoff(cap=0.2, base=0.02), 2, supported_errors=(broken.ConnectionError,)),
+            "retry": Retry(ConstantBackoff(0.02), 1, supported_errors=(broken.ConnectionError,)),
         }
         self._timeout_seconds = timeout_seconds
         self._client: Any = None
@@ -97,7 +99,7 @@ class StoreConnection:
         except (OSError, TimeoutError) as error:
             raise self._unavailable(error) from error
         except broken.ResponseError as error:
-            if not _refused(str(error)):
+            if not _refused(error):
                 raise
             raise self._unavailable(error) from error
         finally:
@@ -138,13 +140,13 @@ class StoreConnection:
             log.warning("the Redis at %s keeps no append-only file: what it holds is lost when it dies", self.place)
 
     def _unavailable(self, error: Exception) -> StoreUnavailable:
-        return StoreUnavailable(f"the Redis at {self.place} did not take the command: {str(error) or type(error).__name__}")
+        return StoreUnavailable(f"the Redis at {self.place} did not take the command: {type(error).__name__}: {error}")
 
 
-def _refused(message: str) -> bool:
+def _refused(error: broken.ResponseError) -> bool:
     """Whether an error reply, also one quoted from inside a script, carries one of the codes of `REFUSALS`."""
-    words = message.replace("-", " ").replace(":", " ").split()
-    return any(code in words for code in REFUSALS)
+    words = str(error).replace("-", " ").replace(":", " ").split()
+    return isinstance(error, CODED) or any(code in words for code in REFUSALS)
 
 
 def _place(url: str) -> str:

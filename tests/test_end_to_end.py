@@ -1,0 +1,345 @@
+"""The closed loop on real parts: the openai SDK, `verbatim serve` with its embedded Redis, vLLM on a tiny model, a trainer.
+
+What a row claims is recomputed: every trained token's logprob, by transformers, under the weights of its version.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from verbatim_process import ADMIN, TRAINER, Serving, wait_until
+from vllm_server import running_vllm
+
+from proxy.engine.vllm_launch import VllmServer
+from reconstruct.records import Span, pack_ids, pack_logprobs
+from reconstruct.trajectory import Trajectory
+from trainer_client import TrainerClient
+from trainer_client.recompute import Difference, compare
+
+pytestmark = pytest.mark.engine
+
+TOLERANCE = 1e-4
+PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "guess",
+            "description": "Guess a number.",
+            "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
+        },
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    with running_vllm(tiny_model, tmp_path_factory.mktemp("vllm")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def serving(engine: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with Serving("--engine", engine.url, data_dir=tmp_path_factory.mktemp("data")) as service:
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
+        yield service
+
+
+@pytest.fixture(scope="module")
+def chat_serving(engine: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=tmp_path_factory.mktemp("data")) as service:
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
+        yield service
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Session]]:
+    """Opens sessions, `opened(serving, **fields)`, and closes their clients after the test."""
+    sessions: list[Session] = []
+
+    def open_session(serving: Serving, **fields: Any) -> Session:
+        sessions.append(Session(serving, **fields))
+        return sessions[-1]
+
+    yield open_session
+    for session in sessions:
+        session.client.close()
+
+
+class Session:
+    """One session and the SDK client of its harness."""
+
+    def __init__(self, serving: Serving, **fields: Any) -> None:
+        self._serving = serving
+        created = serving.request("POST", "/sessions", json=fields).json()
+        self.session_id: str = created["session_id"]
+        self.client = OpenAI(base_url=created["base_urls"]["openai"], api_key=created["api_key"], max_retries=0)
+
+    def ask(self, messages: list[Any], **fields: Any) -> Any:
+        return self.client.chat.completions.create(model="policy", messages=messages, **{"extra_body": PLAIN, **fields})
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        listed: list[dict[str, Any]] = self._serving.request("GET", f"/sessions/{self.session_id}/calls").json()["calls"]
+        return listed
+
+    def trajectories(self, builder: str = "merged") -> tuple[list[Trajectory], dict[str, Any]]:
+        answer = self._serving.request("GET", f"/sessions/{self.session_id}/trajectories?builder={builder}").json()
+        return [row_of(row) for row in answer["trajectories"]], answer["accounting"]
+
+    def close(self, reward: float) -> None:
+        closing = {"status": "completed", "reward": reward}
+        assert self._serving.request("POST", f"/sessions/{self.session_id}/close", json=closing).status_code == 200
+
+
+def row_of(row: dict[str, Any]) -> Trajectory:
+    """A row of the JSON API as a Trajectory."""
+    arrays = {"token_ids": pack_ids(row["token_ids"]), "loss_mask": pack_ids(row["loss_mask"]).astype("int8")}
+    arrays["logprobs"] = pack_logprobs(row["logprobs"])
+    spans = tuple(Span(*span) for span in row["weight_versions"])
+    return Trajectory(**{**row, **arrays, "weight_versions": spans, "call_ids": tuple(row["call_ids"])})
+
+
+def never(model: Path, *tokens: str) -> dict[str, float]:
+    """A logit_bias under which the random model does not sample these: they would cut or rewrite its turns."""
+    from transformers import AutoTokenizer
+
+    vocabulary = AutoTokenizer.from_pretrained(model).get_vocab()
+    return {str(vocabulary[token]): -100.0 for token in tokens}
+
+
+def load(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model).eval()
+
+
+def balanced(accounting: dict[str, Any]) -> bool:
+    quarantined = sum(item["tokens"] for item in accounting["quarantined"])
+    return bool(accounting["sampled_tokens"] == accounting["exported_tokens"] + quarantined)
+
+
+def assert_true(rows: list[Trajectory], model: Path) -> Difference:
+    """Every trained token of `rows` has the logprob that `model` gives it in that context."""
+    difference = compare(load(model), rows)
+    assert difference.tokens == sum(int(row.loss_mask.sum()) for row in rows) > 0
+    assert difference.largest < TOLERANCE, difference
+    return difference
+
+
+def tool_turns(session: Session, turns: int, **fields: Any) -> list[Any]:
+    """A conversation of tool calls with an environment that answers every call; returns its messages."""
+    messages: list[Any] = [{"role": "user", "content": "Find the number."}]
+    for turn in range(turns):
+        reply = session.ask(messages, tools=TOOLS, max_tokens=48, seed=turn, **fields).choices[0].message
+        messages.append(reply.model_dump(exclude_none=True))
+        for call in reply.tool_calls or ():
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "too low"})
+        if not reply.tool_calls:
+            messages.append({"role": "user", "content": "Use the tool."})
+    return messages
+
+
+def test_a_tool_calling_conversation_is_one_row_of_the_very_tokens_the_model_saw_and_said(
+    opened: Callable[..., Session], serving: Serving, tiny_model: Path
+) -> None:
+    """Forced tool calls: a random model then emits real ones. Grammar and bias change even raw logprobs: here the ids count."""
+    session = opened(serving)
+    bias = never(tiny_model, "<|endoftext|>", "<think>", "</think>")
+    messages = tool_turns(session, 5, tool_choice="required", logit_bias=bias)
+    assert any(message.get("tool_calls") for message in messages)
+    calls = session.calls
+    for earlier, later in itertools.pairwise(calls):
+        seen = earlier["prompt_ids"] + earlier["completion_ids"]
+        assert later["prompt_ids"][: len(seen)] == seen
+        assert later["parent_id"] == earlier["call_id"]
+    assert {call["api"] for call in calls} == {"token"}
+    rows, accounting = session.trajectories()
+    assert len(rows) == 1
+    assert balanced(accounting)
+    assert accounting["sampled_tokens"] == sum(len(call["completion_ids"]) for call in calls)
+
+
+def test_every_row_of_a_conversation_has_the_logprobs_that_its_context_gives(
+    opened: Callable[..., Session], serving: Serving, tiny_model: Path
+) -> None:
+    session = opened(serving)
+    tool_turns(session, 6)
+    rows, accounting = session.trajectories()
+    assert len(rows) < 6
+    assert balanced(accounting)
+    assert_true(rows, tiny_model)
+
+
+def test_one_row_per_call_trains_the_same_tokens(opened: Callable[..., Session], serving: Serving, tiny_model: Path) -> None:
+    session = opened(serving)
+    tool_turns(session, 3)
+    rows, accounting = session.trajectories("per_call")
+    assert len(rows) == 3
+    assert accounting["exported_tokens"] == session.trajectories()[1]["exported_tokens"]
+    assert_true(rows, tiny_model)
+
+
+def test_a_streamed_call_records_what_the_unstreamed_one_does(opened: Callable[..., Session], serving: Serving) -> None:
+    messages = [{"role": "user", "content": "Say something."}]
+    whole, streamed = opened(serving), opened(serving)
+    reply = whole.ask(messages, seed=7, max_tokens=24)
+    chunks = list(streamed.ask(messages, seed=7, max_tokens=24, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == reply.choices[0].message.content
+    assert chunks[-1].usage == reply.usage
+    (one,), (other,) = whole.calls, streamed.calls
+    for field in ("prompt_ids", "completion_ids", "logprobs", "finish_reason", "weight_versions"):
+        assert one[field] == other[field], field
+
+
+def test_every_choice_is_a_call_of_its_own_and_stop_strings_leave_the_text_but_not_the_ids(
+    opened: Callable[..., Session], serving: Serving, tiny_model: Path
+) -> None:
+    session = opened(serving)
+    reply = session.ask([{"role": "user", "content": "a"}], n=3, max_tokens=40, stop=["e"], seed=1)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    calls = session.calls
+    assert len(calls) == 3
+    assert len({tuple(call["prompt_ids"]) for call in calls}) == 1
+    for choice, call in zip(reply.choices, calls, strict=True):
+        assert "e" not in (choice.message.content or "")
+        assert len(call["completion_ids"]) == len(call["logprobs"])
+    rows, accounting = session.trajectories()
+    assert len(rows) == 3
+    assert balanced(accounting)
+    assert_true(rows, tiny_model)
+
+
+def test_logprobs_reach_the_harness_only_when_it_asks_and_the_store_always(
+    opened: Callable[..., Session], serving: Serving
+) -> None:
+    session = opened(serving)
+    messages = [{"role": "user", "content": "hi"}]
+    silent = session.ask(messages, max_tokens=8, seed=3).choices[0]
+    asked = session.ask(messages, max_tokens=8, seed=3, logprobs=True, top_logprobs=2).choices[0]
+    assert silent.logprobs is None
+    entries = asked.logprobs.content
+    assert [entry.logprob for entry in entries] == pytest.approx(session.calls[1]["logprobs"], abs=1e-6)
+    assert all(len(entry.top_logprobs) >= 2 for entry in entries)
+    assert session.calls[0]["logprobs"] == session.calls[1]["logprobs"]
+
+
+def test_a_new_user_turn_drops_the_thinking_and_branches_and_both_rows_are_true(
+    opened: Callable[..., Session], serving: Serving, tiny_model: Path
+) -> None:
+    session = opened(serving)
+    messages: list[Any] = [{"role": "user", "content": "Think."}]
+    for turn in range(3):
+        reply = session.ask(messages, max_tokens=16, seed=turn, extra_body={}).choices[0].message
+        assert reply.model_extra and reply.model_extra["reasoning_content"]
+        messages += [reply.model_dump(exclude_none=True), {"role": "user", "content": "Again."}]
+    assert [call["branch_reason"] for call in session.calls] == [None, "thinking_dropped", "thinking_dropped"]
+    rows, accounting = session.trajectories()
+    assert len(rows) == 3
+    assert balanced(accounting)
+    assert_true(rows, tiny_model)
+
+
+def test_session_overrides_win_and_what_was_effective_is_kept(opened: Callable[..., Session], serving: Serving) -> None:
+    session = opened(serving, sampling={"temperature": 0.7, "max_tokens": 5})
+    session.ask([{"role": "user", "content": "hi"}], temperature=0.1, max_tokens=50)
+    (call,) = session.calls
+    assert call["sampling"]["temperature"] == 0.7
+    assert call["sampling"]["max_tokens"] == 5
+    assert len(call["completion_ids"]) <= 5
+
+
+def test_the_chat_path_records_true_rows_too(opened: Callable[..., Session], chat_serving: Serving, tiny_model: Path) -> None:
+    session = opened(chat_serving)
+    tool_turns(session, 3)
+    streamed = session.ask([{"role": "user", "content": "x"}], max_tokens=12, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices)
+    calls = session.calls
+    assert {call["api"] for call in calls} == {"chat"}
+    assert len(calls) == 4
+    rows, accounting = session.trajectories()
+    assert balanced(accounting)
+    assert accounting["quarantined"] == []
+    assert_true(rows, tiny_model)
+
+
+def test_a_limit_beyond_the_window_is_clamped_on_both_paths(
+    opened: Callable[..., Session], serving: Serving, chat_serving: Serving
+) -> None:
+    for service in (serving, chat_serving):
+        session = opened(service)
+        session.ask([{"role": "user", "content": "hi " * 4000}], max_tokens=100_000, stop=["e", "a", "i", "t"])
+        (call,) = session.calls
+        assert call["sampling"]["max_tokens"] == 8192 - len(call["prompt_ids"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_harness_that_goes_away_leaves_an_aborted_call_with_what_was_sampled(
+    opened: Callable[..., Session], serving: Serving, tiny_model: Path, stream: bool
+) -> None:
+    import httpx
+
+    session = opened(serving)
+    body = {"model": "policy", "messages": [{"role": "user", "content": "x"}], "max_tokens": 30000, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {session.client.api_key}"}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{session.client.base_url}chat/completions", json={**body, **PLAIN, "stream": stream}, headers=headers, timeout=2.0
+        )
+    wait_until(lambda: len(session.calls) == 1 and session.calls[0]["status"] != "dangling", 10, "the call is recorded")
+    (call,) = session.calls
+    assert call["finish_reason"] == "abort"
+    assert call["status"] == "aborted"
+    assert not call["delivered"]
+    assert 0 < len(call["completion_ids"]) < 6000
+    _, accounting = session.trajectories()
+    assert accounting["quarantined"] == [
+        {"call_id": call["call_id"], "tokens": len(call["completion_ids"]), "reason": "aborted"}
+    ]
+
+
+def test_new_weights_reach_the_engine_in_mid_reply_and_every_token_knows_its_own(
+    opened: Callable[..., Session], serving: Serving, tiny_model: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    model = load(tiny_model)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    session = opened(serving, group_id="versions", group_size=1)
+    long = threading.Thread(
+        target=session.ask,
+        args=([{"role": "user", "content": "go"}],),
+        kwargs={"max_tokens": 3000, "extra_body": {**PLAIN, "ignore_eos": True}},
+    )
+    long.start()
+    with TrainerClient(serving.url, TRAINER) as trainer:
+        time.sleep(1.0)
+        pushed = trainer.publish(model.state_dict(), 1, directory=tmp_path)
+        assert pushed.applied and not pushed.failed
+        long.join()
+        session.ask([{"role": "user", "content": "after"}], max_tokens=8)
+        session.close(1.0)
+        batch = next(iter(trainer.batches(max_groups=1)))
+        with batch:
+            rows = list(batch.rows)
+            assert {span.version for row in rows for span in row.weight_versions} == {0, 1}
+            before, after = compare(load(tiny_model), rows, version=0), compare(model, rows, version=1)
+            assert before.tokens > 20 and after.tokens > 20
+            assert before.tokens + after.tokens == sum(int(row.loss_mask.sum()) for row in rows)
+            assert max(before.largest, after.largest) < TOLERANCE
+            # The tokens of one version are not those of the other: the check would see a wrong span.
+            assert compare(model, rows, version=0).largest > TOLERANCE
+        assert trainer.lease(max_groups=1) is None
+    current = serving.request("GET", "/weights", token=ADMIN).json()["current"]
+    assert current["version"] == 1
