@@ -37,7 +37,7 @@ check: $(INSTALLED)
 install: $(INSTALLED)
 
 clean:
-	rm -rf $(VENV) .cache demo-out .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
+	rm -rf $(VENV) .cache demo-out demo-out-no-push .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

@@ -92,7 +92,10 @@ def serve(
     The first Ctrl-C lets calls in flight finish for VERBATIM_DRAIN_SECONDS (20), then cuts and records them; a second one
     exits at once.
     """
-    from cli import logs, service
+    try:
+        from cli import logs, service
+    except ModuleNotFoundError as error:
+        raise Refusal(f"the service is not installed ({error.name} is missing): pip install 'verbatim-rl[proxy]'") from error
 
     logs.configure(log_level)
     flags = {

@@ -61,7 +61,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         weights=weights,
         pool=pool,
         updater=WeightUpdater(pool, weights, settings),
-        trees=SessionTrees(sessions, settings.session_cache),
+        trees=SessionTrees(sessions, settings.session_cache, settings.volatile_lines),
         inflight=Inflight(),
         metrics=Metrics(),
     )

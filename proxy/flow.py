@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from proxy.dialects.base import Choice, Delta, Reply, Request
 from proxy.engine.base import Engine, Job, Outcome, Rendered, Sampled
@@ -31,8 +29,9 @@ from proxy.store.base import Intent
 from proxy.trees import SessionTree
 from reconstruct.bridge import Rendering
 from reconstruct.codec import encode
-from reconstruct.messages import hash_bytes
+from reconstruct.messages import hash_bytes, plain_content
 from reconstruct.records import Call, Ids, pack_ids
+from reconstruct.roles import BUILT_IN, Marks, role_of
 
 _BEGIN_TRIES = 50
 """How often a call starts over because other calls of its session were recorded meanwhile."""
@@ -62,7 +61,9 @@ class Turn:
     plan: TokenPlan | None = None
     replica: Replica | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
-    begun: bool = False
+    role: str = "main"
+    agent: str = ""
+    marks: dict[str, str] = field(default_factory=dict)
 
     @property
     def session_id(self) -> str:
@@ -74,14 +75,18 @@ class Flow:
         self._services = services
         http = EngineHttp(services.pool)
         self._token_api = TokenApi(http)
+        self._rules = (*services.settings.role_rules, *BUILT_IN)
         self._engines: dict[str, Engine] = {"token": self._token_api, "chat": ChatApi(http)}
 
-    def admit(self, tree: SessionTree, request: Request, body: bytes) -> Turn:
+    def admit(self, tree: SessionTree, request: Request, body: bytes, headers: Mapping[str, str]) -> Turn:
         """The call enters: from here on closing the session or the service ends it properly. `leave` must follow."""
         call_ids = [new_call_id() for _ in range(request.n)]
         running = Running(tree.info.session_id, call_ids[0])
         turn = Turn(tree, request, hash_bytes(body), call_ids, running, time.time(), time.perf_counter())
         turn.sampling = {**request.sampling, **tree.info.sampling}
+        turn.role, turn.agent = role_of(_marks(request, headers), self._rules)
+        retry = headers.get("x-stainless-retry-count", "0")
+        turn.marks = {"retry": retry} if retry != "0" else {}
         self._services.inflight.enter(running)
         return turn
 
@@ -148,7 +153,6 @@ class Flow:
                 self._services.trees.forget(turn.session_id)
                 raise NotFound(f"session '{turn.session_id}' does not exist")
             if begun.accepted:
-                turn.begun = True
                 return
             if begun.status == "missing":
                 self._services.trees.forget(turn.session_id)
@@ -213,7 +217,7 @@ class Flow:
         calls = self._records(turn, outcome, choices)
         records = {call.call_id: encode(call) for call in calls}
         total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records)
-        turn.tree.committed(calls, total)
+        turn.tree.committed(calls, _prompt(turn, outcome)[0], total)
         self._services.metrics.recorded(calls, time.perf_counter() - turn.clock, turn.engine_seconds)
         tokens = outcome.prompt_tokens or len(outcome.prompt_ids or ())
         return Reply(turn.call_ids[0], turn.request.model, int(turn.started_at), tokens, choices, outcome.cached_tokens)
@@ -244,6 +248,9 @@ class Flow:
                     engine_seconds=turn.engine_seconds,
                     own_seconds=own_seconds,
                     broken=outcome.broken is not None,
+                    role=turn.role,
+                    agent=turn.agent,
+                    marks=turn.marks,
                 )
             )
         return calls
@@ -253,6 +260,19 @@ def _prompt(turn: Turn, outcome: Outcome) -> tuple[Ids, str | None]:
     if turn.plan is not None:
         return turn.plan.prompt_ids, turn.plan.branch_reason
     return pack_ids(outcome.prompt_ids or ()), None
+
+
+def _marks(request: Request, headers: Mapping[str, str]) -> Marks:
+    messages = request.history
+    system = messages[0].message if messages[0].message.get("role") in ("system", "developer") else {}
+    return Marks(headers, bool(request.tools), _text(system), _text(messages[-1].message))
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """The message's text as far as rules about prompts look at it."""
+    content = plain_content(message.get("content"))
+    parts = content if isinstance(content, list) else [content]
+    return "\n".join(part for part in parts if isinstance(part, str))
 
 
 def _fit_window(turn: Turn, prompt_length: int) -> None:
@@ -313,14 +333,3 @@ def _choice(sampled: Sampled, turn: Turn) -> Choice:
         finish_reason = "length"
     tokens = len(sampled.token_ids or ())
     return Choice(sampled.index, call_id, message, finish_reason, tokens, sampled.logprob_content)
-
-
-def decode_body(body: bytes) -> dict[str, Any]:
-    """The request's JSON object. Raises RequestError saying where it is broken."""
-    try:
-        decoded = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from error
-    if not isinstance(decoded, dict):
-        raise RequestError("the body must be a JSON object")
-    return decoded

@@ -18,7 +18,7 @@ from proxy.auth import credential, key_opens, named_session
 from proxy.dialects.base import Delta, Dialect, Reply, StreamRenderer
 from proxy.dialects.chat import ChatDialect
 from proxy.errors import Conflict, NotFound, RequestError, TooLarge, Unauthorized, VerbatimError
-from proxy.flow import Flow, Turn, decode_body
+from proxy.flow import Flow, Turn
 from proxy.services import Services
 from proxy.trees import SessionTree
 
@@ -84,7 +84,7 @@ class Harness:
 
     async def _session(self, scope: Scope, path_session: str | None) -> SessionTree:
         """The tree of the session the request names and may use. Raises Unauthorized or NotFound."""
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = _headers(scope)
         query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
         key = credential(headers, query)
         session_id = named_session(path_session, key)
@@ -97,8 +97,8 @@ class Harness:
         """Answer one model call, whole or streamed, and let the store know that the answer went out."""
         tree = await self._session(scope, session)
         body = await _read_body(scope, receive, self._services.settings.max_body_bytes)
-        request = dialect.parse(decode_body(body))
-        turn = self._flow.admit(tree, request, body)
+        request = dialect.parse(body, tree.see)
+        turn = self._flow.admit(tree, request, body, _headers(scope))
         items: asyncio.Queue[Item] = asyncio.Queue()
         work = asyncio.create_task(self._work(turn, items))
         leaving = asyncio.create_task(self._watch(receive, turn))
@@ -207,6 +207,10 @@ class Harness:
     async def settle(self) -> None:
         """Wait for what still runs behind answered calls."""
         await asyncio.gather(*self._background)
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 def _only(scope: Scope, *methods: str) -> None:

@@ -16,10 +16,10 @@ import numpy as np
 
 from proxy.dialects.base import Request
 from proxy.engine.base import Rendered
-from proxy.trees import SessionTree
+from proxy.trees import Seen, SessionTree
 from reconstruct.bridge import Bridge, Refusal, Rendering, Reply, derive, turn_end
 from reconstruct.forest import shared_length
-from reconstruct.messages import Message, chain, digest_messages, minted_call_ids, projection, root_key
+from reconstruct.messages import Message, chain, minted_call_ids, root_key
 from reconstruct.records import Call, Ids
 
 Render = Callable[[Rendering], Coroutine[Any, Any, Rendered]]
@@ -65,13 +65,13 @@ class TokenPlan:
 def continuation(tree: SessionTree, request: Request) -> Continuation:
     """The call that `request` continues, found from the last assistant message backwards."""
     root = root_key(request.model, request.tools, request.template_kwargs)
-    digests = digest_messages(request.messages)
+    digests = [seen.digests for seen in request.history]
     fingerprints = chain(root, digests)
     edited = False
     for position in range(len(digests) - 1, -1, -1):
         if not digests[position].is_assistant:
             continue
-        found = _answered(tree, request.messages, position, fingerprints[position + 1])
+        found = _answered(tree, request.history, position, fingerprints[position + 1])
         if found is not None:
             parent, used = found
             return Continuation(root, fingerprints, parent, position, used, edited)
@@ -79,24 +79,24 @@ def continuation(tree: SessionTree, request: Request) -> Continuation:
     return Continuation(root, fingerprints, edited=edited)
 
 
-def _answered(tree: SessionTree, messages: Sequence[Message], position: int, fingerprint: bytes) -> tuple[Call, str] | None:
-    """The call whose reply is `messages[position]`, and the projection it is replayed under."""
+def _answered(tree: SessionTree, history: Sequence[Seen], position: int, fingerprint: bytes) -> tuple[Call, str] | None:
+    """The call whose reply is `history[position]`, and the projection it is replayed under."""
     candidates = list(tree.forest.answered(fingerprint))
     if not candidates:
         return None
-    named = [call_id for call_id in minted_call_ids(messages[position]) if call_id in candidates]
+    named = [call_id for call_id in minted_call_ids(history[position].message) if call_id in candidates]
     for call_id in named or reversed(candidates):
         call = tree.forest.calls[call_id]
-        used = projection(tree.reply(call.call_id), messages[position])
-        if used is not None and _history_equal(tree, call, messages):
+        used = tree.projection(call.call_id, history[position])
+        if used is not None and _history_equal(tree, call, history):
             return call, used
     return None
 
 
-def _history_equal(tree: SessionTree, call: Call, messages: Sequence[Message]) -> bool:
+def _history_equal(tree: SessionTree, call: Call, history: Sequence[Seen]) -> bool:
     """Whether earlier assistant messages replay their calls without an edit of their reasoning, which the chain leaves out."""
     ancestors = tree.forest.lineage(call.node.parent_id)
-    return all(projection(tree.reply(old.call_id), messages[old.message_count]) is not None for old in ancestors)
+    return all(tree.projection(old.call_id, history[old.message_count]) is not None for old in ancestors)
 
 
 def restored(tree: SessionTree, found: Continuation, messages: Sequence[Message]) -> list[Message]:
@@ -125,7 +125,7 @@ async def plan_tokens(
     outcome, rendered = await _drive(steps, render)
     body = rendered[0][1].body
     if isinstance(outcome, Bridge):
-        return TokenPlan(np.concatenate((tree.forest.full_ids(parent.call_id), outcome.ids)), None, body), close
+        return TokenPlan(np.concatenate((tree.full_ids(parent.call_id), outcome.ids)), None, body), close
     assert isinstance(outcome, Refusal)
     fresh = await render(Rendering(request.messages, True))
     return TokenPlan(fresh.ids, outcome.reason, fresh.body), close
@@ -148,14 +148,14 @@ def place(tree: SessionTree, found: Continuation, prompt_ids: Ids, branch_reason
     """Where `prompt_ids` hang: on the parent where they begin with all of its ids, else on the call that shares most."""
     parent = found.parent
     if parent is not None:
-        shared = shared_length(tree.forest.full_ids(parent.call_id), prompt_ids)
+        shared = shared_length(tree.full_ids(parent.call_id), prompt_ids)
         if shared == tree.forest.full_length(parent.call_id):
             reason = branch_reason or ("edited" if found.edited else None)
             return Place(parent.call_id, reason, parent.call_id, shared, prompt_ids[shared:])
         reason = branch_reason or "retokenized"
         return Place(parent.call_id, reason, parent.call_id, shared, prompt_ids[shared:])
     base = _base_of_root(tree, found)
-    shared = shared_length(tree.forest.full_ids(base), prompt_ids) if base is not None else 0
+    shared = shared_length(tree.full_ids(base), prompt_ids) if base is not None else 0
     reason = branch_reason or _root_reason(tree, found)
     return Place(None, reason, base if shared else None, shared, prompt_ids[shared:])
 

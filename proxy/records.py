@@ -59,6 +59,9 @@ def call_record(
     engine_seconds: float,
     own_seconds: float,
     broken: bool,
+    role: str,
+    agent: str,
+    marks: Mapping[str, str],
 ) -> Call:
     """The record of one choice. `sibling` is the call's first choice, whose prompt the others lean on instead of repeating."""
     messages_from = found.reply_at + 1 if found.parent is not None else 0
@@ -71,14 +74,14 @@ def call_record(
         dialect=request.dialect,
         api=api,
         status=status,
-        role="main",
-        agent="",
+        role=role,
+        agent=agent,
         finish_reason=finish_reason,
         stop_reason=sampled.stop_reason,
         sampling=sampling,
         root_key=found.root,
         fingerprint=found.fingerprint,
-        reply_fingerprint=chain(found.fingerprint, [digest_message(message, {})])[-1],
+        reply_fingerprint=chain(found.fingerprint, [digest_message(message)])[-1],
         message_count=len(request.messages),
         messages_from=messages_from,
         messages=_encode(request.messages[messages_from:]),
@@ -92,6 +95,7 @@ def call_record(
         own_seconds=own_seconds,
         trainable=not quarantine,
         quarantine_reason=quarantine,
+        marks=marks,
     )
 
 

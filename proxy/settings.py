@@ -12,6 +12,10 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from reconstruct.roles import RoleRule
+
+Role = Literal["main", "subagent", "compaction", "side"]
+
 
 class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="VERBATIM_", extra="ignore", use_attribute_docstrings=True)
@@ -50,6 +54,13 @@ class Settings(BaseSettings):
     thinking: Literal["template", "retain"] = "template"
     """When the chat template drops earlier thinking at a new user turn: branch there as the deployed model would see it
     (template), or keep the sampled tokens in context (retain)."""
+    volatile_lines: list[str] = Field(default_factory=lambda: [r"^x-anthropic-billing-header:.*$"])
+    """Regular expressions for lines of system prompts that change with every request and mean nothing to the model; they are
+    taken out before anything else sees the prompt."""
+    role_rules: list[RoleRule] = Field(default_factory=list)
+    """More rules for the role of a call, tried before the built-in ones; see reconstruct/roles.py."""
+    train_roles: list[Role] = Field(default_factory=lambda: list[Role](("main", "subagent")))
+    """Roles whose tokens are trained; calls of other roles are exported with their role and quarantined."""
     keepalive_seconds: float = 10.0
     """Longest silence towards a streaming harness before a typed keep-alive event."""
     drain_seconds: float = 20.0

@@ -7,31 +7,82 @@ it of the ones other processes wrote meanwhile. Trees beyond `session_cache` are
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from proxy.errors import NotFound
 from proxy.store.base import SessionInfo, SessionStore
 from reconstruct.codec import decode
 from reconstruct.errors import ReconstructError
 from reconstruct.forest import Forest
+from reconstruct.messages import Digests, digest_message, hash_bytes, projection, without_lines
 from reconstruct.records import Call, Ids
 
 _decode = msgspec.json.decode
 
 
-class SessionTree:
-    """One session's forest, with its replies decoded once and what planning learned of its templates."""
+_RECENT_PROMPTS = 2
+"""Calls whose whole ids are kept put together: the next call mostly continues one of them."""
 
-    def __init__(self, info: SessionInfo) -> None:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """One message of the session's histories, decoded and digested once; requests share it."""
+
+    message: dict[str, Any]
+    digests: Digests
+
+
+class SessionTree:
+    """One session's forest, with what was decoded, digested and compared once so that no call does it for its whole history."""
+
+    def __init__(self, info: SessionInfo, volatile: re.Pattern[str] | None = None) -> None:
         self.info = info
+        self._volatile = volatile
         self.forest = Forest()
         self.known = 0
         self.turn_ends: dict[bytes, Ids] = {}
         self._replies: dict[str, dict[str, Any]] = {}
+        self._seen: dict[bytes, Seen] = {}
+        self._projections: dict[tuple[str, int], str | None] = {}
+        self._recent: OrderedDict[str, Ids] = OrderedDict()
+
+    def see(self, raw: bytes, read: Callable[[bytes], dict[str, Any]]) -> Seen:
+        """The message that `read` makes of a raw item, from memory if the session has sent the item before."""
+        key = hash_bytes(raw)
+        seen = self._seen.get(key)
+        if seen is None:
+            message = read(raw)
+            if self._volatile is not None:
+                message = dict(without_lines(message, self._volatile))
+            seen = self._seen[key] = Seen(message, digest_message(message))
+        return seen
+
+    def projection(self, call_id: str, seen: Seen) -> str | None:
+        """How a replayed message shows the call's reply; see reconstruct.messages.projection. Compared once per pair."""
+        key = (call_id, id(seen))
+        if key not in self._projections:
+            self._projections[key] = projection(self.reply(call_id), seen.message)
+        return self._projections[key]
+
+    def full_ids(self, call_id: str) -> Ids:
+        """The call's prompt and completion ids, int32."""
+        ids = self._recent.get(call_id)
+        if ids is None:
+            ids = self.forest.full_ids(call_id)
+            self._remember(call_id, ids)
+        return ids
+
+    def _remember(self, call_id: str, ids: Ids) -> None:
+        self._recent[call_id] = ids
+        while len(self._recent) > _RECENT_PROMPTS:
+            self._recent.popitem(last=False)
 
     def reply(self, call_id: str) -> dict[str, Any]:
         """The reply of a call as it was sent to the harness, a chat message."""
@@ -50,18 +101,20 @@ class SessionTree:
         self.known = max(self.known, start + len(records))
         return len(self.forest) > size
 
-    def committed(self, calls: Iterable[Call], total: int) -> None:
-        """This process appended `calls`, after which the store counts `total` records."""
-        added = 0
+    def committed(self, calls: Sequence[Call], prompt_ids: Ids, total: int) -> None:
+        """This process appended `calls`, all sampled after `prompt_ids`; the store now counts `total` records."""
         for call in calls:
             self.forest.add(call)
-            added += 1
-        if total == self.known + added:
+        self._remember(calls[0].call_id, np.concatenate((prompt_ids, calls[0].node.completion_ids)))
+        if total == self.known + len(calls):
             self.known = total
 
 
 class SessionTrees:
-    def __init__(self, sessions: SessionStore, capacity: int) -> None:
+    def __init__(self, sessions: SessionStore, capacity: int, volatile_lines: Sequence[str] = ()) -> None:
+        self._volatile = (
+            re.compile("|".join(f"(?:{line})" for line in volatile_lines), re.MULTILINE) if volatile_lines else None
+        )
         self._sessions = sessions
         self._capacity = capacity
         self._trees: OrderedDict[str, SessionTree] = OrderedDict()
@@ -75,7 +128,7 @@ class SessionTrees:
         state = await self._sessions.load(session_id)
         if state is None:
             raise NotFound(f"session '{session_id}' does not exist")
-        tree = SessionTree(state.info)
+        tree = SessionTree(state.info, self._volatile)
         if state.calls:
             tree.learn(await self._sessions.records(session_id), 0)
         # Another call may have opened it while the store was asked: one tree for all of them.

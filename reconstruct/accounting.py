@@ -1,7 +1,8 @@
 """What becomes of every sampled token: exported once, or quarantined with a reason.
 
-`settle` takes a session's calls as they came from the store and says which may be trained; `check` holds the invariant
-sampled == exported + quarantined and each sampled token trained at most once.
+`settle` takes a session's calls as they came from the store and says which may be trained. `verify` holds the promises on the
+rows of any builder: every id before a trained token is one it was sampled after, and each sampled token is trained exactly once
+or not at all and quarantined. `check` holds sampled == exported + quarantined.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from reconstruct.errors import ReconstructError, RecordError, UnknownParent
+import numpy as np
+
+from reconstruct.errors import IdOutOfRange, ReconstructError, RecordError, UnknownParent
 from reconstruct.forest import Forest, order_key
 from reconstruct.records import Call
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
+from reconstruct.verification import verify
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
     """The session's forest, and the reason for each call (by id) that must not be trained. `stray` calls lean on a call that
-    is missing: they are not in the forest."""
+    is missing, or on more ids than it holds: they are not in the forest."""
 
     forest: Forest
     refused: Mapping[str, str]
@@ -28,11 +32,12 @@ class Settled:
 
 def settle(calls: Iterable[Call]) -> Settled:
     """Plant the forest from calls in any order and find what must not be trained. Never raises for one bad record."""
-    ordered = sorted(calls, key=order_key)
-    forest, stray = _plant(ordered)
-    refused = {call.call_id: UnknownParent.reason for call in stray}
+    ordered = sorted({call.call_id: call for call in calls}.values(), key=order_key)
+    forest, refused = _plant(ordered)
+    stray = [call for call in ordered if call.call_id in refused]
+    unsound = _out_of_range(forest)
     for call in forest.calls.values():
-        reason = _refusal(call, forest)
+        reason = _refusal(call, forest) or (IdOutOfRange.reason if call.call_id in unsound else "")
         if reason:
             refused[call.call_id] = reason
     return Settled(forest, refused, stray)
@@ -50,11 +55,11 @@ def _refusal(call: Call, forest: Forest) -> str:
     return ""
 
 
-def _plant(ordered: Sequence[Call]) -> tuple[Forest, list[Call]]:
-    """Add calls once their parent and base stand; what never finds them is stray. Each call is looked at a bounded number
-    of times: it waits on one missing call at a time."""
+def _plant(ordered: Sequence[Call]) -> tuple[Forest, dict[str, str]]:
+    """The forest of all calls that find their parent and base, and the reason for each that does not. Each call is looked at a
+    bounded number of times: it waits on one missing call at a time."""
     forest = Forest()
-    stray: list[Call] = []
+    homeless: dict[str, str] = {}
     waiting: dict[str, list[Call]] = {}
     ready = list(reversed(ordered))
     while ready:
@@ -65,12 +70,12 @@ def _plant(ordered: Sequence[Call]) -> tuple[Forest, list[Call]]:
             continue
         try:
             forest.add(call)
-        except RecordError:
-            stray.append(call)
+        except RecordError as error:
+            homeless[call.call_id] = error.reason
             continue
         ready.extend(reversed(waiting.pop(call.call_id, ())))
-    stray.extend(call for calls in waiting.values() for call in calls)
-    return forest, sorted(stray, key=order_key)
+    homeless.update((call.call_id, UnknownParent.reason) for calls in waiting.values() for call in calls)
+    return forest, homeless
 
 
 def _missing(call: Call, forest: Forest) -> str | None:
@@ -80,11 +85,28 @@ def _missing(call: Call, forest: Forest) -> str | None:
     return None
 
 
+def _out_of_range(forest: Forest) -> set[str]:
+    """The calls with a negative id anywhere in their context: no row may run through it, whoever sampled or rendered it."""
+    first: dict[str, int] = {}
+    for call in forest.calls.values():
+        node = call.node
+        position = first.get(node.base_id, node.base_length) if node.base_id is not None else node.base_length
+        if position >= node.base_length:
+            own = np.flatnonzero(np.concatenate((node.delta_ids, node.completion_ids)) < 0)
+            if not len(own):
+                continue
+            position = node.base_length + int(own[0])
+        first[call.call_id] = position
+    return set(first)
+
+
 def account(settled: Settled, rows: Sequence[Trajectory], untold: Mapping[str, str] | None = None) -> Accounting:
     """The session's three numbers. `untold` names calls without a record (dangling intents) and why.
 
-    Raises ReconstructError when a sampled token is trained twice or is in neither list.
+    Raises RecordError, with the session, call and token, when a row's context is not true or a sampled token is trained twice
+    or is in neither list.
     """
+    verify(settled.forest, settled.refused, rows)
     trained = sum(int(row.loss_mask.sum()) for row in rows)
     calls = [*settled.forest.calls.values(), *settled.stray]
     sampled = sum(len(call.node.completion_ids) for call in calls)

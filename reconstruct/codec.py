@@ -62,6 +62,7 @@ def encode(call: Call) -> bytes:
             call.own_seconds,
             call.trainable,
             call.quarantine_reason,
+            dict(call.marks),
         ),
         unicode_errors=_SURROGATES,
     )
@@ -123,6 +124,7 @@ def _decode_v1(fields: list[Any]) -> Call:
         own_seconds,
         trainable,
         quarantine_reason,
+        marks,
     ) = fields
     texts = (call_id, session_id, dialect, api, status, role, agent, finish_reason, projection, replica, quarantine_reason)
     _require(texts, str)
@@ -131,6 +133,8 @@ def _decode_v1(fields: list[Any]) -> Call:
     _require((started_at, engine_seconds, own_seconds), float, int)
     _require((stop_reason,), NoneType, str, int)
     _require((trainable,), bool)
+    _require((marks,), dict)
+    _require((*marks, *marks.values()), str)
     return Call(
         call_id=call_id,
         session_id=session_id,
@@ -159,6 +163,7 @@ def _decode_v1(fields: list[Any]) -> Call:
         own_seconds=own_seconds,
         trainable=trainable,
         quarantine_reason=quarantine_reason,
+        marks=marks,
     )
 
 

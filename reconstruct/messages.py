@@ -1,15 +1,12 @@
 """Canonical messages and the fingerprint chain: when does a request continue a call that was answered before?
 
-Messages here are OpenAI chat messages (every dialect is translated to them). Two digests per message:
+Messages here are OpenAI chat messages (every dialect is translated to them). A message's digest says what must be equal for a
+history to be the same. Canonical: parsed tool arguments with sorted keys; a string equals one text part; `cache_control`,
+`index`, null and empty optional fields are ignored. An assistant message leaves out its reasoning and outer white space, because
+harnesses drop and trim them; what was dropped is checked against the call (`projection`) and recorded.
 
-- `digest`: what must be equal for the history to be the same. Canonical: parsed tool arguments with sorted keys; a string
-  equals one text part; `cache_control`, `index`, null and empty optional fields are ignored; tool-call ids are replaced by
-  the call's position in its turn. An assistant message leaves out its reasoning and outer white space, because harnesses
-  drop and trim them; what was dropped is checked against the call (`projection`) and recorded.
-- `reasoning`: digest of an assistant message's reasoning, empty when there is none.
-
-The chain is h[0] = root key, h[i] = H(h[i-1], digest of message i): equal chains mean equal histories under equal tools,
-model and template kwargs.
+The chain is h[0] = root key, h[i] = H(h[i-1], digest of message i, which call of its turn it answers): tool-call ids count by
+their position in the turn. Equal chains mean equal histories under equal tools, model and template kwargs.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from re import Pattern
 from typing import Any
 
 DIGEST_BYTES = 16
@@ -47,7 +45,8 @@ def _without_volatile(value: Any) -> Any:
         return {k: _without_volatile(v) for k, v in value.items() if k != "cache_control" and v is not None}
     if isinstance(value, (list, tuple)):
         return [_without_volatile(item) for item in value]
-    return value
+    # JSON has one kind of number: a JavaScript harness reads the model's 1.0 and writes 1.
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def root_key(model: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any]) -> bytes:
@@ -57,11 +56,13 @@ def root_key(model: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """One message's digest and, for assistant messages, the digest of its reasoning (b"" for none)."""
+    """What the chain needs of one message, whatever stands around it. `call_ids` are the ids of the tool calls it makes,
+    `answers` the id of the one it answers ("" for none): the chain turns them into positions."""
 
     digest: bytes
-    reasoning: bytes
     is_assistant: bool
+    call_ids: tuple[str, ...] = ()
+    answers: str = ""
 
 
 def plain_content(content: Any) -> Any:
@@ -102,6 +103,34 @@ def reasoning_of(message: Message) -> str:
     return text if isinstance(text, str) else ""
 
 
+def without_lines(message: Message, volatile: Pattern[str]) -> Message:
+    """A system or developer message without the lines that `volatile` matches; any other message as it is.
+
+    Parts that held nothing else go, too: a harness may put its volatile line into a part of its own.
+    """
+    if message.get("role") not in ("system", "developer"):
+        return message
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": _without(content, volatile)}
+    if not isinstance(content, list):
+        return message
+    parts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            parts.append(part)
+        elif kept := _without(text, volatile):
+            parts.append({**part, "text": kept})
+    return {**message, "content": parts}
+
+
+def _without(text: str, volatile: Pattern[str]) -> str:
+    if not volatile.search(text):
+        return text
+    return "".join(line for line in text.splitlines(keepends=True) if not volatile.search(line.rstrip("\r\n")))
+
+
 def call_names(message: Message) -> list[tuple[str, Any]]:
     """(name, plain arguments) of the message's tool calls, in order."""
     names = []
@@ -111,39 +140,35 @@ def call_names(message: Message) -> list[tuple[str, Any]]:
     return names
 
 
-def digest_message(message: Message, turn_ids: Mapping[str, int]) -> Digests:
-    """Digests of one message; `turn_ids` maps the tool-call ids of the latest assistant turn to their positions."""
+def digest_message(message: Message) -> Digests:
+    """The digests of one message."""
     role = str(message.get("role") or "")
     if role == "assistant":
         content = plain_content(message.get("content"))
         trimmed = content.strip() if isinstance(content, str) else content
         digest = hash_bytes(b"assistant", canonical_json([trimmed, call_names(message)]))
-        reasoning = reasoning_of(message).strip()
-        return Digests(digest, hash_bytes(canonical_json(reasoning)) if reasoning else b"", True)
-    fields: list[Any] = [role, plain_content(message.get("content"))]
-    call_id = message.get("tool_call_id")
-    if call_id:
-        fields.append(turn_ids.get(call_id, call_id))
+        return Digests(digest, True, tuple(str(call.get("id") or "") for call in message.get("tool_calls") or ()))
     rest = {key: value for key, value in message.items() if key not in _IGNORED_FIELDS and value not in (None, "", [])}
-    return Digests(hash_bytes(b"message", canonical_json([fields, rest])), b"", False)
+    digest = hash_bytes(b"message", canonical_json([role, plain_content(message.get("content")), rest]))
+    return Digests(digest, False, answers=str(message.get("tool_call_id") or ""))
 
 
 def digest_messages(messages: Iterable[Message]) -> list[Digests]:
-    """Digests of a whole history, tool-call ids resolved turn by turn."""
-    turn_ids: dict[str, int] = {}
-    digests = []
-    for message in messages:
-        digests.append(digest_message(message, turn_ids))
-        if message.get("tool_calls"):
-            turn_ids = {call.get("id") or "": position for position, call in enumerate(message["tool_calls"])}
-    return digests
+    return [digest_message(message) for message in messages]
 
 
-def chain(root: bytes, digests: Sequence[Digests]) -> list[bytes]:
-    """h[0..n]: the fingerprint before the first message and after each of the n."""
+def chain(root: bytes, digests: Iterable[Digests]) -> list[bytes]:
+    """h[0..n]: the fingerprint before the first message and after each of the n, tool-call ids resolved turn by turn."""
+    positions: dict[str, int] = {}
     fingerprints = [root]
     for item in digests:
-        fingerprints.append(hash_bytes(fingerprints[-1], item.digest))
+        place = b""
+        if item.answers:
+            position = positions.get(item.answers)
+            place = item.answers.encode("utf-8", "surrogatepass") if position is None else b"#%d" % position
+        fingerprints.append(hash_bytes(fingerprints[-1], item.digest, place))
+        if item.call_ids:
+            positions = {call_id: position for position, call_id in enumerate(item.call_ids)}
     return fingerprints
 
 

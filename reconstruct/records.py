@@ -111,7 +111,8 @@ class Call:
     `messages` is the JSON array of the request's messages from index `messages_from` on; the ones before are the
     parent's messages and its reply. `fingerprint` is the hash chain over the request's canonical messages,
     `reply_fingerprint` the chain after the reply: what a continuing call's history hashes to (see messages.py).
-    `preamble` (roots only) is the JSON object of model, tools and template kwargs.
+    `preamble` (roots only) is the JSON object of model, tools and template kwargs. `marks` are what the harness itself said of the
+    call in its headers: "retry" (the attempt's number) and what the role was derived from.
     """
 
     call_id: str
@@ -141,3 +142,4 @@ class Call:
     own_seconds: float
     trainable: bool = True
     quarantine_reason: str = ""
+    marks: Mapping[str, str] = field(default_factory=dict)

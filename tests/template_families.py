@@ -33,6 +33,9 @@ from template_markup import (
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 CORPUS = """
+fishing
+fish
+ing
 fish fishing ing sing singing ring ringing the a cat dog bird is in on at and or not to of you are helpful assistant user system
 hello world weather in Paris is sunny today look up the number and say it {"name": "lookup", "arguments": {"key": "alpha"}}
 {"type": "function", "function": {"name": "lookup", "description": "Looks a key up.", "parameters": {"type": "object",

@@ -44,18 +44,22 @@ def test_help_names_the_commands_and_says_what_they_are_for() -> None:
     assert "serve " in shown.stdout and "sessions " in shown.stdout
 
 
+@pytest.fixture(scope="module")
+def serve_help() -> str:
+    return verbatim("serve", "--help").stdout
+
+
 @pytest.mark.parametrize("flag", FLAGS)
-def test_every_flag_of_serve_is_explained(flag: str) -> None:
-    options = verbatim("serve", "--help").stdout.partition("Options:")[2]
+def test_every_flag_of_serve_is_explained(flag: str, serve_help: str) -> None:
+    options = serve_help.partition("Options:")[2]
     text = re.split(r"\n  (?=-)", options)
     explained = next(part for part in text if part.strip().startswith(flag + " "))
     assert len(explained.split()) > 8, explained
 
 
-def test_help_tells_of_the_environment_and_the_tokens() -> None:
-    shown = verbatim("serve", "--help").stdout
+def test_help_tells_of_the_environment_and_the_tokens(serve_help: str) -> None:
     for variable in ("VERBATIM_ENGINE", "VERBATIM_ADMIN_TOKEN", "VERBATIM_TRAINER_TOKEN", "VERBATIM_DRAIN_SECONDS"):
-        assert variable in shown
+        assert variable in serve_help
 
 
 def test_the_version_is_printed() -> None:
@@ -69,6 +73,15 @@ def test_the_command_alone_loads_neither_the_service_nor_its_libraries() -> None
     program = f"import sys, cli.main; print([name for name in '{heavy}'.split() if name in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"
+
+
+def test_serve_where_only_the_trainers_part_is_installed_says_what_to_install() -> None:
+    program = "import sys; sys.modules['uvicorn'] = None; sys.argv[1:] = ['serve']; import cli.main; cli.main.main()"
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert (
+        done.stderr.strip() == "verbatim: the service is not installed (uvicorn is missing): pip install 'verbatim-rl[proxy]'"
+    )
 
 
 def test_an_unknown_flag_is_a_usage_error() -> None:

@@ -124,13 +124,15 @@ def test_a_stop_signal_ends_everything_within_seconds_and_leaves_no_redis(data: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("after_seconds", [0.3, 0.8, 1.2])
+@pytest.mark.parametrize("after_seconds", [0.0, 0.1, 0.4])
 def test_a_stop_signal_during_the_start_leaves_nothing_behind(data: Path, number: int, after_seconds: float) -> None:
+    """The start has begun when the data directory is there; what follows is a redis-server, the application, the panel."""
     with Serving(*NOWHERE, data_dir=data, ready=False) as service:
+        wait_until(data.exists, 30, "the data directory")
         time.sleep(after_seconds)
         service.send_group(number)
-        service.exit_code(within_seconds=10)
-        wait_until(lambda: processes_using(data) == [], 5, "no process in the data directory")
+        assert service.exit_code(within_seconds=10) == 0
+        assert processes_using(data) == []
         assert "Traceback" not in service.stderr
 
 
@@ -151,6 +153,19 @@ def test_sessions_survive_kill_9_of_the_service_and_its_redis_goes_with_it(data:
         wait_until(lambda: processes_using(data) == [], 10, "the embedded Redis has ended")
     with Serving(*NOWHERE, data_dir=data) as service:
         assert service.request("GET", "/sessions/kept").json()["status"] == "open"
+
+
+def test_services_on_one_given_redis_serve_the_same_sessions_and_leave_it_running(tmp_path: Path, redis_url: str) -> None:
+    with (
+        Serving(*NOWHERE, "--redis", redis_url, data_dir=tmp_path / "a") as one,
+        Serving(*NOWHERE, "--redis", redis_url, data_dir=tmp_path / "b") as other,
+    ):
+        assert one.request("POST", "/sessions", json={"session_id": "shared"}).status_code == 201
+        assert other.request("GET", "/sessions/shared").json()["status"] == "open"
+        assert one.stop() == 0
+        assert other.request("GET", "/sessions/shared").json()["status"] == "open"
+        assert other.stop() == 0
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
 
 
 def test_a_call_in_flight_finishes_after_a_stop_signal(data: Path, engine: ScriptedService) -> None:
@@ -191,7 +206,7 @@ def test_a_second_ctrl_c_exits_at_once(data: Path, engine: ScriptedService) -> N
         time.sleep(0.5)
         assert not service.ended
         service.send_group(signal.SIGINT)
-        assert service.exit_code(within_seconds=3) == 130
+        assert service.exit_code(within_seconds=5) == 130
         assert call.end() is None
         assert processes_using(data) == []
 
@@ -262,7 +277,7 @@ def test_several_workers_stop_at_once_at_the_second_ctrl_c(data: Path, engine: S
         time.sleep(0.5)
         assert not service.ended
         service.send_group(signal.SIGINT)
-        assert service.exit_code(within_seconds=3) == 130
+        assert service.exit_code(within_seconds=5) == 130
         assert call.end() is None
         assert not any(runs(pid) for pid in workers)
         assert processes_using(data) == []

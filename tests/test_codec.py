@@ -66,6 +66,7 @@ GOLDEN_CALL = Call(
     own_seconds=0.001953125,
     trainable=False,
     quarantine_reason="superseded",
+    marks={"retry": "2"},
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from examples.demo.processes import Child
 
 
 class Service:
-    """The control side of the service, as its admin. Close with `close()`."""
+    """The control side of the service, as its admin. Close it with `aclose()`."""
 
     def __init__(self, url: str, admin_token: str) -> None:
         self.url = url
@@ -23,14 +24,19 @@ class Service:
         )
 
     async def wait_until_ready(self) -> None:
-        """Returns when the store and the engine answer."""
-        while True:
+        """Returns when the store and the engine answer. Raises RuntimeError with the service's reason after ten minutes."""
+        deadline = time.monotonic() + 600
+        reason = ""
+        while time.monotonic() < deadline:
             try:
-                if (await self._http.get("/readyz")).status_code == 200:
+                response = await self._http.get("/readyz")
+                if response.status_code == 200:
                     return
-            except httpx.TransportError:
-                pass
+                reason = response.text
+            except httpx.TransportError as error:
+                reason = repr(error)
             await asyncio.sleep(0.5)
+        raise RuntimeError(f"the service was not ready after ten minutes: {reason}")
 
     async def open_session(self, **body: Any) -> Mapping[str, Any]:
         return await self._json("POST", "/sessions", body)
@@ -44,7 +50,7 @@ class Service:
     async def trajectories(self, session_id: str) -> Mapping[str, Any]:
         return await self._json("GET", f"/sessions/{session_id}/trajectories")
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         await self._http.aclose()
 
     async def _json(self, method: str, path: str, body: Any = None) -> Any:
@@ -78,7 +84,10 @@ class Agent:
         assert self._child.process is not None and self._child.process.stdout is not None
         async for line in self._child.process.stdout:
             outcome = json.loads(line)
-            self._waiting.pop(outcome["job_id"]).set_result(outcome)
+            future = self._waiting.pop(outcome["job_id"])
+            # Cancelled while the demo is being stopped.
+            if not future.done():
+                future.set_result(outcome)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,21 @@
 """What every dialect translates to and from: one canonical request, one reply, and the events of a stream.
 
 A dialect is stateless. `parse` turns a body into a `Request` whose messages are OpenAI chat messages; `render` turns a `Reply`
-into the body of an unstreamed answer; `open_stream` gives a renderer that is fed `Delta`s as text becomes certain and closed with
-the `Reply`, which emits whatever no delta carried. So one assembler serves streamed and whole replies.
+into the body of an unstreamed answer; `open_stream` gives a renderer that is fed `Delta`s as text becomes certain and closed
+with the `Reply`, which emits whatever no delta carried. So one assembler serves streamed and whole replies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from proxy.errors import VerbatimError
+from proxy.trees import Seen
+
+See = Callable[[bytes, Callable[[bytes], dict[str, Any]]], Seen]
+"""`SessionTree.see`: the message made of a raw history item, from memory where the session has sent it before."""
 
 
 @dataclass(slots=True)
@@ -21,7 +25,7 @@ class Request:
 
     dialect: str
     model: str
-    messages: list[dict[str, Any]]
+    history: list[Seen]
     tools: list[dict[str, Any]] = field(default_factory=list)
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -31,6 +35,11 @@ class Request:
     include_usage: bool = False
     top_logprobs: int | None = None
     """None: the harness asked for no logprobs, and gets none."""
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The history as chat messages; shared with other requests, not to be changed."""
+        return [seen.message for seen in self.history]
 
 
 @dataclass(slots=True)
@@ -100,8 +109,9 @@ class StreamRenderer(Protocol):
 class Dialect(Protocol):
     name: str
 
-    def parse(self, body: Mapping[str, Any]) -> Request:
-        """Raises RequestError naming the field and the rule it broke."""
+    def parse(self, body: bytes, see: See) -> Request:
+        """The canonical request; `see` decodes a raw history item once per session. Raises RequestError naming the field and
+        the rule it broke."""
         ...
 
     def render(self, request: Request, reply: Reply) -> bytes: ...

@@ -11,8 +11,10 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Choice, Delta, ErrorAnswer, Reply, Request
+from proxy.dialects.base import Choice, Delta, ErrorAnswer, Reply, Request, See
+from proxy.dialects.body import decode, split
 from proxy.errors import RequestError, VerbatimError
+from proxy.trees import Seen
 
 _encode = msgspec.json.Encoder().encode
 
@@ -33,8 +35,14 @@ _ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: 
 class ChatDialect:
     name = "chat"
 
-    def parse(self, body: Mapping[str, Any]) -> Request:
+    def parse(self, body: bytes, see: See) -> Request:
         """The canonical request. Raises RequestError naming the field and the rule it broke."""
+        fields, items = split(body, "messages")
+        return self._request(fields, [see(item, _message) for item in items])
+
+    def _request(self, body: Mapping[str, Any], history: list[Seen]) -> Request:
+        if not history:
+            raise RequestError("'messages' must be a non-empty list", param="messages")
         sampling = {key: body[key] for key in _SAMPLING if body.get(key) is not None}
         for key in ("temperature", "top_p"):
             if key in sampling and not _is_number(sampling[key]):
@@ -51,14 +59,14 @@ class ChatDialect:
         return Request(
             dialect=self.name,
             model=_model(body),
-            messages=_messages(body),
+            history=history,
             tools=_objects(body, "tools"),
             template_kwargs=_template_kwargs(body),
             sampling=sampling,
             forward={key: value for key, value in body.items() if key not in _CONSUMED and value is not None},
             n=_positive(body, "n") or 1,
             stream=_flag(body, "stream"),
-            include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+            include_usage=_include_usage(body),
             top_logprobs=_top_logprobs(body),
         )
 
@@ -189,26 +197,31 @@ def _model(body: Mapping[str, Any]) -> str:
     return model
 
 
-def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    messages = _objects(body, "messages")
-    if not messages:
-        raise RequestError("'messages' must be a non-empty list", param="messages")
-    for position, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise RequestError(f"'messages[{position}].role' must be a string", param=f"messages[{position}].role")
-        content = message.get("content")
-        if content is not None and not isinstance(content, (str, list)):
-            raise RequestError(f"'messages[{position}].content' must be a string or a list of parts", param="messages")
-        _objects(message, "tool_calls", where=f"messages[{position}].tool_calls")
-    return messages
+def _message(raw: bytes) -> dict[str, Any]:
+    """One message, checked as far as the service looks at it."""
+    message = decode(raw)
+    if not isinstance(message, dict):
+        raise RequestError("'messages' must be a list of objects", param="messages")
+    if not isinstance(message.get("role"), str):
+        raise RequestError("a message's 'role' must be a string", param="messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, (str, dict)) for part in content):
+            raise RequestError("a message's 'content' must be a string or a list of parts", param="messages")
+    elif content is not None and not isinstance(content, str):
+        raise RequestError("a message's 'content' must be a string or a list of parts", param="messages")
+    for call in _objects(message, "tool_calls"):
+        if not isinstance(call.get("function", {}), dict):
+            raise RequestError("a tool call's 'function' must be an object", param="messages")
+    return message
 
 
-def _objects(body: Mapping[str, Any], key: str, where: str = "") -> list[dict[str, Any]]:
+def _objects(body: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     value = body.get(key)
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise RequestError(f"'{where or key}' must be a list of objects", param=where or key)
+        raise RequestError(f"'{key}' must be a list of objects", param=key)
     return value
 
 
@@ -225,6 +238,13 @@ def _template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(kwargs, dict):
         raise RequestError("'chat_template_kwargs' must be an object", param="chat_template_kwargs")
     return kwargs
+
+
+def _include_usage(body: Mapping[str, Any]) -> bool:
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise RequestError("'stream_options' must be an object", param="stream_options")
+    return bool(options and options.get("include_usage"))
 
 
 def _top_logprobs(body: Mapping[str, Any]) -> int | None:

@@ -14,7 +14,8 @@ import aiohttp
 
 from proxy.errors import EngineUnavailable
 
-PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+# A busy engine may think for a while about a small question; a dead one refuses the connection at once.
+PROBE_TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
 
 TOKEN_ROUTES = ("/inference/v1/generate", "/v1/chat/completions/render", "/v1/chat/completions/derender")
 
@@ -85,8 +86,11 @@ async def _list_models(http: aiohttp.ClientSession, replica: Replica) -> None:
         if response.status >= 500:
             raise EngineUnavailable(f"GET /v1/models answered HTTP {response.status}")
         # A plain server may know only /v1/chat/completions: then any answer is a sign of life.
-        cards = (await response.json(content_type=None)).get("data", []) if response.status == 200 else []
-    _read_cards(replica, cards)
+        answer = await response.json(content_type=None) if response.status == 200 else {}
+    try:
+        _read_cards(replica, answer.get("data", []))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError("GET /v1/models answered something else than a list of models") from error
 
 
 def _read_cards(replica: Replica, cards: list[dict[str, Any]]) -> None:

@@ -64,6 +64,11 @@ class _Generated(msgspec.Struct):
     usage: _Usage | None = None
 
 
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: Any = None
+
+
 class _Derendered(msgspec.Struct):
     choices: list[dict[str, Any]]
 
@@ -118,7 +123,7 @@ class TokenApi:
         if stream:
             try:
                 async for data in self._http.events(replica, "/inference/v1/generate", body, job.line):
-                    _gather(choices, msgspec.json.decode(data, type=_Generated))
+                    _gather(choices, _event(replica, data))
             except VerbatimError as error:
                 if not any(choice.token_ids for choice in choices):
                     raise
@@ -176,27 +181,28 @@ class TokenApi:
         self, replica: Replica, job: Job, choice: _Gathered
     ) -> tuple[dict[str, Any], Sequence[Mapping[str, Any]] | None]:
         """The message the engine's parsers make of the sampled ids, and chat-shaped logprobs where they were asked for."""
-        if not choice.token_ids:
-            return {"role": "assistant", "content": ""}, None
         wanted = job.request.top_logprobs is not None
+        spoken = _spoken(choice)
+        if not choice.token_ids or not (spoken or wanted):
+            return {"role": "assistant", "content": ""}, None
         body = {
             "model": job.request.model,
-            "generate_response": self._generate_response(job, choice, wanted),
+            "generate_response": self._generate_response(job, choice, spoken or choice.token_ids, wanted),
             "chat_request": _parser_request(job),
         }
         answer = await self._http.post(replica, "/v1/chat/completions/derender", body, _Derendered)
         derendered = answer.choices[0]
-        message = plain_message(derendered.get("message") or {})
+        message = plain_message(derendered.get("message") or {}) if spoken else {"role": "assistant", "content": ""}
         if isinstance(choice.stop_reason, str):
             cut_at_stop(message, choice.stop_reason)
         content = (derendered.get("logprobs") or {}).get("content") if wanted else None
         return message, content
 
-    def _generate_response(self, job: Job, choice: _Gathered, with_logprobs: bool) -> dict[str, Any]:
+    def _generate_response(self, job: Job, choice: _Gathered, token_ids: Sequence[int], with_logprobs: bool) -> dict[str, Any]:
         assert job.prompt_ids is not None
         shaped: dict[str, Any] = {
             "index": 0,
-            "token_ids": choice.token_ids,
+            "token_ids": token_ids,
             "finish_reason": choice.finish_reason or "abort",
             "stop_reason": choice.stop_reason,
         }
@@ -205,7 +211,24 @@ class TokenApi:
         return {"request_id": job.call_id, "choices": [shaped], "prompt_token_ids": job.prompt_ids.tolist()}
 
 
-def _gather(choices: list[_Gathered], answer: _Generated) -> None:
+def _event(replica: Replica, data: bytes) -> _Event:
+    """One event of a stream. Raises EngineFailed when it is vLLM's word that the engine failed, or no event at all."""
+    try:
+        event = msgspec.json.decode(data, type=_Event)
+    except msgspec.DecodeError as error:
+        raise EngineFailed(f"engine {replica.name} streamed something else than expected: {error}") from error
+    if event.error:
+        raise EngineFailed(f"engine {replica.name} broke off: {str(event.error)[:300]}")
+    return event
+
+
+def _spoken(choice: _Gathered) -> list[int]:
+    """The ids that show in the text. A stop token that ended the turn does not; derender would spell it out."""
+    ended = choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str)
+    return choice.token_ids[:-1] if ended else choice.token_ids
+
+
+def _gather(choices: list[_Gathered], answer: _Generated | _Event) -> None:
     for choice in answer.choices:
         if not 0 <= choice.index < len(choices):
             raise EngineFailed(f"the engine answered choice {choice.index} of {len(choices)}")

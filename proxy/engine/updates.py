@@ -149,7 +149,7 @@ class WeightUpdater:
             replica.weight_version = 0
             return None
         api = self._api(replica)
-        if await api.label() == str(current.version) and not await api.paused():
+        if await _runs_on(api, current.version):
             replica.weight_version = current.version
             return None
         try:
@@ -233,6 +233,14 @@ class _Commit:
 
 async def _committed() -> None:
     """A repair loads what is current already."""
+
+
+async def _runs_on(api: WeightApi, version: int) -> bool:
+    try:
+        return await api.label() == str(version) and not await api.paused()
+    except EngineFailed:
+        # A large checkpoint going in, pushed by another process, keeps the engine from answering: the lock tells.
+        return False
 
 
 async def _loaded_if_known(api: WeightApi) -> Loaded | None:

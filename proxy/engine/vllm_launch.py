@@ -58,14 +58,11 @@ def vllm_command(
 
 
 def _environment(device: Device) -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
-    env = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        # The workers import the backend from here, installed or not.
-        "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root,
-    }
+    root = Path(__file__).resolve().parents[2]
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if (root / "pyproject.toml").is_file():
+        # A source tree: vLLM's workers import the backend from it. Installed, they find it as any other package.
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     if device == "cpu":
         # Without it the first call that asks for logprobs compiles for up to 25 seconds.
         env |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}

@@ -16,7 +16,7 @@ import aiohttp
 from proxy.engine.replica import Replica
 from proxy.errors import EngineFailed
 
-PROBE_SECONDS = 10.0
+PROBE_SECONDS = 30.0
 SETUP = (
     "start vLLM with VLLM_SERVER_DEV_MODE=1, --worker-extension-cls proxy.engine.vllm_backend.VerbatimWorker and "
     '--weight-transfer-config \'{"backend": "verbatim"}\''

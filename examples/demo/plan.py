@@ -1,0 +1,59 @@
+"""Plan: one run of the demo, where its files go, and what is expected of it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from examples.demo.verdict import Expectation
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run. `model` None: a tiny model is made and warmed up; otherwise a path or a Hugging Face name."""
+
+    model: str | None
+    out: Path
+    steps: int
+    seed: int
+    push: bool
+    groups: int
+    rollouts: int
+    learning_rate: float
+    gpu: bool = field(default_factory=lambda: shutil.which("nvidia-smi") is not None)
+
+    @property
+    def model_dir(self) -> str:
+        return self.model or str(self.out / "model")
+
+    @property
+    def weights_dir(self) -> Path:
+        return self.out / "weights"
+
+    @property
+    def trainer_log(self) -> Path:
+        return self.out / "trainer-steps.jsonl"
+
+    def log(self, name: str) -> Path:
+        return self.out / "logs" / f"{name}.log"
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What every job of the agent says. A named model is told not to think: the task needs none."""
+        extra = {"chat_template_kwargs": {"enable_thinking": False}} if self.model else {}
+        return {"model": "policy", "max_tokens": 200 if self.model else 40, "extra_body": extra}
+
+    @property
+    def expected(self) -> Expectation:
+        # bfloat16 keeps 8 bits: two correct programs differ visibly in the logprobs of unlikely tokens.
+        return Expectation(push=self.push, rise=0.25 if self.push else 0.12, difference=0.5 if self.gpu else 1e-4)
+
+    def empty_out(self) -> None:
+        """Make `out`, with nothing left in it of an earlier run; what the demo did not write stays."""
+        for name in ("model", "weights", "logs"):
+            shutil.rmtree(self.out / name, ignore_errors=True)
+        for name in (self.trainer_log.name, "verdict.json", "reward.png"):
+            (self.out / name).unlink(missing_ok=True)
+        (self.out / "logs").mkdir(parents=True)

@@ -1,0 +1,92 @@
+"""The promises on training rows, checked whoever built them.
+
+Context is true: a row's calls extend one another and its ids are those of the last of them, prompt and reply, so the ids before
+a trained token are the ones it was sampled after. Each once: over all rows every token of a call that may be trained has
+`loss_mask` 1 exactly once, with the logprob and the weight version it was sampled with; a refused call's tokens never have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reconstruct.errors import LengthMismatch, RecordError
+from reconstruct.forest import Forest, shared_length
+from reconstruct.records import Call, Span
+from reconstruct.trajectory import Trajectory
+
+Counts = NDArray[np.int64]
+
+_NO_VERSION = -1
+
+
+def verify(forest: Forest, refused: Mapping[str, str], rows: Sequence[Trajectory]) -> None:
+    """Raise RecordError for the first token, by row or by call, that breaks a promise."""
+    trained = {call_id: np.zeros(len(call.node.completion_ids), np.int64) for call_id, call in forest.calls.items()}
+    for row in rows:
+        _check_context(forest, row)
+        _count_trained(forest, row, refused, trained)
+    for call_id, counts in trained.items():
+        _refuse_first(counts > 1, forest.calls[call_id], "a sampled token is trained more than once")
+        if call_id not in refused:
+            _refuse_first(counts == 0, forest.calls[call_id], "a sampled token is neither trained nor quarantined")
+
+
+def _check_context(forest: Forest, row: Trajectory) -> None:
+    if not row.call_ids or any(call_id not in forest for call_id in row.call_ids):
+        raise RecordError(f"row {row.trajectory_id} runs through calls that are not in the session", session_id=row.session_id)
+    for before, after in pairwise(row.call_ids):
+        if not forest.extends(after) or forest.calls[after].node.parent_id != before:
+            raise RecordError(f"row {row.trajectory_id} runs on from call {before}", session_id=row.session_id, call_id=after)
+    last = forest.calls[row.call_ids[-1]]
+    length = len(row.token_ids)
+    if not length == len(row.loss_mask) == len(row.logprobs) == forest.full_length(last.call_id):
+        raise LengthMismatch(
+            f"row {row.trajectory_id} has {length} ids, {len(row.loss_mask)} mask values and {len(row.logprobs)} logprobs for "
+            f"{forest.full_length(last.call_id)} ids of its last call",
+            session_id=row.session_id,
+            call_id=last.call_id,
+        )
+    shared = shared_length(forest.full_ids(last.call_id), row.token_ids)
+    if shared < length:
+        raise RecordError("an id is not the one of the call", session_id=row.session_id, call_id=last.call_id, position=shared)
+
+
+def _count_trained(forest: Forest, row: Trajectory, refused: Mapping[str, str], trained: Mapping[str, Counts]) -> None:
+    """Add the row's mask to the counts of its calls, whose logprobs and versions it must carry."""
+    mask = row.loss_mask != 0
+    logprobs = np.zeros(len(mask), dtype=np.float32)
+    versions = np.full(len(mask), _NO_VERSION, dtype=np.int64)
+    unsampled = mask.copy()
+    for call_id in row.call_ids:
+        node = forest.calls[call_id].node
+        start = forest.prompt_length(call_id)
+        end = start + len(node.completion_ids)
+        if call_id in refused:
+            _refuse_first(
+                mask[start:end], forest.calls[call_id], f"a token is trained that is quarantined as {refused[call_id]}"
+            )
+        trained[call_id][:] += row.loss_mask[start:end]
+        unsampled[start:end] = False
+        if mask[start:end].any():
+            logprobs[start:end] = node.logprobs
+            _lay(versions, node.spans, start)
+    last = forest.calls[row.call_ids[-1]]
+    _refuse_first(unsampled, last, f"row {row.trajectory_id} trains a token that no call of it sampled")
+    _refuse_first(np.where(mask, logprobs, 0) != row.logprobs, last, f"row {row.trajectory_id} has another logprob")
+    claimed = np.full(len(mask), _NO_VERSION, dtype=np.int64)
+    _lay(claimed, row.weight_versions, 0)
+    _refuse_first(np.where(mask, versions, _NO_VERSION) != claimed, last, f"row {row.trajectory_id} has another weight version")
+
+
+def _lay(versions: NDArray[np.int64], spans: Iterable[Span], start: int) -> None:
+    for span in spans:
+        versions[start + span.start : start + span.end] = span.version
+
+
+def _refuse_first(wrong: NDArray[np.bool_], call: Call, message: str) -> None:
+    if wrong.any():
+        raise RecordError(message, session_id=call.session_id, call_id=call.call_id, position=int(wrong.argmax()))

@@ -1,0 +1,120 @@
+"""The real service in a thread of its own, over a real Redis, and one harness session of it as the openai SDK sees it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+import httpx
+import uvicorn
+from openai import OpenAI
+from pydantic import SecretStr
+
+from proxy.app import create_app
+from proxy.settings import Settings
+
+ADMIN, TRAINER = "admin-of-the-test", "trainer-of-the-test"
+
+
+class RunningService:
+    """`create_app(settings)` on a free port; used in a `with` block. Settings are keyword arguments."""
+
+    def __init__(self, engine: str | list[str], redis_url: str, **settings: Any) -> None:
+        engines = [engine] if isinstance(engine, str) else engine
+        tokens = {"admin_token": SecretStr(ADMIN), "trainer_token": SecretStr(TRAINER)}
+        self.settings = Settings(engine=engines, redis=redis_url, **{**tokens, "drain_seconds": 2.0, **settings})
+        self.url = ""
+        self._control = httpx.Client(headers={"Authorization": f"Bearer {ADMIN}"}, timeout=30)
+
+    def __enter__(self) -> Self:
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        config = uvicorn.Config(
+            create_app(self.settings),
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=5,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, name="service")
+        self._thread.start()
+        wait_until(lambda: self._server.started or not self._thread.is_alive(), 20, "the service has started")
+        assert self._server.started, "the service could not start"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._control.close()
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the service did not stop"
+
+    def request(self, method: str, path: str, token: str = ADMIN, **more: Any) -> httpx.Response:
+        return self._control.request(method, self.url + path, headers={"Authorization": f"Bearer {token}"}, **more)
+
+    def session(self, *, max_retries: int = 0, **fields: Any) -> Session:
+        return Session(self, max_retries, fields)
+
+
+class Session:
+    """One session and its harness, which knows nothing but the openai SDK, a base URL and a key."""
+
+    def __init__(self, service: RunningService, max_retries: int, fields: dict[str, Any]) -> None:
+        created = service.request("POST", "/sessions", json=fields)
+        assert created.status_code == 201, created.text
+        answer = created.json()
+        self._service = service
+        self.session_id: str = answer["session_id"]
+        self.base_url: str = answer["base_urls"]["openai"]
+        self.api_key: str = answer["api_key"]
+        self.client = OpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=max_retries, timeout=30)
+
+    def ask(self, messages: list[Any] | str, **fields: Any) -> Any:
+        """The SDK's answer; a string asks one user question."""
+        asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        return self.client.chat.completions.create(model="policy", messages=asked, **fields)
+
+    def answer(self, messages: list[Any] | str, **fields: Any) -> dict[str, Any]:
+        """The assistant message as a harness keeps it for its next request."""
+        message: dict[str, Any] = self.ask(messages, **fields).choices[0].message.model_dump(exclude_none=True)
+        return message
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        listed: list[dict[str, Any]] = self._get("calls")["calls"]
+        return listed
+
+    def trajectories(self, builder: str = "merged") -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """(rows, accounting); sampled = exported + quarantined is checked on the way."""
+        answer = self._get(f"trajectories?builder={builder}")
+        accounting = answer["accounting"]
+        quarantined = sum(item["tokens"] for item in accounting["quarantined"])
+        assert accounting["sampled_tokens"] == accounting["exported_tokens"] + quarantined
+        return answer["trajectories"], accounting
+
+    def close(self, status: str = "completed", **fields: Any) -> None:
+        answer = self._service.request("POST", f"/sessions/{self.session_id}/close", json={"status": status, **fields})
+        assert answer.status_code == 200, answer.text
+
+    def _get(self, what: str) -> Any:
+        answer = self._service.request("GET", f"/sessions/{self.session_id}/{what}")
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+def wait_until(happened: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+
+
+def streamed_text(stream: Any) -> tuple[str, list[Any]]:
+    """The text of the first choice of an SDK stream, and all its chunks."""
+    chunks = list(stream)
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), chunks
