@@ -11,6 +11,8 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from cli.control import Control
+
 app = typer.Typer(
     no_args_is_help=True,
     help="Look at the sessions of a running service (VERBATIM_URL, default http://127.0.0.1:8700, and VERBATIM_ADMIN_TOKEN).",
@@ -46,18 +48,24 @@ def show(session_id: Annotated[str, typer.Argument(metavar="SESSION", help="The 
 
     control, path = Control(), f"/sessions/{quote(session_id, safe='')}"
     session = control.get(path)
-    calls, cursor = [], None
-    while True:
-        page = control.get(f"{path}/calls", cursor=cursor)
-        calls += page["calls"]
-        cursor = page.get("cursor")
-        if cursor is None:
-            break
+    calls = all_calls(control, session_id)
     exported = control.get(f"{path}/trajectories")
     console = Console()
     console.print(sessions_table([session]))
     console.print(calls_table(calls))
     console.print(accounting_line(len(exported["trajectories"]), exported["accounting"]))
+
+
+def all_calls(control: Control, session_id: str) -> list[dict[str, Any]]:
+    """Every call of the session, page after page."""
+    calls: list[dict[str, Any]] = []
+    cursor = None
+    while True:
+        page = control.get(f"/sessions/{quote(session_id, safe='')}/calls", cursor=cursor)
+        calls += page["calls"]
+        cursor = page.get("cursor")
+        if cursor is None:
+            return calls
 
 
 def sessions_table(sessions: list[dict[str, Any]]) -> Table:

@@ -28,18 +28,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Where a request stands: its chain, and the call whose reply is its message number `reply_at` (None: a root)."""
+    """Where a request stands: its chain, and the call whose reply is its message number `reply_at` (None: a root).
+
+    `near` is the call whose whole request is the longest known beginning of this one, and `near_at` how many messages that is: a
+    retry or another sample when it is all of them, an edited history when it goes on otherwise.
+    """
 
     root: bytes
     chain: Sequence[bytes]
     parent: Call | None = None
     reply_at: int = -1
     projection: str = ""
-    edited: bool = False
+    near: str | None = None
+    near_at: int = 0
 
     @property
     def fingerprint(self) -> bytes:
         return self.chain[-1]
+
+    @property
+    def repeated(self) -> bool:
+        return self.near is not None and self.near_at == len(self.chain) - 1
+
+    @property
+    def edited(self) -> bool:
+        return self.near is not None and not self.repeated and self.near_at > self.reply_at + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +76,21 @@ class TokenPlan:
 
 
 def continuation(tree: SessionTree, request: Request) -> Continuation:
-    """The call that `request` continues, found from the last assistant message backwards."""
+    """The call that `request` continues, found from the last message backwards."""
     root = root_key(request.model, request.tools, request.template_kwargs)
     digests = [seen.digests for seen in request.history]
     fingerprints = chain(root, digests)
-    edited = False
+    near, near_at = None, 0
     for position in range(len(digests) - 1, -1, -1):
-        if not digests[position].is_assistant:
-            continue
-        found = _answered(tree, request.history, position, fingerprints[position + 1])
-        if found is not None:
-            parent, used = found
-            return Continuation(root, fingerprints, parent, position, used, edited)
-        edited = True
-    return Continuation(root, fingerprints, edited=edited)
+        asked = tree.forest.asked(fingerprints[position + 1])
+        if asked and near is None:
+            near, near_at = asked[0], position + 1
+        if digests[position].is_assistant:
+            found = _answered(tree, request.history, position, fingerprints[position + 1])
+            if found is not None:
+                parent, used = found
+                return Continuation(root, fingerprints, parent, position, used, near, near_at)
+    return Continuation(root, fingerprints, near=near, near_at=near_at)
 
 
 def _answered(tree: SessionTree, history: Sequence[Seen], position: int, fingerprint: bytes) -> tuple[Call, str] | None:
@@ -114,7 +128,7 @@ async def plan_tokens(
     parent = found.parent
     if parent is None or found.reply_at == len(request.messages) - 1:
         fresh = await render(Rendering(request.messages, True))
-        return TokenPlan(fresh.ids, _root_reason(tree, found), fresh.body), close
+        return TokenPlan(fresh.ids, None, fresh.body), close
     if close is None:
         close, _ = await _drive(turn_end(), render)
     assert close is not None
@@ -145,33 +159,35 @@ async def _drive(steps: Generator[tuple[Rendering, ...], Sequence[Ids], T], rend
 
 
 def place(tree: SessionTree, found: Continuation, prompt_ids: Ids, branch_reason: str | None) -> Place:
-    """Where `prompt_ids` hang: on the parent where they begin with all of its ids, else on the call that shares most."""
-    parent = found.parent
-    if parent is not None:
-        shared = shared_length(tree.full_ids(parent.call_id), prompt_ids)
-        if shared == tree.forest.full_length(parent.call_id):
-            reason = branch_reason or ("edited" if found.edited else None)
-            return Place(parent.call_id, reason, parent.call_id, shared, prompt_ids[shared:])
-        reason = branch_reason or "retokenized"
-        return Place(parent.call_id, reason, parent.call_id, shared, prompt_ids[shared:])
-    base = _base_of_root(tree, found)
+    """Where `prompt_ids` hang: on the parent where they begin with all of its ids, else on the call that probably shares most.
+
+    `branch_reason` is why the prompt is a fresh rendering, None when it was made to extend the parent.
+    """
+    parent_id = found.parent.call_id if found.parent else None
+    base = parent_id or found.near or next(reversed(tree.forest.calls), None)
     shared = shared_length(tree.full_ids(base), prompt_ids) if base is not None else 0
-    reason = branch_reason or _root_reason(tree, found)
-    return Place(None, reason, base if shared else None, shared, prompt_ids[shared:])
+    if parent_id is None:
+        reason = _root_reason(tree, found)
+    elif shared < tree.forest.full_length(parent_id):
+        reason = branch_reason or "retokenized"
+    else:
+        reason = branch_reason or _fork_reason(tree, found, parent_id)
+    return Place(parent_id, reason, base if shared else None, shared, prompt_ids[shared:])
 
 
-def _base_of_root(tree: SessionTree, found: Continuation) -> str | None:
-    """A call whose ids a fresh rendering probably shares: one with the same request, else the session's latest."""
-    same = tree.forest.asked(found.fingerprint)
-    if same:
-        return same[0]
-    return next(reversed(tree.forest.calls), None)
+def _fork_reason(tree: SessionTree, found: Continuation, parent_id: str) -> str | None:
+    """Why a call that extends its parent is not the first to do so."""
+    if found.repeated:
+        return "repeated"
+    if found.edited:
+        return "edited"
+    return "forked" if tree.forest.children(parent_id) else None
 
 
 def _root_reason(tree: SessionTree, found: Continuation) -> str | None:
     if not len(tree.forest):
         return None
-    if tree.forest.asked(found.fingerprint):
+    if found.repeated:
         return "repeated"
     return "edited" if found.edited else "new_root"
 

@@ -77,14 +77,15 @@ class Talk:
         said: Sequence[int],
         *,
         parent: str | None = None,
-        base: str | None = None,
+        base: str | None = "its parent",
         base_length: int | None = None,
         fields: dict[str, Any] | None = None,
         **of_node: Any,
     ) -> Call:
-        """Add a call sampled after `prompt`. Its base is its parent unless another is named; it leans on all ids it shares
-        with it unless `base_length` says fewer."""
-        base = base or parent
+        """Add a call sampled after `prompt`. Its base is its parent unless another, or None, is named; it leans on all ids it
+        shares with it unless `base_length` says fewer."""
+        if base == "its parent":
+            base = parent
         shared = common_prefix(self.full[base], prompt) if base else 0
         if base_length is not None:
             assert base_length <= shared

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -297,12 +298,13 @@ def test_rows_do_not_depend_on_the_order_of_arrival() -> None:
     talk.say("c3", [1, 2, 3], [5], parent="c1", base="c2")
     talk.say("c4", [1, 2, 3], [6], parent="c1", base="c2")
     talk.go_on("c5", "c3", [7], [8])
-    expected = [
-        (row.trajectory_id, picture) for row, picture in zip(rows_of(talk.calls), pictured(rows_of(talk.calls)), strict=True)
-    ]
+    expected = named_and_pictured(rows_of(talk.calls))
     for order in permutations(talk.calls):
-        rows = rows_of(order)
-        assert [(row.trajectory_id, picture) for row, picture in zip(rows, pictured(rows), strict=True)] == expected
+        assert named_and_pictured(rows_of(order)) == expected
+
+
+def named_and_pictured(rows: Sequence[Trajectory]) -> list[tuple[str, str]]:
+    return list(zip([row.trajectory_id for row in rows], pictured(rows), strict=True))
 
 
 def test_trajectory_ids_are_stable_and_differ_by_builder_session_and_calls() -> None:
@@ -318,7 +320,7 @@ def test_trajectory_ids_are_stable_and_differ_by_builder_session_and_calls() -> 
     assert len({FIRST_ID, SECOND_ID, *others, *elsewhere}) == 8
 
 
-FIRST_ID, SECOND_ID = "?", "?"
+FIRST_ID, SECOND_ID = "306259b5aa5409cd5fbf75f6", "806478e1f0673fb25d6a2a91"
 
 
 def test_rows_carry_what_their_session_is_told() -> None:
@@ -354,6 +356,24 @@ def test_rewards_of_single_calls_travel_with_the_rows_that_hold_them() -> None:
 def test_builders_are_found_by_name() -> None:
     assert builder_named("merged") is merged
     assert builder_named("per_call") is per_call
+
+
+def test_a_builder_is_added_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed distribution that names a function in the group `verbatim.builders`."""
+    (tmp_path / "longest_first.py").write_text(
+        "from reconstruct.builders import merged\n"
+        "def build(settled, context):\n"
+        "    return sorted(merged(settled, context), key=lambda row: -len(row.token_ids))\n"
+    )
+    installed = tmp_path / "longest_first-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: longest-first\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[verbatim.builders]\nlongest_first = longest_first:build\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    calls = [call("c1", delta=[1], said=[2]), call("c2", delta=[1, 2, 3], said=[4])]
+    assert pictured(rows_of(calls, builder_named("longest_first"))) == ["c2: 1 2 3 [4]", "c1: 1 [2]"]
+    with pytest.raises(ReconstructError, match="known: longest_first, merged, per_call"):
+        builder_named("best")
 
 
 def test_an_unknown_builder_is_refused_with_the_known_ones() -> None:

@@ -118,6 +118,7 @@ class ChatApi:
         """Yields the engine's own deltas when streaming, then one Outcome."""
         before = await self._http.version(replica)
         choices = [_Gathered(index) for index in range(job.request.n)]
+        wanted = job.request.top_logprobs is not None
         seen = _Answer()
         broken = None
         try:
@@ -127,7 +128,7 @@ class ChatApi:
                 for choice in answer.choices:
                     seen.prompt_token_ids = seen.prompt_token_ids or choice.prompt_token_ids
                     delta = _at(choices, choice.index).add(choice)
-                    if stream and (delta.content or delta.reasoning or delta.tool_calls):
+                    if stream and (delta.content or delta.reasoning or delta.tool_calls or (wanted and delta.logprobs)):
                         yield delta
         except VerbatimError as error:
             if not any(choice.token_ids or choice.content for choice in choices):
@@ -155,7 +156,10 @@ class ChatApi:
             yield await self._http.post(replica, "/v1/chat/completions", body, _Answer, headers, line)
             return
         async for data in self._http.events(replica, "/v1/chat/completions", body, line, headers):
-            answer = msgspec.json.decode(data, type=_Answer)
+            try:
+                answer = msgspec.json.decode(data, type=_Answer)
+            except msgspec.DecodeError as error:
+                raise EngineFailed(f"engine {replica.name} streamed something else than expected: {error}") from error
             if answer.error:
                 raise EngineFailed(f"engine {replica.name} broke off: {str(answer.error)[:300]}")
             yield answer

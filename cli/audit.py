@@ -1,0 +1,172 @@
+"""`verbatim audit`: one session's tree, why each branch exists, where its tokens went, and whether the logprobs are true."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from cli.refusal import Refusal
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.tree import Tree
+
+    from reconstruct.trajectory import Trajectory
+    from trainer_client.recompute import Difference
+
+TOLERANCE = 1e-4
+
+
+def audit(
+    session_id: Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")],
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[VERSION=]PATH",
+            help="A transformers checkpoint: recompute every trained token's logprob with it. With VERSION= only the tokens "
+            "sampled under those weights; repeat it for each version. Needs torch and transformers.",
+        ),
+    ] = None,
+    builder: Annotated[str, typer.Option(metavar="NAME", help="merged (one row per branch) or per_call.")] = "merged",
+    tolerance: Annotated[float, typer.Option(metavar="X", help="Largest difference that is no error.")] = TOLERANCE,
+) -> None:
+    """Show a session's tree, its accounting and, with a model, how true its logprobs are.
+
+    Exits with 1 when sampled tokens are unaccounted for or a logprob is off by more than the tolerance. Compare in float32: in
+    bfloat16 the engine and transformers differ by about 0.03.
+    """
+    from rich.console import Console
+
+    from cli.control import Control
+    from cli.sessions import accounting_line, all_calls
+
+    control, console = Control(), Console()
+    path = f"/sessions/{quote(session_id, safe='')}"
+    calls = all_calls(control, session_id)
+    exported = control.get(f"{path}/trajectories", builder=builder)
+    console.print(session_tree(session_id, calls, exported["accounting"]))
+    for line in branch_lines(calls):
+        console.print(line)
+    console.print(accounting_line(len(exported["trajectories"]), exported["accounting"]))
+    problems = accounting_problems(exported["accounting"])
+    if model:
+        differences = recomputed([_row(row) for row in exported["trajectories"]], model)
+        console.print(differences_table(differences))
+        problems += [
+            f"{name}: a logprob is off by {difference.largest:.3g} (row {difference.trajectory_id}, token {difference.position})"
+            for name, difference in differences.items()
+            if difference.largest > tolerance
+        ]
+    if problems:
+        raise Refusal("; ".join(problems))
+
+
+def session_tree(session_id: str, calls: list[dict[str, Any]], accounting: dict[str, Any]) -> Tree:
+    """The calls as branches of their parents, in the order they were recorded; quarantined ones say why."""
+    from rich.tree import Tree
+
+    reasons = {item["call_id"]: item["reason"] for item in accounting["quarantined"]}
+    root = Tree(f"session {session_id}: {len(calls)} calls")
+    places: dict[str | None, Tree] = {None: root}
+    for call in calls:
+        # A straight continuation stands below its parent at the same depth: only branches indent, however long a run is.
+        parent = places.get(call["parent_id"], root)
+        child = parent if call["parent_id"] and not call["branch_reason"] else parent.add(_headline(call))
+        line = _line(call, reasons.get(call["call_id"]))
+        places[call["call_id"]] = child
+        child.add(line)
+    return root
+
+
+def _headline(call: dict[str, Any]) -> str:
+    return f"[bold]{call['branch_reason'] or 'root'}[/bold] {call['role'] or ''}".rstrip()
+
+
+def _line(call: dict[str, Any], reason: str | None) -> str:
+    versions = ", ".join(str(span[0]) for span in call["weight_versions"]) or "?"
+    said = ((call.get("reply") or {}).get("content") or "").strip().replace("\n", " ")
+    line = f"{call['call_id']}  {len(call['prompt_ids'])} + {len(call['completion_ids'])} tokens, weights {versions}"
+    line += f", {call['finish_reason'] or call['status']}"
+    if call.get("projection") not in (None, "", "exact"):
+        line += f", replayed: {call['projection']}"
+    if reason:
+        line += f"  [red]quarantined: {reason}[/red]"
+    from rich.markup import escape
+
+    return line + (f"  [dim]{escape(said[:60])}[/dim]" if said else "")
+
+
+def branch_lines(calls: list[dict[str, Any]]) -> list[str]:
+    counted = Counter(call["branch_reason"] for call in calls if call["branch_reason"])
+    return [f"{count} x {reason}: {MEANINGS.get(reason, 'see the documentation')}" for reason, count in counted.most_common()]
+
+
+MEANINGS = {
+    "new_root": "other tools, model, template kwargs or first messages: nothing to continue",
+    "repeated": "the same request again: a retry or another sample",
+    "edited": "the harness went on from an earlier request with another reply than was sent; what it changed is prompt",
+    "forked": "another continuation of the same reply",
+    "thinking_dropped": "the chat template drops earlier thinking at a new user turn",
+    "history_rewritten": "the chat template shows the earlier turns otherwise now",
+    "turn_end_differs": "the model ended its turn with another token than the template",
+    "turn_end_unknown": "the template's turn end was not found behind the reply",
+    "retokenized": "the engine rendered the history to other ids than were sampled",
+}
+
+
+def accounting_problems(accounting: dict[str, Any]) -> list[str]:
+    quarantined = sum(item["tokens"] for item in accounting["quarantined"])
+    if accounting["sampled_tokens"] == accounting["exported_tokens"] + quarantined:
+        return []
+    return [
+        f"{accounting['sampled_tokens']} sampled is not {accounting['exported_tokens']} exported + {quarantined} quarantined"
+    ]
+
+
+def recomputed(rows: list[Trajectory], models: list[str]) -> dict[str, Difference]:
+    """What `--model` was given, and how far the stored logprobs are from that model's."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise Refusal("--model needs torch and transformers: pip install 'verbatim-rl[trainer]' transformers") from error
+
+    from rich.progress import track
+
+    from trainer_client.recompute import Difference, compare
+
+    differences = {}
+    for given in models:
+        version, path = _versioned(given)
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+        except (OSError, ValueError) as error:
+            raise Refusal(f"{path} holds no model that transformers can load: {error}") from error
+        loaded.eval()
+        total = Difference()
+        for row in track(rows, description=f"recomputing with {path}", transient=True):
+            total += compare(loaded, [row], version=version)
+        differences[given] = total
+    return differences
+
+
+def _versioned(given: str) -> tuple[int | None, str]:
+    version, separator, path = given.partition("=")
+    return (int(version), path) if separator and version.isdecimal() else (None, given)
+
+
+def differences_table(differences: dict[str, Difference]) -> Table:
+    from rich.table import Table
+
+    table = Table("model", "tokens", "largest |stored - recomputed|", "mean")
+    for name, difference in differences.items():
+        table.add_row(name, str(difference.tokens), f"{difference.largest:.2e}", f"{difference.mean:.2e}")
+    return table
+
+
+def _row(row: dict[str, Any]) -> Trajectory:
+    from trainer_client.wire import trajectory_of
+
+    return trajectory_of(row)
