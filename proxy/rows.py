@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from proxy.errors import RequestError
+from proxy.services import Services
 from proxy.store.base import Intent, SessionState
 from reconstruct.accounting import account, settle
 from reconstruct.builders import RowContext, builder_named
@@ -42,18 +44,25 @@ class Built:
     accounting: Accounting
 
 
-def build_rows(state: SessionState, records: Sequence[bytes], intents: Sequence[Intent], builder: str) -> Built:
+def build_rows(
+    state: SessionState,
+    records: Sequence[bytes],
+    intents: Sequence[Intent],
+    delivered: Container[str],
+    builder: str,
+    train_roles: Container[str],
+) -> Built:
     """The session's training rows and what became of every sampled token.
 
-    Intents without a result are dangling calls: they are accounted for with no tokens. Raises RequestError for an unknown
-    builder.
+    `delivered` holds the ids of calls whose answer went out whole. Intents without a result are dangling calls: they are
+    accounted for with no tokens. Raises RequestError for an unknown builder.
     """
     try:
         build = builder_named(builder)
     except ReconstructError as error:
         raise RequestError(str(error), param="builder") from error
     calls, damaged = _decoded(records)
-    settled = settle(calls)
+    settled = settle(calls, delivered=delivered, train_roles=train_roles)
     info = state.info
     rows = build(
         settled,
@@ -176,3 +185,13 @@ def _dangling(intent: Intent) -> dict[str, Any]:
         "replica": intent.replica,
         "started_at": intent.started_at,
     }
+
+
+async def session_rows(services: Services, state: SessionState, builder: str = "merged") -> Built:
+    """`build_rows` on what the store holds of the session, off the event loop."""
+    session_id = state.info.session_id
+    records, intents, delivered = await asyncio.gather(
+        services.sessions.records(session_id), services.sessions.intents(session_id), services.sessions.delivered(session_id)
+    )
+    roles = frozenset(services.settings.train_roles)
+    return await asyncio.to_thread(build_rows, state, records, intents, delivered, builder, roles)

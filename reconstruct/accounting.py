@@ -8,7 +8,7 @@ or not at all and quarantined. `check` holds sampled == exported + quarantined.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,8 @@ import numpy as np
 from reconstruct.errors import IdOutOfRange, ReconstructError, RecordError, UnknownParent
 from reconstruct.forest import Forest, order_key
 from reconstruct.records import Call
+from reconstruct.retries import REASON as SUPERSEDED
+from reconstruct.retries import superseded
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
 from reconstruct.verification import verify
 
@@ -23,15 +25,23 @@ from reconstruct.verification import verify
 @dataclass(frozen=True, slots=True)
 class Settled:
     """The session's forest, and the reason for each call (by id) that must not be trained. `stray` calls lean on a call that
-    is missing, or on more ids than it holds: they are not in the forest."""
+    is missing, or on more ids than it holds: they are not in the forest. `shown` calls are sound, but of a role that is not
+    trained: they get rows all the same, with nothing to train."""
 
     forest: Forest
     refused: Mapping[str, str]
     stray: Sequence[Call]
+    shown: frozenset[str] = frozenset()
 
 
-def settle(calls: Iterable[Call]) -> Settled:
-    """Plant the forest from calls in any order and find what must not be trained. Never raises for one bad record."""
+def settle(
+    calls: Iterable[Call], *, delivered: Container[str] | None = None, train_roles: Container[str] | None = None
+) -> Settled:
+    """Plant the forest from calls in any order and find what must not be trained. Never raises for one bad record.
+
+    `delivered` holds the ids of calls whose answer went out whole (None: all of them); `train_roles` the roles that are
+    trained (None: every role).
+    """
     ordered = sorted({call.call_id: call for call in calls}.values(), key=order_key)
     forest, refused = _plant(ordered)
     stray = [call for call in ordered if call.call_id in refused]
@@ -40,7 +50,19 @@ def settle(calls: Iterable[Call]) -> Settled:
         reason = _refusal(call, forest) or (IdOutOfRange.reason if call.call_id in unsound else "")
         if reason:
             refused[call.call_id] = reason
-    return Settled(forest, refused, stray)
+    if delivered is not None:
+        for call_id in superseded(forest, delivered):
+            refused.setdefault(call_id, SUPERSEDED)
+    shown = _not_trained(forest, refused, train_roles)
+    return Settled(forest, {**refused, **shown}, stray, frozenset(shown))
+
+
+def _not_trained(forest: Forest, refused: Mapping[str, str], train_roles: Container[str] | None) -> dict[str, str]:
+    """Sound calls of roles that are not trained, and the reason."""
+    if train_roles is None:
+        return {}
+    others = [call for call in forest.calls.values() if call.role not in train_roles and call.call_id not in refused]
+    return {call.call_id: f"role_{call.role}" for call in others}
 
 
 def _refusal(call: Call, forest: Forest) -> str:

@@ -42,15 +42,16 @@ Builder = Callable[[Settled, RowContext], list[Trajectory]]
 
 
 def merged(settled: Settled, context: RowContext) -> list[Trajectory]:
-    """One row per branch that trains anything, in canonical order of the branches' last calls."""
+    """One row per branch that trains or shows anything, in canonical order of the branches' last calls."""
     forest = settled.forest
     owned: set[str] = set()
     rows = []
     for leaf in _leaves(settled):
         path = forest.branch(leaf.call_id)
-        own = {call_id for call_id in path if call_id not in owned and call_id not in settled.refused}
-        if own:
-            owned |= own
+        new = {call_id for call_id in path if call_id not in owned and _has_row(settled, call_id)}
+        if new:
+            owned |= new
+            own = {call_id for call_id in new if call_id not in settled.refused}
             rows.append(_row("merged", forest, path, own, context))
     return rows
 
@@ -58,18 +59,24 @@ def merged(settled: Settled, context: RowContext) -> list[Trajectory]:
 def per_call(settled: Settled, context: RowContext) -> list[Trajectory]:
     """One row per trainable call: its prompt, masked, and what it sampled."""
     forest = settled.forest
-    trainable = [call for call in forest.in_order() if call.call_id not in settled.refused and len(call.node.completion_ids)]
-    return [_row("per_call", forest, [call.call_id], {call.call_id}, context) for call in trainable]
+    called = [call.call_id for call in forest.in_order() if _has_row(settled, call.call_id)]
+    return [_row("per_call", forest, [name], {name} - settled.refused.keys(), context) for name in called]
+
+
+def _has_row(settled: Settled, call_id: str) -> bool:
+    """Whether the call says something that is trained, or shown as what it is."""
+    known = call_id not in settled.refused or call_id in settled.shown
+    return known and len(settled.forest.calls[call_id].node.completion_ids) > 0
 
 
 def _leaves(settled: Settled) -> list[Call]:
-    """Trainable calls that no trainable call extends, directly or through calls that are not trained."""
+    """Calls with rows that no call with a row extends, directly or through calls that are not trained."""
     forest = settled.forest
     inner: set[str] = set()
     leaves = []
     for call in sorted(forest.calls.values(), key=_last_first(forest)):
         continued = call.call_id in inner
-        trainable = call.call_id not in settled.refused and len(call.node.completion_ids) > 0
+        trainable = _has_row(settled, call.call_id)
         if trainable and not continued:
             leaves.append(call)
         if (trainable or continued) and forest.extends(call.call_id):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from reconstruct.messages import (
     projection,
     reasoning_of,
     root_key,
+    without_lines,
 )
 
 Message = dict[str, Any]
@@ -287,6 +289,57 @@ def test_a_tool_result_for_a_call_that_nobody_made_keeps_its_id() -> None:
     assert not same([user(), result("nobody_1")], [user(), result("nobody_2")])
 
 
+def test_a_message_is_digested_alike_wherever_it_stands() -> None:
+    """A replayed history need not be digested again: positions of tool calls are the chain's affair."""
+    messages = parallel("a", "b", result("a", "x"), result("b", "y"))
+    assert digest_messages(messages) == [digest_message(message) for message in messages]
+    assert digest_message(result("a", "x")).digest == digest_message(result("b", "x")).digest
+    assert digest_message(messages[1]).call_ids == ("a", "b")
+    assert [digest_message(message).answers for message in messages] == ["", "", "a", "b"]
+
+
+# Volatile lines
+
+
+BILLING = re.compile(r"^x-billing-header:.*$", re.MULTILINE)
+
+
+def system(content: Any) -> Message:
+    return {"role": "system", "content": content}
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_header_line_that_changes_with_every_request_is_no_part_of_the_history(role: str) -> None:
+    """Left in, every call would be a new root."""
+    text = "x-billing-header: cch={};\nYou are helpful.\nBe brief."
+    requests = [[{"role": role, "content": text.format(count)}, user()] for count in ("1a", "2b")]
+    assert not same(*requests)
+    cleaned = [[without_lines(message, BILLING) for message in request] for request in requests]
+    assert same(*cleaned)
+    assert cleaned[0] == [{"role": role, "content": "You are helpful.\nBe brief."}, user()]
+
+
+def test_a_part_that_held_only_a_volatile_line_goes_with_it() -> None:
+    header, prompt = {"type": "text", "text": "x-billing-header: 1"}, {"type": "text", "text": "You are helpful."}
+    assert without_lines(system([header, prompt]), BILLING) == system([prompt])
+    assert same([without_lines(system([header, prompt]), BILLING)], [system("You are helpful.")])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        user("x-billing-header: 1"),
+        assistant("x-billing-header: 1"),
+        result(content="x-billing-header: 1"),
+        system("say x-billing-header: 1"),
+        system(None),
+        system([{"type": "image_url", "image_url": {"url": "x-billing-header: 1"}}]),
+    ],
+)
+def test_only_whole_lines_of_the_system_prompt_are_volatile(message: Message) -> None:
+    assert without_lines(message, BILLING) == message
+
+
 # Surrogates
 
 
@@ -427,7 +480,7 @@ def test_a_reply_replayed_under_a_projection_always_has_the_fingerprint_of_what_
     if projection(sent, back) is not None:
         assert equal
     elif equal:
-        assert reasoning_of(sent) != reasoning_of(back)
+        assert reasoning_of(sent).strip() != reasoning_of(back).strip()
 
 
 @given(replies)

@@ -126,6 +126,7 @@ def make_tiny_model(
     layers: int = 3,
     max_position_embeddings: int = 32768,
     vocabulary: int = 1024,
+    initializer_range: float = 0.02,
     empty_think_when_last: bool = False,
 ) -> Path:
     """The directory, holding config.json, model.safetensors (float32) and the tokenizer with its chat template.
@@ -146,6 +147,7 @@ def make_tiny_model(
             num_key_value_heads=hidden_size // 64,
             head_dim=32,
             max_position_embeddings=max_position_embeddings,
+            initializer_range=initializer_range,
             tie_word_embeddings=tie_word_embeddings,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,

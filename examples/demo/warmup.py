@@ -24,9 +24,9 @@ def warm_up(
     model_dir: Path,
     *,
     seed: int,
-    steps: int = 120,
+    steps: int = 100,
     batch: int = 8,
-    learning_rate: float = 3e-3,
+    learning_rate: float = 5e-3,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> float:
     """Train the model in `model_dir` and save it there; the last loss is returned. `progress(step, loss)` after each step."""
@@ -34,17 +34,14 @@ def warm_up(
     rng = random.Random(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    key_ids = torch.tensor([tokenizer.convert_tokens_to_ids(str(key)) for key in range(1, KEYS + 1)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - 0.9 * step / steps))
+    shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - 0.95 * step / steps))
     loss_value = float("nan")
     for step in range(steps):
         token_ids, labels = _padded([dialogue(tokenizer, rng) for _ in range(batch)], tokenizer.pad_token_id)
         logits = model(token_ids).logits[:, :-1].flatten(0, 1)
         targets = labels[:, 1:].flatten()
-        # The keys weigh more: they are one token in thirty, and the policy is to start without a favourite.
-        weights = torch.where(torch.isin(targets, key_ids), 5.0, 1.0) * (targets != IGNORED)
-        loss = (cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED) * weights).sum() / weights.sum()
+        loss = cross_entropy(logits, targets, ignore_index=IGNORED)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

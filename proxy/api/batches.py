@@ -150,9 +150,9 @@ async def _member_rows(services: Services, session_id: str, form: Form) -> list[
     state = await services.sessions.mark_leased(session_id)
     if state is None:
         raise NotFound(f"session {session_id} was deleted")
-    records, intents = await asyncio.gather(services.sessions.records(session_id), services.sessions.intents(session_id))
-    built = await asyncio.to_thread(rows.build_rows, state, records, intents, "merged")
-    return [as_wire(row, arrays=form.arrays) for row in built.rows]
+    built = await rows.session_rows(services, state)
+    # Rows that are only shown, of roles that are not trained, stay with the session.
+    return [as_wire(row, arrays=form.arrays) for row in built.rows if row.loss_mask.any()]
 
 
 def _settled(lease_id: str, refs: Any) -> Response:

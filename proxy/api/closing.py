@@ -7,7 +7,6 @@ dies in between leaves the announcement, and `sweep`, in whichever process, take
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -130,15 +129,15 @@ async def _finish_close(
 
 async def _member(services: Services, state: SessionState) -> Member:
     session_id = state.info.session_id
-    records, intents = await asyncio.gather(services.sessions.records(session_id), services.sessions.intents(session_id))
     try:
-        built = await asyncio.to_thread(rows.build_rows, state, records, intents, "merged")
+        built = await rows.session_rows(services, state)
     except ReconstructError as error:
         log.error("session %s has no usable trajectories: %s", session_id, error)
         return Member(session_id, False, state.reward, 0, 0)
     versions = [span.version for row in built.rows for span in row.weight_versions]
+    trained = sum(1 for row in built.rows if row.loss_mask.any())
     usable = state.status == "completed" and state.reward is not None and bool(versions)
-    return Member(session_id, usable, state.reward, len(built.rows), min(versions, default=0))
+    return Member(session_id, usable, state.reward, trained, min(versions, default=0))
 
 
 async def _load(services: Services, session_id: str) -> SessionState:

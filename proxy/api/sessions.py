@@ -129,12 +129,9 @@ async def calls(
 
 
 @router.get("/{session_id}/trajectories")
-async def trajectories(
-    request: Request, services: Served, session_id: str, builder: Literal["merged", "per_call"] = "merged"
-) -> Response:
+async def trajectories(request: Request, services: Served, session_id: str, builder: str = "merged") -> Response:
     state = await _load(services, session_id)
-    records, intents = await asyncio.gather(services.sessions.records(session_id), services.sessions.intents(session_id))
-    built = await asyncio.to_thread(rows.build_rows, state, records, intents, builder)
+    built = await rows.session_rows(services, state, builder)
     form = form_of(request)
     wire = [as_wire(row, arrays=form.arrays) for row in built.rows]
     return answer({"trajectories": wire, "accounting": accounting_as_wire(built.accounting)}, form)

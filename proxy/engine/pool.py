@@ -46,6 +46,7 @@ class EnginePool:
         self._open = asyncio.Event()
         self._open.set()
         self._holds = 0
+        self._stopping = False
         self.keeper: WeightKeeper | None = None
         self.replicas: list[Replica] = []
         for url in settings.engine:
@@ -74,6 +75,9 @@ class EnginePool:
                 task.cancel()
 
     async def stop(self) -> None:
+        self._stopping = True
+        for wake in self._wake.values():
+            wake.set()
         for task in self._watches:
             task.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
@@ -128,7 +132,8 @@ class EnginePool:
 
     async def _watch(self, replica: Replica, visited: asyncio.Event) -> None:
         wake = self._wake[replica.name]
-        while True:
+        # Not only until cancelled: before Python 3.12 asyncio.wait_for, which redis-py sends with, can swallow a cancellation.
+        while not self._stopping:
             wake.clear()
             await self._visit(replica)
             visited.set()

@@ -28,6 +28,7 @@ class PushLock:
         self._wait_seconds = wait_seconds
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._held_until = 0.0
+        self._released = False
         self._renewal: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> PushLock:
@@ -40,10 +41,10 @@ class PushLock:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._released = True
         if self._renewal is not None:
             self._renewal.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._renewal
+            await asyncio.wait([self._renewal])
         # When the store is away the lock ends by itself after LEASE_SECONDS.
         with contextlib.suppress(StoreUnavailable):
             await self._weights.unlock(self._owner)
@@ -60,7 +61,8 @@ class PushLock:
         return taken
 
     async def _renew(self) -> None:
-        while True:
+        # Not only until cancelled: before Python 3.12 a command to Redis can swallow a cancellation.
+        while not self._released:
             await asyncio.sleep(RENEW_SECONDS)
             with contextlib.suppress(StoreUnavailable):
                 if not await self._take():
