@@ -218,6 +218,8 @@ class Flow:
         records = {call.call_id: encode(call) for call in calls}
         total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records)
         turn.tree.committed(calls, _prompt(turn, outcome)[0], total)
+        if turn.plan is not None:
+            turn.tree.rendered(turn.call_ids[0], turn.plan.rendering)
         self._services.metrics.recorded(calls, time.perf_counter() - turn.clock, turn.engine_seconds)
         tokens = outcome.prompt_tokens or len(outcome.prompt_ids or ())
         return Reply(turn.call_ids[0], turn.request.model, int(turn.started_at), tokens, choices, outcome.cached_tokens)

@@ -68,10 +68,12 @@ class Place:
 
 @dataclass(slots=True)
 class TokenPlan:
-    """The ids to sample after, why they are a fresh rendering (None: they extend the parent), and the generate body."""
+    """The ids to sample after, why they are a fresh rendering (None: they extend the parent), and the generate body.
+    `rendering` is what the template makes of the whole request."""
 
     prompt_ids: Ids
     branch_reason: str | None
+    rendering: Ids
     body: dict[str, Any] = field(default_factory=dict)
 
 
@@ -128,21 +130,23 @@ async def plan_tokens(
     parent = found.parent
     if parent is None or found.reply_at == len(request.messages) - 1:
         fresh = await render(Rendering(request.messages, True))
-        return TokenPlan(fresh.ids, None, fresh.body), close
+        return TokenPlan(fresh.ids, None, fresh.ids, fresh.body), close
     if close is None:
         close, _ = await _drive(turn_end(), render)
     assert close is not None
     history = restored(tree, found, request.messages)
     tail = request.messages[found.reply_at + 1 :]
     reply = Reply(history[-1], parent.node.completion_ids, _closed(parent))
-    steps = derive(history[:-1], reply, tail, close, retain_thinking=retain_thinking)
+    asked = tree.rendering(parent.call_id)
+    steps = derive(history[:-1], reply, tail, close, retain_thinking=retain_thinking, asked=asked)
     outcome, rendered = await _drive(steps, render)
-    body = rendered[0][1].body
+    whole = rendered[0][1]
     if isinstance(outcome, Bridge):
-        return TokenPlan(np.concatenate((tree.full_ids(parent.call_id), outcome.ids)), None, body), close
+        ids = np.concatenate((tree.full_ids(parent.call_id), outcome.ids))
+        return TokenPlan(ids, None, whole.ids, whole.body), close
     assert isinstance(outcome, Refusal)
     fresh = await render(Rendering(request.messages, True))
-    return TokenPlan(fresh.ids, outcome.reason, fresh.body), close
+    return TokenPlan(fresh.ids, outcome.reason, fresh.ids, fresh.body), close
 
 
 async def _drive(steps: Generator[tuple[Rendering, ...], Sequence[Ids], T], render: Render) -> tuple[T, list[list[Rendered]]]:

@@ -52,6 +52,7 @@ class SessionTree:
         self._seen: dict[bytes, Seen] = {}
         self._projections: dict[tuple[str, int], str | None] = {}
         self._recent: OrderedDict[str, Ids] = OrderedDict()
+        self._renderings: OrderedDict[str, Ids] = OrderedDict()
 
     def see(self, raw: bytes, read: Callable[[bytes], dict[str, Any]]) -> Seen:
         """The message that `read` makes of a raw item, from memory if the session has sent the item before."""
@@ -79,10 +80,15 @@ class SessionTree:
             self._remember(call_id, ids)
         return ids
 
+    def rendering(self, call_id: str) -> Ids | None:
+        """The template's own rendering of the call's request, where it is still known."""
+        return self._renderings.get(call_id)
+
+    def rendered(self, call_id: str, ids: Ids) -> None:
+        _keep_recent(self._renderings, call_id, ids)
+
     def _remember(self, call_id: str, ids: Ids) -> None:
-        self._recent[call_id] = ids
-        while len(self._recent) > _RECENT_PROMPTS:
-            self._recent.popitem(last=False)
+        _keep_recent(self._recent, call_id, ids)
 
     def reply(self, call_id: str) -> dict[str, Any]:
         """The reply of a call as it was sent to the harness, a chat message."""
@@ -108,6 +114,12 @@ class SessionTree:
         self._remember(calls[0].call_id, np.concatenate((prompt_ids, calls[0].node.completion_ids)))
         if total == self.known + len(calls):
             self.known = total
+
+
+def _keep_recent(kept: OrderedDict[str, Ids], call_id: str, ids: Ids) -> None:
+    kept[call_id] = ids
+    while len(kept) > _RECENT_PROMPTS:
+        kept.popitem(last=False)
 
 
 class SessionTrees:

@@ -1,13 +1,17 @@
 """The bridge: what the template puts between a sampled reply and the next generation, proven from the engine's renderings.
 
-A call that continues its parent is sampled after `parent.prompt_ids + parent.completion_ids + bridge`. Sampled ids are
-never decoded and encoded again; only what stands between them is taken from a rendering, and only with proof:
+A call that continues its parent is sampled after `parent.prompt_ids + parent.completion_ids + bridge`. Sampled ids are never
+decoded and encoded again; only what stands between them is taken from a rendering, and only with proof:
 
-- First proof. X renders history + reply without a generation prompt, Y renders history + reply + tail with one. X ends in the
-  template's turn end and Y begins with X: then turn end + Y[len(X):] is the suffix that follows the reply.
-- Second proof, for templates that show the last turn otherwise than earlier ones. Y and Y*, the same with another reply,
-  share a suffix that starts with the turn end; P, the rendering the reply was asked with, is a prefix of both. If changing the
-  reply's reasoning alone changes nothing in Y, the template has dropped it: allowed only with `retain_thinking`.
+- First proof. P is the rendering the parent was asked with, X renders history + reply without a generation prompt, Y renders
+  history + reply + tail with one. X begins with P and ends in the template's turn end, and Y begins with X: then the turn end and
+  Y[len(X):] are the suffix that follows the reply.
+- Second proof, for templates that show the last turn otherwise than earlier ones. Y and Y*, the same with another reply, share
+  a suffix that starts with the turn end, and Y begins with the rendering of the history alone.
+
+What the template drops is not bridged over: if changing the reply's reasoning alone changes nothing, the thinking is gone from the
+deployed model's view, and if Y does not begin with the history, the history is. With `retain_thinking` both are bridged all the
+same when thinking is all that is gone: when it holds with every message's reasoning left out.
 
 The suffix is then joined to the sampled ids: a stop token the model sampled is not repeated (also where it doubles as the
 opener of the next turn); a reply cut short gets the whole turn end. Everything else is a Refusal with its reason, and the
@@ -73,17 +77,48 @@ def turn_end() -> Generator[Wanted, Rendered, Ids]:
     return _common_suffix(left, right)
 
 
+Steps = Generator[Wanted, Rendered, "Bridge | Refusal"]
+
+
 def derive(
-    history: Sequence[Message], reply: Reply, tail: Sequence[Message], close: Ids, *, retain_thinking: bool
-) -> Generator[Wanted, Rendered, Bridge | Refusal]:
-    """The bridge from `reply` to the generation after `tail`. The first rendering yielded last is that of the whole request."""
+    history: Sequence[Message],
+    reply: Reply,
+    tail: Sequence[Message],
+    close: Ids,
+    *,
+    retain_thinking: bool,
+    asked: Ids | None = None,
+) -> Steps:
+    """The bridge from `reply` to the generation after `tail`.
+
+    `asked` is the rendering of `history` with a generation prompt, where it is known. The second rendering of the first step is
+    that of the whole request.
+    """
     head = [*history, reply.message]
-    ended, continued = yield (Rendering(head, False), Rendering([*head, *tail], True))
-    if _starts_with(continued, ended):
-        if not _ends_with(ended, close):
-            return Refusal("turn_end_unknown")
-        return _join(reply, np.concatenate((close, continued[len(ended) :])))
-    return (yield from _derive_by_substitution(history, reply, tail, close, continued, retain_thinking))
+    first = (Rendering(head, False), Rendering([*head, *tail], True))
+    if asked is None:
+        ended, continued, asked = yield (*first, Rendering(history, True))
+    else:
+        ended, continued = yield first
+    if not _starts_with(continued, ended) or not _starts_with(ended, asked):
+        return (yield from _derive_by_substitution(history, reply, tail, close, continued, retain_thinking))
+    if not _ends_with(ended, close):
+        return Refusal("turn_end_unknown")
+    if not retain_thinking and not _shows_sampled(ended, reply, close) and (yield from _hides_thinking(history, reply, ended)):
+        return Refusal("thinking_dropped")
+    return _join(reply, np.concatenate((close, continued[len(ended) :])))
+
+
+def _shows_sampled(ended: Ids, reply: Reply, close: Ids) -> bool:
+    """Whether a rendering that ends with the reply shows it to the very id, thinking included: then nothing is hidden."""
+    sampled = reply.completion_ids[:-1] if reply.closed and len(close) else reply.completion_ids
+    return not reasoning_of(reply.message) or _ends_with(ended, np.concatenate((sampled, close)))
+
+
+def _hides_thinking(history: Sequence[Message], reply: Reply, ended: Ids) -> Generator[Wanted, Rendered, bool]:
+    """Whether other reasoning would leave the rendering of history + reply as it is."""
+    (other,) = yield (Rendering([*history, _rethought(reply.message)], False),)
+    return np.array_equal(other, ended)
 
 
 def _derive_by_substitution(
@@ -93,27 +128,40 @@ def _derive_by_substitution(
     close: Ids,
     continued: Ids,
     retain_thinking: bool,
-) -> Generator[Wanted, Rendered, Bridge | Refusal]:
-    other = _other_reply(reply.message)
-    thought = {**reply.message, "reasoning_content": _unlike(reasoning_of(reply.message))}
-    thought.pop("reasoning", None)
-    asked, swapped, rethought = yield (
-        Rendering(history, True),
-        Rendering([*history, other, *tail], True),
-        Rendering([*history, thought, *tail], True),
+) -> Steps:
+    alone, swapped, rethought = yield (
+        Rendering(history, False),
+        Rendering([*history, _other_reply(reply.message), *tail], True),
+        Rendering([*history, _rethought(reply.message), *tail], True),
     )
     suffix = _common_suffix(continued, swapped)
-    if len(close):
-        start = _find(suffix, close)
-        if start is None:
-            return Refusal("turn_end_unknown")
-        suffix = suffix[start:]
+    if not _starts_with(suffix, close):
+        return Refusal("turn_end_unknown")
     dropped = bool(reasoning_of(reply.message)) and np.array_equal(rethought, continued)
-    if dropped and not retain_thinking:
-        return Refusal("thinking_dropped")
-    if not _starts_with(continued, asked) and not retain_thinking:
-        return Refusal("history_rewritten")
+    if dropped or not _starts_with(continued, alone):
+        if not retain_thinking:
+            return Refusal("thinking_dropped" if dropped else "history_rewritten")
+        if not (yield from _only_thinking_is_gone(history, reply, tail, suffix)):
+            return Refusal("history_rewritten")
     return _join(reply, suffix)
+
+
+def _only_thinking_is_gone(
+    history: Sequence[Message], reply: Reply, tail: Sequence[Message], suffix: Ids
+) -> Generator[Wanted, Rendered, bool]:
+    """Whether, with all reasoning left out, the request's rendering begins with the history's and ends in the same suffix."""
+    bare = [_bare(message) for message in history]
+    alone, whole = yield (Rendering(bare, False), Rendering([*bare, _bare(reply.message), *tail], True))
+    return _starts_with(whole, alone) and _ends_with(whole, suffix)
+
+
+def _rethought(message: Message) -> dict[str, Any]:
+    """The message with another reasoning."""
+    return {**_bare(message), "reasoning_content": _unlike(reasoning_of(message))}
+
+
+def _bare(message: Message) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key not in ("reasoning", "reasoning_content")}
 
 
 def _join(reply: Reply, suffix: Ids) -> Bridge | Refusal:
@@ -145,11 +193,3 @@ def _ends_with(ids: Ids, suffix: Ids) -> bool:
 def _common_suffix(left: Ids, right: Ids) -> Ids:
     length = shared_length(left[::-1], right[::-1])
     return left[len(left) - length :]
-
-
-def _find(ids: Ids, wanted: Ids) -> int | None:
-    """Where `wanted` first stands in `ids`."""
-    for start in np.flatnonzero(ids[: len(ids) - len(wanted) + 1] == wanted[0]).tolist():
-        if np.array_equal(ids[start : start + len(wanted)], wanted):
-            return int(start)
-    return None

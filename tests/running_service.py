@@ -28,6 +28,7 @@ class RunningService:
         self.settings = Settings(engine=engines, redis=redis_url, **{**tokens, "drain_seconds": 2.0, **settings})
         self.url = ""
         self._control = httpx.Client(verify=False, timeout=30)
+        self._sessions: list[Session] = []
 
     def __enter__(self) -> Self:
         listener = socket.socket()
@@ -50,6 +51,8 @@ class RunningService:
 
     def __exit__(self, *_: object) -> None:
         self._control.close()
+        for session in self._sessions:
+            session.client.close()
         self._server.should_exit = True
         self._thread.join(30)
         assert not self._thread.is_alive(), "the service did not stop"
@@ -58,7 +61,8 @@ class RunningService:
         return self._control.request(method, self.url + path, headers={"Authorization": f"Bearer {token}"}, **more)
 
     def session(self, *, max_retries: int = 0, **fields: Any) -> Session:
-        return Session(self, max_retries, fields)
+        self._sessions.append(Session(self, max_retries, fields))
+        return self._sessions[-1]
 
 
 class Session:

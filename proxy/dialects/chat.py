@@ -29,6 +29,8 @@ _CONSUMED = frozenset(
 )
 """Body fields that are parsed, or that mean nothing to an engine, or that would change what is recorded."""
 
+_MOST_CHOICES = 128
+
 _ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
@@ -64,7 +66,7 @@ class ChatDialect:
             template_kwargs=_template_kwargs(body),
             sampling=sampling,
             forward={key: value for key, value in body.items() if key not in _CONSUMED and value is not None},
-            n=_positive(body, "n") or 1,
+            n=_choices(body),
             stream=_flag(body, "stream"),
             include_usage=_include_usage(body),
             top_logprobs=_top_logprobs(body),
@@ -254,6 +256,13 @@ def _top_logprobs(body: Mapping[str, Any]) -> int | None:
     if not _is_int(count) or not 0 <= count <= 20:
         raise RequestError("'top_logprobs' must be an integer from 0 to 20", param="top_logprobs")
     return int(count)
+
+
+def _choices(body: Mapping[str, Any]) -> int:
+    count = _positive(body, "n") or 1
+    if count > _MOST_CHOICES:
+        raise RequestError(f"'n' must be at most {_MOST_CHOICES}", param="n")
+    return count
 
 
 def _positive(body: Mapping[str, Any], key: str) -> int | None:
