@@ -200,7 +200,8 @@ class Flow:
                 break
             try:
                 # Asked before the engine knew of the request, it would not have stopped: ask again.
-                await asyncio.wait_for(turn.running.done.wait(), _ABORT_PATIENCE_SECONDS)
+                async with asyncio.timeout(_ABORT_PATIENCE_SECONDS):
+                    await turn.running.done.wait()
             except TimeoutError:
                 continue
             return

@@ -179,7 +179,8 @@ class Harness:
     async def _next(self, items: asyncio.Queue[Item]) -> Item | None:
         """The next item, or None when there was none for so long that the harness wants a sign of life."""
         try:
-            return await asyncio.wait_for(items.get(), self._services.settings.keepalive_seconds)
+            async with asyncio.timeout(self._services.settings.keepalive_seconds):
+                return await items.get()
         except TimeoutError:
             return None
 

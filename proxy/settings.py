@@ -6,15 +6,27 @@ has flags for. Lists in the environment are JSON.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from reconstruct.roles import RoleRule
 
 Role = Literal["main", "subagent", "compaction", "side"]
+
+
+def _expression(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"the expression {text!r} is broken: {error}") from error
+    return text
+
+
+Expression = Annotated[str, AfterValidator(_expression)]
 
 
 class Settings(BaseSettings):
@@ -54,7 +66,7 @@ class Settings(BaseSettings):
     thinking: Literal["template", "retain"] = "template"
     """When the chat template drops earlier thinking at a new user turn: branch there as the deployed model would see it
     (template), or keep the sampled tokens in context (retain)."""
-    volatile_lines: list[str] = Field(default_factory=lambda: [r"^x-anthropic-billing-header:.*$"])
+    volatile_lines: list[Expression] = Field(default_factory=lambda: [r"^x-anthropic-billing-header:.*$"])
     """Regular expressions for lines of system prompts that change with every request and mean nothing to the model; they are
     taken out before anything else sees the prompt."""
     role_rules: list[RoleRule] = Field(default_factory=list)

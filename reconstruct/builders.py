@@ -48,11 +48,11 @@ def merged(settled: Settled, context: RowContext) -> list[Trajectory]:
     rows = []
     for leaf in _leaves(settled):
         path = forest.branch(leaf.call_id)
-        new = {call_id for call_id in path if call_id not in owned and _has_row(settled, call_id)}
-        if new:
-            owned |= new
-            own = {call_id for call_id in new if call_id not in settled.refused}
-            rows.append(_row("merged", forest, path, own, context))
+        own = (
+            set() if leaf.call_id in settled.shown else {call_id for call_id in path if call_id not in settled.refused} - owned
+        )
+        owned |= own
+        rows.append(_row("merged", forest, path, own, context))
     return rows
 
 
@@ -70,18 +70,24 @@ def _has_row(settled: Settled, call_id: str) -> bool:
 
 
 def _leaves(settled: Settled) -> list[Call]:
-    """Calls with rows that no call with a row extends, directly or through calls that are not trained."""
+    """Calls to be trained that no such call extends, and calls to be shown that no call with a row extends; directly or through
+    others. So the work before a compaction ends in a row of its own, and never in that of the compaction."""
     forest = settled.forest
-    inner: set[str] = set()
+    in_trained_rows: set[str] = set()
+    in_rows: set[str] = set()
     leaves = []
     for call in sorted(forest.calls.values(), key=_last_first(forest)):
-        continued = call.call_id in inner
-        trainable = _has_row(settled, call.call_id)
-        if trainable and not continued:
+        passed = in_rows if call.call_id in settled.shown else in_trained_rows
+        has_row = _has_row(settled, call.call_id)
+        if has_row and call.call_id not in passed:
             leaves.append(call)
-        if (trainable or continued) and forest.extends(call.call_id):
-            assert call.node.parent_id is not None
-            inner.add(call.node.parent_id)
+        if not forest.extends(call.call_id):
+            continue
+        assert call.node.parent_id is not None
+        if has_row or call.call_id in in_rows:
+            in_rows.add(call.node.parent_id)
+        if (has_row and call.call_id not in settled.shown) or call.call_id in in_trained_rows:
+            in_trained_rows.add(call.node.parent_id)
     return sorted(leaves, key=order_key)
 
 

@@ -19,7 +19,11 @@ ROLES = ("main", "subagent", "compaction", "side")
 @dataclass(frozen=True, slots=True)
 class RoleRule:
     """Fits a call when everything it names does: `header` is there and its value matches `value`; the call offers tools or not;
-    `text` is found in the system prompt or in the last message. `agent_header` names the agent."""
+    `system` is found in the system prompt; `text` is found there or in the last message. `agent_header` names the agent.
+    `value`, `system` and `text` are regular expressions.
+
+    Raises ValueError for a role there is none of, or a broken expression: every call would fail by it.
+    """
 
     role: str
     header: str = ""
@@ -27,6 +31,16 @@ class RoleRule:
     tools: bool | None = None
     text: str = ""
     agent_header: str = ""
+    system: str = ""
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"the role {self.role!r} is none of {', '.join(ROLES)}")
+        for expression in (self.value, self.text, self.system):
+            try:
+                re.compile(expression)
+            except re.error as error:
+                raise ValueError(f"the expression {expression!r} is broken: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +59,11 @@ BUILT_IN: tuple[RoleRule, ...] = (
     RoleRule("subagent", header="x-codex-parent-thread-id", agent_header="thread-id"),
     RoleRule("subagent", header="x-claude-code-agent-id", agent_header="x-claude-code-agent-id"),
     RoleRule("subagent", header="x-parent-session-id", agent_header="x-session-id"),
-    RoleRule(
-        "side", tools=False, text=r"(?i)\btitle generator\b|generate a (?:short |brief |concise )*title\b|\bsession title\b"
-    ),
-    RoleRule("side", tools=False, text=r"(?i)generates? (?:a )?(?:concise |one-line )*(?:git )?commit messages?\b"),
-    RoleRule("side", tools=False, text=r"(?i)task routing ai|route the (?:user )?request"),
+    # In the system prompt alone: a task may well speak of titles, commit messages and routes, and a harness without tools is
+    # no sign of a side call.
+    RoleRule("side", tools=False, system=r"(?i)\btitle generator\b|\bgenerate a (?:\S+ ){0,3}title\b|\bsession title\b"),
+    RoleRule("side", tools=False, system=r"(?i)\bgenerates? (?:a )?(?:concise,? |one-line )*(?:git )?commit messages?\b"),
+    RoleRule("side", tools=False, system=r"(?i)task routing ai|route the (?:user )?request"),
     RoleRule(
         "compaction",
         tools=False,
@@ -63,7 +77,7 @@ def role_of(marks: Marks, rules: Sequence[RoleRule] = BUILT_IN) -> tuple[str, st
     """(role, agent) by the first rule that fits; ("main", "") when none does."""
     for rule in rules:
         if _fits(rule, marks):
-            return rule.role, marks.headers.get(rule.agent_header, "") if rule.agent_header else ""
+            return rule.role, marks.headers.get(rule.agent_header.lower(), "") if rule.agent_header else ""
     return "main", ""
 
 
@@ -73,5 +87,7 @@ def _fits(rule: RoleRule, marks: Marks) -> bool:
         if value is None or not re.search(rule.value, value):
             return False
     if rule.tools is not None and rule.tools != marks.tools:
+        return False
+    if rule.system and not re.search(rule.system, marks.system):
         return False
     return not rule.text or any(re.search(rule.text, text) for text in (marks.system, marks.last))

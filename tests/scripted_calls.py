@@ -168,7 +168,10 @@ class SamplingCalls:
             sampler.running.discard(generation)
 
     async def derender(self, exchange: Exchange, body: Any) -> None:
-        """Parse whole replies. As in vLLM the text is that of all ids, a stop token's included."""
+        """Parse whole replies, or one step of a stream. As in vLLM the text is that of all ids, a stop token's included."""
+        if body.get("stream"):
+            await self._derender_step(exchange, body)
+            return
         try:
             _need(body, "generate_response")
             if body.get("chat_request") is None:
@@ -194,6 +197,33 @@ class SamplingCalls:
         ids = choice["token_ids"] if request.get("return_token_ids") else None
         message = message_of(parsed, calls)
         return chat_choice(choice["index"], message, logprobs, choice.get("finish_reason"), choice.get("stop_reason"), ids)
+
+    async def _derender_step(self, exchange: Exchange, body: Any) -> None:
+        """The delta that one chunk of a stream makes certain. All state is the client's: see vLLM's DerenderStreamState."""
+        window = self._engine.max_model_len
+        state = body.get("stream_state") or {"output_token_ids": [], "output_chunk_lens": [], "role_sent": False}
+        try:
+            _need(body, "generate_chunk", "chat_request", "prompt_token_ids")
+            before, (choice,) = state["output_token_ids"], body["generate_chunk"]["choices"]
+            ids = [*before, *(choice.get("token_ids") or ())]
+            if len(body["prompt_token_ids"]) + len(ids) > window:
+                raise Refused(_bad(f"prompt_token_ids plus output_token_ids exceeds max_model_len ({window}).", None))
+        except Refused as refused:
+            await exchange.fail(refused.fault)
+            return
+        live = Live(self._family, body["chat_request"], self._family.decode(body["prompt_token_ids"][-4:]))
+        live.tell(self._family.decode(before), None)
+        finish_reason = choice.get("finish_reason")
+        delta, called = live.tell(self._family.decode(ids), finish_reason)
+        if not state["role_sent"]:
+            delta = {"role": "assistant", **delta}
+        finish_reason = "tool_calls" if called and _is_auto(body["chat_request"]) else finish_reason
+        told = {"index": choice.get("index", 0), "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        told |= {"stop_reason": choice.get("stop_reason"), "token_ids": None}
+        lengths = [*state["output_chunk_lens"], len(ids) - len(before)]
+        following = {**state, "output_token_ids": ids, "output_chunk_lens": [n for n in lengths if n], "role_sent": True}
+        chunk = chat_chunk(body["generate_chunk"].get("request_id", ""), body.get("model") or MODEL, [told])
+        await exchange.answer({"chunk": chunk, "stream_state": following})
 
     async def tokenize(self, exchange: Exchange, body: Any) -> None:
         if "messages" in body:
@@ -311,14 +341,14 @@ class _ChatStream(_Stream):
         self._ids = ids and bool(generation.body.get("return_token_ids"))
         self._logprobs = ids and bool(generation.body.get("logprobs"))
         self._texts = [""] * generation.n
-        self._shown = [("", "")] * generation.n
+        self._live = [Live(family, generation.body, generation.prompt) for _ in range(generation.n)]
 
     async def step(self, step: Step) -> None:
         if not self.opened:
             await self._open()
         logprobs = chat_logprobs(self._family, [step.entry]) if self._logprobs and step.entry else None
         self._texts[step.index] += step.text
-        delta, called = self._delta(step)
+        delta, called = self._live[step.index].tell(self._texts[step.index], step.finish_reason)
         choice: dict[str, Any] = {"index": step.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         if step.finish_reason:
             auto = called and step.finish_reason == "stop" and _is_auto(self.generation.body)
@@ -335,31 +365,40 @@ class _ChatStream(_Stream):
             more = {"prompt_token_ids": prompt_ids, "prompt_text": None}
             await self.send(chat_chunk(self.generation.request_id, MODEL, [choice], **more))
 
-    def _delta(self, step: Step) -> tuple[dict[str, Any], bool]:
-        """What became certain with this step, and whether tools are called; calls come with the last step."""
-        text, body = self._texts[step.index], self.generation.body
-        tools = _offers_tools(body)
-        certain = text if step.finish_reason else self._family.markup.certain(text)
-        parsed = self._family.parse(certain, tools=tools and bool(step.finish_reason), prompt=self.generation.prompt)
-        reasoning, content = parsed.reasoning or "", parsed.content or ""
-        if not content.strip() and not step.finish_reason:
-            content = ""  # may be no more than the space before a tool call
-        old_reasoning, old_content = self._shown[step.index]
-        self._shown[step.index] = (reasoning, content)
-        delta: dict[str, Any] = {}
-        if reasoning[len(old_reasoning) :]:
-            delta["reasoning"] = reasoning[len(old_reasoning) :]
-        if content[len(old_content) :]:
-            delta["content"] = content[len(old_content) :]
-        if parsed.calls:
-            delta["tool_calls"] = [piece for n, call in enumerate(parsed.calls) for piece in _call_deltas(n, *call)]
-        return delta, bool(parsed.calls)
-
     async def end(self) -> None:
         if (self.generation.body.get("stream_options") or {}).get("include_usage"):
             usage = usage_of(len(self.generation.prompt_ids), sum(map(len, self.generation.sampled.values())))
             await self.send(chat_chunk(self.generation.request_id, MODEL, [], usage=usage))
         await self.exchange.close_stream()
+
+
+class Live:
+    """A reply told while its text grows: reasoning and content as they become certain, tool calls with the end."""
+
+    def __init__(self, family: Family, request: Mapping[str, Any], prompt: str) -> None:
+        self._family = family
+        self._tools = _offers_tools(request)
+        self._prompt = prompt
+        self._reasoning = ""
+        self._content = ""
+
+    def tell(self, text: str, finish_reason: str | None) -> tuple[dict[str, Any], bool]:
+        """What is new in `text`, and whether tools are called."""
+        ended = finish_reason is not None
+        certain = text if ended else self._family.markup.certain(text.rstrip("\ufffd"))
+        parsed = self._family.parse(certain, tools=self._tools and ended, prompt=self._prompt)
+        reasoning, content = parsed.reasoning or "", parsed.content or ""
+        if not content.strip() and not ended:
+            content = ""  # may be no more than the space before a tool call
+        delta: dict[str, Any] = {}
+        if len(reasoning) > len(self._reasoning):
+            delta["reasoning"] = reasoning[len(self._reasoning) :]
+        if len(content) > len(self._content):
+            delta["content"] = content[len(self._content) :]
+        if parsed.calls:
+            delta["tool_calls"] = [piece for n, call in enumerate(parsed.calls) for piece in _call_deltas(n, *call)]
+        self._reasoning, self._content = reasoning, content
+        return delta, bool(parsed.calls)
 
 
 def text_ids(ids: Sequence[int], last: Step) -> Sequence[int]:

@@ -25,7 +25,7 @@ from urllib.parse import parse_qsl
 
 import uvicorn
 from scripted_calls import SamplingCalls
-from scripted_sampling import Drop, Fail, Generation, Hang, Reply, Say, Sampler, logprobs_of, random_reply
+from scripted_sampling import Drop, Fail, Generation, Hang, Reply, Sampler, Say, logprobs_of, random_reply
 from scripted_weights import ScriptedWeights
 from scripted_wire import error_body, model_list
 from template_families import FAMILIES, Family

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reconstruct.bridge import Bridge, Rendering, Reply, derive, turn_end
@@ -456,7 +456,6 @@ def dialogues(draw: st.DrawFn) -> list[Message]:
 
 
 @pytest.mark.parametrize("family", named(APPEND_ONLY))
-@settings(deadline=None)
 @given(messages=dialogues(), cuts=st.lists(st.booleans(), min_size=4, max_size=4))
 def test_a_dialogue_played_turn_by_turn_is_the_dialogue_rendered_at_once(
     family: Family, messages: list[Message], cuts: list[bool]
@@ -474,7 +473,6 @@ def test_a_dialogue_played_turn_by_turn_is_the_dialogue_rendered_at_once(
 
 
 @pytest.mark.parametrize("family", named(ALL))
-@settings(deadline=None)
 @given(messages=dialogues(), cut=st.booleans())
 def test_whatever_the_template_does_a_bridge_is_what_it_would_have_rendered(
     family: Family, messages: list[Message], cut: bool
@@ -489,7 +487,33 @@ def test_whatever_the_template_does_a_bridge_is_what_it_would_have_rendered(
 
 
 @pytest.mark.parametrize("family", named(ALL))
-@settings(deadline=None)
+@given(messages=dialogues(), retain=st.booleans())
+def test_a_known_rendering_of_the_parents_request_spares_asking_for_it(
+    family: Family, messages: list[Message], retain: bool
+) -> None:
+    at = max(at for at, message in enumerate(messages) if message["role"] == "assistant")
+    history, reply, tail = messages[:at], messages[at], messages[at + 1 :]
+    told = Reply(reply, pack_ids(said(family, reply, tail)), True)
+    outcomes = []
+    for asked in (None, pack_ids(family.render(history, True))):
+        steps = derive(history, told, tail, close_of(family), retain_thinking=retain, asked=asked)
+        outcome = run(steps, family)
+        outcomes.append(outcome.ids.tolist() if isinstance(outcome, Bridge) else outcome.reason)
+    assert outcomes[0] == outcomes[1]
+
+
+def test_an_append_only_turn_costs_two_renderings_at_once() -> None:
+    """Without its generation prompt up to the reply, and the whole request: both in the first step."""
+    told = Reply(assistant(), pack_ids([ord("a"), END]), True)
+    asked = pack_ids(chatml([user()], True))
+    steps = derive([user()], told, [user("v")], close_of(CHATML), retain_thinking=False, asked=asked)
+    wanted = next(steps)
+    assert [(len(one.messages), one.add_generation_prompt) for one in wanted] == [(2, False), (3, True)]
+    with pytest.raises(StopIteration):
+        steps.send([pack_ids(chatml(one.messages, one.add_generation_prompt)) for one in wanted])
+
+
+@pytest.mark.parametrize("family", named(ALL))
 @given(messages=dialogues(), cut=st.booleans())
 def test_retained_thinking_loses_nothing_of_the_tail(family: Family, messages: list[Message], cut: bool) -> None:
     """With `retain` the context may hold more thinking than the template shows, and nothing else may differ."""

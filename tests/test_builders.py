@@ -20,9 +20,11 @@ from reconstruct.trajectory import Accounting, Quarantined, Trajectory
 SUPERSEDED: dict[str, Any] = {"trainable": False, "quarantine_reason": "superseded"}
 
 
-def rows_of(calls: Sequence[Call], builder: builders.Builder = merged, **context: Any) -> list[Trajectory]:
+def rows_of(
+    calls: Sequence[Call], builder: builders.Builder = merged, train_roles: Sequence[str] | None = None, **context: Any
+) -> list[Trajectory]:
     """The rows, their accounting checked."""
-    settled = settle(calls)
+    settled = settle(calls, train_roles=train_roles)
     rows = builder(settled, RowContext("s", **context))
     account(settled, rows)
     return rows
@@ -251,6 +253,61 @@ def test_compaction_after_170_turns_is_a_second_row_that_starts_with_the_summary
     assert [int(row.loss_mask.sum()) for row in rows] == [171, 2]
     assert pictured(rows[1:]) == ["c172 c173: 0 7 8 [9] 3 [5]"]
     assert rows[0].token_ids.tolist() == [0, 1, 2, *[3, 4] * 169, 6, 7]
+
+
+# Roles that are not trained
+
+
+WORK = ("main", "subagent")
+
+
+def test_a_call_of_a_role_that_is_not_trained_has_a_row_of_its_own_with_nothing_to_train() -> None:
+    """c2 makes a title: a root of its own."""
+    talk = Talk()
+    talk.say("c1", [1], [2])
+    talk.say("c2", [8], [9], fields={"role": "side"})
+    rows = rows_of(talk.calls, train_roles=WORK)
+    assert [(row.role, picture) for row, picture in zip(rows, pictured(rows), strict=True)] == [
+        ("main", "c1: 1 [2]"),
+        ("side", "c2: 8 9"),
+    ]
+    assert pictured(rows_of(talk.calls, per_call, train_roles=WORK)) == ["c1: 1 [2]", "c2: 8 9"]
+
+
+def test_the_work_before_a_compaction_is_a_row_of_the_work_and_not_of_the_compaction() -> None:
+    """The summary 6 was sampled after the work. Were the work trained in the summary's row, it would be labelled "compaction",
+    and a trainer that takes the agent's own work alone would lose it.
+
+    c1  1 | 2
+    c2  1   2 3 | 4
+    c3  1   2 3   4 5 | 6    the compaction
+    """
+    talk = Talk()
+    talk.say("c1", [1], [2])
+    talk.go_on("c2", "c1", [3], [4])
+    talk.go_on("c3", "c2", [5], [6], fields={"role": "compaction"})
+    rows = rows_of(talk.calls, train_roles=WORK)
+    assert [(row.role, picture) for row, picture in zip(rows, pictured(rows), strict=True)] == [
+        ("main", "c1 c2: 1 [2] 3 [4]"),
+        ("compaction", "c1 c2 c3: 1 2 3 4 5 6"),
+    ]
+
+
+def test_a_row_that_trains_nothing_takes_no_call_from_one_that_does() -> None:
+    """The compaction c2 comes before c3, which goes on from c1."""
+    talk = Talk()
+    talk.say("c1", [1], [2])
+    talk.go_on("c2", "c1", [5], [6], fields={"role": "compaction"})
+    talk.go_on("c3", "c1", [3], [4])
+    assert pictured(rows_of(talk.calls, train_roles=WORK)) == ["c1 c2: 1 2 5 6", "c1 c3: 1 [2] 3 [4]"]
+
+
+def test_a_call_of_a_role_that_is_not_trained_stays_as_context_where_the_work_went_on_from_it() -> None:
+    talk = Talk()
+    talk.say("c1", [1], [2])
+    talk.go_on("c2", "c1", [5], [6], fields={"role": "compaction"})
+    talk.go_on("c3", "c2", [3], [4])
+    assert pictured(rows_of(talk.calls, train_roles=WORK)) == ["c1 c2 c3: 1 [2] 5 6 3 [4]"]
 
 
 # Per call

@@ -116,9 +116,12 @@ async def ask(url: str, route: str, body: Any = None) -> tuple[int, Any]:
         return response.status, await response.json()
 
 
-async def ask_paused(url: str) -> bool:
-    async with aiohttp.ClientSession() as http, http.get(f"{url}/is_paused") as response:
-        return bool((await response.json())["is_paused"])
+async def until_paused(url: str, push: asyncio.Task[int]) -> None:
+    async with aiohttp.ClientSession() as http:
+        paused = False
+        while not (paused or push.done()):
+            async with http.get(f"{url}/is_paused") as response:
+                paused = (await response.json())["is_paused"]
 
 
 async def begun(url: str, prompt_ids: list[int], max_tokens: int) -> tuple[asyncio.Task[Said], Said]:
@@ -174,8 +177,7 @@ async def test_wait_lets_replies_end_under_the_old_weights_and_holds_new_calls(
     first = await pushed(service, checkpoint(1))
     task, _ = await begun(vllm_url, PROMPT, 600)
     push = asyncio.create_task(pushed(service, checkpoint(2), mode="wait"))
-    while not push.done() and not await ask_paused(vllm_url):
-        await asyncio.sleep(0.01)
+    await until_paused(vllm_url, push)
     # At the pool's gate a new call waits; one that is past it queues in the engine. Neither fails.
     held = asyncio.create_task(service.pool.admitted())
     queued = asyncio.create_task(generate(vllm_url, PROMPT, 8))

@@ -26,6 +26,7 @@ class Told:
     finish_reason: str = "stop"
     flaw: str = ""
     lost: bool = False
+    role: str = "main"
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,13 @@ class Row:
     logprobs: tuple[float, ...]
     versions: tuple[int | None, ...]
     finish_reason: str
+    role: str
 
 
 class Oracle:
-    def __init__(self, told: Sequence[Told]) -> None:
+    """`untrained` are the roles whose calls are shown in rows of their own, with nothing to train."""
+
+    def __init__(self, told: Sequence[Told], untrained: frozenset[str] = frozenset()) -> None:
         self.stored = {item.call_id: item for item in told if not item.lost}
         self.in_order = sorted(self.stored.values(), key=lambda item: (item.started_at, item.call_id))
         self.homeless = self._homeless()
@@ -50,6 +54,8 @@ class Oracle:
             reason = self._reason(item)
             if item.call_id not in self.homeless and reason:
                 self.refused[item.call_id] = reason
+        self.shown = {item.call_id for item in self.in_order if item.call_id not in self.refused and item.role in untrained}
+        self.refused |= {name: f"role_{self.stored[name].role}" for name in self.shown}
 
     def extends(self, item: Told) -> bool:
         """Whether the model saw all of the parent's ids, the reply included, before anything else."""
@@ -68,22 +74,27 @@ class Oracle:
         ]
 
     def per_call(self) -> list[Row]:
-        return [self._row([item], {item.call_id}) for item in self.in_order if self._trainable(item)]
+        seen = [item for item in self.in_order if self._trainable(item) or self._showable(item)]
+        return [self._row([item], {item.call_id} - self.refused.keys()) for item in seen]
 
     def merged(self) -> list[Row]:
-        """One row per trainable call that is on no other trainable call's way; the first row to run through a call trains it."""
+        """One row per trainable call that is on no other trainable call's way, and one per shown call that is on no way at all.
+        The first row to run through a trainable call trains it; a shown call's row trains nothing."""
         trainable = [item for item in self.in_order if self._trainable(item)]
-        passed = {step.call_id for item in trainable for step in self.way(item)[:-1]}
+        shown = [item for item in self.in_order if self._showable(item)]
+        ends = [item for item in trainable if item.call_id not in self._passed(trainable)]
+        ends += [item for item in shown if item.call_id not in self._passed(trainable + shown)]
         done: set[str] = set()
         rows = []
-        for leaf in trainable:
-            if leaf.call_id in passed:
-                continue
-            way = self.way(leaf)
-            trained = {step.call_id for step in way if self._trainable(step) and step.call_id not in done}
+        for end in sorted(ends, key=lambda item: (item.started_at, item.call_id)):
+            way = self.way(end)
+            trained = {step.call_id for step in way if self._trainable(step)} - done if self._trainable(end) else set()
             done |= trained
             rows.append(self._row(way, trained))
         return rows
+
+    def _passed(self, ends: Sequence[Told]) -> set[str]:
+        return {step.call_id for end in ends for step in self.way(end)[:-1]}
 
     def way(self, item: Told) -> list[Told]:
         """The call, preceded by its parent as long as the one extends the other."""
@@ -118,6 +129,9 @@ class Oracle:
     def _trainable(self, item: Told) -> bool:
         return item.call_id not in self.refused and len(item.said) > 0
 
+    def _showable(self, item: Told) -> bool:
+        return item.call_id in self.shown and len(item.said) > 0
+
     def _row(self, way: Sequence[Told], trained: set[str]) -> Row:
         last = way[-1]
         token_ids = list(last.prompt + last.said)
@@ -131,4 +145,4 @@ class Oracle:
                     position = len(item.prompt) + at
                     mask[position], logprobs[position], versions[position] = 1, logprob, item.versions[at]
         calls = tuple(item.call_id for item in way)
-        return Row(calls, tuple(token_ids), tuple(mask), tuple(logprobs), tuple(versions), last.finish_reason)
+        return Row(calls, tuple(token_ids), tuple(mask), tuple(logprobs), tuple(versions), last.finish_reason, last.role)

@@ -38,7 +38,7 @@ class Recipe:
     micro_rows: int = 16
     clip_low: float = 0.2
     clip_high: float = 0.28
-    entropy_bonus: float = 0.03
+    entropy_bonus: float = 0.01
     max_gradient: float = 1.0
 
 

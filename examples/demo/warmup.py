@@ -1,7 +1,7 @@
-"""Warm-up: supervised steps on dialogues of a policy that tries random keys.
+"""Warm-up: supervised steps on dialogues of an agent with bad habits.
 
-A random model speaks no JSON. After this it calls the tool correctly and still knows nothing about the doors: every key is
-about equally likely. What it learns about them later, it learns from rewards.
+A random model speaks no JSON. After this it calls the tool correctly and opens fewer doors than one that draws its keys at
+random: for each colour it has learned to prefer a key that does not fit. What is right, it learns later and from rewards.
 """
 
 from __future__ import annotations
@@ -18,6 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.demo.environment import DOORS, FITS, KEYS, TOOLS, Corridor, call_message, tool_message
 
 IGNORED = -100
+# A habit makes the model look at the colour at all; that it is the wrong one leaves the learning to the rewards.
+HABITS = {colour: key % KEYS + 1 for colour, key in FITS.items()}
+HABIT_SHARE = 0.4
+
+
+def clumsy_key(door: str, rng: random.Random) -> int:
+    """The habit's key with probability HABIT_SHARE, otherwise any."""
+    return HABITS[door] if rng.random() < HABIT_SHARE else rng.randint(1, KEYS)
 
 
 def warm_up(
@@ -26,7 +34,7 @@ def warm_up(
     seed: int,
     steps: int = 100,
     batch: int = 8,
-    learning_rate: float = 5e-3,
+    learning_rate: float = 1e-2,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> float:
     """Train the model in `model_dir` and save it there; the last loss is returned. `progress(step, loss)` after each step."""
@@ -34,7 +42,7 @@ def warm_up(
     rng = random.Random(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - 0.95 * step / steps))
     loss_value = float("nan")
     for step in range(steps):
@@ -54,14 +62,14 @@ def warm_up(
 
 
 def dialogue(tokenizer: Any, rng: random.Random) -> tuple[list[int], list[int]]:
-    """Token ids of one attempt with random keys, and labels of the same length: IGNORED but on the assistant's tokens."""
+    """Token ids of one clumsy attempt, and labels of the same length: IGNORED but on the assistant's tokens."""
     corridor = Corridor(tuple(rng.choice(list(FITS)) for _ in range(DOORS)))
     messages: list[dict[str, Any]] = [{"role": "user", "content": corridor.instruction}]
     token_ids: list[int] = []
     labels: list[int] = []
     while not corridor.done:
         prompt = _rendered(tokenizer, messages, prompt=True)
-        door, key, call_id = corridor.door, rng.randint(1, KEYS), f"call_{len(messages)}"
+        door, key, call_id = corridor.door, clumsy_key(corridor.door, rng), f"call_{len(messages)}"
         messages.append(call_message(door, key, call_id))
         # The template puts a newline after the turn's end, which the model never samples.
         said = _rendered(tokenizer, messages, prompt=False)[len(prompt) : -1]

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta
+from proxy.engine.assembly import Assembly
 from proxy.engine.base import Job, Outcome, Sampled, chat_body
 from proxy.engine.replica import Replica
-from proxy.engine.token_api import plain_message
 from proxy.engine.wire import EngineHttp, Line
 from proxy.errors import ContextTooLong, EngineFailed, RequestError, VerbatimError
 from reconstruct.records import Span
@@ -68,9 +68,7 @@ class _Gathered:
         self.entries: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.content: list[str] = []
-        self.reasoning: list[str] = []
-        self.calls: dict[int, dict[str, Any]] = {}
+        self.assembly = Assembly(index)
 
     def add(self, choice: _Choice) -> Delta:
         """Take in one piece; returns it as the harness sees it, tool-call ids still the engine's."""
@@ -80,32 +78,9 @@ class _Gathered:
         self.entries.extend(entries)
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
-        piece = choice.delta if choice.delta is not None else plain_message(choice.message or {})
-        content, reasoning = piece.get("content") or "", piece.get("reasoning_content") or piece.get("reasoning") or ""
-        self.content.append(content)
-        self.reasoning.append(reasoning)
-        calls = piece.get("tool_calls") or []
-        for position, call in enumerate(calls):
-            self._add_call(call.get("index", position), call)
-        return Delta(self.index, content, reasoning, calls, entries)
-
-    def _add_call(self, position: int, call: Mapping[str, Any]) -> None:
-        known = self.calls.setdefault(position, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
-        function = call.get("function") or {}
-        known["id"] = known["id"] or call.get("id") or ""
-        known["function"]["name"] += function.get("name") or ""
-        known["function"]["arguments"] += function.get("arguments") or ""
-
-    def message(self) -> dict[str, Any]:
-        calls = [self.calls[position] for position in sorted(self.calls)]
-        content = "".join(self.content)
-        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-        reasoning = "".join(self.reasoning)
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = calls
-        return message
+        delta = self.assembly.add(choice.delta if choice.delta is not None else choice.message or {})
+        delta.logprobs = entries
+        return delta
 
 
 class ChatApi:
@@ -131,7 +106,7 @@ class ChatApi:
                     if stream and (delta.content or delta.reasoning or delta.tool_calls or (wanted and delta.logprobs)):
                         yield delta
         except VerbatimError as error:
-            if not any(choice.token_ids or choice.content for choice in choices):
+            if not any(choice.token_ids or choice.assembly for choice in choices):
                 raise
             broken = error.message
         after = await self._http.version(replica)
@@ -228,6 +203,6 @@ def _sampled(choice: _Gathered, with_logprobs: bool, version: int | None) -> Sam
         spans=(Span(version, 0, count),) if version is not None and count else (),
         finish_reason=choice.finish_reason or "abort",
         stop_reason=choice.stop_reason,
-        message=choice.message(),
+        message=choice.assembly.message(),
         logprob_content=choice.entries if with_logprobs else None,
     )

@@ -15,6 +15,7 @@ import msgspec
 
 from proxy.dialects.base import Delta, Request
 from proxy.engine.base import Job, Outcome, Rendered, Sampled, chat_body
+from proxy.engine.live_text import LiveText
 from proxy.engine.replica import Replica
 from proxy.engine.wire import EngineHttp
 from proxy.errors import EngineFailed, VerbatimError
@@ -74,23 +75,37 @@ class _Derendered(msgspec.Struct):
 
 
 class _Gathered:
-    """One choice, put together from one answer or from the events of a stream."""
+    """One choice, put together from one answer or from the events of a stream; `live` tells its text on the way."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, live: bool) -> None:
         self.index = index
         self.token_ids: list[int] = []
         self.entries: list[_Logprob] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.versions: list[_Version] = []
+        self.live = LiveText(index) if live else None
 
     def add(self, choice: _Choice) -> None:
-        self.token_ids.extend(choice.token_ids or ())
+        new = choice.token_ids or []
+        self.token_ids.extend(new)
         if choice.logprobs and choice.logprobs.content:
             self.entries.extend(choice.logprobs.content)
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
         self.versions.extend(choice.weight_versions or ())
+        if self.live is not None:
+            self.live.take(new[:-1] if self.ended_by_stop_token else new)
+
+    @property
+    def ended_by_stop_token(self) -> bool:
+        """Then the last id is no text: derender would spell it out."""
+        return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+
+    @property
+    def spoken(self) -> list[int]:
+        """The ids that show in the text."""
+        return self.token_ids[:-1] if self.ended_by_stop_token else self.token_ids
 
 
 class TokenApi:
@@ -115,25 +130,36 @@ class TokenApi:
         return Rendered(pack_ids(ids), answer)
 
     async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Delta | Outcome]:
-        """Yields one Outcome: text is certain only when the engine's parsers have seen the whole reply."""
-        body = self._generate_body(replica, job, stream)
-        choices = [_Gathered(index) for index in range(job.request.n)]
+        """Yields deltas while streaming, as far as the engine's parsers are certain of them, then one Outcome."""
+        choices = [_Gathered(index, _goes_live(job, stream)) for index in range(job.request.n)]
         broken = None
         cached = 0
         if stream:
             try:
-                async for data in self._http.events(replica, "/inference/v1/generate", body, job.line):
-                    _gather(choices, _event(replica, data))
+                async for delta in self._stream(replica, job, choices):
+                    yield delta
             except VerbatimError as error:
                 if not any(choice.token_ids for choice in choices):
                     raise
                 broken = error.message
         else:
+            body = self._generate_body(replica, job, stream)
             answer = await self._http.post(replica, "/inference/v1/generate", body, _Generated, line=job.line)
-            _gather(choices, answer)
+            _gather(choices, answer.choices)
             if answer.usage and answer.usage.prompt_tokens_details:
                 cached = answer.usage.prompt_tokens_details.cached_tokens or 0
         yield await self._outcome(replica, job, choices, broken, cached)
+
+    async def _stream(self, replica: Replica, job: Job, choices: list[_Gathered]) -> AsyncIterator[Delta]:
+        assert job.prompt_ids is not None
+        prompt_ids, chat_request = job.prompt_ids.tolist(), _parser_request(job)
+        body = self._generate_body(replica, job, True)
+        async for data in self._http.events(replica, "/inference/v1/generate", body, job.line):
+            for choice in _gather(choices, _event(replica, data).choices):
+                if choice.live is not None and (choice.live.due or choice.finish_reason):
+                    delta = await choice.live.step(self._http, replica, prompt_ids, chat_request, choice.finish_reason)
+                    if delta is not None:
+                        yield delta
 
     async def abort(self, replica: Replica, job: Job) -> bool:
         body = {"request_ids": [_REQUEST_ID_PREFIX + job.call_id]}
@@ -181,8 +207,10 @@ class TokenApi:
         self, replica: Replica, job: Job, choice: _Gathered
     ) -> tuple[dict[str, Any], Sequence[Mapping[str, Any]] | None]:
         """The message the engine's parsers make of the sampled ids, and chat-shaped logprobs where they were asked for."""
+        if choice.live is not None and choice.live.assembly:
+            return choice.live.assembly.message(), None
         wanted = job.request.top_logprobs is not None
-        spoken = _spoken(choice)
+        spoken = choice.spoken
         if not choice.token_ids or not (spoken or wanted):
             return {"role": "assistant", "content": ""}, None
         body = {
@@ -222,17 +250,19 @@ def _event(replica: Replica, data: bytes) -> _Event:
     return event
 
 
-def _spoken(choice: _Gathered) -> list[int]:
-    """The ids that show in the text. A stop token that ended the turn does not; derender would spell it out."""
-    ended = choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str)
-    return choice.token_ids[:-1] if ended else choice.token_ids
+def _goes_live(job: Job, stream: bool) -> bool:
+    """Whether text may go out while it is sampled. A stop string is cut from the whole text, and logprobs belong to it: then the
+    reply waits for its end."""
+    return stream and not job.sampling.get("stop") and job.request.top_logprobs is None
 
 
-def _gather(choices: list[_Gathered], answer: _Generated | _Event) -> None:
-    for choice in answer.choices:
-        if not 0 <= choice.index < len(choices):
-            raise EngineFailed(f"the engine answered choice {choice.index} of {len(choices)}")
-        choices[choice.index].add(choice)
+def _gather(choices: list[_Gathered], pieces: Sequence[_Choice]) -> list[_Gathered]:
+    """The choices that got something."""
+    for piece in pieces:
+        if not 0 <= piece.index < len(choices):
+            raise EngineFailed(f"the engine answered choice {piece.index} of {len(choices)}")
+        choices[piece.index].add(piece)
+    return [choices[piece.index] for piece in pieces]
 
 
 def _parser_request(job: Job) -> dict[str, Any]:

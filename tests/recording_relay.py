@@ -1,0 +1,117 @@
+"""A reverse proxy between the service and its engine that notes what every sampling request was given and what came back.
+
+It knows nothing of sessions, trees or records: what it noted is true whatever the service writes down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import aiohttp
+from aiohttp import web
+
+GENERATE = "/inference/v1/generate"
+_HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
+
+
+@dataclass
+class Choice:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Generated:
+    """One sampling request: the ids it was to sample after, and per choice what the engine answered."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: dict[str, Any]
+    choices: dict[int, Choice] = field(default_factory=dict)
+
+    def take(self, answer: dict[str, Any]) -> None:
+        for part in answer.get("choices") or ():
+            choice = self.choices.setdefault(part["index"], Choice())
+            choice.token_ids += part.get("token_ids") or []
+            choice.logprobs += [entry["logprob"] for entry in (part.get("logprobs") or {}).get("content") or ()]
+
+
+class RecordingRelay:
+    """Relays everything to `upstream` from a thread of its own; used in a `with` block. `generated` is by request id."""
+
+    def __init__(self, upstream: str) -> None:
+        self.url = ""
+        self.generated: dict[str, Generated] = {}
+        self._upstream = upstream
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="relay")
+        self._client: aiohttp.ClientSession | None = None
+        self._runner: web.AppRunner | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(30)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        self._loop.close()
+
+    async def _start(self) -> None:
+        self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=300))
+        app = web.Application(client_max_size=2**28)
+        app.router.add_route("*", "/{path:.*}", self._relay)
+        # A handler must end when the service hangs up: so must the engine's request behind it.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=1)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _stop(self) -> None:
+        assert self._runner is not None and self._client is not None
+        await self._runner.cleanup()
+        await self._client.close()
+
+    async def _relay(self, request: web.Request) -> web.StreamResponse:
+        assert self._client is not None
+        body = await request.read()
+        noted = self._note(request.path, body)
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP}
+        url = self._upstream + request.path_qs
+        async with self._client.request(request.method, url, data=body, headers=headers) as answer:
+            if "event-stream" in answer.headers.get("content-type", ""):
+                return await self._stream(request, answer, noted)
+            content = await answer.read()
+            if noted is not None and answer.status == 200:
+                noted.take(json.loads(content))
+            kind = {"content-type": answer.headers.get("content-type", "application/json")}
+            return web.Response(body=content, status=answer.status, headers=kind)
+
+    async def _stream(
+        self, request: web.Request, answer: aiohttp.ClientResponse, noted: Generated | None
+    ) -> web.StreamResponse:
+        out = web.StreamResponse(status=answer.status, headers={"content-type": answer.headers["content-type"]})
+        await out.prepare(request)
+        async for line in answer.content:
+            if noted is not None and line.startswith(b"data: {"):
+                noted.take(json.loads(line[6:]))
+            await out.write(line)
+        await out.write_eof()
+        return out
+
+    def _note(self, path: str, body: bytes) -> Generated | None:
+        if path != GENERATE:
+            return None
+        asked = json.loads(body)
+        if "token_ids" not in asked:
+            return None  # a probe for the route
+        made = Generated(asked["request_id"], asked["token_ids"], asked["sampling_params"])
+        self.generated[made.request_id] = made
+        return made

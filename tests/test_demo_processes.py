@@ -1,0 +1,96 @@
+"""The demo's children: one that dies is named with its log, and none is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.demo.fleet import unless_one_ends
+from examples.demo.processes import Child, ChildDied
+
+SLEEPS = "import time; time.sleep(600)"
+# A process that starts another one and prints its pid.
+HAS_A_CHILD = f"""
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, "-c", {SLEEPS!r}]).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def child(code: str, log: Path, *, may_finish: bool = False) -> Child:
+    return Child("worker", [sys.executable, "-c", code], log, may_finish=may_finish)
+
+
+def is_running(pid: int) -> bool:
+    """False also for a zombie that nobody has waited for yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_child_that_fails_is_named_with_its_exit_and_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with child("import sys; sys.exit('it broke')", log) as process:
+        with pytest.raises(ChildDied, match=f"the worker exited with code 1; its log is {log}"):
+            await process.finished()
+    assert "it broke" in log.read_text()
+
+
+async def test_a_child_that_is_killed_is_no_normal_end(tmp_path: Path) -> None:
+    async with child("import os; os.kill(os.getpid(), 9)", tmp_path / "log", may_finish=True) as process:
+        with pytest.raises(ChildDied, match="was killed by signal 9"):
+            await process.finished()
+
+
+async def test_only_a_child_that_may_finish_may(tmp_path: Path) -> None:
+    async with child("", tmp_path / "log", may_finish=True) as process:
+        await process.finished()
+    async with child("", tmp_path / "log") as process:
+        with pytest.raises(ChildDied, match="exited with code 0"):
+            await process.finished()
+
+
+async def test_the_end_of_the_block_ends_the_child_and_its_children(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with child(HAS_A_CHILD, log) as process:
+        while not log.read_text():
+            await asyncio.sleep(0.05)
+        assert process.process is not None
+        pids = [process.process.pid, int(log.read_text())]
+        assert all(map(is_running, pids))
+    for _ in range(100):
+        if not any(map(is_running, pids)):
+            break
+        await asyncio.sleep(0.05)
+    assert not any(map(is_running, pids))
+
+
+async def test_work_stops_as_soon_as_a_child_dies(tmp_path: Path) -> None:
+    stopped = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            stopped.set()
+
+    async with child(SLEEPS, tmp_path / "log") as process:
+        assert process.process is not None
+        os.kill(process.process.pid, 15)
+        with pytest.raises(ChildDied, match="signal 15"):
+            await unless_one_ends(work(), process.finished())
+    assert stopped.is_set()
+
+
+async def test_the_result_of_the_work_comes_back_though_a_child_finished_before(tmp_path: Path) -> None:
+    async def work() -> str:
+        await asyncio.sleep(0.5)
+        return "done"
+
+    async with child("", tmp_path / "log", may_finish=True) as process:
+        assert await unless_one_ends(work(), process.finished()) == "done"

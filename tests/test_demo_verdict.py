@@ -1,0 +1,95 @@
+"""The demo's verdict: the numbers it adds up, and what it takes to fail."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from examples.demo.report import draw_rewards, verdict_table, write_verdict
+from examples.demo.verdict import Expectation, SessionFacts, Verdict, judge
+
+PUSHED = Expectation(push=True, rise=0.25, difference=1e-4)
+NOT_PUSHED = Expectation(push=False, rise=0.12, difference=1e-4)
+
+
+def session(masks: list[list[int]], versions: list[list[list[int]]], quarantined: int = 0) -> SessionFacts:
+    rows = [{"loss_mask": mask, "weight_versions": spans} for mask, spans in zip(masks, versions, strict=True)]
+    sampled = sum(map(sum, masks)) + quarantined
+    held = [{"call_id": "c", "tokens": quarantined, "reason": "aborted"}] if quarantined else []
+    accounting = {"sampled_tokens": sampled, "exported_tokens": sum(map(sum, masks)), "quarantined": held}
+    return SessionFacts(calls=2, trajectories=rows, accounting=accounting)
+
+
+def verdict(**changes: Any) -> Verdict:
+    """Two conversations, one in two rows and with two tokens in quarantine; every check holds."""
+    sessions = [
+        session([[0, 1, 1, 0, 1]], [[[0, 1, 3], [1, 4, 5]]]),
+        session([[0, 1], [0, 0, 1]], [[[2, 1, 2]], [[3, 2, 3]]], quarantined=2),
+    ]
+    rewards = [0.3, 0.3, 0.4, 0.4, 0.9, 0.9]
+    found = judge(sessions, rewards, agent_tokens=7, trained_tokens=5, recomputed_tokens=5, largest_difference=2e-6)
+    return replace(found, **changes)
+
+
+def test_sessions_are_added_up() -> None:
+    found = verdict()
+    assert (found.sessions, found.calls, found.rows, found.rows_per_conversation) == (2, 4, 3, 1.5)
+    assert (found.sampled_tokens, found.exported_tokens, found.quarantined_tokens) == (7, 5, 2)
+    assert found.quarantine_reasons == {"aborted": 2}
+    assert (found.weight_versions, found.mixed_rows) == ([0, 1, 2, 3], 1)
+    assert found.rise == pytest.approx(0.65 - 0.35)
+
+
+def test_it_passes_when_every_check_holds() -> None:
+    assert verdict().failures(PUSHED) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"exported_tokens": 4, "trained_tokens": 4, "recomputed_tokens": 4}, "exported or quarantined"),
+        ({"agent_tokens": 8}, "the agent was told of 8"),
+        ({"recomputed_tokens": 4}, "4 lie in a weight version's span"),
+        ({"largest_difference": 1e-3}, "1.00e-03 off"),
+        ({"largest_difference": float("nan")}, "nan off"),
+        ({"trained_tokens": 4}, "the trainer was given 4 tokens"),
+        ({"weight_versions": [0, 1]}, "2 weight versions"),
+        ({"rewards": [0.3] * 8}, "the reward rose by 0.000"),
+    ],
+)
+def test_one_number_that_is_off_is_one_failure(changes: dict[str, Any], sentence: str) -> None:
+    (failure,) = verdict(**changes).failures(PUSHED)
+    assert sentence in failure
+
+
+def test_nothing_sampled_is_a_failure() -> None:
+    empty = judge([], [], agent_tokens=0, trained_tokens=0, recomputed_tokens=0, largest_difference=0.0)
+    assert "no token was sampled" in empty.failures(PUSHED)
+
+
+def test_without_the_push_the_curve_must_stay_flat() -> None:
+    flat = verdict(weight_versions=[0], rewards=[0.3, 0.35] * 4)
+    assert flat.failures(NOT_PUSHED) == []
+    assert len(replace(flat, rewards=[0.3] * 4 + [0.9] * 4).failures(NOT_PUSHED)) == 1
+    assert len(replace(flat, weight_versions=[0, 1]).failures(NOT_PUSHED)) == 1
+
+
+def test_the_numbers_are_left_as_json_and_shown_as_a_table(tmp_path: Path) -> None:
+    write_verdict(tmp_path / "verdict.json", verdict(), PUSHED, 12.34)
+    record = json.loads((tmp_path / "verdict.json").read_text())
+    assert record["passed"] is True and record["failures"] == []
+    assert (record["sampled_tokens"], record["rows_per_conversation"], record["seconds"]) == (7, 1.5, 12.3)
+    console = Console(width=100, record=True, file=(tmp_path / "out").open("w"))
+    console.print(verdict_table(verdict(), PUSHED))
+    text = console.export_text()
+    assert "2 (aborted: 2)" in text and "2.0e-06 (< 0.0001)" in text and "4 (0 to 3)" in text
+
+
+def test_the_rewards_are_drawn(tmp_path: Path) -> None:
+    draw_rewards(tmp_path / "reward.png", [[0.0, 1.0], [0.5, 1.0], [1.0, 1.0]], push=True, chance=1 / 3)
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
