@@ -67,12 +67,15 @@ def running_cluster() -> Iterator[RedisServer]:
 
 
 def free_port() -> int:
-    """A port whose cluster bus port, 10,000 higher, exists."""
+    """A port that is free together with its cluster bus port, 10,000 higher."""
     while True:
-        with socket.socket() as probe:
+        with socket.socket() as probe, socket.socket() as bus:
             probe.bind(("127.0.0.1", 0))
             port: int = probe.getsockname()[1]
-        if port < 55000:
+            try:
+                bus.bind(("127.0.0.1", port + 10_000))
+            except (OSError, OverflowError):
+                continue
             return port
 
 

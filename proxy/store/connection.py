@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -91,7 +91,7 @@ class StoreConnection:
             raise StoreUnavailable(f"the Redis at {self.place} is busy: no connection came free in time") from error
         try:
             client = self._client or await self._open()
-            return await client.execute_command(*command)
+            return await _cancellable(client.execute_command(*command))
         except broken.NoScriptError:
             raise
         except (broken.ConnectionError, broken.TimeoutError, broken.ClusterError, broken.RedisClusterException) as error:
@@ -153,3 +153,14 @@ def _place(url: str) -> str:
     """The URL without its credentials."""
     parts = urlsplit(url)
     return parts.path if parts.scheme == "unix" else parts.netloc.rpartition("@")[2] or url
+
+
+async def _cancellable(command: Awaitable[Any]) -> Any:
+    """The command's answer. redis-py sends with asyncio.wait_for, which before Python 3.12 swallows a cancellation that comes
+    while it sends: it is raised here after all, so that a task told to end does."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    answer = await command
+    if task is not None and task.cancelling() > before:
+        raise asyncio.CancelledError
+    return answer
