@@ -8,66 +8,34 @@ commit (the reply's end) it does not.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 from proxy.dialects.base import Choice, Delta, Reply, Request
-from proxy.engine.base import Engine, Job, Outcome, Rendered, Sampled
+from proxy.engine.base import Engine, Job, Outcome, Rendered
 from proxy.engine.chat_api import ChatApi
-from proxy.engine.replica import Replica
 from proxy.engine.token_api import TokenApi
 from proxy.engine.wire import EngineHttp, Line
-from proxy.errors import Conflict, ContextTooLong, EngineFailed, NotFound, RequestError, Unavailable, VerbatimError
+from proxy.errors import Conflict, EngineFailed, NotFound, Unavailable, VerbatimError
 from proxy.inflight import Running
-from proxy.plan import Continuation, TokenPlan, continuation, place, plan_tokens
+from proxy.minting import minted_choice, minted_delta, new_call_id
+from proxy.plan import continuation, place, plan_tokens
 from proxy.records import call_record, effective_sampling
 from proxy.services import Services
 from proxy.store.base import Intent
 from proxy.trees import SessionTree
+from proxy.turn import Turn, fit_window, marks_of, refuse_media
 from reconstruct.bridge import Rendering
 from reconstruct.codec import encode
-from reconstruct.messages import hash_bytes, plain_content
+from reconstruct.messages import hash_bytes
 from reconstruct.records import Call, Ids, pack_ids
-from reconstruct.roles import BUILT_IN, Marks, role_of
+from reconstruct.roles import BUILT_IN, role_of
 
 _BEGIN_TRIES = 50
 """How often a call starts over because other calls of its session were recorded meanwhile."""
 
 _ABORT_PATIENCE_SECONDS = 0.5
 _ABORT_TRIES = 10
-
-
-def new_call_id() -> str:
-    """24 hex digits, ordered by time of minting: 12 of milliseconds, 12 random."""
-    return f"{int(time.time() * 1000):012x}{os.urandom(6).hex()}"
-
-
-@dataclass(slots=True)
-class Turn:
-    """One call on its way: what is known of it so far."""
-
-    tree: SessionTree
-    request: Request
-    digest: bytes
-    call_ids: list[str]
-    running: Running
-    started_at: float
-    clock: float
-    engine_seconds: float = 0.0
-    found: Continuation | None = None
-    plan: TokenPlan | None = None
-    replica: Replica | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
-    role: str = "main"
-    agent: str = ""
-    marks: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def session_id(self) -> str:
-        return self.tree.info.session_id
 
 
 class Flow:
@@ -84,7 +52,7 @@ class Flow:
         running = Running(tree.info.session_id, call_ids[0])
         turn = Turn(tree, request, hash_bytes(body), call_ids, running, time.time(), time.perf_counter())
         turn.sampling = {**request.sampling, **tree.info.sampling}
-        turn.role, turn.agent = role_of(_marks(request, headers), self._rules)
+        turn.role, turn.agent = role_of(marks_of(request, headers), self._rules)
         retry = headers.get("x-stainless-retry-count", "0")
         turn.marks = {"retry": retry} if retry != "0" else {}
         self._services.inflight.enter(running)
@@ -104,7 +72,7 @@ class Flow:
             if isinstance(piece, Outcome):
                 outcome = piece
             else:
-                yield _minted(piece, turn)
+                yield minted_delta(piece, turn.call_ids)
         if outcome is None:
             raise EngineFailed("the engine ended without a reply")
         reply = await self._commit(turn, outcome)
@@ -119,7 +87,7 @@ class Flow:
         turn.found = continuation(turn.tree, turn.request)
         if turn.replica.api != "token":
             return
-        _refuse_media(turn.request)
+        refuse_media(turn.request)
         replica = turn.replica
 
         async def render(rendering: Rendering) -> Rendered:
@@ -138,7 +106,7 @@ class Flow:
         if close is not None:
             turn.tree.turn_ends[root] = close
         turn.engine_seconds += time.perf_counter() - clock
-        _fit_window(turn, len(turn.plan.prompt_ids))
+        fit_window(turn, len(turn.plan.prompt_ids))
 
     async def _begin(self, turn: Turn) -> None:
         """Write the intent; when other calls of the session were recorded meanwhile, look again for the parent."""
@@ -214,7 +182,8 @@ class Flow:
         if turn.running.cut.is_set() and not spoken:
             await self._services.sessions.drop_intent(turn.session_id, turn.call_ids[0])
             raise EngineFailed("the call was cut before a token was sampled")
-        choices = [_choice(sampled, turn) for sampled in outcome.choices]
+        forced = isinstance(turn.request.forward.get("tool_choice"), dict)
+        choices = [minted_choice(sampled, turn.call_ids, forced_tool=forced) for sampled in outcome.choices]
         calls = self._records(turn, outcome, choices)
         records = {call.call_id: encode(call) for call in calls}
         total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records)
@@ -263,76 +232,3 @@ def _prompt(turn: Turn, outcome: Outcome) -> tuple[Ids, str | None]:
     if turn.plan is not None:
         return turn.plan.prompt_ids, turn.plan.branch_reason
     return pack_ids(outcome.prompt_ids or ()), None
-
-
-def _marks(request: Request, headers: Mapping[str, str]) -> Marks:
-    messages = request.history
-    system = messages[0].message if messages[0].message.get("role") in ("system", "developer") else {}
-    return Marks(headers, bool(request.tools), _text(system), _text(messages[-1].message))
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    """The message's text as far as rules about prompts look at it."""
-    content = plain_content(message.get("content"))
-    parts = content if isinstance(content, list) else [content]
-    return "\n".join(part for part in parts if isinstance(part, str))
-
-
-def _fit_window(turn: Turn, prompt_length: int) -> None:
-    """Clamp max_tokens to what the window leaves. Raises ContextTooLong when the prompt alone does not fit."""
-    assert turn.replica is not None
-    window = turn.replica.max_model_len
-    if window is None:
-        return
-    room = window - prompt_length
-    if room < 1:
-        raise ContextTooLong(
-            f"This model's maximum context length is {window} tokens. However, your messages resulted in "
-            f"{prompt_length} tokens. Please reduce the length of the messages.",
-            param="messages",
-        )
-    turn.sampling["max_tokens"] = min(turn.sampling.get("max_tokens") or room, room)
-
-
-def _refuse_media(request: Request) -> None:
-    """Raise RequestError for content parts that the token path cannot carry."""
-    for position, message in enumerate(request.messages):
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type", "text") if isinstance(part, dict) else "text"
-            if kind not in ("text", "input_text", "output_text", "refusal", "thinking"):
-                raise RequestError(
-                    f"messages[{position}] has a part of type '{kind}': only text is taken on this model's token path",
-                    param=f"messages[{position}].content",
-                )
-
-
-def _minted(delta: Delta, turn: Turn) -> Delta:
-    """The delta with tool-call ids that name its call."""
-    if delta.tool_calls:
-        call_id = turn.call_ids[delta.index]
-        delta.tool_calls = [
-            {**call, "id": tool_call_id(call_id, call.get("index", 0))} if call.get("id") else call for call in delta.tool_calls
-        ]
-    return delta
-
-
-def tool_call_id(call_id: str, position: int) -> str:
-    """`call_<call id>_<position>`: replayed, it names the call it came from."""
-    return f"call_{call_id}_{position}"
-
-
-def _choice(sampled: Sampled, turn: Turn) -> Choice:
-    """The choice as the harness gets it: ids minted, finish reason in the chat words."""
-    call_id = turn.call_ids[sampled.index]
-    message = dict(sampled.message)
-    calls = message.get("tool_calls")
-    if calls:
-        message["tool_calls"] = [{**call, "id": tool_call_id(call_id, at)} for at, call in enumerate(calls)]
-    finish_reason = sampled.finish_reason
-    if calls and finish_reason == "stop" and not isinstance(turn.request.forward.get("tool_choice"), dict):
-        finish_reason = "tool_calls"
-    if finish_reason == "abort":
-        finish_reason = "length"
-    tokens = len(sampled.token_ids or ())
-    return Choice(sampled.index, call_id, message, finish_reason, tokens, sampled.logprob_content)

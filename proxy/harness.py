@@ -18,9 +18,10 @@ from proxy.auth import credential, key_opens, named_session
 from proxy.dialects.base import Delta, Dialect, Reply, StreamRenderer
 from proxy.dialects.chat import ChatDialect
 from proxy.errors import Conflict, NotFound, RequestError, TooLarge, Unauthorized, VerbatimError
-from proxy.flow import Flow, Turn
+from proxy.flow import Flow
 from proxy.services import Services
 from proxy.trees import SessionTree
+from proxy.turn import Turn
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

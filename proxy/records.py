@@ -66,6 +66,9 @@ def call_record(
     """The record of one choice. `sibling` is the call's first choice, whose prompt the others lean on instead of repeating."""
     messages_from = found.reply_at + 1 if found.parent is not None else 0
     quarantine = "" if has_prompt_ids and sampled.token_ids is not None else "no_token_ids"
+    if broken and sampled.finish_reason != "abort":
+        # A whole reply that no harness was given: nothing came of it.
+        quarantine = quarantine or "not_answered"
     status = "failed" if broken else "aborted" if sampled.finish_reason == "abort" else "finished"
     return Call(
         call_id=call_id,

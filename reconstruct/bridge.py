@@ -13,11 +13,12 @@ What the template drops is not bridged over: if changing the reply's reasoning a
 deployed model's view, and if Y does not begin with the history, the history is. With `retain_thinking` both are bridged all the
 same when thinking is all that is gone: when it holds with every message's reasoning left out.
 
-The suffix is then joined to the sampled ids: a stop token the model sampled is not repeated (also where it doubles as the
-opener of the next turn); a reply cut short gets the whole turn end. Everything else is a Refusal with its reason, and the
-caller renders afresh and branches.
+The suffix is then joined to the sampled ids: what the model sampled of the turn end is not repeated (also where the stop token
+doubles as the opener of the next turn, or ends this kind of turn alone); a reply cut short gets the rest of it. Everything else is
+a Refusal with its reason, and the caller renders afresh and branches.
 
-`derive` and `turn_end` are generators: they yield the renderings they want and are sent the ids; the caller does the I/O.
+`derive` and `turn_end` are generators: they yield the renderings they want and are sent the ids; the caller does the I/O. After
+its first step `derive` wants messages made up for the proof: for those that the template does not take, it is sent no ids.
 """
 
 from __future__ import annotations
@@ -102,11 +103,10 @@ def derive(
         ended, continued = yield first
     if not _starts_with(continued, ended) or not _starts_with(ended, asked):
         return (yield from _derive_by_substitution(history, reply, tail, close, continued, retain_thinking))
-    if not _ends_with(ended, close):
-        return Refusal("turn_end_unknown")
-    if not retain_thinking and not _shows_sampled(ended, reply, close) and (yield from _hides_thinking(history, reply, ended)):
-        return Refusal("thinking_dropped")
-    return _join(reply, np.concatenate((close, continued[len(ended) :])))
+    joined = _join(reply, ended, close, continued[len(ended) :])
+    if isinstance(joined, Refusal) or retain_thinking or _shows_sampled(ended, reply, close):
+        return joined
+    return Refusal("thinking_dropped") if (yield from _hides_thinking(history, reply, ended)) else joined
 
 
 def _shows_sampled(ended: Ids, reply: Reply, close: Ids) -> bool:
@@ -135,7 +135,7 @@ def _derive_by_substitution(
         Rendering([*history, _rethought(reply.message), *tail], True),
     )
     suffix = _common_suffix(continued, swapped)
-    if not _starts_with(suffix, close):
+    if not len(swapped) or not _starts_with(suffix, close):
         return Refusal("turn_end_unknown")
     dropped = bool(reasoning_of(reply.message)) and np.array_equal(rethought, continued)
     if dropped or not _starts_with(continued, alone):
@@ -143,7 +143,7 @@ def _derive_by_substitution(
             return Refusal("thinking_dropped" if dropped else "history_rewritten")
         if not (yield from _only_thinking_is_gone(history, reply, tail, suffix)):
             return Refusal("history_rewritten")
-    return _join(reply, suffix)
+    return _join(reply, close, close, suffix[len(close) :])
 
 
 def _only_thinking_is_gone(
@@ -164,12 +164,38 @@ def _bare(message: Message) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key not in ("reasoning", "reasoning_content")}
 
 
-def _join(reply: Reply, suffix: Ids) -> Bridge | Refusal:
-    if not reply.closed:
-        return Bridge(suffix)
-    if not len(suffix) or not len(reply.completion_ids) or suffix[0] != reply.completion_ids[-1]:
-        return Refusal("turn_end_differs")
-    return Bridge(suffix[1:])
+def _join(reply: Reply, shown: Ids, close: Ids, rest: Ids) -> Bridge | Refusal:
+    """`shown` is what the template shows up to the end of the reply's turn, or as much of its end as is known; `rest` follows."""
+    said = reply.completion_ids
+    usual = _ends_with(shown, close)
+    if not reply.closed and usual:
+        return Bridge(np.concatenate((close[_overlap(said, close) :], rest)))
+    between = _after_stop(said, shown, close if usual else None, rest) if reply.closed and len(said) else None
+    if between is None:
+        return Refusal("turn_end_differs" if usual else "turn_end_unknown")
+    return Bridge(between)
+
+
+def _after_stop(said: Ids, shown: Ids, close: Ids | None, rest: Ids) -> Ids | None:
+    """What follows the stop token, the last of `said`; None where the template does not have it there."""
+    stop = said[-1]
+    if close is not None and len(close):
+        for at in np.flatnonzero(close == stop).tolist():
+            after = len(shown) - len(close) + at + 1
+            # What stands between the reply and its stop token must have been said as well.
+            if len(_common_suffix(said, shown[:after])) > at:
+                return np.concatenate((shown[after:], rest))
+        return None
+    if close is not None and len(rest) and rest[0] == stop:
+        return rest[1:]
+    # A turn of its own kind, such as one with tool calls, may end in the very token that the model ended it with.
+    return rest if len(shown) and shown[-1] == stop else None
+
+
+def _overlap(said: Ids, following: Ids) -> int:
+    """How many of the first ids of `following` are the last of `said`."""
+    longest = min(len(said), len(following))
+    return next((length for length in range(longest, 0, -1) if _ends_with(said, following[:length])), 0)
 
 
 def _other_reply(message: Message) -> dict[str, Any]:

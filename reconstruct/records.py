@@ -27,8 +27,11 @@ Logprobs = NDArray[np.float32]
 
 
 def pack_ids(ids: Any) -> Ids:
-    """`ids` as a read-only int32 array of shape (n,)."""
-    array = np.array(ids, dtype=np.int32).reshape(-1)
+    """`ids` as a read-only int32 array of shape (n,). Raises IdOutOfRange for one that int32 cannot hold."""
+    try:
+        array = np.array(ids, dtype=np.int32).reshape(-1)
+    except OverflowError as error:
+        raise IdOutOfRange(f"a token id does not fit 32 bits: {error}") from error
     array.flags.writeable = False
     return array
 

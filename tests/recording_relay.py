@@ -54,7 +54,11 @@ class RecordingRelay:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30)
+        try:
+            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,16 +72,17 @@ class RecordingRelay:
         app = web.Application(client_max_size=2**28)
         app.router.add_route("*", "/{path:.*}", self._relay)
         # A handler must end when the service hangs up: so must the engine's request behind it.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=1)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def _stop(self) -> None:
-        assert self._runner is not None and self._client is not None
-        await self._runner.cleanup()
-        await self._client.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._client is not None:
+            await self._client.close()
 
     async def _relay(self, request: web.Request) -> web.StreamResponse:
         assert self._client is not None

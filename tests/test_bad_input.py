@@ -299,7 +299,7 @@ def test_an_engine_that_breaks_off_a_stream_is_an_error_and_its_tokens_are_kept_
     (call,) = session.calls
     assert call["status"] == "failed"
     assert call["completion_ids"] == engine.family.encode("hello world")
-    assert text in ("", "hello world")
+    assert "hello world".startswith(text)
     rows, accounting = session.trajectories()
     assert rows == []
     assert [item["tokens"] for item in accounting["quarantined"]] == [2]

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from examples.demo.environment import FITS, TOOLS, Corridor, call_of, corridors
 from examples.demo.tiny_model import make_tiny_model
-from examples.demo.warmup import IGNORED, dialogue
+from examples.demo.warmup import HABITS, IGNORED, dialogue
 
 
 def test_the_right_keys_open_every_door_and_are_rewarded_in_full() -> None:
@@ -59,6 +59,12 @@ def test_every_corridor_comes_up_once_before_any_comes_again() -> None:
     rows = list(itertools.islice(corridors(random.Random(0)), 2 * 27))
     assert len(set(rows[:27])) == len(set(rows[27:])) == 27
     assert rows == list(itertools.islice(corridors(random.Random(0)), 2 * 27))
+
+
+def test_no_habit_of_the_warm_up_opens_a_door() -> None:
+    assert HABITS.keys() == FITS.keys()
+    assert all(HABITS[colour] != FITS[colour] for colour in FITS)
+    assert sorted(HABITS.values()) == sorted(FITS.values())
 
 
 def test_a_dialogue_labels_what_the_assistant_says_and_nothing_else(tmp_path: Path) -> None:

@@ -58,7 +58,9 @@ async def test_only_a_child_that_may_finish_may(tmp_path: Path) -> None:
 async def test_the_end_of_the_block_ends_the_child_and_its_children(tmp_path: Path) -> None:
     log = tmp_path / "log"
     async with child(HAS_A_CHILD, log) as process:
-        while not log.read_text():
+        for _ in range(200):
+            if log.read_text():
+                break
             await asyncio.sleep(0.05)
         assert process.process is not None
         pids = [process.process.pid, int(log.read_text())]

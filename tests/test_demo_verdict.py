@@ -59,7 +59,7 @@ def test_it_passes_when_every_check_holds() -> None:
         ({"largest_difference": float("nan")}, "nan off"),
         ({"trained_tokens": 4}, "the trainer was given 4 tokens"),
         ({"weight_versions": [0, 1]}, "2 weight versions"),
-        ({"rewards": [0.3] * 8}, "the reward rose by 0.000"),
+        ({"rewards": [0.3] * 6}, "the reward rose by 0.000"),
     ],
 )
 def test_one_number_that_is_off_is_one_failure(changes: dict[str, Any], sentence: str) -> None:
@@ -84,9 +84,10 @@ def test_the_numbers_are_left_as_json_and_shown_as_a_table(tmp_path: Path) -> No
     record = json.loads((tmp_path / "verdict.json").read_text())
     assert record["passed"] is True and record["failures"] == []
     assert (record["sampled_tokens"], record["rows_per_conversation"], record["seconds"]) == (7, 1.5, 12.3)
-    console = Console(width=100, record=True, file=(tmp_path / "out").open("w"))
-    console.print(verdict_table(verdict(), PUSHED))
-    text = console.export_text()
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(verdict_table(verdict(), PUSHED))
+    text = shown.get()
     assert "2 (aborted: 2)" in text and "2.0e-06 (< 0.0001)" in text and "4 (0 to 3)" in text
 
 

@@ -186,9 +186,11 @@ def report(thinking: str, played: Played, difference: float) -> None:
     done, accounting = played.done, played.accounting["merged"]
     branches = Counter(call["branch_reason"] or "extends" for call in played.calls)
     quarantined = Counter(item["reason"] for item in accounting["quarantined"])
-    print(  # noqa: T201
-        f"\n{thinking} seed {played.seed}: {len(played.calls)} calls ({done.tool_calls} tool calls, {len(done.forced)} forced) of "
-        f"{done.conversations} conversations are {len(played.rows['merged'])} rows; {accounting['sampled_tokens']} tokens sampled = "
-        f"{accounting['exported_tokens']} exported + {sum(item['tokens'] for item in accounting['quarantined'])} quarantined "
-        f"{dict(quarantined)}; largest difference {difference:.1e}\n    {dict(done.steps)}\n    {dict(branches)}"
+    left_out = sum(item["tokens"] for item in accounting["quarantined"])
+    lines = (
+        f"{thinking}, seed {played.seed}: {len(played.calls)} calls ({done.tool_calls} tool calls) in {done.conversations} "
+        f"conversations are {len(played.rows['merged'])} rows",
+        f"{accounting['sampled_tokens']} tokens sampled = {accounting['exported_tokens']} exported + {left_out} quarantined",
+        f"largest difference {difference:.1e}; {dict(quarantined)}; {dict(branches)}; {dict(done.steps)}",
     )
+    print("\n" + "\n    ".join(lines))  # noqa: T201

@@ -166,7 +166,7 @@ def _percent(phase: Phase) -> Callable[[int, int], None]:
 
 
 def main(
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 24,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 20,
     seed: Annotated[int, typer.Option()] = 0,
     out: Annotated[Path | None, typer.Option(help="Default: demo-out, or demo-out-no-push.")] = None,
     model: Annotated[
@@ -175,7 +175,7 @@ def main(
     push: Annotated[bool, typer.Option(help="--no-push: the engine never gets the new weights; the curve stays flat.")] = True,
     groups: Annotated[int, typer.Option(help="Groups per step.")] = 8,
     rollouts: Annotated[int, typer.Option(help="Rollouts per group.")] = 8,
-    learning_rate: Annotated[float | None, typer.Option(help="Default: 7e-4; with --model 5e-6.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Default: 5e-4; with --model 5e-6.")] = None,
 ) -> None:
     """Run the closed loop and judge it. Exit code 0: every check holds; 1: one does not; 130: interrupted."""
     plan = Plan(
@@ -186,7 +186,7 @@ def main(
         push=push,
         groups=groups,
         rollouts=rollouts,
-        learning_rate=learning_rate or (5e-6 if model else 7e-4),
+        learning_rate=learning_rate or (5e-6 if model else 5e-4),
     )
     console = Console()
     # Told to stop in either way, the demo ends its children first.

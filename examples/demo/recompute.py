@@ -30,7 +30,7 @@ def largest_difference(
     """
     by_version = rows_by_version(rows)
     work = sum(len(chosen) for chosen in by_version.values())
-    largest, tokens, done = 0.0, 0, 0
+    largest, tokens, done = torch.zeros(()), 0, 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device)
     for version, chosen in sorted(by_version.items()):
@@ -40,11 +40,12 @@ def largest_difference(
         for start in range(0, len(chosen), batch):
             part = chosen[start : start + batch]
             differences = _differences(model, part, version)
-            largest = max(largest, differences.max().item() if len(differences) else 0.0)
+            # torch's maximum, unlike Python's, keeps a NaN: what is no number must not pass as a small one.
+            largest = torch.cat([largest[None], differences]).max()
             tokens += len(differences)
             done += len(part)
             progress(done, work)
-    return largest, tokens
+    return largest.item(), tokens
 
 
 def rows_by_version(rows: Sequence[Row]) -> dict[int, list[Row]]:

@@ -32,7 +32,7 @@ def warm_up(
     model_dir: Path,
     *,
     seed: int,
-    steps: int = 100,
+    steps: int = 80,
     batch: int = 8,
     learning_rate: float = 1e-2,
     progress: Callable[[int, float], None] = lambda step, loss: None,

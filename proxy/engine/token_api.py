@@ -186,7 +186,15 @@ class TokenApi:
         }
 
     async def _outcome(self, replica: Replica, job: Job, choices: list[_Gathered], broken: str | None, cached: int) -> Outcome:
-        messages = await asyncio.gather(*(self._derender(replica, job, choice) for choice in choices))
+        told = await asyncio.gather(*(self._derender(replica, job, choice) for choice in choices), return_exceptions=True)
+        messages = []
+        for item in told:
+            if isinstance(item, VerbatimError):
+                # The tokens are sampled and will be recorded, though nobody can say what they mean.
+                broken, item = broken or item.message, ({"role": "assistant", "content": ""}, None)
+            elif isinstance(item, BaseException):
+                raise item
+            messages.append(item)
         assert job.prompt_ids is not None
         sampled = [
             Sampled(

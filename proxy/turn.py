@@ -1,0 +1,83 @@
+"""Turn: one call on its way through the flow, and what is checked of it on entry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from proxy.dialects.base import Request
+from proxy.engine.replica import Replica
+from proxy.errors import ContextTooLong, RequestError
+from proxy.inflight import Running
+from proxy.plan import Continuation, TokenPlan
+from proxy.trees import SessionTree
+from reconstruct.messages import plain_content
+from reconstruct.roles import Marks
+
+
+@dataclass(slots=True)
+class Turn:
+    """What is known of the call so far."""
+
+    tree: SessionTree
+    request: Request
+    digest: bytes
+    call_ids: list[str]
+    running: Running
+    started_at: float
+    clock: float
+    engine_seconds: float = 0.0
+    found: Continuation | None = None
+    plan: TokenPlan | None = None
+    replica: Replica | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    role: str = "main"
+    agent: str = ""
+    marks: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def session_id(self) -> str:
+        return self.tree.info.session_id
+
+
+def marks_of(request: Request, headers: Mapping[str, str]) -> Marks:
+    messages = request.history
+    system = messages[0].message if messages[0].message.get("role") in ("system", "developer") else {}
+    return Marks(headers, bool(request.tools), _text(system), _text(messages[-1].message))
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """The message's text as far as rules about prompts look at it."""
+    content = plain_content(message.get("content"))
+    parts = content if isinstance(content, list) else [content]
+    return "\n".join(part for part in parts if isinstance(part, str))
+
+
+def fit_window(turn: Turn, prompt_length: int) -> None:
+    """Clamp max_tokens to what the window leaves. Raises ContextTooLong when the prompt alone does not fit."""
+    assert turn.replica is not None
+    window = turn.replica.max_model_len
+    if window is None:
+        return
+    room = window - prompt_length
+    if room < 1:
+        raise ContextTooLong(
+            f"This model's maximum context length is {window} tokens. However, your messages resulted in "
+            f"{prompt_length} tokens. Please reduce the length of the messages.",
+            param="messages",
+        )
+    turn.sampling["max_tokens"] = min(turn.sampling.get("max_tokens") or room, room)
+
+
+def refuse_media(request: Request) -> None:
+    """Raise RequestError for content parts that the token path cannot carry."""
+    for position, message in enumerate(request.messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            if kind not in ("text", "input_text", "output_text", "refusal", "thinking"):
+                raise RequestError(
+                    f"messages[{position}] has a part of type '{kind}': only text is taken on this model's token path",
+                    param=f"messages[{position}].content",
+                )
