@@ -81,11 +81,12 @@ class Conversation:
 
 @dataclass
 class Done:
-    """What was done, for the test's report. `forced` are calls whose sampling a grammar bent."""
+    """What was done. `answered` are the calls whose reply was read to its end, `forced` those whose sampling a grammar bent."""
 
     steps: Counter[str] = field(default_factory=Counter)
     calls: int = 0
     conversations: int = 0
+    answered: set[str] = field(default_factory=set)
     forced: set[str] = field(default_factory=set)
     tool_calls: int = 0
 
@@ -377,6 +378,7 @@ class RandomHarness:
 
     def _count(self, request: dict[str, Any], call_id: str) -> None:
         self.done.calls += 1
+        self.done.answered.add(call_id)
         if "tool_choice" in request:
             self.done.forced.add(call_id)
 
@@ -398,6 +400,8 @@ def reserialised(call: dict[str, Any]) -> dict[str, Any]:
     try:
         arguments = json.loads(function["arguments"])
     except ValueError:
+        return call
+    if not isinstance(arguments, dict):  # cut by length, the engine reads what there is of a call as one without arguments
         return call
     text = json.dumps({key: arguments[key] for key in sorted(arguments, reverse=True)}, indent=1)
     return {**call, "index": 0, "function": {**function, "arguments": text}}

@@ -157,7 +157,9 @@ class SamplingCalls:
         await sampler.admitting.wait()
         sampler.running.add(generation)
         try:
-            async for step in _merged([sampler.steps(generation, n, say, self._engine.max_model_len) for n, say in enumerate(says)]):
+            async for step in _merged(
+                [sampler.steps(generation, n, say, self._engine.max_model_len) for n, say in enumerate(says)]
+            ):
                 await answer.step(step)
             await answer.end()
         except Broken:
@@ -329,7 +331,9 @@ class _ChatWhole(_Gathered):
         calls = [_tool_call(f"chatcmpl-tool-{os.urandom(8).hex()}", name, arguments) for name, arguments in parsed.calls]
         entries = [step.entry for step in steps if step.entry]
         logprobs = chat_logprobs(self._family, entries) if self._logprobs else None
-        reason = "tool_calls" if calls and last.finish_reason == "stop" and _is_auto(self.generation.body) else last.finish_reason
+        reason = (
+            "tool_calls" if calls and last.finish_reason == "stop" and _is_auto(self.generation.body) else last.finish_reason
+        )
         message = message_of(parsed, calls)
         return chat_choice(index, message, logprobs, reason, last.stop_reason, ids if self._ids else None)
 

@@ -185,9 +185,7 @@ class ScriptedEngine:
         exchange = Exchange(scope, receive, send)
         content = await exchange.read()
         body: Any = json.loads(content) if content else None
-        self.received.append(
-            Received(exchange.method, exchange.path, exchange.headers, exchange.query, body, time.monotonic())
-        )
+        self.received.append(Received(exchange.method, exchange.path, exchange.headers, exchange.query, body, time.monotonic()))
         route = self._routes.get((exchange.method, exchange.path))
         if route is None:
             await exchange.answer({"detail": "Not Found"}, 404)

@@ -151,7 +151,9 @@ def _tokenizer(name: str) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([CORPUS] * 4, trainers.BpeTrainer(vocab_size=560, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        [CORPUS] * 4, trainers.BpeTrainer(vocab_size=560, initial_alphabet=alphabet, show_progress=False)
+    )
     tokenizer.add_special_tokens(list(family.special))
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in family.markup.tokens])
     return tokenizer
@@ -213,4 +215,3 @@ FAMILIES: dict[str, Family] = {
         ),
     )
 }
-

@@ -150,7 +150,9 @@ def _glm4_parse(text: str, tools: bool, opened: bool) -> Parsed:
     reasoning, rest = _thought(text, opened)
     if not tools or "<tool_call>" not in rest:
         return _whole(reasoning, rest)
-    found = [(name, {key: _json_or_text(value) for key, value in _GLM_PAIR.findall(body)}) for name, body in _GLM_CALL.findall(rest)]
+    found = [
+        (name, {key: _json_or_text(value) for key, value in _GLM_PAIR.findall(body)}) for name, body in _GLM_CALL.findall(rest)
+    ]
     return _read_calls(reasoning, rest, "<tool_call>", found) if found else _whole(reasoning, rest)
 
 
@@ -194,7 +196,14 @@ DEEPSEEK = Markup(
     _deepseek_speak,
     _deepseek_parse,
     tokens=(
-        *("<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+        *(
+            "<think>",
+            "</think>",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+        ),
         *("<｜tool▁sep｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
     ),
     call_marks=("<｜tool▁calls▁begin｜>",),
@@ -213,7 +222,9 @@ def _harmony_speak(said: Said) -> str:
     return f"{thought}<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_dumps(args)}<|call|>"
 
 
-_HARMONY = re.compile(r"<\|channel\|>([^<]*)(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)", re.DOTALL)
+_HARMONY = re.compile(
+    r"<\|channel\|>([^<]*)(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)", re.DOTALL
+)
 
 
 def _harmony_parse(text: str, tools: bool, opened: bool) -> Parsed:

@@ -324,7 +324,9 @@ def test_an_engine_that_is_killed_in_mid_call_and_comes_back_serves_the_retry(re
     first = ScriptedEngine("qwen3").say(Say("hello world in Paris", gate=gate, gate_after=0)).start()
     with RunningService(first.url, redis_url) as service, ThreadPoolExecutor(1) as pool:
         session = service.session(max_retries=8)
-        answer = pool.submit(lambda: streamed_text(session.ask("q", stream=True))[0] if stream else session.answer("q")["content"])
+        answer = pool.submit(
+            lambda: streamed_text(session.ask("q", stream=True))[0] if stream else session.answer("q")["content"]
+        )
         first.wait_for(lambda: bool(first.generations))
         first.stop()
         gate.set()

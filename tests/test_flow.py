@@ -451,7 +451,11 @@ def test_a_stop_token_that_opens_the_next_turn_is_not_doubled(redis_url: str) ->
         called = session.answer(messages, tools=TOOLS)
         session.answer([*messages, called, tool_result(called, "7")], tools=TOOLS)
         calls = session.calls
-        assert [call["stop_reason"] for call in calls] == [family.id_of("<|user|>"), family.id_of("<|observation|>"), family.id_of("<|user|>")]
+        assert [call["stop_reason"] for call in calls] == [
+            family.id_of("<|user|>"),
+            family.id_of("<|observation|>"),
+            family.id_of("<|user|>"),
+        ]
         assert [call["branch_reason"] for call in calls] == [None, None, None]
         for opener in ("<|user|>", "<|observation|>"):
             doubled = [family.id_of(opener)] * 2
@@ -476,9 +480,7 @@ def test_interleaved_conversations_of_one_session_are_two_branches(
     assert a2["prompt_ids"][: len(said_of(a1))] == said_of(a1)
     assert b2["prompt_ids"][: len(said_of(b1))] == said_of(b1)
     rows, _ = session.trajectories()
-    assert sorted(row["call_ids"] for row in rows) == sorted(
-        [[a1["call_id"], a2["call_id"]], [b1["call_id"], b2["call_id"]]]
-    )
+    assert sorted(row["call_ids"] for row in rows) == sorted([[a1["call_id"], a2["call_id"]], [b1["call_id"], b2["call_id"]]])
 
 
 def test_concurrent_calls_of_one_session_are_all_recorded(engine: ScriptedEngine, service: RunningService) -> None:
@@ -534,7 +536,10 @@ def leave_after(session: Session, engine: ScriptedEngine, *, tokens: int, stream
     """Ask, and hang up once the engine has sampled so many tokens."""
     body = {"model": "policy", "messages": [turn("user", "q")], "stream": stream}
     with httpx.Client(timeout=httpx.Timeout(30, read=0.2), headers={"Authorization": f"Bearer {session.api_key}"}) as client:
-        with pytest.raises(httpx.ReadTimeout), client.stream("POST", f"{session.base_url}/chat/completions", json=body) as answer:
+        with (
+            pytest.raises(httpx.ReadTimeout),
+            client.stream("POST", f"{session.base_url}/chat/completions", json=body) as answer,
+        ):
             for _ in answer.iter_bytes():
                 pass
         engine.wait_for(lambda: len(engine.last.sampled.get(0, ())) == tokens)

@@ -74,7 +74,7 @@ def play(service: Serving, seed: int) -> Played:
         harness.close()
     path = f"{service.url}/sessions/{created['session_id']}"
     with httpx.Client(headers={"Authorization": f"Bearer {ADMIN}"}, timeout=60) as control:
-        wait_until(lambda: is_settled(calls_of(control, path)), 20, "every call is recorded and its delivery noted")
+        wait_until(lambda: is_settled(calls_of(control, path), done), 20, "every call is recorded and its delivery noted")
         answers = {name: control.get(f"{path}/trajectories?builder={name}").json() for name in ("merged", "per_call")}
         rows = {name: [row_of(row) for row in answer["trajectories"]] for name, answer in answers.items()}
         return Played(seed, done, calls_of(control, path), rows, {name: made["accounting"] for name, made in answers.items()})
@@ -87,8 +87,10 @@ def calls_of(control: httpx.Client, path: str) -> list[dict[str, Any]]:
     return calls
 
 
-def is_settled(calls: list[dict[str, Any]]) -> bool:
-    return all(call["status"] == "aborted" or (call["status"] == "finished" and call["delivered"]) for call in calls)
+def is_settled(calls: list[dict[str, Any]], done: Done) -> bool:
+    """Whether nothing is under way and every answer that the harness has read is known to have gone out."""
+    delivered = {call["call_id"] for call in calls if call["delivered"]}
+    return done.answered <= delivered and all(call["status"] != "dangling" for call in calls)
 
 
 @pytest.mark.timeout(600)

@@ -166,7 +166,7 @@ def _percent(phase: Phase) -> Callable[[int, int], None]:
 
 
 def main(
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 20,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 18,
     seed: Annotated[int, typer.Option()] = 0,
     out: Annotated[Path | None, typer.Option(help="Default: demo-out, or demo-out-no-push.")] = None,
     model: Annotated[
