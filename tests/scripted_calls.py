@@ -22,6 +22,7 @@ from scripted_wire import (
     generate_chunk,
     message_of,
     sampling_params,
+    streamed_usage,
     usage_of,
 )
 from template_families import Family
@@ -82,7 +83,8 @@ class SamplingCalls:
         if len(ids) > window:
             message = (
                 f"This model's maximum context length is {window} tokens. However, your prompt contains at least {window + 1} "
-                "input tokens, which exceeds this limit even without any output tokens. Please reduce the length of the input prompt."
+                "input tokens, which exceeds this limit even without any output tokens. "
+                "Please reduce the length of the input prompt."
             )
             raise Refused(_bad(message, "input_tokens"))
         return ids
@@ -371,7 +373,7 @@ class _ChatStream(_Stream):
 
     async def end(self) -> None:
         if (self.generation.body.get("stream_options") or {}).get("include_usage"):
-            usage = usage_of(len(self.generation.prompt_ids), sum(map(len, self.generation.sampled.values())))
+            usage = streamed_usage(len(self.generation.prompt_ids), sum(map(len, self.generation.sampled.values())))
             await self.send(chat_chunk(self.generation.request_id, MODEL, [], usage=usage))
         await self.exchange.close_stream()
 

@@ -1,7 +1,7 @@
 """What the scripted engine samples: a script says the tokens, this module lets them out one by one as an engine would.
 
-Stop tokens, stop strings, limits, aborts, pauses, weight versions and logprobs behave as in vLLM 0.32. A logprob is a function of the
-ids before a token and the token alone, so a test can recompute every one of them: see `logprobs_of`.
+Stop tokens, stop strings, limits, aborts, pauses, weight versions and logprobs behave as in vLLM 0.32. A logprob is a function of
+the ids before a token and the token alone, so a test can recompute every one of them: see `logprobs_of`.
 """
 
 from __future__ import annotations

@@ -26,6 +26,13 @@ def usage_of(prompt: int, completion: int) -> dict[str, Any]:
     }
 
 
+def streamed_usage(prompt: int, completion: int) -> dict[str, Any]:
+    """Usage as the last chunk of a chat stream has it: without what is null."""
+    usage = usage_of(prompt, completion)
+    details = {"cached_tokens": 0, "created_cache_tokens": 0}
+    return {key: value for key, value in usage.items() if value is not None} | {"prompt_tokens_details": details}
+
+
 def generate_body(request: Mapping[str, Any], ids: Sequence[int], request_id: str, room: int) -> dict[str, Any]:
     """What render answers: the generate body of a chat request."""
     return {
@@ -69,7 +76,7 @@ def sampling_params(request: Mapping[str, Any], room: int) -> dict[str, Any]:
     params.setdefault("stop_token_ids", [])
     asked = _or(request.get("max_completion_tokens"), request.get("max_tokens"))
     params["max_tokens"] = min(room, _or(asked, room))
-    params["skip_special_tokens"] = not request.get("tools") or request.get("tool_choice") == "none"
+    params["skip_special_tokens"] = False  # what an engine with tool and reasoning parsers sets
     if request.get("logprobs"):
         params["logprobs"] = request.get("top_logprobs") or 0
     kind = 1 if request.get("stream") else 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -55,10 +56,12 @@ class Family:
     markup: Markup
     other_ends: tuple[str, ...] = ()
     bos: str = ""
+    folder: Path | None = None
+    """A model's folder whose tokenizer.json and chat_template.jinja stand in for the ones made here."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return _tokenizer(self.name)
+        return _tokenizer(self)
 
     @property
     def end_id(self) -> int:
@@ -84,7 +87,8 @@ class Family:
         """The template's text. Raises jinja2.TemplateError for what the template does not take."""
         kwargs.setdefault("add_generation_prompt", True)
         given = {"bos_token": self.bos, "eos_token": self.end, **kwargs}
-        return str(_template(self.name).render(messages=plain_messages(messages), tools=tools or None, **given))
+        plain = plain_messages(messages, parts=_takes_parts(self))
+        return str(_template(self).render(messages=plain, tools=tools or None, **given))
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **kwargs: Any) -> list[int]:
         return self.encode(self.render_text(messages, tools, **kwargs))
@@ -98,15 +102,16 @@ class Family:
         return self.markup.parse(text, tools, self.markup.is_open(prompt))
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as vLLM hands them to a template: string contents, parsed arguments, reasoning under both of its names."""
-    return [_plain_message(message) for message in messages]
+def plain_messages(messages: Sequence[Mapping[str, Any]], *, parts: bool = False) -> list[dict[str, Any]]:
+    """Messages as vLLM hands them to a template: string contents (lists of `parts` where the template iterates over them),
+    parsed arguments, reasoning under both of its names."""
+    return [_plain_message(message, parts) for message in messages]
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_message(message: Mapping[str, Any], parts: bool) -> dict[str, Any]:
     plain = {key: value for key, value in message.items() if key in ("role", "name", "tool_call_id")}
     content = message.get("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and not (parts and message.get("role") != "tool"):
         content = "\n".join(part.get("text", "") if isinstance(part, dict) else part for part in content)
     plain["content"] = content or ""
     reasoning = message.get("reasoning") if message.get("reasoning") is not None else message.get("reasoning_content")
@@ -128,12 +133,23 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _template(name: str) -> jinja2.Template:
+def _takes_parts(family: Family) -> bool:
+    return re.search(r"for \w+ in (message\.)?content\b", _template_text(family)) is not None
+
+
+def _template_text(family: Family) -> str:
+    templates = Path(__file__).parent / "chat_templates"
+    file = family.folder / "chat_template.jinja" if family.folder else templates / f"{family.name}.jinja"
+    return file.read_text(encoding="utf-8")
+
+
+@functools.cache
+def _template(family: Family) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string((Path(__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8"))
+    return environment.from_string(_template_text(family))
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
@@ -145,8 +161,9 @@ def _raise(message: str) -> None:
 
 
 @functools.cache
-def _tokenizer(name: str) -> Tokenizer:
-    family = FAMILIES[name]
+def _tokenizer(family: Family) -> Tokenizer:
+    if family.folder is not None:
+        return Tokenizer.from_file(str(family.folder / "tokenizer.json"))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

@@ -156,6 +156,10 @@ def _glm4_parse(text: str, tools: bool, opened: bool) -> Parsed:
     return _read_calls(reasoning, rest, "<tool_call>", found) if found else _whole(reasoning, rest)
 
 
+def _glm4_arguments(body: str) -> dict[str, Any]:
+    return {key: _json_or_text(value) for key, value in _GLM_PAIR.findall(body)}
+
+
 def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
