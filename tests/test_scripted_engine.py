@@ -420,6 +420,8 @@ def test_vllm_parses_to_the_same_message(
     request |= {"tools": TOOLS} if tools else {}
     ids = engine.family.encode(text)
     assert whole_message(ours, ids, request) == whole_message(theirs, ids, request)
+    for size in (1, 4):
+        assert step_by_step(ours, ids, request, size) == step_by_step(theirs, ids, request, size), size
 
 
 @pytest.mark.engine

@@ -176,6 +176,9 @@ def main(
     groups: Annotated[int, typer.Option(help="Groups per step.")] = 8,
     rollouts: Annotated[int, typer.Option(help="Rollouts per group.")] = 8,
     learning_rate: Annotated[float | None, typer.Option(help="Default: 5e-4; with --model 5e-6.")] = None,
+    thinking: Annotated[
+        bool, typer.Option(help="With --model: let it think before it calls the tool; the task needs none.")
+    ] = False,
 ) -> None:
     """Run the closed loop and judge it. Exit code 0: every check holds; 1: one does not; 130: interrupted."""
     plan = Plan(
@@ -187,6 +190,7 @@ def main(
         groups=groups,
         rollouts=rollouts,
         learning_rate=learning_rate or (5e-6 if model else 5e-4),
+        thinking=thinking or not model,
     )
     console = Console()
     # Told to stop in either way, the demo ends its children first.

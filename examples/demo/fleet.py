@@ -43,7 +43,7 @@ async def running(plan: Plan) -> AsyncIterator[Fleet]:
         children = [
             _vllm(plan, engine_port),
             _service(plan, engine_port, port, data_dir, admin_token, trainer_token),
-            Child("agent", [sys.executable, "-m", "examples.demo.agent"], plan.log("agent"), piped=True),
+            Child("the agent", [sys.executable, "-m", "examples.demo.agent"], plan.log("agent"), piped=True),
             _trainer(plan, url, trainer_token),
         ]
         # Ended in the opposite order, so that nobody is left talking to one who has gone.
@@ -63,7 +63,7 @@ def _service(plan: Plan, engine_port: int, port: int, data_dir: Path, admin_toke
     argv = [sys.executable, "-m", "cli.main", "serve", "--engine", f"http://127.0.0.1:{engine_port}"]
     argv += ["--data-dir", str(data_dir), "--port", str(port)]
     env = {"VERBATIM_ADMIN_TOKEN": admin_token, "VERBATIM_TRAINER_TOKEN": trainer_token}
-    return Child("service", argv, plan.log("service"), env=env)
+    return Child("the service", argv, plan.log("service"), env=env)
 
 
 def _trainer(plan: Plan, url: str, token: str) -> Child:
@@ -83,7 +83,7 @@ def _trainer(plan: Plan, url: str, token: str) -> Child:
     if not plan.gpu:
         # It shares two cores with vLLM: threads that wait for each other would spin on the core the other needs.
         env["OMP_NUM_THREADS"] = "1"
-    return Child("trainer", argv, plan.log("trainer"), env=env, may_finish=True)
+    return Child("the trainer", argv, plan.log("trainer"), env=env, may_finish=True)
 
 
 async def unless_one_ends(work: Coroutine[Any, Any, T], *others: Coroutine[Any, Any, None]) -> T:

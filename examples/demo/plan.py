@@ -10,6 +10,13 @@ from typing import Any
 from examples.demo.verdict import Expectation
 
 
+def _gpu_answers() -> bool:
+    import torch
+
+    # Not nvidia-smi: on a machine with a GPU, an environment with the CPU builds of torch and vLLM runs on the CPU.
+    return bool(torch.cuda.is_available())
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One run. `model` None: a tiny model is made and warmed up; otherwise a path or a Hugging Face name."""
@@ -22,7 +29,8 @@ class Plan:
     groups: int
     rollouts: int
     learning_rate: float
-    gpu: bool = field(default_factory=lambda: shutil.which("nvidia-smi") is not None)
+    thinking: bool
+    gpu: bool = field(default_factory=_gpu_answers)
 
     @property
     def model_dir(self) -> str:
@@ -41,9 +49,10 @@ class Plan:
 
     @property
     def job(self) -> dict[str, Any]:
-        """What every job of the agent says. A named model is told not to think: the task needs none."""
-        extra = {"chat_template_kwargs": {"enable_thinking": False}} if self.model else {}
-        return {"model": "policy", "max_tokens": 200 if self.model else 40, "extra_body": extra}
+        """What every job of the agent says."""
+        extra = {} if self.thinking else {"chat_template_kwargs": {"enable_thinking": False}}
+        longest = 40 if self.model is None else 1000 if self.thinking else 200
+        return {"model": "policy", "max_tokens": longest, "extra_body": extra}
 
     @property
     def expected(self) -> Expectation:
@@ -52,7 +61,9 @@ class Plan:
 
     def empty_out(self) -> None:
         """Make `out`, with nothing left in it of an earlier run; what the demo did not write stays."""
-        for name in ("model", "weights", "logs"):
+        # A model that was given may well lie in there: `--model demo-out/model` goes on from an earlier run's.
+        made = ["weights", "logs"] + (["model"] if self.model is None else [])
+        for name in made:
             shutil.rmtree(self.out / name, ignore_errors=True)
         for name in (self.trainer_log.name, "verdict.json", "reward.png"):
             (self.out / name).unlink(missing_ok=True)

@@ -71,7 +71,7 @@ class Child:
         code = await self.process.wait()
         if code != 0 or not self._may_finish:
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-            raise ChildDied(f"the {self.name} {how}; its log is {self.log}")
+            raise ChildDied(f"{self.name} {how}; its log is {self.log}")
 
     def _signal(self, number: signal.Signals) -> None:
         assert self.process is not None

@@ -59,7 +59,8 @@ def train(
     # Float32 weights also where the engine serves bfloat16: steps this small would be rounded away.
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(device)
     served_dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    recipe = Recipe(learning_rate)
+    # A real vocabulary is a hundred times the tiny model's: fewer rows' logits fit.
+    recipe = Recipe(learning_rate, micro_rows=4 if device == "cuda" else 16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     with TrainerClient(url, os.environ["VERBATIM_TRAINER_TOKEN"]) as client:
         for step in range(1, steps + 1):

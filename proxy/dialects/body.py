@@ -20,38 +20,46 @@ _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 def split(body: bytes, listed: str) -> tuple[dict[str, Any], list[bytes]]:
     """The body's fields decoded, except `listed`, whose items come as raw JSON. An absent list is empty.
 
-    Raises RequestError when the body is no JSON object or `listed` is no list.
+    A lone surrogate, which JSON can write and UTF-8 cannot, becomes the replacement character. Raises RequestError when the body is
+    no JSON object or `listed` is no list.
     """
+    try:
+        return _split(body, listed)
+    except RequestError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return _split(_without_surrogates(body, error), listed)
+
+
+def _split(body: bytes, listed: str) -> tuple[dict[str, Any], list[bytes]]:
     try:
         raw = _OBJECT.decode(body)
     except msgspec.ValidationError as error:
         raise RequestError("the body must be a JSON object") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from error
     history = raw.pop(listed, None)
     fields = {name: decode(bytes(value)) for name, value in raw.items()}
     if history is None or bytes(history) == b"null":
         return fields, []
     try:
         return fields, [bytes(item) for item in _LIST.decode(history)]
-    except msgspec.DecodeError as error:
+    except msgspec.ValidationError as error:
         raise RequestError(f"'{listed}' must be a list", param=listed) from error
 
 
 def decode(raw: bytes) -> Any:
-    """One JSON value. A lone surrogate, which JSON can write and UTF-8 cannot, becomes the replacement character.
-
-    Raises RequestError when it is no JSON.
-    """
+    """One JSON value, lone surrogates replaced. Raises RequestError when it is no JSON."""
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return _decode_surrogates(raw, error)
+        return msgspec.json.decode(_without_surrogates(raw, error))
 
 
-def _decode_surrogates(raw: bytes, error: Exception) -> Any:
+def _without_surrogates(raw: bytes, error: Exception) -> bytes:
+    """The same JSON with replacement characters for lone surrogates; RequestError for `error` when that is not what is wrong."""
     try:
-        text = json.dumps(json.loads(raw), ensure_ascii=False)
-        return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        text = json.dumps(json.loads(raw), ensure_ascii=False, allow_nan=False)
+        clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+        msgspec.json.decode(clean)
+        return clean
     except (ValueError, RecursionError):
         raise RequestError(f"the body is not valid JSON: {error}") from error
