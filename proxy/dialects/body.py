@@ -61,5 +61,5 @@ def _without_surrogates(raw: bytes, error: Exception) -> bytes:
         clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
         msgspec.json.decode(clean)
         return clean
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, msgspec.DecodeError):
         raise RequestError(f"the body is not valid JSON: {error}") from error
