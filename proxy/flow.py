@@ -212,7 +212,9 @@ class Flow:
                     has_prompt_ids=turn.plan is not None or outcome.prompt_ids is not None,
                     message=choice.message,
                     finish_reason=sampled.finish_reason if sampled.finish_reason == "abort" else choice.finish_reason,
-                    sampling=effective_sampling(turn.sampling, turn.plan.body if turn.plan else None),
+                    sampling=effective_sampling(
+                        {**turn.request.forward, **turn.sampling}, turn.plan.body if turn.plan else None
+                    ),
                     api=turn.replica.api or "chat",
                     replica=turn.replica.name,
                     digest=turn.digest,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import httpx
 import uvicorn
@@ -111,6 +114,18 @@ class Session:
         answer = self._service.request("GET", f"/sessions/{self.session_id}/{what}")
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+
+@contextmanager
+def hanging_up(url: str, body: Any, key: str = "") -> Iterator[None]:
+    """Sends the request on entry and closes the connection on exit, without having read a byte."""
+    parts = urlsplit(url)
+    content = json.dumps(body).encode()
+    head = f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n" + (f"Authorization: Bearer {key}\r\n" if key else "")
+    with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
+        connection.sendall(head.encode() + b"\r\n" + content)
+        yield
 
 
 def wait_until(happened: Callable[[], bool], seconds: float, what: str) -> None:

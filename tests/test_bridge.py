@@ -296,6 +296,86 @@ def test_two_assistant_messages_in_one_tail_are_both_rendered() -> None:
     assert between == [NEWLINE, *chatml([user("v"), assistant("w"), user("x"), assistant("y"), user("z")], True)]
 
 
+# Turns of their own kind
+
+
+def call_ends(messages: Sequence[Message], generate: bool) -> list[int]:
+    """A turn with tool calls ends in EOM, others in END and a newline; nothing is shown otherwise when it is the last."""
+    turns: list[int] = []
+    for message in messages:
+        turns += [OPENER[message["role"]], *body(message), *([EOM] if message.get("tool_calls") else [END, NEWLINE])]
+    return [*turns, BOT] if generate else turns
+
+
+def two_token_end(messages: Sequence[Message], generate: bool) -> list[int]:
+    """The model ends its turn with EOM and END, both of which it says; a newline follows."""
+    turns: list[int] = []
+    for message in messages:
+        turns += [OPENER[message["role"]], *body(message), EOM, END, NEWLINE]
+    return [*turns, BOT] if generate else turns
+
+
+CALL_ENDS = Family(call_ends, lambda reply, tail: EOM if reply.get("tool_calls") else END)
+TWO_TOKEN_END = Family(two_token_end, stop_at(END))
+
+
+def test_a_turn_that_ends_in_its_own_token_is_joined_where_the_rendering_ends_in_it_too() -> None:
+    """
+    sampled  CALL { } EOM
+    bridge                TOOL r END \\n  BOT
+    """
+    reply = assistant("", "", "{}")
+    after = [TOOL, ord("r"), END, NEWLINE, BOT]
+    assert bridge(CALL_ENDS, [user()], reply, [*body(reply), EOM], [tool()]) == after
+    assert bridge(CALL_ENDS, [user()], reply, [*body(reply), END], [tool()]) == "turn_end_unknown"
+    assert bridge(CALL_ENDS, [user()], reply, body(reply), [tool()], closed=False) == "turn_end_unknown"
+
+
+def test_a_turn_end_of_several_tokens_is_not_repeated_as_far_as_it_was_said() -> None:
+    """
+    sampled  a EOM END
+    bridge             \\n  USER v EOM END \\n  BOT
+    """
+    after = [NEWLINE, USER, ord("v"), EOM, END, NEWLINE, BOT]
+    assert bridge(TWO_TOKEN_END, [user()], assistant(), [ord("a"), EOM, END], [user("v")]) == after
+    assert bridge(TWO_TOKEN_END, [user()], assistant(), [ord("a"), EOM], [user("v")], closed=False) == [END, *after]
+    assert bridge(TWO_TOKEN_END, [user()], assistant(), [ord("a")], [user("v")], closed=False) == [EOM, END, *after]
+    assert bridge(TWO_TOKEN_END, [user()], assistant(), [ord("a"), END], [user("v")]) == "turn_end_differs"
+
+
+def test_a_reply_cut_while_thinking_gets_the_end_of_its_thinking_first() -> None:
+    """
+    sampled  THINK t
+    bridge           UNTHINK END \\n  USER v END \\n  BOT
+    """
+    reply = assistant("", "t")
+    after = [END, NEWLINE, USER, ord("v"), END, NEWLINE, BOT]
+    assert bridge(CHATML, [user()], reply, [THINK, ord("t")], [user("v")], closed=False) == [UNTHINK, *after]
+    assert bridge(CHATML, [user()], reply, [THINK, ord("t"), UNTHINK], [user("v")], closed=False) == after
+    assert bridge(PRESENT, [user()], reply, [THINK, ord("t")], [user("v")], closed=False, retain=True) == [UNTHINK, *after]
+
+
+def test_thinking_that_is_never_shown_has_no_known_end() -> None:
+    reply = assistant("", "t")
+    assert bridge(FORGETFUL, [user()], reply, [THINK, ord("t")], [user("v")], closed=False) == "thinking_dropped"
+    assert bridge(FORGETFUL, [user()], reply, [THINK, ord("t")], [user("v")], closed=False, retain=True) == "turn_end_unknown"
+
+
+def test_a_made_up_dialogue_that_the_template_does_not_take_proves_nothing() -> None:
+    """As templates that take no tool result without its call: no ids are sent for the rendering with another reply."""
+
+    def strict(messages: Sequence[Message], generate: bool) -> list[int]:
+        pairs = zip(messages, messages[1:], strict=False)
+        if any(late["role"] == "tool" and not early.get("tool_calls") for early, late in pairs):
+            return []
+        return present(messages, generate)
+
+    reply = assistant("", "", "{}")
+    assert bridge(PRESENT, [user()], reply, said(PRESENT, reply, [tool()]), [tool()]) == [NEWLINE, *chatml([tool()], True)]
+    family = Family(strict, stop_at(END))
+    assert bridge(family, [user()], reply, said(PRESENT, reply, [tool()]), [tool()]) == "turn_end_unknown"
+
+
 # A literal end of turn
 
 

@@ -96,3 +96,21 @@ async def test_the_result_of_the_work_comes_back_though_a_child_finished_before(
 
     async with child("", tmp_path / "log", may_finish=True) as process:
         assert await unless_one_ends(work(), process.finished()) == "done"
+
+
+async def test_a_dead_child_is_named_rather_than_the_error_it_led_to(tmp_path: Path) -> None:
+    async def work() -> None:
+        raise ConnectionError("nobody listens")
+
+    async with child("import time; time.sleep(0.2); raise SystemExit(3)", tmp_path / "log") as process:
+        with pytest.raises(ChildDied, match="exited with code 3"):
+            await unless_one_ends(work(), process.finished())
+
+
+async def test_an_error_of_the_work_itself_comes_through(tmp_path: Path) -> None:
+    async def work() -> None:
+        raise ConnectionError("nobody listens")
+
+    async with child(SLEEPS, tmp_path / "log") as process:
+        with pytest.raises(ConnectionError):
+            await unless_one_ends(work(), process.finished())

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from examples.demo.driver import Agent, Driver, Round, Service
 from examples.demo.environment import KEYS, corridors
@@ -166,15 +168,15 @@ def _percent(phase: Phase) -> Callable[[int, int], None]:
 
 
 def main(
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 18,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 18,
     seed: Annotated[int, typer.Option()] = 0,
     out: Annotated[Path | None, typer.Option(help="Default: demo-out, or demo-out-no-push.")] = None,
     model: Annotated[
         str | None, typer.Option(help="A path or a Hugging Face name. Default: a tiny model, made and warmed up here.")
     ] = None,
     push: Annotated[bool, typer.Option(help="--no-push: the engine never gets the new weights; the curve stays flat.")] = True,
-    groups: Annotated[int, typer.Option(help="Groups per step.")] = 8,
-    rollouts: Annotated[int, typer.Option(help="Rollouts per group.")] = 8,
+    groups: Annotated[int, typer.Option(min=1, help="Groups per step.")] = 8,
+    rollouts: Annotated[int, typer.Option(min=2, help="Rollouts per group.")] = 8,
     learning_rate: Annotated[float | None, typer.Option(help="Default: 5e-4; with --model 5e-6.")] = None,
     thinking: Annotated[
         bool, typer.Option(help="With --model: let it think before it calls the tool; the task needs none.")
@@ -200,8 +202,8 @@ def main(
     except KeyboardInterrupt:
         console.print("Interrupted; everything that was started has been ended.")
         code = 130
-    except RuntimeError as error:
-        console.print(f"[red]The demo stopped:[/red] {error}", soft_wrap=True)
+    except (RuntimeError, OSError, httpx.HTTPError) as error:
+        console.print(f"[red]The demo stopped:[/red] {escape(str(error) or repr(error))}", soft_wrap=True)
         code = 1
     sys.exit(code)
 

@@ -94,8 +94,12 @@ async def unless_one_ends(work: Coroutine[Any, Any, T], *others: Coroutine[Any, 
         waiting = {main, *guards}
         while main in waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            # A guard that failed is the cause, whatever error it led to elsewhere.
             for guard in done - {main}:
+                guard.result()
+        if main.exception() and waiting:
+            # A child that died is the cause, whatever error it led to elsewhere a moment before it was noticed.
+            done, _ = await asyncio.wait(waiting, timeout=1, return_when=asyncio.FIRST_EXCEPTION)
+            for guard in done:
                 guard.result()
         return main.result()
     finally:

@@ -1,0 +1,279 @@
+"""What a session costs as it grows: rows, bytes in Redis and milliseconds of the service's own time per call.
+
+A harness holds one append-only conversation of tool calls with the real service (one process, a real redis-server with its
+append-only file) over loopback, in front of an engine that costs next to nothing. Measured at 50 to 800 calls, each in a session of
+its own. A straight line means that the figures per call do not depend on the length of the session.
+
+    python -m benchmarks.sessions [--lengths 50,100,...] [--out DIR]
+
+prints tables and writes `sessions.json` and `sessions.png`. Own time is CPU time of the service's process, whatever it waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import redis
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.reconstruction import SHAPES, Reconstructed, reconstruct
+from proxy.store import keys
+from proxy.store.embedded import redis_server_binary
+from reconstruct.codec import decode
+from reconstruct.records import Call
+
+ROOT = Path(__file__).resolve().parents[1]
+LENGTHS = (50, 100, 200, 400, 800)
+RESULT_BYTES = 384
+"""Size of a tool's answer; the fast engine makes a token of four bytes."""
+TAIL = 25
+"""Calls at the end of a session over which its last figures are taken."""
+FLAT = 1.25
+"""Per-call figures within this factor from the shortest to the longest session are called flat."""
+ADMIN = "admin-of-the-benchmark"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "lookup",
+            "description": "Looks a key up.",
+            "parameters": {"type": "object", "properties": {"key": {"type": "string"}, "number": {"type": "integer"}}},
+        },
+    }
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One session. Times are milliseconds per call, over the whole session (`mean`) and over its last calls (`last`)."""
+
+    calls: int
+    tokens: int
+    rows: int
+    redis_bytes: int
+    body_bytes_last: int
+    own_cpu_ms_mean: float
+    own_cpu_ms_last: float
+    recorded_own_ms_mean: float
+    recorded_own_ms_last: float
+    engine_cpu_ms_mean: float
+    wall_ms_mean: float
+    wall_ms_last: float
+
+    @property
+    def bytes_per_call(self) -> float:
+        return self.redis_bytes / self.calls
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.redis_bytes / self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The processes under test."""
+
+    service: subprocess.Popen[str]
+    url: str
+    engine_url: str
+    redis_port: int
+
+
+def measure(parts: Parts, length: int) -> Measured:
+    created = request(parts.url, "POST", "/sessions", {})
+    harness = Harness(created["base_urls"]["openai"], created["api_key"])
+    engine_before = request(parts.engine_url, "GET", "/seconds")
+    own, wall = [], []
+    for _ in range(length):
+        before, clock = cpu_seconds(parts.service.pid), time.perf_counter()
+        harness.turn()
+        wall.append((time.perf_counter() - clock) * 1000)
+        own.append((cpu_seconds(parts.service.pid) - before) * 1000)
+    engine_seconds = request(parts.engine_url, "GET", "/seconds") - engine_before
+    harness.close()
+    return _measured(parts, created["session_id"], harness, own, wall, engine_seconds)
+
+
+def _measured(
+    parts: Parts, session_id: str, harness: Harness, own: list[float], wall: list[float], engine_seconds: float
+) -> Measured:
+    rows = request(parts.url, "GET", f"/sessions/{session_id}/trajectories")
+    accounting, (row,) = rows["accounting"], rows["trajectories"]
+    assert accounting["sampled_tokens"] == accounting["exported_tokens"]
+    calls, redis_bytes = recorded(parts.redis_port, session_id)
+    assert len(calls) == len(own)
+    recorded_ms = [call.own_seconds * 1000 for call in calls]
+    return Measured(
+        calls=len(calls),
+        tokens=len(row["token_ids"]),
+        rows=len(rows["trajectories"]),
+        redis_bytes=redis_bytes,
+        body_bytes_last=harness.body_bytes,
+        own_cpu_ms_mean=statistics.fmean(own),
+        own_cpu_ms_last=statistics.fmean(own[-TAIL:]),
+        recorded_own_ms_mean=statistics.fmean(recorded_ms),
+        recorded_own_ms_last=statistics.median(recorded_ms[-TAIL:]),
+        engine_cpu_ms_mean=engine_seconds * 1000 / len(calls),
+        wall_ms_mean=statistics.fmean(wall),
+        wall_ms_last=statistics.median(wall[-TAIL:]),
+    )
+
+
+class Harness:
+    """An append-only conversation; keeps its history as JSON, so that its own share of the time is small."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        parts = urlsplit(base_url)
+        assert parts.hostname is not None
+        self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=120)
+        self._path = f"{parts.path}/chat/completions"
+        self._headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
+        self._head = json.dumps({"model": "policy", "tools": TOOLS})[:-1] + ', "messages": ['
+        system = {"role": "system", "content": "You look keys up until you know the answer. " * 40}
+        self._messages = [json.dumps(system), json.dumps({"role": "user", "content": "Find alpha."})]
+        self._turns = 0
+        self.body_bytes = 0
+
+    def turn(self) -> None:
+        body = (self._head + ", ".join(self._messages) + "]}").encode()
+        self.body_bytes = len(body)
+        self._connection.request("POST", self._path, body, self._headers)
+        answer = self._connection.getresponse()
+        content = answer.read()
+        assert answer.status == 200, content
+        message = json.loads(content)["choices"][0]["message"]
+        result = f"{self._turns}: ".ljust(RESULT_BYTES, "r")
+        tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": result}
+        self._messages += [json.dumps(message), json.dumps(tool)]
+        self._turns += 1
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def request(url: str, method: str, path: str, body: Any = None) -> Any:
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=120)
+    headers = {"authorization": f"Bearer {ADMIN}", "content-type": "application/json"}
+    connection.request(method, path, None if body is None else json.dumps(body), headers)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    assert answer.status < 300, content
+    return json.loads(content)
+
+
+def recorded(port: int, session_id: str) -> tuple[list[Call], int]:
+    """The session's records, and the bytes of all its keys in Redis, by MEMORY USAGE of every element."""
+    with redis.Redis(port=port, single_connection_client=True, protocol=2) as client:
+        names = list(client.scan_iter(match=f"*{{s:{session_id}}}*", count=1000))
+        size = sum(client.memory_usage(name, samples=0) or 0 for name in names)
+        return [decode(record) for record in client.lrange(keys.calls(session_id), 0, -1)], size
+
+
+def cpu_seconds(pid: int) -> float:
+    """Time on a core of all threads of a process, to the nanosecond."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+
+@contextmanager
+def running(*service_argv: str) -> Iterator[Parts]:
+    """Engine, redis-server and service, each a process of its own; `service_argv` replaces how the service is run."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="verbatim-benchmark-"))
+        engine = stack.enter_context(_started([sys.executable, "-m", "benchmarks.fast_engine"]))
+        assert engine.stdout is not None
+        engine_url = engine.stdout.readline().strip()
+        port = _free_port()
+        persist = ["--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--appendonly", "yes", "--save", ""]
+        stack.enter_context(_started([str(redis_server_binary()), *persist]))
+        _wait_for_redis(port)
+        serve = [sys.executable, *(service_argv or ("-m", "cli.main")), "serve", "--port", "0", "--log-level", "warning"]
+        service = stack.enter_context(_started([*serve, "--engine", engine_url, "--redis", f"redis://127.0.0.1:{port}/0"]))
+        yield Parts(service, _url_of(service), engine_url, port)
+
+
+@contextmanager
+def _started(argv: list[str]) -> Iterator[subprocess.Popen[str]]:
+    tokens = {"VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_TRAINER_TOKEN": ADMIN + "-trainer"}
+    process = subprocess.Popen(argv, cwd=ROOT, env=os.environ | tokens, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _wait_for_redis(port: int) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            assert time.monotonic() < deadline, "redis-server did not start"
+            time.sleep(0.05)
+        else:
+            return
+
+
+def _url_of(service: subprocess.Popen[str]) -> str:
+    assert service.stdout is not None
+    for line in service.stdout:
+        if line.startswith("base URL: "):
+            return line.removeprefix("base URL: ").strip()
+    raise SystemExit("the service did not start")
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    model = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "cpu": model[0] if model else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "load_average": os.getloadavg()[0],
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def growth(measured: Sequence[Measured], field: str) -> float:
+    """The figure of the longest session over that of the shortest."""
+    return float(getattr(measured[-1], field) / getattr(measured[0], field))
+
+
+def slope(measured: Sequence[Measured]) -> tuple[float, float]:
+    """(a, b) of own CPU ms at a session's end = a + b per thousand tokens of its history: the straight line through them."""
+    tokens = np.array([item.tokens / 1000 for item in measured])
+    b, a = np.polyfit(tokens, np.array([item.own_cpu_ms_last for item in measured]), 1)
+    return float(a), float(b)
