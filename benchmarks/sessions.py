@@ -11,7 +11,6 @@ prints tables and writes `sessions.json` and `sessions.png`. Own time is CPU tim
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -24,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import redis
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.reconstruction import SHAPES, Reconstructed, reconstruct
 from proxy.store import keys
 from proxy.store.embedded import redis_server_binary
 from reconstruct.codec import decode

@@ -87,11 +87,11 @@ class Flow:
         turn.found = continuation(turn.tree, turn.request)
         if turn.replica.api != "token":
             return
-        refuse_media(turn.request)
-        replica = turn.replica
+        refuse_media(turn.request, turn.found)
+        replica, id_text = turn.replica, self._token_api.id_text(turn.session_id)
 
         async def render(rendering: Rendering) -> Rendered:
-            return await self._token_api.render(replica, turn.request, rendering)
+            return await self._token_api.render(replica, turn.request, rendering, id_text)
 
         clock = time.perf_counter()
         root = turn.found.root
@@ -145,6 +145,7 @@ class Flow:
         job = Job(turn.call_ids[0], turn.request, turn.sampling, Line())
         if turn.plan is not None:
             job.prompt_ids, job.body = turn.plan.prompt_ids, turn.plan.body
+            job.id_text = self._token_api.id_text(turn.session_id)
         turn.running.ask_engine = lambda: self._end(turn, engine, job)
         clock = time.perf_counter()
         try:

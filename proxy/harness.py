@@ -126,6 +126,8 @@ class Harness:
         except VerbatimError as error:
             if isinstance(error, (NotFound, Conflict)):
                 self._services.trees.forget(turn.session_id)
+            if error.status >= 500:
+                log.warning("session %s: call %s failed: %s", turn.session_id, turn.call_ids[0], error.message)
             items.put_nowait(error)
         except Exception:
             log.exception("session %s: call %s failed inside the service", turn.session_id, turn.call_ids[0])

@@ -16,10 +16,10 @@ import numpy as np
 
 from proxy.dialects.base import Request
 from proxy.engine.base import Rendered
-from proxy.trees import Seen, SessionTree
+from proxy.trees import Replay, Seen, SessionTree
 from reconstruct.bridge import Bridge, Refusal, Rendering, Reply, derive, turn_end
 from reconstruct.forest import shared_length
-from reconstruct.messages import Message, chain, minted_call_ids, root_key
+from reconstruct.messages import Message, minted_call_ids, root_key
 from reconstruct.records import Call, Ids
 
 Render = Callable[[Rendering], Coroutine[Any, Any, Rendered]]
@@ -80,14 +80,13 @@ class TokenPlan:
 def continuation(tree: SessionTree, request: Request) -> Continuation:
     """The call that `request` continues, found from the last message backwards."""
     root = root_key(request.model, request.tools, request.template_kwargs)
-    digests = [seen.digests for seen in request.history]
-    fingerprints = chain(root, digests)
+    fingerprints = tree.fingerprints(root, request.history)
     near, near_at = None, 0
-    for position in range(len(digests) - 1, -1, -1):
+    for position in range(len(request.history) - 1, -1, -1):
         asked = tree.forest.asked(fingerprints[position + 1])
         if asked and near is None:
             near, near_at = asked[0], position + 1
-        if digests[position].is_assistant:
+        if request.history[position].digests.is_assistant:
             found = _answered(tree, request.history, position, fingerprints[position + 1])
             if found is not None:
                 parent, used = found
@@ -95,32 +94,45 @@ def continuation(tree: SessionTree, request: Request) -> Continuation:
     return Continuation(root, fingerprints, near=near, near_at=near_at)
 
 
-def _answered(tree: SessionTree, history: Sequence[Seen], position: int, fingerprint: bytes) -> tuple[Call, str] | None:
+def _answered(tree: SessionTree, history: list[Seen], position: int, fingerprint: bytes) -> tuple[Call, str] | None:
     """The call whose reply is `history[position]`, and the projection it is replayed under."""
-    candidates = list(tree.forest.answered(fingerprint))
+    candidates = tree.forest.answered(fingerprint)
     if not candidates:
         return None
     named = [call_id for call_id in minted_call_ids(history[position].message) if call_id in candidates]
     for call_id in named or reversed(candidates):
         call = tree.forest.calls[call_id]
         used = tree.projection(call.call_id, history[position])
-        if used is not None and _history_equal(tree, call, history):
+        if used is not None and _replay(tree, call, history) is not None:
             return call, used
     return None
 
 
-def _history_equal(tree: SessionTree, call: Call, history: Sequence[Seen]) -> bool:
-    """Whether earlier assistant messages replay their calls without an edit of their reasoning, which the chain leaves out."""
-    ancestors = tree.forest.lineage(call.node.parent_id)
-    return all(tree.projection(old.call_id, history[old.message_count]) is not None for old in ancestors)
+def _replay(tree: SessionTree, call: Call, history: list[Seen]) -> Replay | None:
+    """The history up to the call's reply, if it and all calls before it are replayed without an edit of their reasoning, which
+    the chain leaves out. Looked at only from the last call on that these messages are known to replay."""
+    known, new = None, []
+    for old in tree.forest.lineage(call.call_id):
+        known = tree.replay(old.call_id, history)
+        if known is not None:
+            break
+        if tree.projection(old.call_id, history[old.message_count]) is None:
+            return None
+        new.append(old)
+    messages = list(known.messages) if known else []
+    for old in reversed(new):
+        messages += [seen.message for seen in history[len(messages) : old.message_count]]
+        messages.append(tree.reply(old.call_id))
+    replay = Replay(history[: len(messages)], messages)
+    tree.replayed(call.call_id, replay)
+    return replay
 
 
-def restored(tree: SessionTree, found: Continuation, messages: Sequence[Message]) -> list[Message]:
+def restored(tree: SessionTree, parent: Call, history: list[Seen]) -> list[Message]:
     """The messages up to the parent's reply with each replayed reply as it was sent, dropped reasoning included."""
-    history = list(messages[: found.reply_at + 1])
-    for call in tree.forest.lineage(found.parent.call_id if found.parent else None):
-        history[call.message_count] = tree.reply(call.call_id)
-    return history
+    replay = _replay(tree, parent, history)
+    assert replay is not None, "a parent is found by the history that replays it"
+    return list(replay.messages)
 
 
 async def plan_tokens(
@@ -134,7 +146,7 @@ async def plan_tokens(
     if close is None:
         close, _ = await _drive(turn_end(), render)
     assert close is not None
-    history = restored(tree, found, request.messages)
+    history = restored(tree, parent, request.history)
     tail = request.messages[found.reply_at + 1 :]
     reply = Reply(history[-1], parent.node.completion_ids, _closed(parent))
     asked = tree.rendering(parent.call_id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from proxy.store.base import SessionInfo, SessionStore
 from reconstruct.codec import decode
 from reconstruct.errors import ReconstructError
 from reconstruct.forest import Forest
-from reconstruct.messages import Digests, digest_message, hash_bytes, projection, without_lines
+from reconstruct.messages import Digests, chain, digest_message, hash_bytes, projection, without_lines
 from reconstruct.records import Call, Ids
 
 _decode = msgspec.json.decode
@@ -30,6 +30,12 @@ _decode = msgspec.json.decode
 _RECENT_PROMPTS = 2
 """Calls whose whole ids are kept put together: the next call mostly continues one of them."""
 
+_SHORT_BYTES = 4096
+"""Raw messages up to this size are their own key; longer ones are remembered by their digest."""
+
+_RECENT_HISTORIES = 4
+"""Histories whose fingerprints and replays are kept: a request mostly goes on from one of them."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
@@ -37,6 +43,24 @@ class Seen:
 
     message: dict[str, Any]
     digests: Digests
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chained:
+    """A history under a root, and its fingerprints."""
+
+    root: bytes
+    history: list[Seen]
+    fingerprints: list[bytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replay:
+    """A history that ends in a call's reply and replays it and all calls before it without an edit, and its messages with each
+    of those replies as it was sent."""
+
+    history: list[Seen]
+    messages: list[dict[str, Any]]
 
 
 class SessionTree:
@@ -53,10 +77,12 @@ class SessionTree:
         self._projections: dict[tuple[str, int], str | None] = {}
         self._recent: OrderedDict[str, Ids] = OrderedDict()
         self._renderings: OrderedDict[str, Ids] = OrderedDict()
+        self._replays: OrderedDict[str, Replay] = OrderedDict()
+        self._chains: deque[Chained] = deque(maxlen=_RECENT_HISTORIES)
 
     def see(self, raw: bytes, read: Callable[[bytes], dict[str, Any]]) -> Seen:
         """The message that `read` makes of a raw item, from memory if the session has sent the item before."""
-        key = hash_bytes(raw)
+        key = raw if len(raw) <= _SHORT_BYTES else hash_bytes(raw)
         seen = self._seen.get(key)
         if seen is None:
             message = read(raw)
@@ -64,6 +90,27 @@ class SessionTree:
                 message = dict(without_lines(message, self._volatile))
             seen = self._seen[key] = Seen(message, digest_message(message))
         return seen
+
+    def fingerprints(self, root: bytes, history: list[Seen]) -> list[bytes]:
+        """The hash chain over `history` (see reconstruct.messages.chain), hashed only from where no recent history agrees."""
+        known = max(
+            (item for item in self._chains if item.root == root and _begins(history, item.history)), key=_length, default=None
+        )
+        if known is not None and len(known.history) == len(history):
+            return known.fingerprints
+        made = chain(root, [seen.digests for seen in history], known.fingerprints if known else ())
+        self._chains.append(Chained(root, history, made))
+        return made
+
+    def replay(self, call_id: str, history: list[Seen]) -> Replay | None:
+        """How `history` replays the call, if that was looked at before: the very same messages up to its reply."""
+        known = self._replays.get(call_id)
+        return known if known is not None and _begins(history, known.history) else None
+
+    def replayed(self, call_id: str, replay: Replay) -> None:
+        self._replays[call_id] = replay
+        while len(self._replays) > _RECENT_HISTORIES:
+            self._replays.popitem(last=False)
 
     def projection(self, call_id: str, seen: Seen) -> str | None:
         """How a replayed message shows the call's reply; see reconstruct.messages.projection. Compared once per pair."""
@@ -114,6 +161,15 @@ class SessionTree:
         self._remember(calls[0].call_id, np.concatenate((prompt_ids, calls[0].node.completion_ids)))
         if total == self.known + len(calls):
             self.known = total
+
+
+def _begins(history: list[Seen], known: list[Seen]) -> bool:
+    """Whether `history` begins with the very messages of `known`: compared by identity, a session decodes each but once."""
+    return history[: len(known)] == known
+
+
+def _length(chained: Chained) -> int:
+    return len(chained.history)
 
 
 def _keep_recent(kept: OrderedDict[str, Ids], call_id: str, ids: Ids) -> None:

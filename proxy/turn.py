@@ -70,10 +70,11 @@ def fit_window(turn: Turn, prompt_length: int) -> None:
     turn.sampling["max_tokens"] = min(turn.sampling.get("max_tokens") or room, room)
 
 
-def refuse_media(request: Request) -> None:
-    """Raise RequestError for content parts that the token path cannot carry."""
-    for position, message in enumerate(request.messages):
-        content = message.get("content")
+def refuse_media(request: Request, found: Continuation) -> None:
+    """Raise RequestError for content parts that the token path cannot carry. What it has carried before is not looked at again."""
+    carried = found.reply_at + 1 if found.parent is not None and found.parent.api == "token" else 0
+    for position in range(carried, len(request.history)):
+        content = request.history[position].message.get("content")
         for part in content if isinstance(content, list) else ():
             kind = part.get("type", "text") if isinstance(part, dict) else "text"
             if kind not in ("text", "input_text", "output_text", "refusal", "thinking"):

@@ -157,19 +157,27 @@ def digest_messages(messages: Iterable[Message]) -> list[Digests]:
     return [digest_message(message) for message in messages]
 
 
-def chain(root: bytes, digests: Iterable[Digests]) -> list[bytes]:
-    """h[0..n]: the fingerprint before the first message and after each of the n, tool-call ids resolved turn by turn."""
-    positions: dict[str, int] = {}
-    fingerprints = [root]
-    for item in digests:
+def chain(root: bytes, digests: Sequence[Digests], known: Sequence[bytes] = ()) -> list[bytes]:
+    """h[0..n]: the fingerprint before the first message and after each of the n, tool-call ids resolved turn by turn.
+
+    `known` is the beginning of the result, where it was made before for the same root and the same first digests.
+    """
+    fingerprints = list(known) or [root]
+    start = len(fingerprints) - 1
+    positions = _positions(next((item.call_ids for item in reversed(digests[:start]) if item.call_ids), ()))
+    for item in digests[start:]:
         place = b""
         if item.answers:
             position = positions.get(item.answers)
             place = item.answers.encode("utf-8", "surrogatepass") if position is None else b"#%d" % position
         fingerprints.append(hash_bytes(fingerprints[-1], item.digest, place))
         if item.call_ids:
-            positions = {call_id: position for position, call_id in enumerate(item.call_ids)}
+            positions = _positions(item.call_ids)
     return fingerprints
+
+
+def _positions(call_ids: Sequence[str]) -> dict[str, int]:
+    return {call_id: position for position, call_id in enumerate(call_ids)}
 
 
 def minted_call_ids(message: Message, prefix: str = "call_") -> list[str]:

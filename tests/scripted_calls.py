@@ -9,29 +9,34 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+from scripted_answers import (
+    MODEL,
+    Answer,
+    ChatStream,
+    ChatWhole,
+    GenerateStream,
+    GenerateWhole,
+    Live,
+    is_auto,
+    parse,
+    tool_call,
+)
 from scripted_sampling import Broken, EngineError, Fail, Generation, Say, Step
 from scripted_wire import (
     chat_answer,
     chat_choice,
     chat_chunk,
     chat_logprobs,
-    error_body,
-    generate_answer,
     generate_body,
-    generate_choice,
-    generate_chunk,
     message_of,
     sampling_params,
-    streamed_usage,
     usage_of,
 )
 from template_families import Family
-from template_markup import Parsed
 
 if TYPE_CHECKING:
     from scripted_engine import Exchange, Route, ScriptedEngine
 
-MODEL = "policy"
 ENGINE_ERROR = Fail(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
 
 
@@ -101,7 +106,7 @@ class SamplingCalls:
             return
         request_id = f"generate-tokens-{_request_id(exchange, body)}"
         generation = self._generation(exchange, body, request_id, body["token_ids"], body["sampling_params"])
-        answer = _GenerateStream(exchange, generation) if generation.stream else _GenerateWhole(exchange, generation)
+        answer = GenerateStream(exchange, generation) if generation.stream else GenerateWhole(exchange, generation)
         await self._sample(exchange, generation, answer)
 
     async def chat(self, exchange: Exchange, body: Any) -> None:
@@ -113,7 +118,7 @@ class SamplingCalls:
         request_id = f"chatcmpl-{_request_id(exchange, body)}"
         sampling = sampling_params(body, self._engine.max_model_len - len(ids))
         generation = self._generation(exchange, body, request_id, ids, sampling)
-        shape = _ChatStream if generation.stream else _ChatWhole
+        shape = ChatStream if generation.stream else ChatWhole
         await self._sample(exchange, generation, shape(exchange, generation, self._family, self._ids))
 
     def _generation(
@@ -134,7 +139,7 @@ class SamplingCalls:
         self._engine.generations.append(generation)
         return generation
 
-    async def _sample(self, exchange: Exchange, generation: Generation, answer: _Answer) -> None:
+    async def _sample(self, exchange: Exchange, generation: Generation, answer: Answer) -> None:
         """Sample what the script says until the end, an abort, or the client's hanging up."""
         from scripted_engine import misfortune
 
@@ -154,7 +159,7 @@ class SamplingCalls:
         with contextlib.suppress(asyncio.CancelledError):
             await work
 
-    async def _run(self, exchange: Exchange, generation: Generation, says: Sequence[Say], answer: _Answer) -> None:
+    async def _run(self, exchange: Exchange, generation: Generation, says: Sequence[Say], answer: Answer) -> None:
         sampler = self._engine.sampler
         await sampler.admitting.wait()
         sampler.running.add(generation)
@@ -194,8 +199,8 @@ class SamplingCalls:
         await exchange.answer(chat_answer(answer["request_id"], body.get("model") or MODEL, choices, usage, None))
 
     def _derendered(self, choice: Mapping[str, Any], request: Mapping[str, Any], prompt_ids: Sequence[int]) -> dict[str, Any]:
-        parsed = _parse(self._family, choice["token_ids"], request, self._family.decode(prompt_ids[-4:]))
-        calls = [_tool_call(os.urandom(16).hex(), name, arguments) for name, arguments in parsed.calls]
+        parsed = parse(self._family, choice["token_ids"], request, self._family.decode(prompt_ids[-4:]))
+        calls = [tool_call(os.urandom(16).hex(), name, arguments) for name, arguments in parsed.calls]
         content = (choice.get("logprobs") or {}).get("content")
         logprobs = chat_logprobs(self._family, content) if content is not None else None
         ids = choice["token_ids"] if request.get("return_token_ids") else None
@@ -221,7 +226,7 @@ class SamplingCalls:
         delta, called = live.tell(self._family.decode(ids), finish_reason)
         if not state["role_sent"]:
             delta = {"role": "assistant", **delta}
-        finish_reason = "tool_calls" if called and _is_auto(body["chat_request"]) else finish_reason
+        finish_reason = "tool_calls" if called and is_auto(body["chat_request"]) else finish_reason
         told = {"index": choice.get("index", 0), "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         told |= {"stop_reason": choice.get("stop_reason"), "token_ids": None}
         lengths = [*state["output_chunk_lens"], len(ids) - len(before)]
@@ -247,204 +252,6 @@ class SamplingCalls:
             await exchange.fail(_missing("tokens"))
             return
         await exchange.answer({"prompt": self._family.decode(body["tokens"])})
-
-
-class _Answer:
-    """How steps become an answer."""
-
-    def __init__(self, exchange: Exchange, generation: Generation) -> None:
-        self.exchange = exchange
-        self.generation = generation
-
-    async def step(self, step: Step) -> None:
-        raise AssertionError
-
-    async def end(self) -> None:
-        raise AssertionError
-
-    async def fail(self, fault: Fail) -> None:
-        await self.exchange.fail(fault)
-
-
-class _Gathered(_Answer):
-    def __init__(self, exchange: Exchange, generation: Generation) -> None:
-        super().__init__(exchange, generation)
-        self.steps: list[list[Step]] = [[] for _ in range(generation.n)]
-
-    async def step(self, step: Step) -> None:
-        self.steps[step.index].append(step)
-
-
-class _GenerateWhole(_Gathered):
-    async def end(self) -> None:
-        wanted = self.generation.sampling.get("logprobs") is not None
-        choices = [generate_choice(index, steps, wanted) for index, steps in enumerate(self.steps)]
-        await self.exchange.answer(generate_answer(self.generation, MODEL, choices))
-
-
-class _Stream(_Answer):
-    """Headers go out with the first event."""
-
-    def __init__(self, exchange: Exchange, generation: Generation) -> None:
-        super().__init__(exchange, generation)
-        self.opened = False
-
-    async def send(self, data: Any) -> None:
-        if not self.opened:
-            self.opened = True
-            await self.exchange.open_stream()
-        await self.exchange.event(data)
-
-    async def fail(self, fault: Fail) -> None:
-        await self.send(error_body(fault.status, fault.message, fault.type, fault.param))
-        await self.exchange.close_stream()
-
-
-class _GenerateStream(_Stream):
-    async def step(self, step: Step) -> None:
-        await self.send(generate_chunk(self.generation, step, not self.opened))
-
-    async def end(self) -> None:
-        if (self.generation.body.get("stream_options") or {}).get("include_usage"):
-            completion = sum(map(len, self.generation.sampled.values()))
-            usage = usage_of(len(self.generation.prompt_ids), completion)
-            await self.send({"request_id": self.generation.request_id, "usage": usage, "output_mode": "tokens", "choices": []})
-        await self.exchange.close_stream()
-
-
-class _ChatWhole(_Gathered):
-    def __init__(self, exchange: Exchange, generation: Generation, family: Family, ids: bool) -> None:
-        super().__init__(exchange, generation)
-        self._family = family
-        self._ids = ids and bool(generation.body.get("return_token_ids"))
-        self._logprobs = ids and bool(generation.body.get("logprobs"))
-
-    async def end(self) -> None:
-        generation = self.generation
-        choices = [self._choice(index, steps) for index, steps in enumerate(self.steps)]
-        usage = usage_of(len(generation.prompt_ids), sum(map(len, generation.sampled.values())))
-        prompt_ids = generation.prompt_ids if self._ids else None
-        await self.exchange.answer(chat_answer(generation.request_id, MODEL, choices, usage, prompt_ids))
-
-    def _choice(self, index: int, steps: Sequence[Step]) -> dict[str, Any]:
-        ids, last = self.generation.sampled[index], steps[-1]
-        parsed = _parse(self._family, text_ids(ids, last), self.generation.body, self.generation.prompt)
-        parsed = _cut(parsed, last.stop_reason)
-        calls = [_tool_call(f"chatcmpl-tool-{os.urandom(8).hex()}", name, arguments) for name, arguments in parsed.calls]
-        entries = [step.entry for step in steps if step.entry]
-        logprobs = chat_logprobs(self._family, entries) if self._logprobs else None
-        reason = (
-            "tool_calls" if calls and last.finish_reason == "stop" and _is_auto(self.generation.body) else last.finish_reason
-        )
-        message = message_of(parsed, calls)
-        return chat_choice(index, message, logprobs, reason, last.stop_reason, ids if self._ids else None)
-
-
-class _ChatStream(_Stream):
-    def __init__(self, exchange: Exchange, generation: Generation, family: Family, ids: bool) -> None:
-        super().__init__(exchange, generation)
-        self._family = family
-        self._ids = ids and bool(generation.body.get("return_token_ids"))
-        self._logprobs = ids and bool(generation.body.get("logprobs"))
-        self._texts = [""] * generation.n
-        self._live = [Live(family, generation.body, generation.prompt) for _ in range(generation.n)]
-
-    async def step(self, step: Step) -> None:
-        if not self.opened:
-            await self._open()
-        logprobs = chat_logprobs(self._family, [step.entry]) if self._logprobs and step.entry else None
-        self._texts[step.index] += step.text
-        delta, called = self._live[step.index].tell(self._texts[step.index], step.finish_reason)
-        choice: dict[str, Any] = {"index": step.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        if step.finish_reason:
-            auto = called and step.finish_reason == "stop" and _is_auto(self.generation.body)
-            choice |= {"finish_reason": "tool_calls" if auto else step.finish_reason, "stop_reason": step.stop_reason}
-        ids = [step.token_id] if step.token_id is not None else []
-        choice["token_ids"] = ids if self._ids else None
-        await self.send(chat_chunk(self.generation.request_id, MODEL, [choice]))
-
-    async def _open(self) -> None:
-        for index in range(self.generation.n):
-            role = {"role": "assistant", "content": ""}
-            choice = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
-            prompt_ids = self.generation.prompt_ids if self._ids else None
-            more = {"prompt_token_ids": prompt_ids, "prompt_text": None}
-            await self.send(chat_chunk(self.generation.request_id, MODEL, [choice], **more))
-
-    async def end(self) -> None:
-        if (self.generation.body.get("stream_options") or {}).get("include_usage"):
-            usage = streamed_usage(len(self.generation.prompt_ids), sum(map(len, self.generation.sampled.values())))
-            await self.send(chat_chunk(self.generation.request_id, MODEL, [], usage=usage))
-        await self.exchange.close_stream()
-
-
-class Live:
-    """A reply told while its text grows: reasoning and content as they become certain, tool calls with the end."""
-
-    def __init__(self, family: Family, request: Mapping[str, Any], prompt: str) -> None:
-        self._family = family
-        self._tools = _offers_tools(request)
-        self._prompt = prompt
-        self._reasoning = ""
-        self._content = ""
-
-    def tell(self, text: str, finish_reason: str | None) -> tuple[dict[str, Any], bool]:
-        """What is new in `text`, and whether tools are called."""
-        ended = finish_reason is not None
-        certain = text if ended else self._family.markup.certain(text.rstrip("\ufffd"))
-        parsed = self._family.parse(certain, tools=self._tools and ended, prompt=self._prompt)
-        reasoning, content = parsed.reasoning or "", parsed.content or ""
-        if not content.strip() and not ended:
-            content = ""  # may be no more than the space before a tool call
-        delta: dict[str, Any] = {}
-        if len(reasoning) > len(self._reasoning):
-            delta["reasoning"] = reasoning[len(self._reasoning) :]
-        if len(content) > len(self._content):
-            delta["content"] = content[len(self._content) :]
-        if parsed.calls:
-            delta["tool_calls"] = [piece for n, call in enumerate(parsed.calls) for piece in _call_deltas(n, *call)]
-        self._reasoning, self._content = reasoning, content
-        return delta, bool(parsed.calls)
-
-
-def text_ids(ids: Sequence[int], last: Step) -> Sequence[int]:
-    """The ids that show in the text: a stop token that ended the turn does not."""
-    by_token = last.finish_reason == "stop" and not isinstance(last.stop_reason, str)
-    return ids[:-1] if by_token else ids
-
-
-def _cut(parsed: Parsed, stop: str | int | None) -> Parsed:
-    """The text before the stop string."""
-    if not isinstance(stop, str):
-        return parsed
-    reasoning, content = parsed.reasoning, parsed.content
-    if content and stop in content:
-        content = content[: content.index(stop)]
-    elif reasoning and stop in reasoning:
-        reasoning = reasoning[: reasoning.index(stop)]
-    return Parsed(reasoning, content, parsed.calls)
-
-
-def _parse(family: Family, ids: Sequence[int], request: Mapping[str, Any], prompt: str) -> Parsed:
-    return family.parse(family.decode(ids), tools=_offers_tools(request), prompt=prompt)
-
-
-def _offers_tools(request: Mapping[str, Any]) -> bool:
-    return bool(request.get("tools")) and request.get("tool_choice") != "none"
-
-
-def _is_auto(request: Mapping[str, Any]) -> bool:
-    return not isinstance(request.get("tool_choice"), dict)
-
-
-def _tool_call(identifier: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _call_deltas(position: int, name: str, arguments: str) -> list[dict[str, Any]]:
-    """A call in two pieces, name first, as vLLM streams it."""
-    head = {"index": position, **_tool_call(f"chatcmpl-tool-{os.urandom(8).hex()}", name, "")}
-    return [head, {"index": position, "function": {"arguments": arguments}}]
 
 
 def _request_id(exchange: Exchange, body: Mapping[str, Any]) -> str:

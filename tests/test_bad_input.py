@@ -370,12 +370,24 @@ def test_a_render_that_fails_is_an_error_of_the_engine(
     engine: ScriptedEngine, running: tuple[ScriptedEngine, dict[str, RunningService]]
 ) -> None:
     session = running[1]["token"].session()
-    for fault in (Fail(500), Drop()):
-        engine.fault("/v1/chat/completions/render", fault)
+    for faults in ([Fail(500)], [Drop(), Drop()]):
+        for fault in faults:
+            engine.fault("/v1/chat/completions/render", fault)
         with pytest.raises(InternalServerError) as refused:
             session.ask("q")
         assert refused.value.status_code == 502
     assert session.calls == []
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/chat/completions/render", "/v1/chat/completions/derender"])
+def test_a_connection_that_the_engine_had_just_closed_costs_a_second_try_and_not_the_call(
+    endpoint: str, engine: ScriptedEngine, running: tuple[ScriptedEngine, dict[str, RunningService]]
+) -> None:
+    """vLLM closes idle connections after five seconds; what may be asked twice is asked again."""
+    session = running[1]["token"].session()
+    engine.say("hello world").fault(endpoint, Drop())
+    assert session.ask("q").choices[0].message.content == "hello world"
+    assert len(session.calls) == 1
 
 
 # A store that is down or full

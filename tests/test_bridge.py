@@ -6,6 +6,7 @@ ids below 10 are the special tokens. Each template has one family's way of endin
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -365,8 +366,7 @@ def test_a_made_up_dialogue_that_the_template_does_not_take_proves_nothing() -> 
     """As templates that take no tool result without its call: no ids are sent for the rendering with another reply."""
 
     def strict(messages: Sequence[Message], generate: bool) -> list[int]:
-        pairs = zip(messages, messages[1:], strict=False)
-        if any(late["role"] == "tool" and not early.get("tool_calls") for early, late in pairs):
+        if any(late["role"] == "tool" and not early.get("tool_calls") for early, late in itertools.pairwise(messages)):
             return []
         return present(messages, generate)
 

@@ -54,6 +54,7 @@ def test_it_passes_when_every_check_holds() -> None:
     [
         ({"exported_tokens": 4, "trained_tokens": 4, "recomputed_tokens": 4}, "exported or quarantined"),
         ({"agent_tokens": 8}, "the agent was told of 8"),
+        ({"agent_tokens": 4}, "the agent was told of 4"),
         ({"recomputed_tokens": 4}, "4 lie in a weight version's span"),
         ({"largest_difference": 1e-3}, "1.00e-03 off"),
         ({"largest_difference": float("nan")}, "nan off"),
@@ -65,6 +66,10 @@ def test_it_passes_when_every_check_holds() -> None:
 def test_one_number_that_is_off_is_one_failure(changes: dict[str, Any], sentence: str) -> None:
     (failure,) = verdict(**changes).failures(PUSHED)
     assert sentence in failure
+
+
+def test_a_reply_that_never_reached_the_agent_may_be_in_quarantine() -> None:
+    assert verdict(agent_tokens=5).failures(PUSHED) == []
 
 
 def test_nothing_sampled_is_a_failure() -> None:

@@ -618,7 +618,7 @@ def test_deleting_a_session_ends_its_call_in_flight_and_leaves_no_key_behind(
     gate.set()
     assert engine.last.aborted or engine.last.disconnected
     with redis_server.client() as client:
-        assert [key for key in client.keys() if session.session_id.encode() in key] == []
+        assert [key for key in client.scan_iter("*") if session.session_id.encode() in key] == []
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -35,11 +35,14 @@ class Request:
     include_usage: bool = False
     top_logprobs: int | None = None
     """None: the harness asked for no logprobs, and gets none."""
+    _messages: list[dict[str, Any]] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The history as chat messages; shared with other requests, not to be changed."""
-        return [seen.message for seen in self.history]
+        if self._messages is None:
+            self._messages = [seen.message for seen in self.history]
+        return self._messages
 
 
 @dataclass(slots=True)

@@ -11,7 +11,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from proxy.dialects.base import Delta, Request
+from proxy.engine.id_text import IdText
 from proxy.engine.replica import Replica
 from proxy.engine.wire import Line
 from reconstruct.bridge import Rendering
@@ -28,7 +31,8 @@ class Rendered:
 
 @dataclass(slots=True)
 class Job:
-    """One sampling request. `prompt_ids` and `body` are None on the chat path, where the engine renders the messages."""
+    """One sampling request. `prompt_ids` and `body` are None on the chat path, where the engine renders the messages; `id_text`
+    is the session's, to spell them out."""
 
     call_id: str
     request: Request
@@ -36,6 +40,13 @@ class Job:
     line: Line
     prompt_ids: Ids | None = None
     body: dict[str, Any] | None = None
+    id_text: IdText = field(default_factory=IdText)
+
+    @property
+    def prompt_json(self) -> msgspec.Raw:
+        """`prompt_ids` as JSON text."""
+        assert self.prompt_ids is not None
+        return msgspec.Raw(self.id_text.write(self.prompt_ids))
 
 
 @dataclass(slots=True)
@@ -80,7 +91,7 @@ class Engine(Protocol):
 
 
 class Renderer(Protocol):
-    async def render(self, replica: Replica, request: Request, rendering: Rendering) -> Rendered: ...
+    async def render(self, replica: Replica, request: Request, rendering: Rendering, id_text: IdText) -> Rendered: ...
 
 
 def chat_body(request: Request, sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class ChatApi:
             raise error
         question = {key: body[key] for key in ("model", "messages", "tools", "chat_template_kwargs") if key in body}
         try:
-            counted = await self._http.post(replica, "/tokenize", question, _Tokenized)
+            counted = await self._http.ask(replica, "/tokenize", question, _Tokenized)
         except VerbatimError:
             raise error from None
         room = (counted.max_model_len or 0) - counted.count
@@ -159,7 +159,7 @@ class ChatApi:
     async def abort(self, replica: Replica, job: Job) -> bool:
         body = {"request_ids": [f"chatcmpl-{job.call_id}"]}
         try:
-            await self._http.post(replica, "/abort_requests", body, dict[str, Any])
+            await self._http.ask(replica, "/abort_requests", body, dict[str, Any])
         except VerbatimError:
             return False
         return True

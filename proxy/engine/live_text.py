@@ -55,7 +55,7 @@ class LiveText:
         self,
         http: EngineHttp,
         replica: Replica,
-        prompt_ids: Sequence[int],
+        prompt_ids: msgspec.Raw,
         chat_request: dict[str, Any],
         finish_reason: str | None,
     ) -> Delta | None:
@@ -73,7 +73,7 @@ class LiveText:
             "prompt_token_ids": prompt_ids,
             "chat_request": chat_request,
         }
-        step = await http.post(replica, "/v1/chat/completions/derender", body, _Step)
+        step = await http.ask(replica, "/v1/chat/completions/derender", body, _Step)
         self._state, self._pending = step.stream_state, []
         now = time.perf_counter()
         self._next_at = now + max(_SHORTEST_PAUSE_SECONDS, _PATIENCE * (now - started))

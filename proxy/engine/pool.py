@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 2.0
 RETRY_SECONDS = 1.0
+_IDLE_SECONDS = 4.0
+"""How long an idle connection is kept: vLLM's server closes it after 5 seconds, and a request sent into that would be lost."""
 
 
 class WeightKeeper(Protocol):
@@ -178,7 +180,7 @@ class EnginePool:
 def _open_session(settings: Settings) -> aiohttp.ClientSession:
     key = settings.engine_api_key
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
         headers={"Authorization": f"Bearer {key.get_secret_value()}"} if key else None,
         timeout=aiohttp.ClientTimeout(
             total=None, sock_connect=settings.engine_connect_seconds, sock_read=settings.engine_timeout_seconds

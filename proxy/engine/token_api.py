@@ -8,6 +8,7 @@ the message. Checked against vLLM 0.32.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,16 @@ import msgspec
 
 from proxy.dialects.base import Delta, Request
 from proxy.engine.base import Job, Outcome, Rendered, Sampled, chat_body
+from proxy.engine.id_text import IdText
 from proxy.engine.live_text import LiveText
 from proxy.engine.replica import Replica
 from proxy.engine.wire import EngineHttp
 from proxy.errors import EngineFailed, VerbatimError
 from reconstruct.bridge import Rendering
-from reconstruct.records import Span, pack_ids
+from reconstruct.records import Span
+
+_SESSIONS_REMEMBERED = 256
+"""Sessions whose ids are remembered as text: a few megabytes for one of a hundred thousand tokens."""
 
 _REQUEST_ID_PREFIX = "generate-tokens-"
 """What vLLM puts before the request id it was given; /abort_requests wants the whole."""
@@ -113,8 +118,17 @@ class TokenApi:
 
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
+        self._id_texts: OrderedDict[str, IdText] = OrderedDict()
 
-    async def render(self, replica: Replica, request: Request, rendering: Rendering) -> Rendered:
+    def id_text(self, session_id: str) -> IdText:
+        """What is remembered of the session's ids as text; the sessions heard of last have one."""
+        known = self._id_texts.setdefault(session_id, IdText())
+        self._id_texts.move_to_end(session_id)
+        while len(self._id_texts) > _SESSIONS_REMEMBERED:
+            self._id_texts.popitem(last=False)
+        return known
+
+    async def render(self, replica: Replica, request: Request, rendering: Rendering, id_text: IdText) -> Rendered:
         """The ids of `rendering.messages` under the request's tools and template kwargs."""
         body = chat_body(request, {})
         body["messages"] = list(rendering.messages)
@@ -123,11 +137,13 @@ class TokenApi:
             body["add_generation_prompt"] = False
             # A forced tool call constrains what is sampled, not how a history reads.
             body.pop("tool_choice", None)
-        answer = await self._http.post(replica, "/v1/chat/completions/render", body, dict[str, Any])
-        ids = answer.pop("token_ids", None)
-        if not isinstance(ids, list):
-            raise EngineFailed(f"engine {replica.name} rendered no token_ids")
-        return Rendered(pack_ids(ids), answer)
+        answer = await self._http.ask(replica, "/v1/chat/completions/render", body, dict[str, msgspec.Raw])
+        try:
+            # The next history goes on from a whole rendering, not from one that was made to find where a reply ends.
+            ids = id_text.read(bytes(answer.pop("token_ids", b"")), remember=rendering.add_generation_prompt)
+            return Rendered(ids, {name: msgspec.json.decode(value) for name, value in answer.items()})
+        except msgspec.DecodeError as error:
+            raise EngineFailed(f"engine {replica.name} rendered no token_ids") from error
 
     async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Delta | Outcome]:
         """Yields deltas while streaming, as far as the engine's parsers are certain of them, then one Outcome."""
@@ -151,8 +167,7 @@ class TokenApi:
         yield await self._outcome(replica, job, choices, broken, cached)
 
     async def _stream(self, replica: Replica, job: Job, choices: list[_Gathered]) -> AsyncIterator[Delta]:
-        assert job.prompt_ids is not None
-        prompt_ids, chat_request = job.prompt_ids.tolist(), _parser_request(job)
+        prompt_ids, chat_request = job.prompt_json, _parser_request(job)
         body = self._generate_body(replica, job, True)
         async for data in self._http.events(replica, "/inference/v1/generate", body, job.line):
             for choice in _gather(choices, _event(replica, data).choices):
@@ -164,7 +179,7 @@ class TokenApi:
     async def abort(self, replica: Replica, job: Job) -> bool:
         body = {"request_ids": [_REQUEST_ID_PREFIX + job.call_id]}
         try:
-            await self._http.post(replica, "/abort_requests", body, dict[str, Any])
+            await self._http.ask(replica, "/abort_requests", body, dict[str, Any])
         except VerbatimError:
             return False
         return True
@@ -177,7 +192,7 @@ class TokenApi:
             sampling["n"] = job.request.n
         return {
             **job.body,
-            "token_ids": job.prompt_ids.tolist(),
+            "token_ids": job.prompt_json,
             "sampling_params": sampling,
             "request_id": job.call_id,
             "model": replica.model_for(job.request.model),
@@ -226,7 +241,7 @@ class TokenApi:
             "generate_response": self._generate_response(job, choice, spoken or choice.token_ids, wanted),
             "chat_request": _parser_request(job),
         }
-        answer = await self._http.post(replica, "/v1/chat/completions/derender", body, _Derendered)
+        answer = await self._http.ask(replica, "/v1/chat/completions/derender", body, _Derendered)
         derendered = answer.choices[0]
         message = plain_message(derendered.get("message") or {}) if spoken else {"role": "assistant", "content": ""}
         if isinstance(choice.stop_reason, str):
@@ -235,7 +250,6 @@ class TokenApi:
         return message, content
 
     def _generate_response(self, job: Job, choice: _Gathered, token_ids: Sequence[int], with_logprobs: bool) -> dict[str, Any]:
-        assert job.prompt_ids is not None
         shaped: dict[str, Any] = {
             "index": 0,
             "token_ids": token_ids,
@@ -244,7 +258,7 @@ class TokenApi:
         }
         if with_logprobs:
             shaped["logprobs"] = {"content": choice.entries}
-        return {"request_id": job.call_id, "choices": [shaped], "prompt_token_ids": job.prompt_ids.tolist()}
+        return {"request_id": job.call_id, "choices": [shaped], "prompt_token_ids": job.prompt_json}
 
 
 def _event(replica: Replica, data: bytes) -> _Event:

@@ -78,22 +78,34 @@ class EngineHttp:
     ) -> T:
         """The decoded answer. Raises RequestError for the engine's 4xx, EngineFailed or EngineUnavailable for the rest."""
         try:
-            async with self._pool.http.post(replica.url + path, data=_encode(body), headers=_json(headers)) as response:
-                if line is not None:
-                    line.connected(response)
-                data = await response.read()
-                if response.status != 200:
-                    raise refusal(replica, path, response.status, data)
+            data = await self._exchange(replica, path, _encode(body), _json(headers), line)
         except asyncio.CancelledError:
             if line is None or not line.hung_up:
                 raise
             raise line.absorb() from None
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._broken(replica, error) from error
+        return _decoded(replica, path, data, answer)
+
+    async def ask(self, replica: Replica, path: str, body: Any, answer: type[T]) -> T:
+        """As `post`, for what may be asked twice: a connection that the engine had just closed costs a second try, not the call."""
+        data = _encode(body)
         try:
-            return msgspec.json.decode(data, type=answer)
-        except msgspec.DecodeError as error:
-            raise EngineFailed(f"engine {replica.name} answered {path} with something else than expected: {error}") from error
+            raw = await self._exchange(replica, path, data, _json(None), None)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            return await self.post(replica, path, body, answer)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._broken(replica, error) from error
+        return _decoded(replica, path, raw, answer)
+
+    async def _exchange(self, replica: Replica, path: str, data: bytes, headers: dict[str, str], line: Line | None) -> bytes:
+        async with self._pool.http.post(replica.url + path, data=data, headers=headers) as response:
+            if line is not None:
+                line.connected(response)
+            answer = await response.read()
+            if response.status != 200:
+                raise refusal(replica, path, response.status, answer)
+            return answer
 
     async def events(
         self, replica: Replica, path: str, body: Any, line: Line, headers: dict[str, str] | None = None
@@ -137,6 +149,13 @@ class EngineHttp:
         if isinstance(error, asyncio.TimeoutError):
             return EngineFailed(f"engine {replica.name} did not answer in time")
         return EngineFailed(f"engine {replica.name} broke off: {type(error).__name__}")
+
+
+def _decoded(replica: Replica, path: str, data: bytes, answer: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=answer)
+    except msgspec.DecodeError as error:
+        raise EngineFailed(f"engine {replica.name} answered {path} with something else than expected: {error}") from error
 
 
 def _json(headers: dict[str, str] | None) -> dict[str, str]:
