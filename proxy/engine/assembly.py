@@ -40,8 +40,8 @@ class Assembly:
         return message
 
     def __bool__(self) -> bool:
-        """Whether anything was said."""
-        return bool(self._calls) or any(self._content) or any(self._reasoning)
+        """Whether a piece came, if only an empty one: then the engine has begun to say something."""
+        return bool(self._content)
 
     def _add_call(self, position: int, call: Mapping[str, Any]) -> None:
         known = self._calls.setdefault(position, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
