@@ -117,15 +117,15 @@ class Session:
 
 
 @contextmanager
-def hanging_up(url: str, body: Any, key: str = "") -> Iterator[None]:
-    """Sends the request on entry and closes the connection on exit, without having read a byte."""
+def hanging_up(url: str, body: Any, key: str = "") -> Iterator[socket.socket]:
+    """Sends the request on entry and closes the connection on exit; what is read of the answer is the caller's affair."""
     parts = urlsplit(url)
     content = json.dumps(body).encode()
     head = f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(content)}\r\n" + (f"Authorization: Bearer {key}\r\n" if key else "")
     with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
         connection.sendall(head.encode() + b"\r\n" + content)
-        yield
+        yield connection
 
 
 def wait_until(happened: Callable[[], bool], seconds: float, what: str) -> None:

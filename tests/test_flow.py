@@ -562,11 +562,14 @@ def test_a_harness_that_goes_away_ends_the_engine_and_leaves_what_was_sampled(
     gate.set()
 
 
-def leave_after(session: Session, engine: ScriptedEngine, *, tokens: int, stream: bool) -> None:
-    """Ask, and hang up once the engine has sampled so many tokens."""
+def leave_after(session: Session, engine: ScriptedEngine, *, tokens: int, stream: bool, heard: bytes = b"") -> None:
+    """Ask, and hang up once the engine has sampled so many tokens, and what is to be `heard` of the answer has come."""
     body = {"model": "policy", "messages": [turn("user", "q")], "stream": stream}
-    with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key):
+    with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key) as connection:
         engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == tokens)
+        answer = b""
+        while heard not in answer:
+            answer += connection.recv(65536)
 
 
 def test_an_aborted_turn_that_is_continued_is_trained_with_a_masked_end(
@@ -626,7 +629,7 @@ def test_an_engine_that_cannot_be_asked_to_stop_is_hung_up_on(redis_url: str, st
     with ScriptedEngine("qwen3", plain=True) as engine, RunningService(engine.url, redis_url) as service:
         engine.say(Say("hello world in Paris", gate=threading.Event(), gate_after=2), "hello")
         session = service.session()
-        leave_after(session, engine, tokens=2, stream=stream)
+        leave_after(session, engine, tokens=2, stream=stream, heard=b"hello" if stream else b"")
         engine.wait_for(lambda: engine.last.disconnected)
         assert session.answer("q")["content"] == "hello"
         statuses = [call["status"] for call in session.calls]
