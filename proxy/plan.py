@@ -16,11 +16,12 @@ import numpy as np
 
 from proxy.dialects.base import Request
 from proxy.engine.base import Rendered
+from proxy.errors import RequestError
 from proxy.trees import Replay, Seen, SessionTree
 from reconstruct.bridge import Bridge, Refusal, Rendering, Reply, derive, turn_end
 from reconstruct.forest import shared_length
 from reconstruct.messages import Message, minted_call_ids, root_key
-from reconstruct.records import Call, Ids
+from reconstruct.records import Call, Ids, pack_ids
 
 Render = Callable[[Rendering], Coroutine[Any, Any, Rendered]]
 T = TypeVar("T")
@@ -141,11 +142,11 @@ async def plan_tokens(
     """The prompt for the token path, and the template's turn end (asked for once, then handed back in as `close`)."""
     parent = found.parent
     if parent is None or found.reply_at == len(request.messages) - 1:
-        fresh = await render(Rendering(request.messages, True))
-        return TokenPlan(fresh.ids, None, fresh.ids, fresh.body), close
+        return await _afresh(request, render, None), close
     if close is None:
-        close, _ = await _drive(turn_end(), render)
-    assert close is not None
+        close, probes = await _drive(turn_end(), _tolerant(render))
+        if not all(len(probe.ids) for probe in probes[0]):
+            return await _afresh(request, render, "turn_end_unknown"), None
     history = restored(tree, parent, request.history)
     tail = request.messages[found.reply_at + 1 :]
     reply = Reply(history[-1], parent.node.completion_ids, _closed(parent))
@@ -157,21 +158,41 @@ async def plan_tokens(
         ids = np.concatenate((tree.full_ids(parent.call_id), outcome.ids))
         return TokenPlan(ids, None, whole.ids, whole.body), close
     assert isinstance(outcome, Refusal)
+    return await _afresh(request, render, outcome.reason), close
+
+
+async def _afresh(request: Request, render: Render, branch_reason: str | None) -> TokenPlan:
+    """The request as the template renders it."""
     fresh = await render(Rendering(request.messages, True))
-    return TokenPlan(fresh.ids, outcome.reason, fresh.ids, fresh.body), close
+    return TokenPlan(fresh.ids, branch_reason, fresh.ids, fresh.body)
 
 
 async def _drive(steps: Generator[tuple[Rendering, ...], Sequence[Ids], T], render: Render) -> tuple[T, list[list[Rendered]]]:
-    """Run a generator of wanted renderings; returns its result and everything rendered, step by step."""
+    """Run a generator of wanted renderings; returns its result and everything rendered, step by step.
+
+    The first step renders what the harness sent; what is made up for the proof afterwards may be a dialogue that the template does
+    not take, and is then answered with no ids.
+    """
     rendered: list[list[Rendered]] = []
     wanted = next(steps)
     while True:
-        answers = await asyncio.gather(*(render(rendering) for rendering in wanted))
+        asked = render if not rendered else _tolerant(render)
+        answers = await asyncio.gather(*(asked(rendering) for rendering in wanted))
         rendered.append(list(answers))
         try:
             wanted = steps.send([answer.ids for answer in answers])
         except StopIteration as stop:
             return stop.value, rendered
+
+
+def _tolerant(render: Render) -> Render:
+    async def attempt(rendering: Rendering) -> Rendered:
+        try:
+            return await render(rendering)
+        except RequestError:
+            return Rendered(pack_ids(()), {})
+
+    return attempt
 
 
 def place(tree: SessionTree, found: Continuation, prompt_ids: Ids, branch_reason: str | None) -> Place:
