@@ -147,6 +147,7 @@ async def plan_tokens(
         close, probes = await _drive(turn_end(), _tolerant(render))
         if not all(len(probe.ids) for probe in probes[0]):
             return await _afresh(request, render, "turn_end_unknown"), None
+    assert close is not None
     history = restored(tree, parent, request.history)
     tail = request.messages[found.reply_at + 1 :]
     reply = Reply(history[-1], parent.node.completion_ids, _closed(parent))
