@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
-from verbatim_process import ADMIN, TRAINER, Serving, wait_until
+from verbatim_process import ADMIN, TRAINER, Serving, verbatim, wait_until
 from vllm_server import running_vllm
 
 from proxy.engine.vllm_launch import VllmServer
@@ -304,6 +304,27 @@ def test_a_harness_that_goes_away_leaves_an_aborted_call_with_what_was_sampled(
     assert accounting["quarantined"] == [
         {"call_id": call["call_id"], "tokens": len(call["completion_ids"]), "reason": "aborted"}
     ]
+
+
+def test_an_audit_shows_the_tree_and_the_accounting_and_finds_logprobs_of_other_weights(
+    opened: Callable[..., Session], serving: Serving, tiny_model: Path, tmp_path: Path
+) -> None:
+    from examples.demo.tiny_model import make_tiny_model
+
+    session = opened(serving)
+    messages = tool_turns(session, 3)
+    session.ask(messages[:1], max_tokens=4)
+    service = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
+    true = verbatim("audit", session.session_id, "--model", str(tiny_model), timeout_seconds=120, **service)
+    assert true.returncode == 0, true.stderr
+    for call in session.calls:
+        assert call["call_id"] in true.stdout
+    sampled = sum(len(call["completion_ids"]) for call in session.calls)
+    assert f"{sampled} tokens sampled = {sampled} exported" in " ".join(true.stdout.split())
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    false = verbatim("audit", session.session_id, "--model", str(other), timeout_seconds=120, **service)
+    assert false.returncode == 1
+    assert "a logprob is off by" in " ".join(false.stderr.split())
 
 
 def test_new_weights_reach_the_engine_in_mid_reply_and_every_token_knows_its_own(
