@@ -73,7 +73,7 @@ class SessionTree:
         self.known = 0
         self.turn_ends: dict[bytes, Ids] = {}
         self._replies: dict[str, dict[str, Any]] = {}
-        self._seen: dict[bytes, Seen] = {}
+        self._seen: dict[tuple[Callable[[bytes], dict[str, Any]], bytes], Seen] = {}
         self._projections: dict[tuple[str, int], str | None] = {}
         self._recent: OrderedDict[str, Ids] = OrderedDict()
         self._renderings: OrderedDict[str, Ids] = OrderedDict()
@@ -82,7 +82,8 @@ class SessionTree:
 
     def see(self, raw: bytes, read: Callable[[bytes], dict[str, Any]]) -> Seen:
         """The message that `read` makes of a raw item, from memory if the session has sent the item before."""
-        key = raw if len(raw) <= _SHORT_BYTES else hash_bytes(raw)
+        # The same bytes may mean another message in another dialect.
+        key = (read, raw if len(raw) <= _SHORT_BYTES else hash_bytes(raw))
         seen = self._seen.get(key)
         if seen is None:
             message = read(raw)

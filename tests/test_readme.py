@@ -16,7 +16,7 @@ from trainer_client import TrainerClient
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-ROOMS = ("proxy", "reconstruct", "rollout", "trainer_client", "cli", "examples/demo")
+ROOMS = ("proxy", "reconstruct", "rollout", "trainer_client", "cli", "examples/demo", "benchmarks")
 
 
 def blocks(language: str) -> list[str]:
