@@ -215,7 +215,9 @@ def place(tree: SessionTree, found: Continuation, prompt_ids: Ids, branch_reason
 
 def _fork_reason(tree: SessionTree, found: Continuation, parent_id: str) -> str | None:
     """Why a call that extends its parent is not the first to do so."""
-    if found.repeated:
+    asked = (tree.forest.calls[call_id] for call_id in reversed(tree.forest.asked(found.fingerprint)))
+    # The chain leaves reasoning out: a request of the same fingerprint below another parent is of an edited history.
+    if any(call.node.parent_id == parent_id for call in asked):
         return "repeated"
     if found.edited:
         return "edited"

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import BadRequestError, InternalServerError, NotFoundError
-from redis_server import RedisServer
+from redis_server import RedisServer, running_redis
 from running_service import RunningService, Session, hanging_up, streamed_text, wait_until
 from scripted_engine import Fail, Generation, Say, ScriptedEngine, logprobs_of
 
@@ -32,6 +32,13 @@ TOOLS: list[Any] = [
     }
 ]
 CAPTURED = ("prompt_ids", "completion_ids", "logprobs", "weight_versions", "finish_reason", "stop_reason")
+
+
+@pytest.fixture
+def own_redis_url() -> Iterator[str]:
+    """A store that no other service watches: one whose engine holds newer weights would make them the store's."""
+    with running_redis() as redis:
+        yield redis.url
 
 
 @pytest.fixture(scope="module")
@@ -762,12 +769,12 @@ def push(service: RunningService, path: Path, mode: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_that_arrive_during_a_push_are_held_and_sampled_under_the_new_weights(
-    redis_url: str, checkpoint: Path, stream: bool
+    own_redis_url: str, checkpoint: Path, stream: bool
 ) -> None:
     gate = threading.Event()
     with (
         ScriptedEngine("qwen3") as engine,
-        RunningService(engine.url, redis_url, keepalive_seconds=0.05) as service,
+        RunningService(engine.url, own_redis_url, keepalive_seconds=0.05) as service,
         ThreadPoolExecutor(3) as pool,
     ):
         engine.say(Say("hello world", gate=gate, gate_after=1), "fish")
@@ -789,11 +796,11 @@ def test_calls_that_arrive_during_a_push_are_held_and_sampled_under_the_new_weig
         assert late.calls[0]["weight_versions"] == [[1, 0, 2]]
 
 
-def test_a_reply_that_goes_on_across_a_push_knows_the_weights_of_every_token(redis_url: str, checkpoint: Path) -> None:
+def test_a_reply_that_goes_on_across_a_push_knows_the_weights_of_every_token(own_redis_url: str, checkpoint: Path) -> None:
     gate = threading.Event()
     with (
         ScriptedEngine("qwen3") as engine,
-        RunningService(engine.url, redis_url) as service,
+        RunningService(engine.url, own_redis_url) as service,
         ThreadPoolExecutor(1) as pool,
     ):
         engine.say(Say("hello world in Paris", gate=gate, gate_after=2))
@@ -810,11 +817,11 @@ def test_a_reply_that_goes_on_across_a_push_knows_the_weights_of_every_token(red
         assert row["weight_versions"] == [[0, start, start + 2], [1, start + 2, start + 5]]
 
 
-def test_a_push_that_aborts_cuts_replies_and_records_what_was_sampled(redis_url: str, checkpoint: Path) -> None:
+def test_a_push_that_aborts_cuts_replies_and_records_what_was_sampled(own_redis_url: str, checkpoint: Path) -> None:
     gate = threading.Event()
     with (
         ScriptedEngine("qwen3") as engine,
-        RunningService(engine.url, redis_url) as service,
+        RunningService(engine.url, own_redis_url) as service,
         ThreadPoolExecutor(1) as pool,
     ):
         engine.say(Say("hello world in Paris", gate=gate, gate_after=2))
