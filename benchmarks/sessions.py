@@ -14,20 +14,11 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
-import platform
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -35,13 +26,12 @@ import redis
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.processes import ROOT, Parts, cpu_seconds, machine, request, running
 from benchmarks.reconstruction import SHAPES, Reconstructed, reconstruct
 from proxy.store import keys
-from proxy.store.embedded import redis_server_binary
 from reconstruct.codec import decode
 from reconstruct.records import Call
 
-ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = (50, 100, 200, 400, 800)
 RESULT_BYTES = 384
 """Size of a tool's answer; the fast engine makes a token of four bytes."""
@@ -50,7 +40,6 @@ TAIL = 25
 WARM_UP_CALLS = 60
 FLAT = 1.25
 """Per-call figures within this factor from the shortest to the longest session are called flat."""
-ADMIN = "admin-of-the-benchmark"
 TOOLS = [
     {
         "type": "function",
@@ -87,16 +76,6 @@ class Measured:
     @property
     def bytes_per_token(self) -> float:
         return self.redis_bytes / self.tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The processes under test."""
-
-    service: subprocess.Popen[str]
-    url: str
-    engine_url: str
-    redis_port: int
 
 
 def measure(parts: Parts, length: int) -> Measured:
@@ -171,101 +150,12 @@ class Harness:
         self._connection.close()
 
 
-def request(url: str, method: str, path: str, body: Any = None) -> Any:
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=120)
-    headers = {"authorization": f"Bearer {ADMIN}", "content-type": "application/json"}
-    connection.request(method, path, None if body is None else json.dumps(body), headers)
-    answer = connection.getresponse()
-    content = answer.read()
-    connection.close()
-    assert answer.status < 300, content
-    return json.loads(content)
-
-
 def recorded(port: int, session_id: str) -> tuple[list[Call], int]:
     """The session's records, and the bytes of all its keys in Redis, by MEMORY USAGE of every element."""
     with redis.Redis(port=port, single_connection_client=True, protocol=2) as client:
         names = list(client.scan_iter(match=f"*{{s:{session_id}}}*", count=1000))
         size = sum(client.memory_usage(name, samples=0) or 0 for name in names)
         return [decode(record) for record in client.lrange(keys.calls(session_id), 0, -1)], size
-
-
-def cpu_seconds(pid: int) -> float:
-    """Time on a core of all threads of a process, to the nanosecond."""
-    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
-
-
-@contextmanager
-def running(*service_argv: str) -> Iterator[Parts]:
-    """Engine, redis-server and service, each a process of its own; `service_argv` replaces how the service is run."""
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="verbatim-benchmark-"))
-        engine = stack.enter_context(_started([sys.executable, "-m", "benchmarks.fast_engine"]))
-        assert engine.stdout is not None
-        engine_url = engine.stdout.readline().strip()
-        port = _free_port()
-        persist = ["--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--appendonly", "yes", "--save", ""]
-        stack.enter_context(_started([str(redis_server_binary()), *persist]))
-        _wait_for_redis(port)
-        serve = [sys.executable, *(service_argv or ("-m", "cli.main")), "serve", "--port", "0", "--log-level", "warning"]
-        service = stack.enter_context(_started([*serve, "--engine", engine_url, "--redis", f"redis://127.0.0.1:{port}/0"]))
-        yield Parts(service, _url_of(service), engine_url, port)
-
-
-@contextmanager
-def _started(argv: list[str]) -> Iterator[subprocess.Popen[str]]:
-    tokens = {"VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_TRAINER_TOKEN": ADMIN + "-trainer"}
-    process = subprocess.Popen(argv, cwd=ROOT, env=os.environ | tokens, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.communicate()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def _wait_for_redis(port: int) -> None:
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-        except OSError:
-            assert time.monotonic() < deadline, "redis-server did not start"
-            time.sleep(0.05)
-        else:
-            return
-
-
-def _url_of(service: subprocess.Popen[str]) -> str:
-    assert service.stdout is not None
-    for line in service.stdout:
-        if line.startswith("base URL: "):
-            return line.removeprefix("base URL: ").strip()
-    raise SystemExit("the service did not start")
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    model = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {
-        "cpu": model[0] if model else platform.machine(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory, 1),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "load_average": os.getloadavg()[0],
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
 
 
 def growth(measured: Sequence[Measured], field: str) -> float:
@@ -356,7 +246,7 @@ def plot(measured: Sequence[Measured], path: Path) -> None:
     for axis, (title, lines) in zip(axes, panels, strict=True):
         for label, values in lines:
             axis.plot(calls, values, "o-", label=label)
-        axis.set(title=title, xlabel="calls of the session", ylim=(0, None), xlim=(0, None))
+        axis.set(title=title, xlabel="calls of the session", xlim=(0, None), ylim=(0, 1.05 * axis.get_ylim()[1]))
         if lines[0][0]:
             axis.legend()
     figure.tight_layout()

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from harness_replies import Habits, Message, assembled, written
 from openai import APITimeoutError, NotFoundError, OpenAI
-
-Message = dict[str, Any]
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant that can call tools."}
 TOOLS: list[Any] = [
@@ -63,15 +62,6 @@ WORDS = [
 
 DUE = 4
 """Steps that fall to each seed: five seeds in a row play every step at least once."""
-
-
-@dataclass(frozen=True)
-class Habits:
-    """How this harness writes down what it was told."""
-
-    reasoning: str  # keep | trim | drop
-    arguments: str  # verbatim | reserialise
-    content: str  # string | trim | part
 
 
 @dataclass
@@ -275,7 +265,7 @@ class RandomHarness:
             talk.messages.append(self._send({**request, "extra_headers": {"x-stainless-retry-count": "1"}})[0])
             return
         if choice < 0.75 and heard is not None:
-            talk.messages.append(self._written(heard))
+            talk.messages.append(written(heard, self.habits))
         self._turn(talk)
 
     def _hear_part(self, request: dict[str, Any]) -> Message | None:
@@ -301,7 +291,7 @@ class RandomHarness:
         for request, (choices, call_id) in zip(requests, answers, strict=True):
             self._count(request, call_id)
             branch = copy.deepcopy(talk)
-            branch.messages.append(self._written(choices[0]))
+            branch.messages.append(written(choices[0], self.habits))
             self._old.append(branch)
         talk.messages = copy.deepcopy(self._old[-1].messages)
 
@@ -389,7 +379,7 @@ class RandomHarness:
         """The choices, as this harness writes them down."""
         choices, call_id = self._sent(request)
         self._count(request, call_id)
-        return [self._written(choice) for choice in choices]
+        return [written(choice, self.habits) for choice in choices]
 
     def _sent(self, request: dict[str, Any]) -> tuple[list[Message], str]:
         """(messages, call id); does not touch the random state, so that threads may share it."""
@@ -404,52 +394,3 @@ class RandomHarness:
         self.done.answered.add(call_id)
         if "tool_choice" in request:
             self.done.forced.add(call_id)
-
-    def _written(self, message: Message) -> Message:
-        """The reply as this harness keeps it."""
-        kept = {"content": None, **message}
-        text = kept["content"] or ""
-        kept["content"] = {"string": text, "trim": text.strip(), "part": [{"type": "text", "text": text}]}[self.habits.content]
-        reasoning = kept.pop("reasoning_content", None)
-        if reasoning is not None and self.habits.reasoning != "drop":
-            kept["reasoning_content"] = reasoning.strip() if self.habits.reasoning == "trim" else reasoning
-        if self.habits.arguments == "reserialise":
-            kept["tool_calls"] = [reserialised(call) for call in kept.get("tool_calls") or ()] or None
-        return {name: value for name, value in kept.items() if value is not None}
-
-
-def reserialised(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call
-    if not isinstance(arguments, dict):  # cut by length, the engine reads what there is of a call as one without arguments
-        return call
-    text = json.dumps({key: arguments[key] for key in sorted(arguments, reverse=True)}, indent=1)
-    return {**call, "index": 0, "function": {**function, "arguments": text}}
-
-
-def assembled(stream: Any, choices: int) -> tuple[list[Message], str]:
-    """The messages of a stream's choices, and the call id."""
-    messages: list[Message] = [{"role": "assistant", "content": ""} for _ in range(choices)]
-    call_id = ""
-    for chunk in stream:
-        call_id = chunk.id.removeprefix("chatcmpl-")
-        for choice in chunk.choices:
-            add_delta(messages[choice.index], choice.delta.model_dump(exclude_none=True))
-    return messages, call_id
-
-
-def add_delta(message: Message, delta: dict[str, Any]) -> None:
-    for name in ("content", "reasoning_content"):
-        if delta.get(name):
-            message[name] = message.get(name, "") + delta[name]
-    for piece in delta.get("tool_calls") or ():
-        calls = message.setdefault("tool_calls", [])
-        while len(calls) <= piece["index"]:
-            calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
-        call = calls[piece["index"]]
-        call["id"] = piece.get("id") or call["id"]
-        for name, value in piece["function"].items():
-            call["function"][name] += value or ""

@@ -29,7 +29,7 @@ from trainer_client.recompute import recompute
 pytestmark = pytest.mark.engine
 
 SEEDS = {"template": range(5), "retain": range(5, 10)}
-CALLS = 12
+CALLS = 16
 AT_ONCE = 3
 Given = tuple[list[int], Choice]
 """The prompt's ids and what was sampled after them, as the relay saw both."""
