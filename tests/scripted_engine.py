@@ -242,7 +242,8 @@ class ScriptedEngine:
         return int(self.url.rpartition(":")[2])
 
     def __enter__(self) -> Self:
-        return self.start()
+        """Starts it unless it was started already, on a port of its own."""
+        return self if self._thread is not None else self.start()
 
     def __exit__(self, *_: object) -> None:
         self.stop()
