@@ -21,13 +21,23 @@ class Control:
         if not self._token:
             raise Refusal("no admin token: set VERBATIM_ADMIN_TOKEN to the one that verbatim serve uses", exit_code=2)
 
+    @property
+    def url(self) -> str:
+        return self._url
+
     def get(self, path: str, **params: Any) -> dict[str, Any]:
         """The answer to GET `path`; parameters that are None are left out. Raises `Refusal`."""
         given = {name: value for name, value in params.items() if value is not None}
+        return self._ask("GET", path, params=given)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to POST `path`. Raises `Refusal`."""
+        return self._ask("POST", path, json=body)
+
+    def _ask(self, method: str, path: str, **more: Any) -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {self._token}"}
         try:
-            response = httpx.get(
-                self._url + path, params=given, headers={"Authorization": f"Bearer {self._token}"}, timeout=TIMEOUT_SECONDS
-            )
+            response = httpx.request(method, self._url + path, headers=headers, timeout=TIMEOUT_SECONDS, **more)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Refusal(f"no service at {self._url} (set VERBATIM_URL to where it is): {error}") from error
         if response.is_error:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import audit, serve, sessions
+from cli import audit, env, run, serve, sessions
 from cli.refusal import Refusal
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app = typer.Typer(
     help="Reinforcement learning on any agent, unmodified: point it at a URL, train on exactly the tokens it saw and said.",
 )
 app.command("serve")(serve.serve)
+app.command("run")(run.run)
+app.command("env")(env.env)
 app.command("audit")(audit.audit)
 app.add_typer(sessions.app, name="sessions")
 

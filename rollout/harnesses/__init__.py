@@ -1,0 +1,1 @@
+"""Harnesses as data: how each is installed, started and pointed at a session, in one TOML file each."""

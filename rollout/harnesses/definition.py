@@ -1,0 +1,131 @@
+"""One harness as data, and the making ready of it for a session."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rollout.harnesses.errors import BadDefinition, OutsideHome, UnknownField
+from rollout.harnesses.placeholders import check, fill, fill_file, uses
+from rollout.harnesses.prepared import Endpoint, Prepared
+
+DIALECTS = ("chat", "responses", "messages", "gemini", "any")
+STDIN = ("none", "inherit")
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*\Z")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Harness:
+    """How one harness is started against a session. Raises `BadDefinition` when a rule below is broken.
+
+    Texts of `argv`, `env` and `files` may hold placeholders (`placeholders.NAMES`)."""
+
+    name: str
+    description: str
+    """One line."""
+    dialect: str
+    """What it speaks: one of DIALECTS."""
+    argv: tuple[str, ...] = ()
+    """The command. Empty: the words given in place of a prompt are the command."""
+    version: str = ""
+    """The version the definition was tested with."""
+    install: tuple[str, ...] = ()
+    """Shell lines that a user types to install it."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Path relative to the home, with forward slashes -> text."""
+    stdin: str = "none"
+    """none: empty. inherit: the caller's."""
+    unset: tuple[str, ...] = ()
+    """Variables that must not reach it, beside those that never do."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.match(self.name):
+            raise BadDefinition(f"name: {self.name!r} is not made of lower-case letters, digits, '.', '_' and '-'")
+        for what, value, allowed in (("dialect", self.dialect, DIALECTS), ("stdin", self.stdin, STDIN)):
+            if value not in allowed:
+                raise BadDefinition(f"{self.name}: {what} cannot be {value!r}: choose one of {', '.join(allowed)}")
+        for variable in (*self.env, *self.unset):
+            if not _VARIABLE.match(variable):
+                raise BadDefinition(f"{self.name}: {variable!r} is not the name of an environment variable")
+        for path in self.files:
+            self._check_path(path)
+        for where, text in self._texts():
+            check(text, f"{self.name}: {where}")
+
+    @property
+    def takes_command(self) -> bool:
+        """Whether it is any command of the caller's, instead of one that is given a prompt."""
+        return not self.argv
+
+    @property
+    def takes_prompt(self) -> bool:
+        return self.takes_command or any(uses(text, "prompt") for _, text in self._texts())
+
+    @property
+    def takes_model(self) -> bool:
+        return any(uses(text, "model") for _, text in self._texts())
+
+    def prepared(
+        self, endpoint: Endpoint, model: str, prompt: str | Sequence[str], home: Path, *, workdir: Path | None = None
+    ) -> Prepared:
+        """The harness ready to run in `workdir` (default: the current directory) with `home` as its home.
+
+        Words in place of one prompt are joined by spaces; for a harness that takes a command they are that command, and a
+        single text is a line for `sh`."""
+        words = [prompt] if isinstance(prompt, str) else list(prompt)
+        values = {name: endpoint.base_urls[name] for name in ("openai", "anthropic", "gemini")}
+        values |= {"api_key": endpoint.api_key, "model": model, "prompt": " ".join(words)}
+        values |= {"home": str(home), "workdir": str(workdir or Path.cwd())}
+        argv = tuple(fill(text, values) for text in self.argv)
+        if self.takes_command:
+            argv = ("sh", "-c", prompt) if isinstance(prompt, str) else tuple(words)
+        return Prepared(
+            argv=argv,
+            env={name: fill(text, values) for name, text in self.env.items()},
+            files={path: fill_file(path, text, values) for path, text in self.files.items()},
+            unset=self.unset,
+        )
+
+    def _texts(self) -> list[tuple[str, str]]:
+        """Everything that may hold placeholders, with where it stands."""
+        texts = [("argv", text) for text in self.argv]
+        texts += [(f"env {name}", text) for name, text in self.env.items()]
+        return texts + [(f"file {path}", text) for path, text in self.files.items()]
+
+    def _check_path(self, path: str) -> None:
+        parts = PurePosixPath(path).parts
+        if not parts or path.startswith("/") or ".." in parts or "\0" in path or path.endswith("/"):
+            raise OutsideHome(f"{self.name}: file {path!r} is not a path relative to the home that stays below it")
+
+
+def parsed(data: Mapping[str, Any], name: str) -> Harness:
+    """The harness that a definition's `data` describes; `name` when it names none. Raises `BadDefinition`."""
+    data = {"name": name, **data}
+    known = [each.name for each in fields(Harness)]
+    for key in data:
+        if key not in known:
+            raise UnknownField(f"{name}: there is no field {key!r} (known: {', '.join(known)})")
+    for key in ("description", "dialect"):
+        if key not in data:
+            raise BadDefinition(f"{name}: {key} is missing")
+    return Harness(**{key: _typed(name, key, value) for key, value in data.items()})
+
+
+def _typed(name: str, key: str, value: Any) -> Any:
+    if key in ("argv", "install", "unset"):
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise BadDefinition(f"{name}: {key} must be a list of strings")
+        return tuple(value)
+    if key in ("env", "files"):
+        if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+            raise BadDefinition(f"{name}: {key} must be a table of strings")
+        return value
+    if not isinstance(value, str):
+        raise BadDefinition(f"{name}: {key} must be a string")
+    return value

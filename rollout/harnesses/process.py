@@ -1,0 +1,94 @@
+"""One running harness: a process group of its own, which is ended as a whole.
+
+It is also a session of its own: without a controlling terminal it is neither stopped for writing to the screen nor reached by
+the terminal's Ctrl-C, so that whoever started it decides what it is told.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout.harnesses.errors import CannotStart, MissingExecutable
+
+GRACE_SECONDS = 10.0
+"""What a harness has for ending on its own after it was told to."""
+POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """`exit_code` as a shell gives it: 128 + number when a signal ended the harness."""
+
+    exit_code: int
+    timed_out: bool
+
+
+class HarnessProcess:
+    """Started when made. Raises `MissingExecutable` or `CannotStart`."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        workdir: Path,
+        *,
+        stdin: str = "none",
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        self._grace_seconds = grace_seconds
+        self._kill_at: float | None = None
+        try:
+            self._process = subprocess.Popen(
+                [executable(argv[0], env), *argv[1:]],
+                env=dict(env),
+                cwd=workdir,
+                stdin=subprocess.DEVNULL if stdin == "none" else None,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            raise CannotStart(f"{argv[0]} could not be started: {error}") from error
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Pass the signal on; what still runs after the grace time is killed. A second stop kills at once."""
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + self._grace_seconds
+            self._signal(number)
+        else:
+            self._kill_at = time.monotonic()
+
+    def wait(self, timeout_seconds: float | None = None) -> Ended:
+        """Returns when the harness has ended and nothing of its group is left. After `timeout_seconds` it is stopped."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        timed_out = False
+        while self._process.poll() is None:
+            now = time.monotonic()
+            if deadline is not None and now >= deadline and self._kill_at is None:
+                timed_out = True
+                self.stop()
+            if self._kill_at is not None and now >= self._kill_at:
+                self._signal(signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+        # The leader is gone; what it left running in its group would keep the terminal, and call a closed session.
+        self._signal(signal.SIGKILL)
+        code = self._process.returncode
+        return Ended(code if code >= 0 else 128 - code, timed_out)
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+
+def executable(command: str, env: Mapping[str, str]) -> str:
+    """Where `command` is, by the PATH of `env`. Raises `MissingExecutable`."""
+    found = shutil.which(command, path=env.get("PATH", os.defpath))
+    if found is None:
+        raise MissingExecutable(f"there is no executable {command!r}" + ("" if "/" in command else " on PATH"))
+    return found
