@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -39,17 +39,33 @@ class Parts:
 def running(*service_argv: str) -> Iterator[Parts]:
     """Engine, redis-server and service, each a process of its own; `service_argv` replaces how the service is run."""
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="verbatim-benchmark-"))
         engine = stack.enter_context(_started([sys.executable, "-m", "benchmarks.fast_engine"]))
         assert engine.stdout is not None
         engine_url = engine.stdout.readline().strip()
+        port = stack.enter_context(redis_server())
+        service, url = stack.enter_context(serving(engine_url, port, argv=service_argv or ("-m", "cli.main")))
+        yield Parts(service, url, engine_url, port)
+
+
+@contextmanager
+def redis_server() -> Iterator[int]:
+    """The port of a redis-server that keeps an append-only file, as the embedded one does."""
+    with tempfile.TemporaryDirectory(prefix="verbatim-benchmark-") as folder:
         port = _free_port()
         persist = ["--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--appendonly", "yes", "--save", ""]
-        stack.enter_context(_started([str(redis_server_binary()), *persist]))
-        _wait_for_redis(port)
-        serve = [sys.executable, *(service_argv or ("-m", "cli.main")), "serve", "--port", "0", "--log-level", "warning"]
-        service = stack.enter_context(_started([*serve, "--engine", engine_url, "--redis", f"redis://127.0.0.1:{port}/0"]))
-        yield Parts(service, _url_of(service), engine_url, port)
+        with _started([str(redis_server_binary()), *persist]):
+            _wait_for_redis(port)
+            yield port
+
+
+@contextmanager
+def serving(
+    engine_url: str, redis_port: int, *flags: str, argv: Sequence[str] = ("-m", "cli.main")
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """(process, URL) of `verbatim serve` with these flags."""
+    where = ["--engine", engine_url, "--redis", f"redis://127.0.0.1:{redis_port}/0"]
+    with _started([sys.executable, *argv, "serve", "--port", "0", "--log-level", "warning", *where, *flags]) as service:
+        yield service, _url_of(service)
 
 
 @contextmanager

@@ -6,9 +6,11 @@ VerbatimError                        status  code
 │   ├── Unauthorized                 401     invalid_api_key
 │   ├── Forbidden                    403     forbidden
 │   ├── NotFound                     404     not_found            unknown session, model, lease, path
+│   │   └── UnknownCall              404     not_found            a call or response that the session does not have
 │   ├── Conflict                     409     conflict             closed session, older version, duplicate id
 │   └── TooLarge                     413     request_too_large
 └── Unavailable                      503     unavailable          retryable; carries Retry-After
+    ├── Backpressure                 429     backpressure         too many groups wait for a trainer: no new one is begun
     ├── EngineUnavailable            503     engine_unavailable
     ├── EngineFailed                 502     engine_failed        the engine broke off or answered nonsense
     └── StoreUnavailable             503     store_unavailable    Redis is down, full or loading: nothing was answered unrecorded
@@ -38,7 +40,14 @@ class RequestError(VerbatimError):
 
 
 class ContextTooLong(RequestError):
+    """`tokens` of prompt do not fit into the `window`, both in tokens; None where the engine did not say."""
+
     code = "context_length_exceeded"
+
+    def __init__(self, message: str, *, param: str | None = None, tokens: int | None = None, window: int | None = None) -> None:
+        super().__init__(message, param=param)
+        self.tokens = tokens
+        self.window = window
 
 
 class Unauthorized(RequestError):
@@ -56,6 +65,10 @@ class NotFound(RequestError):
     code = "not_found"
 
 
+class UnknownCall(NotFound):
+    pass
+
+
 class Conflict(RequestError):
     status = 409
     code = "conflict"
@@ -70,6 +83,12 @@ class Unavailable(VerbatimError):
     status = 503
     code = "unavailable"
     retry_after_seconds = 1.0
+
+
+class Backpressure(Unavailable):
+    status = 429
+    code = "backpressure"
+    retry_after_seconds = 5.0
 
 
 class EngineUnavailable(Unavailable):

@@ -14,12 +14,15 @@ from collections.abc import AsyncIterator, Mapping
 from proxy.dialects.base import Choice, Delta, Reply, Request
 from proxy.engine.base import Engine, Job, Outcome, Rendered
 from proxy.engine.chat_api import ChatApi
+from proxy.engine.replica import Replica
+from proxy.engine.text_api import TextApi
 from proxy.engine.token_api import TokenApi
 from proxy.engine.wire import EngineHttp, Line
 from proxy.errors import Conflict, EngineFailed, NotFound, Unavailable, VerbatimError
 from proxy.inflight import Running
 from proxy.minting import minted_choice, minted_delta, new_call_id
-from proxy.plan import continuation, place, plan_tokens
+from proxy.plan import Continuation, continuation, place, plan_tokens
+from proxy.prompts import plan_prompt, prompt_continuation
 from proxy.records import call_record, effective_sampling
 from proxy.services import Services
 from proxy.store.base import Intent
@@ -44,6 +47,7 @@ class Flow:
         http = EngineHttp(services.pool)
         self._token_api = TokenApi(http)
         self._rules = (*services.settings.role_rules, *BUILT_IN)
+        self._text_api = TextApi(http, self._token_api)
         self._engines: dict[str, Engine] = {"token": self._token_api, "chat": ChatApi(http)}
 
     def admit(self, tree: SessionTree, request: Request, body: bytes, headers: Mapping[str, str]) -> Turn:
@@ -54,7 +58,7 @@ class Flow:
         turn.sampling = {**request.sampling, **tree.info.sampling}
         turn.role, turn.agent = role_of(marks_of(request, headers), self._rules)
         retry = headers.get("x-stainless-retry-count", "0")
-        turn.marks = {"retry": retry} if retry != "0" else {}
+        turn.marks = {**request.marks, "retry": retry} if retry != "0" else request.marks
         self._services.inflight.enter(running)
         return turn
 
@@ -81,32 +85,49 @@ class Flow:
             raise EngineFailed(outcome.broken)
         yield reply
 
+    async def count(self, tree: SessionTree, request: Request) -> int:
+        """How many tokens the request's prompt has, as the engine counts them; nothing is recorded."""
+        replica = self._services.pool.pick(tree.info.session_id)
+        return await self._engine(replica, request).count(replica, request)
+
+    def _engine(self, replica: Replica, request: Request) -> Engine:
+        if replica.api == "token" and request.prompt is not None:
+            return self._text_api
+        return self._engines[replica.api or "chat"]
+
     async def _plan(self, turn: Turn) -> None:
         """Find the parent; on the token path make the prompt's ids and the sampling that fits the window."""
         assert turn.replica is not None
-        turn.found = continuation(turn.tree, turn.request)
+        turn.found = _found(turn)
         if turn.replica.api != "token":
             return
-        refuse_media(turn.request, turn.found)
-        replica, id_text = turn.replica, self._token_api.id_text(turn.session_id)
+        clock = time.perf_counter()
+        if turn.request.prompt is None:
+            await self._plan_messages(turn, turn.found, turn.replica)
+        else:
+            tokenizer = self._text_api.tokenizer(turn.replica, turn.request, self._token_api.id_text(turn.session_id))
+            turn.plan = await plan_prompt(turn.tree, turn.found, turn.request, tokenizer)
+        turn.engine_seconds += time.perf_counter() - clock
+        assert turn.plan is not None
+        fit_window(turn, len(turn.plan.prompt_ids))
+
+    async def _plan_messages(self, turn: Turn, found: Continuation, replica: Replica) -> None:
+        refuse_media(turn.request, found)
+        id_text = self._token_api.id_text(turn.session_id)
 
         async def render(rendering: Rendering) -> Rendered:
             return await self._token_api.render(replica, turn.request, rendering, id_text)
 
-        clock = time.perf_counter()
-        root = turn.found.root
         turn.plan, close = await plan_tokens(
             turn.tree,
-            turn.found,
+            found,
             turn.request,
             render,
-            turn.tree.turn_ends.get(root),
+            turn.tree.turn_ends.get(found.root),
             self._services.settings.thinking == "retain",
         )
         if close is not None:
-            turn.tree.turn_ends[root] = close
-        turn.engine_seconds += time.perf_counter() - clock
-        fit_window(turn, len(turn.plan.prompt_ids))
+            turn.tree.turn_ends[found.root] = close
 
     async def _begin(self, turn: Turn) -> None:
         """Write the intent; when other calls of the session were recorded meanwhile, look again for the parent."""
@@ -134,14 +155,14 @@ class Flow:
     async def _replan(self, turn: Turn) -> None:
         """Plan again if the calls just learned change what this one continues."""
         before = turn.found
-        found = continuation(turn.tree, turn.request)
+        found = _found(turn)
         if before is None or found.parent is not before.parent:
             await self._plan(turn)
 
     async def _sample(self, turn: Turn) -> AsyncIterator[Delta | Outcome]:
         """Let the engine sample; a call that it refused or lost before its first token leaves the tree as it was."""
         assert turn.replica is not None and turn.replica.api is not None
-        engine = self._engines[turn.replica.api]
+        engine = self._engine(turn.replica, turn.request)
         job = Job(turn.call_ids[0], turn.request, turn.sampling, Line())
         if turn.plan is not None:
             job.prompt_ids, job.body = turn.plan.prompt_ids, turn.plan.body
@@ -188,12 +209,16 @@ class Flow:
         calls = self._records(turn, outcome, choices)
         records = {call.call_id: encode(call) for call in calls}
         total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records)
-        turn.tree.committed(calls, _prompt(turn, outcome)[0], total)
+        prompt_ids = _prompt(turn, outcome)[0]
+        turn.tree.committed(calls, prompt_ids, total)
         if turn.plan is not None:
             turn.tree.rendered(turn.call_ids[0], turn.plan.rendering)
         self._services.metrics.recorded(calls, time.perf_counter() - turn.clock, turn.engine_seconds)
         tokens = outcome.prompt_tokens or len(outcome.prompt_ids or ())
-        return Reply(turn.call_ids[0], turn.request.model, int(turn.started_at), tokens, choices, outcome.cached_tokens)
+        reply = Reply(turn.call_ids[0], turn.request.model, int(turn.started_at), tokens, choices, outcome.cached_tokens)
+        if turn.request.wants_ids:
+            reply.prompt_ids = prompt_ids.tolist()
+        return reply
 
     def _records(self, turn: Turn, outcome: Outcome, choices: list[Choice]) -> list[Call]:
         assert turn.found is not None and turn.replica is not None
@@ -229,6 +254,12 @@ class Flow:
                 )
             )
         return calls
+
+
+def _found(turn: Turn) -> Continuation:
+    if turn.request.prompt is not None:
+        return prompt_continuation(turn.tree, turn.request)
+    return continuation(turn.tree, turn.request)
 
 
 def _prompt(turn: Turn, outcome: Outcome) -> tuple[Ids, str | None]:

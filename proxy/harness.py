@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 from proxy.auth import credential, key_opens, named_session
-from proxy.dialects.base import Delta, Dialect, Reply, StreamRenderer
-from proxy.dialects.chat import ChatDialect
-from proxy.errors import Conflict, NotFound, RequestError, TooLarge, Unauthorized, VerbatimError
+from proxy.dialects.base import Asked, Delta, Dialect, Reply, StreamRenderer
+from proxy.dialects.catalogue import Dialects
+from proxy.errors import Conflict, NotFound, RequestError, TooLarge, Unauthorized, UnknownCall, VerbatimError
 from proxy.flow import Flow
+from proxy.routes import Route, dialect_of, find, is_harness
 from proxy.services import Services
 from proxy.trees import SessionTree
 from proxy.turn import Turn
@@ -27,18 +27,13 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Item = Delta | Reply | VerbatimError
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_PATH = re.compile(r"(?:/s/(?P<session>[^/]+))?(?P<endpoint>/v1/.*)\Z")
-_SESSION_PATH = re.compile(r"/s/[^/]+(/|\Z)")
-_SSE = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+_UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _JSON = [(b"content-type", b"application/json")]
-
-
-class MethodNotAllowed(RequestError):
-    status = 405
-    code = "method_not_allowed"
+_TOO_DEEP = "the body is nested too deeply"
 
 
 class Harness:
@@ -48,58 +43,97 @@ class Harness:
         self._services = services
         self._control = control
         self._flow = Flow(services)
-        self._chat = ChatDialect()
+        self._dialects = Dialects(services.settings)
         self._background: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or not is_harness(scope["method"], scope["path"]):
             await self._control(scope, receive, send)
             return
-        match = _PATH.match(scope["path"])
-        if match is None and not _SESSION_PATH.match(scope["path"]):
-            await self._control(scope, receive, send)
-            return
-        endpoint = match["endpoint"] if match else ""
+        dialect = self._dialects[dialect_of(scope["path"])]
         try:
-            await self._route(scope, receive, send, match["session"] if match else None, endpoint)
+            await self._route(scope, receive, send)
         except VerbatimError as error:
-            await self._refuse(send, self._chat, error)
+            await self._refuse(send, dialect, error)
+        except RecursionError:
+            await self._refuse(send, dialect, RequestError(_TOO_DEEP))
         except Exception:
             log.exception("a harness call failed inside the service")
-            await self._refuse(send, self._chat, VerbatimError("the service failed inside; its log says where"))
+            await self._refuse(send, dialect, VerbatimError("the service failed inside; its log says where"))
 
-    async def _route(self, scope: Scope, receive: Receive, send: Send, session: str | None, endpoint: str) -> None:
-        if endpoint == "/v1/chat/completions":
-            _only(scope, "POST")
-            await self._answer(scope, receive, send, session, self._chat)
-        elif endpoint == "/v1/models":
-            _only(scope, "GET", "HEAD")
-            await self._session(scope, session)
-            await _send_whole(send, 200, _JSON, self._chat.models(self._models(), int(time.time())))
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = _headers(scope)
+        try:
+            route = find(scope["method"], scope["path"], headers)
+        except RequestError as error:
+            # A harness that asks for what is not there may work worse and not say why.
+            log.warning("%d %s: %s", error.status, error.code, error.message)
+            raise
+        if route.action == "probe":
+            await _send_whole(send, 200, _JSON, b"{}" if scope["method"] == "GET" else b"")
+            return
+        query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+        tree = await self._session(route, headers, query)
+        if route.action in ("call", "count"):
+            body = await _read_body(scope, receive, self._services.settings.max_body_bytes)
+            asked = Asked(body, route.path, query)
+            if route.action == "call":
+                await self._answer(receive, send, tree, route, asked, headers)
+            else:
+                await self._count(send, tree, route, asked)
         else:
-            raise NotFound(f"{scope['method']} {scope['path']} is not an endpoint of this service")
+            await _send_whole(send, 200, _JSON, await self._looked_up(tree, route))
+
+    async def _looked_up(self, tree: SessionTree, route: Route) -> bytes:
+        """The body that answers a question about what there is: models, and replies that are kept."""
+        if route.action in ("stored", "items"):
+            return await self._knowing(
+                tree, lambda: self._dialects.responses.stored(route.path["response"], route.action, tree)
+            )
+        lists, created = self._dialects.lists(route.dialect), int(time.time())
+        models = self._models()
+        if route.action == "models":
+            return lists.models(models, created)
+        name = route.path["model"]
+        if name not in models:
+            raise NotFound(f"the model '{name}' does not exist; there are: {', '.join(models)}", param="model")
+        return lists.model(name, models[name], created)
 
     def _models(self) -> dict[str, int | None]:
         serving = [replica for replica in self._services.pool.replicas if replica.healthy]
         return {name: replica.max_model_len for replica in serving for name in replica.models}
 
-    async def _session(self, scope: Scope, path_session: str | None) -> SessionTree:
+    async def _knowing(self, tree: SessionTree, work: Callable[[], T]) -> T:
+        """`work` on what this process knows of the session; once more on what the store knows, where that is not enough."""
+        try:
+            return work()
+        except UnknownCall:
+            await self._services.trees.refresh(tree)
+            return work()
+
+    async def _count(self, send: Send, tree: SessionTree, route: Route, asked: Asked) -> None:
+        counts = self._dialects.counts(route.dialect)
+        request = await self._knowing(tree, lambda: counts.parse_count(asked, tree))
+        tokens = await self._flow.count(tree, request)
+        await _send_whole(send, 200, _JSON, counts.count(tokens))
+
+    async def _session(self, route: Route, headers: Mapping[str, str], query: Mapping[str, str]) -> SessionTree:
         """The tree of the session the request names and may use. Raises Unauthorized or NotFound."""
-        headers = _headers(scope)
-        query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
         key = credential(headers, query)
-        session_id = named_session(path_session, key)
+        session_id = named_session(route.session, key)
         tree = await self._services.trees.open(session_id)
         if key is None or not key_opens(key, tree.info.key_hash):
             raise Unauthorized(f"the API key does not open session {session_id}")
         return tree
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, session: str | None, dialect: Dialect) -> None:
+    async def _answer(
+        self, receive: Receive, send: Send, tree: SessionTree, route: Route, asked: Asked, headers: Mapping[str, str]
+    ) -> None:
         """Answer one model call, whole or streamed, and let the store know that the answer went out."""
-        tree = await self._session(scope, session)
-        body = await _read_body(scope, receive, self._services.settings.max_body_bytes)
-        request = dialect.parse(body, tree.see)
-        turn = self._flow.admit(tree, request, body, _headers(scope))
+        dialect = self._dialects[route.dialect]
+        request = await self._knowing(tree, lambda: dialect.parse(asked, tree))
+        self._services.metrics.dropped(request.dialect, request.dropped_tools)
+        turn = self._flow.admit(tree, request, asked.body, headers)
         items: asyncio.Queue[Item] = asyncio.Queue()
         work = asyncio.create_task(self._work(turn, items))
         leaving = asyncio.create_task(self._watch(receive, turn))
@@ -129,6 +163,8 @@ class Harness:
             if error.status >= 500:
                 log.warning("session %s: call %s failed: %s", turn.session_id, turn.call_ids[0], error.message)
             items.put_nowait(error)
+        except RecursionError:
+            items.put_nowait(RequestError(_TOO_DEEP))
         except Exception:
             log.exception("session %s: call %s failed inside the service", turn.session_id, turn.call_ids[0])
             items.put_nowait(VerbatimError("the service failed inside; its log says where"))
@@ -157,11 +193,12 @@ class Harness:
         while True:
             item = await self._next(items)
             if renderer is None:
-                if isinstance(item, VerbatimError):
+                if isinstance(item, VerbatimError) and not dialect.errs_in_stream(item):
                     await self._refuse(send, dialect, item)
                     return False
-                renderer = dialect.open_stream(turn.request, turn.call_ids[0], int(turn.started_at))
-                await send({"type": "http.response.start", "status": 200, "headers": _SSE})
+                renderer = _opened(dialect, turn)
+                headers = [(b"content-type", turn.request.stream_type.encode()), *_UNBUFFERED]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await _send_part(send, renderer.open())
             if item is None:
                 await _send_part(send, renderer.keep_alive())
@@ -213,13 +250,13 @@ class Harness:
         await asyncio.gather(*self._background)
 
 
+def _opened(dialect: Dialect, turn: Turn) -> StreamRenderer:
+    prompt_tokens = len(turn.plan.prompt_ids) if turn.plan is not None else 0
+    return dialect.open_stream(turn.request, turn.call_ids[0], int(turn.started_at), prompt_tokens)
+
+
 def _headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-
-
-def _only(scope: Scope, *methods: str) -> None:
-    if scope["method"] not in methods:
-        raise MethodNotAllowed(f"{scope['path']} takes {' or '.join(methods)}, not {scope['method']}")
 
 
 async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:

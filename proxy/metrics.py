@@ -6,20 +6,47 @@
 | verbatim_tokens_total | counter | kind (prompt, sampled) | tokens of recorded calls; prompt counts only new ones |
 | verbatim_branches_total | counter | reason | calls that do not simply extend their parent |
 | verbatim_refused_total | counter | dialect, code | calls answered with an error |
+| verbatim_tools_dropped_total | counter | dialect, kind | tools offered that no engine can serve |
 | verbatim_call_seconds | histogram | part (engine, own) | time of a call spent waiting for the engine, and the rest |
 | verbatim_calls_in_flight | gauge | | calls under way in this process |
 | verbatim_weight_version | gauge | | the pool's current version as this process knows it |
+| verbatim_store_groups | gauge | state | groups in the store by state; every process shows the same: take the max, not the sum |
+| verbatim_groups_total | counter | state | groups that came into a state or to which this happened, in all; the same everywhere |
+| verbatim_backpressure_total | counter | | sessions this process refused because too many groups were undelivered |
+
+States of groups: opened, filling, ready, leased, acked, dropped, dead, stale. What else is counted in verbatim_groups_total:
+expired and nacked leases, timed_out, retried, refused, and stale_kept, stale_dropped and stale_flagged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from reconstruct.records import Call
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
+
+
+class StoredGroups(Collector):
+    """Numbers that the store keeps for all processes, and over their restarts."""
+
+    def __init__(self) -> None:
+        self.counts: Mapping[str, int] = {}
+        self.totals: Mapping[str, int] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        groups = GaugeMetricFamily("verbatim_store_groups", "Groups by state.", labels=["state"])
+        for state, number in sorted(self.counts.items()):
+            groups.add_metric([state], number)
+        yield groups
+        moved = CounterMetricFamily("verbatim_groups", "Groups that came into a state.", labels=["state"])
+        for state, number in sorted(self.totals.items()):
+            moved.add_metric([state], number)
+        yield moved
 
 
 class Metrics:
@@ -33,11 +60,19 @@ class Metrics:
         self._refused = Counter(
             "verbatim_refused", "Calls answered with an error.", ("dialect", "code"), registry=self.registry
         )
+        self._dropped = Counter(
+            "verbatim_tools_dropped", "Tools offered that no engine can serve.", ("dialect", "kind"), registry=self.registry
+        )
         self._seconds = Histogram(
             "verbatim_call_seconds", "Seconds of a call by part.", ("part",), registry=self.registry, buckets=_SECONDS
         )
         self._in_flight = Gauge("verbatim_calls_in_flight", "Calls under way in this process.", registry=self.registry)
         self._version = Gauge("verbatim_weight_version", "The pool's current weight version.", registry=self.registry)
+        self._held_back = Counter(
+            "verbatim_backpressure", "Sessions refused: too many undelivered groups.", registry=self.registry
+        )
+        self._groups = StoredGroups()
+        self.registry.register(self._groups)
 
     def watch(self, in_flight: Callable[[], float], version: Callable[[], float]) -> None:
         """Where the gauges read their values when they are scraped."""
@@ -56,6 +91,18 @@ class Metrics:
 
     def refused(self, dialect: str, code: str) -> None:
         self._refused.labels(dialect, code).inc()
+
+    def dropped(self, dialect: str, kinds: Iterable[str]) -> None:
+        """`kinds` are words of the dialect's own, never a harness's."""
+        for kind in kinds:
+            self._dropped.labels(dialect, kind).inc()
+
+    def held_back(self) -> None:
+        self._held_back.inc()
+
+    def stored_groups(self, counts: Mapping[str, int], totals: Mapping[str, int]) -> None:
+        """What the store counts; shown until it is given anew, and not at all before."""
+        self._groups.counts, self._groups.totals = counts, totals
 
     def page(self) -> bytes:
         return generate_latest(self.registry)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import time
+import zlib
 from collections.abc import Sequence
+from typing import Any
 
 from proxy.dialects.base import Choice, Delta
 from proxy.engine.base import Sampled
+
+_SEAL = b"verbatim1:"
+_CALL_ID_LENGTH = 24
+_LONGEST_REASONING = 2**24
+"""Bytes; what a seal may unfold to."""
 
 
 def new_call_id() -> str:
@@ -18,6 +26,27 @@ def new_call_id() -> str:
 def tool_call_id(call_id: str, position: int) -> str:
     """`call_<call id>_<position>`: reconstruct.messages.minted_call_ids reads it back."""
     return f"call_{call_id}_{position}"
+
+
+def seal(call_id: str, reasoning: str = "") -> str:
+    """What a vendor's client carries along unread and brings back (a thinking signature, encrypted reasoning): the call's name,
+    and the reasoning for clients that drop its text. Standard base64, as clients check."""
+    return base64.b64encode(_SEAL + call_id.encode() + zlib.compress(reasoning.encode("utf-8", "replace"))).decode()
+
+
+def unseal(sealed: Any) -> tuple[str, str] | None:
+    """(call id, reasoning) of a seal; None for anything else, as another service's signature."""
+    if not isinstance(sealed, str):
+        return None
+    try:
+        content = base64.b64decode(sealed.encode(), validate=True)
+        if not content.startswith(_SEAL):
+            return None
+        call_id = content[len(_SEAL) : len(_SEAL) + _CALL_ID_LENGTH].decode()
+        opened = zlib.decompressobj().decompress(content[len(_SEAL) + _CALL_ID_LENGTH :], _LONGEST_REASONING)
+        return call_id, opened.decode()
+    except (ValueError, zlib.error):
+        return None
 
 
 def minted_delta(delta: Delta, call_ids: Sequence[str]) -> Delta:
@@ -44,4 +73,13 @@ def minted_choice(sampled: Sampled, call_ids: Sequence[str], *, forced_tool: boo
     if finish_reason == "abort":
         finish_reason = "length"
     tokens = len(sampled.token_ids or ())
-    return Choice(sampled.index, call_id, message, finish_reason, tokens, sampled.logprob_content)
+    return Choice(
+        sampled.index,
+        call_id,
+        message,
+        finish_reason,
+        tokens,
+        logprobs=sampled.logprob_content,
+        stop_reason=sampled.stop_reason,
+        token_ids=sampled.token_ids or (),
+    )

@@ -17,11 +17,14 @@ import numpy as np
 from proxy.dialects.base import Request
 from proxy.engine.base import Rendered
 from proxy.errors import RequestError
-from proxy.trees import Replay, Seen, SessionTree
+from proxy.trees import Replay, SessionTree
 from reconstruct.bridge import Bridge, Refusal, Rendering, Reply, derive, turn_end
 from reconstruct.forest import shared_length
-from reconstruct.messages import Message, minted_call_ids, root_key
+from reconstruct.messages import Message, root_key
 from reconstruct.records import Call, Ids, pack_ids
+
+_RENDERED = ("reasoning_effort", "chat_template", "documents")
+"""Fields of a chat body that the template sees, beside its kwargs: under other values a history reads otherwise."""
 
 Render = Callable[[Rendering], Coroutine[Any, Any, Rendered]]
 T = TypeVar("T")
@@ -80,7 +83,8 @@ class TokenPlan:
 
 def continuation(tree: SessionTree, request: Request) -> Continuation:
     """The call that `request` continues, found from the last message backwards."""
-    root = root_key(request.model, request.tools, request.template_kwargs)
+    rendered = {name: request.forward[name] for name in _RENDERED if name in request.forward}
+    root = root_key(request.model, request.tools, {**request.template_kwargs, **rendered})
     fingerprints = tree.fingerprints(root, request.history)
     near, near_at = None, 0
     for position in range(len(request.history) - 1, -1, -1):
@@ -88,36 +92,41 @@ def continuation(tree: SessionTree, request: Request) -> Continuation:
         if asked and near is None:
             near, near_at = asked[0], position + 1
         if request.history[position].digests.is_assistant:
-            found = _answered(tree, request.history, position, fingerprints[position + 1])
+            found = _answered(tree, request, position, fingerprints)
             if found is not None:
                 parent, used = found
                 return Continuation(root, fingerprints, parent, position, used, near, near_at)
     return Continuation(root, fingerprints, near=near, near_at=near_at)
 
 
-def _answered(tree: SessionTree, history: list[Seen], position: int, fingerprint: bytes) -> tuple[Call, str] | None:
-    """The call whose reply is `history[position]`, and the projection it is replayed under."""
-    candidates = tree.forest.answered(fingerprint)
-    if not candidates:
-        return None
-    named = [call_id for call_id in minted_call_ids(history[position].message) if call_id in candidates]
-    for call_id in named or reversed(candidates):
+def _answered(tree: SessionTree, request: Request, position: int, fingerprints: Sequence[bytes]) -> tuple[Call, str] | None:
+    """The call whose reply is message number `position`, and the projection it is replayed under.
+
+    Calls that the message itself names come first: by an id that was minted for them, where the history before them is theirs,
+    too. Such a message may differ from what was sent by a declared projection that the chain does not leave out.
+    """
+    replayed = request.history[position]
+    candidates = tree.forest.answered(fingerprints[position + 1])
+    named = [call_id for call_id in replayed.minted if call_id in candidates]
+    asked_here = [call_id for call_id in replayed.minted if call_id in tree.forest.asked(fingerprints[position])]
+    for call_id in named or [*asked_here, *reversed(candidates)]:
         call = tree.forest.calls[call_id]
-        used = tree.projection(call.call_id, history[position])
-        if used is not None and _replay(tree, call, history) is not None:
+        used = tree.projection(call.call_id, replayed, request.schemas)
+        if used is not None and _replay(tree, call, request) is not None:
             return call, used
     return None
 
 
-def _replay(tree: SessionTree, call: Call, history: list[Seen]) -> Replay | None:
+def _replay(tree: SessionTree, call: Call, request: Request) -> Replay | None:
     """The history up to the call's reply, if it and all calls before it are replayed without an edit of their reasoning, which
     the chain leaves out. Looked at only from the last call on that these messages are known to replay."""
+    history = request.history
     known, new = None, []
     for old in tree.forest.lineage(call.call_id):
         known = tree.replay(old.call_id, history)
         if known is not None:
             break
-        if tree.projection(old.call_id, history[old.message_count]) is None:
+        if tree.projection(old.call_id, history[old.message_count], request.schemas) is None:
             return None
         new.append(old)
     messages = list(known.messages) if known else []
@@ -129,9 +138,9 @@ def _replay(tree: SessionTree, call: Call, history: list[Seen]) -> Replay | None
     return replay
 
 
-def restored(tree: SessionTree, parent: Call, history: list[Seen]) -> list[Message]:
+def restored(tree: SessionTree, parent: Call, request: Request) -> list[Message]:
     """The messages up to the parent's reply with each replayed reply as it was sent, dropped reasoning included."""
-    replay = _replay(tree, parent, history)
+    replay = _replay(tree, parent, request)
     assert replay is not None, "a parent is found by the history that replays it"
     return list(replay.messages)
 
@@ -148,7 +157,7 @@ async def plan_tokens(
         if not all(len(probe.ids) for probe in probes[0]):
             return await _afresh(request, render, "turn_end_unknown"), None
     assert close is not None
-    history = restored(tree, parent, request.history)
+    history = restored(tree, parent, request)
     tail = request.messages[found.reply_at + 1 :]
     reply = Reply(history[-1], parent.node.completion_ids, _closed(parent))
     asked = tree.rendering(parent.call_id)

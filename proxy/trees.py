@@ -9,19 +9,19 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from proxy.errors import NotFound
+from proxy.errors import NotFound, UnknownCall
 from proxy.store.base import SessionInfo, SessionStore
 from reconstruct.codec import decode
 from reconstruct.errors import ReconstructError
 from reconstruct.forest import Forest
-from reconstruct.messages import Digests, chain, digest_message, hash_bytes, projection, without_lines
+from reconstruct.messages import Digests, chain, digest_message, hash_bytes, minted_call_ids, projection, without_lines
 from reconstruct.records import Call, Ids
 
 _decode = msgspec.json.decode
@@ -37,12 +37,27 @@ _RECENT_HISTORIES = 4
 """Histories whose fingerprints and replays are kept: a request mostly goes on from one of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A chat message as a dialect read it. `minted` names the call whose reply it is, where an id that the service minted into
+    something else than a tool call says so."""
+
+    message: dict[str, Any]
+    minted: str = ""
+
+
+Read = Callable[[bytes], list[Heard]]
+"""How a dialect reads one raw item of a history."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """One message of the session's histories, decoded and digested once; requests share it."""
+    """One message of the session's histories, decoded and digested once; requests share it. `minted`: the calls that ids in it
+    name."""
 
     message: dict[str, Any]
     digests: Digests
+    minted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,25 +87,32 @@ class SessionTree:
         self.forest = Forest()
         self.known = 0
         self.turn_ends: dict[bytes, Ids] = {}
+        self.told: dict[str, tuple[int, str] | None] = {}
+        """Of calls with a prompt instead of messages: what each added to the text, and after how many characters."""
         self._replies: dict[str, dict[str, Any]] = {}
-        self._seen: dict[tuple[Callable[[bytes], dict[str, Any]], bytes], Seen] = {}
+        self._seen: dict[tuple[Read, bytes], list[Seen]] = {}
         self._projections: dict[tuple[str, int], str | None] = {}
         self._recent: OrderedDict[str, Ids] = OrderedDict()
         self._renderings: OrderedDict[str, Ids] = OrderedDict()
         self._replays: OrderedDict[str, Replay] = OrderedDict()
+        self._histories: OrderedDict[str, list[Seen]] = OrderedDict()
         self._chains: deque[Chained] = deque(maxlen=_RECENT_HISTORIES)
 
-    def see(self, raw: bytes, read: Callable[[bytes], dict[str, Any]]) -> Seen:
-        """The message that `read` makes of a raw item, from memory if the session has sent the item before."""
+    def see(self, raw: bytes, read: Read) -> list[Seen]:
+        """The messages that `read` makes of a raw item, from memory if the session has sent the item before."""
         # The same bytes may mean another message in another dialect.
         key = (read, raw if len(raw) <= _SHORT_BYTES else hash_bytes(raw))
         seen = self._seen.get(key)
         if seen is None:
-            message = read(raw)
-            if self._volatile is not None:
-                message = dict(without_lines(message, self._volatile))
-            seen = self._seen[key] = Seen(message, digest_message(message))
+            seen = self._seen[key] = [self._digested(heard) for heard in read(raw)]
         return seen
+
+    def _digested(self, heard: Heard) -> Seen:
+        message = heard.message
+        if self._volatile is not None:
+            message = dict(without_lines(message, self._volatile))
+        named = minted_call_ids(message)
+        return Seen(message, digest_message(message), (*named, heard.minted) if heard.minted else tuple(named))
 
     def fingerprints(self, root: bytes, history: list[Seen]) -> list[bytes]:
         """The hash chain over `history` (see reconstruct.messages.chain), hashed only from where no recent history agrees."""
@@ -113,11 +135,11 @@ class SessionTree:
         while len(self._replays) > _RECENT_HISTORIES:
             self._replays.popitem(last=False)
 
-    def projection(self, call_id: str, seen: Seen) -> str | None:
+    def projection(self, call_id: str, seen: Seen, schemas: Mapping[str, Any]) -> str | None:
         """How a replayed message shows the call's reply; see reconstruct.messages.projection. Compared once per pair."""
         key = (call_id, id(seen))
         if key not in self._projections:
-            self._projections[key] = projection(self.reply(call_id), seen.message)
+            self._projections[key] = projection(self.reply(call_id), seen.message, schemas)
         return self._projections[key]
 
     def full_ids(self, call_id: str) -> Ids:
@@ -138,12 +160,45 @@ class SessionTree:
     def _remember(self, call_id: str, ids: Ids) -> None:
         _keep_recent(self._recent, call_id, ids)
 
+    def call(self, call_id: str) -> Call:
+        """Raises UnknownCall."""
+        call = self.forest.calls.get(call_id)
+        if call is None:
+            raise UnknownCall(f"session {self.info.session_id} has no call {call_id}")
+        return call
+
     def reply(self, call_id: str) -> dict[str, Any]:
-        """The reply of a call as it was sent to the harness, a chat message."""
+        """The reply of a call as it was sent to the harness, a chat message. Raises UnknownCall."""
         message = self._replies.get(call_id)
         if message is None:
-            message = self._replies[call_id] = _decode(self.forest.calls[call_id].reply)
+            message = self._replies[call_id] = _decode(self.call(call_id).reply)
         return message
+
+    def history(self, call_id: str) -> list[Seen]:
+        """The messages of the call's request, then its reply. Raises UnknownCall."""
+        missing: list[Call] = []
+        made: list[Seen] = []
+        for call in self._lineage(call_id):
+            if call.call_id in self._histories:
+                made = self._histories[call.call_id]
+                break
+            missing.append(call)
+        for call in reversed(missing):
+            made = [*made, *(Seen(message, digest_message(message)) for message in _decode(call.messages))]
+            reply = self.reply(call.call_id)
+            made.append(Seen(reply, digest_message(reply), (call.call_id,)))
+        self._histories[call_id] = made
+        while len(self._histories) > _RECENT_HISTORIES:
+            self._histories.popitem(last=False)
+        return made
+
+    def _lineage(self, call_id: str) -> Iterator[Call]:
+        """The call and those whose messages and replies its history begins with, newest first."""
+        call = self.call(call_id)
+        yield call
+        while call.messages_from and call.node.parent_id is not None:
+            call = self.call(call.node.parent_id)
+            yield call
 
     def learn(self, records: Sequence[bytes], start: int) -> bool:
         """Take in the store's records from number `start` on; whether any was new. A damaged record is left to the accounting:
@@ -205,6 +260,11 @@ class SessionTrees:
         while len(self._trees) > self._capacity:
             self._trees.popitem(last=False)
         return tree
+
+    async def refresh(self, tree: SessionTree) -> None:
+        """Take in what other processes recorded meanwhile."""
+        known = tree.known
+        tree.learn(await self._sessions.records(tree.info.session_id, known), known)
 
     def forget(self, session_id: str) -> None:
         self._trees.pop(session_id, None)

@@ -62,10 +62,13 @@ def fit_window(turn: Turn, prompt_length: int) -> None:
         return
     room = window - prompt_length
     if room < 1:
+        asked = "messages" if turn.request.prompt is None else "prompt"
         raise ContextTooLong(
-            f"This model's maximum context length is {window} tokens. However, your messages resulted in "
-            f"{prompt_length} tokens. Please reduce the length of the messages.",
-            param="messages",
+            f"This model's maximum context length is {window} tokens. However, your {asked} resulted in "
+            f"{prompt_length} tokens. Please reduce the length of the {asked}.",
+            param=asked,
+            tokens=prompt_length,
+            window=window,
         )
     turn.sampling["max_tokens"] = min(turn.sampling.get("max_tokens") or room, room)
 
@@ -78,7 +81,17 @@ def refuse_media(request: Request, found: Continuation) -> None:
         for part in content if isinstance(content, list) else ():
             kind = part.get("type", "text") if isinstance(part, dict) else "text"
             if kind not in ("text", "input_text", "output_text", "refusal", "thinking"):
-                raise RequestError(
-                    f"messages[{position}] has a part of type '{kind}': only text is taken on this model's token path",
-                    param=f"messages[{position}].content",
-                )
+                raise _media_refused(request, position, kind)
+
+
+_HISTORIES = {"messages": "messages", "responses": "input", "gemini": "contents"}
+"""What dialects whose messages are not one for one the canonical ones call their history."""
+
+
+def _media_refused(request: Request, position: int, kind: str) -> RequestError:
+    role = request.history[position].message.get("role")
+    reason = f"has a part of type '{kind}', but the engine of model '{request.model}' takes text only"
+    listed = _HISTORIES.get(request.dialect)
+    if listed is not None:
+        return RequestError(f"'{listed}': message {position + 1} as the model sees them ({role}) {reason}", param=listed)
+    return RequestError(f"messages[{position}] ({role}) {reason}", param=f"messages[{position}].content")

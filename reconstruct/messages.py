@@ -190,11 +190,12 @@ def minted_call_ids(message: Message, prefix: str = "call_") -> list[str]:
     return named
 
 
-def projection(sent: Message, replayed: Message) -> str | None:
+def projection(sent: Message, replayed: Message, schemas: Mapping[str, Any] | None = None) -> str | None:
     """How `replayed` shows the reply that was `sent`: "exact", a comma-separated list of declared losses, or None when it
     is an edit.
 
-    Declared: "arguments" (order or spacing of tool arguments), "trimmed" (outer white space), "reasoning_dropped",
+    Declared: "arguments" (order or spacing of tool arguments), "defaults" (arguments left out by the model are filled in with the
+    defaults of their tool's JSON schema, `schemas` by tool name), "trimmed" (outer white space), "reasoning_dropped",
     "reasoning_trimmed", "fields" (added provider fields are not compared at all and need no name).
     """
     losses = []
@@ -203,9 +204,12 @@ def projection(sent: Message, replayed: Message) -> str | None:
         if not (isinstance(content, str) and isinstance(sent_content, str) and content.strip() == sent_content.strip()):
             return None
         losses.append("trimmed")
-    if canonical_json(call_names(sent)) != canonical_json(call_names(replayed)):
-        return None
-    if _raw_arguments(sent) != _raw_arguments(replayed):
+    sent_calls, calls = call_names(sent), call_names(replayed)
+    if canonical_json(sent_calls) != canonical_json(calls):
+        if not _filled_in(sent_calls, calls, schemas or {}):
+            return None
+        losses.append("defaults")
+    elif _raw_arguments(sent) != _raw_arguments(replayed):
         losses.append("arguments")
     sent_reasoning, reasoning = reasoning_of(sent), reasoning_of(replayed)
     if reasoning != sent_reasoning:
@@ -216,6 +220,35 @@ def projection(sent: Message, replayed: Message) -> str | None:
         else:
             return None
     return ",".join(losses) or "exact"
+
+
+def _filled_in(sent: list[tuple[str, Any]], replayed: list[tuple[str, Any]], schemas: Mapping[str, Any]) -> bool:
+    """Whether the replayed calls are those sent, with nothing but defaults of their schemas added."""
+    if [name for name, _ in sent] != [name for name, _ in replayed]:
+        return False
+    pairs = zip(sent, replayed, strict=True)
+    return all(_only_defaults(arguments, back, schemas.get(name)) for (name, arguments), (_, back) in pairs)
+
+
+def _only_defaults(sent: Any, replayed: Any, schema: Any) -> bool:
+    """Whether `replayed` is `sent` with nothing but defaults of the JSON schema added to its objects, at any depth."""
+    schema = schema if isinstance(schema, Mapping) else {}
+    if isinstance(sent, Mapping) and isinstance(replayed, Mapping):
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, Mapping) else {}
+        return sent.keys() <= replayed.keys() and all(
+            _only_defaults(sent[key], value, properties.get(key)) if key in sent else _is_default(value, properties.get(key))
+            for key, value in replayed.items()
+        )
+    if isinstance(sent, list) and isinstance(replayed, list):
+        return len(sent) == len(replayed) and all(
+            _only_defaults(one, back, schema.get("items")) for one, back in zip(sent, replayed, strict=True)
+        )
+    return canonical_json(sent) == canonical_json(replayed)
+
+
+def _is_default(value: Any, schema: Any) -> bool:
+    return isinstance(schema, Mapping) and "default" in schema and canonical_json(value) == canonical_json(schema["default"])
 
 
 def _raw_arguments(message: Message) -> list[Any]:

@@ -311,10 +311,10 @@ def test_an_engine_that_breaks_off_a_stream_is_an_error_and_its_tokens_are_kept_
 def test_a_stream_that_breaks_before_its_first_token_keeps_its_status(engine: ScriptedEngine, service: RunningService) -> None:
     engine.say(Say("hello", break_after=0), Drop(), Fail(503, "overloaded", "ServiceUnavailableError"))
     session = service.session()
-    for _ in range(3):
+    for status in (502, 502, 503):
         with pytest.raises(InternalServerError) as refused:
             session.ask("q", stream=True)
-        assert refused.value.status_code == 502
+        assert refused.value.status_code == status
     assert session.calls == []
 
 
@@ -364,6 +364,19 @@ def test_an_engine_that_cannot_parse_its_own_reply_loses_no_token(
     rows, accounting = session.trajectories()
     assert rows == []
     assert len(accounting["quarantined"]) == 2
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_an_engine_that_is_too_busy_is_asked_again_later(engine: ScriptedEngine, service: RunningService, status: int) -> None:
+    session = service.session()
+    for path in ("/inference/v1/generate", "/v1/chat/completions"):
+        engine.fault(path, Fail(status, "too many requests"))
+    with pytest.raises(InternalServerError) as refused:
+        session.ask("q")
+    assert refused.value.status_code == 503
+    assert int(refused.value.response.headers["retry-after"]) >= 1
+    engine.reset()
+    assert session.calls == []
 
 
 def test_a_render_that_fails_is_an_error_of_the_engine(

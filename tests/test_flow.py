@@ -5,6 +5,7 @@ The harness is the openai SDK. `service` runs every test once per engine path: t
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -557,7 +558,9 @@ def test_a_harness_that_goes_away_ends_the_engine_and_leaves_what_was_sampled(
     engine.say(Say("hello world in Paris is sunny today", gate=gate, gate_after=3))
     session = service.session()
     leave_after(session, engine, tokens=3, stream=stream)
-    wait_until(lambda: bool(session.calls) and session.calls[0]["status"] != "dangling", 10, "the call is recorded")
+    wait_until(
+        lambda: bool(session.calls) and session.calls[0]["status"] not in ("in_flight", "dangling"), 10, "the call is recorded"
+    )
     (call,) = session.calls
     assert (call["finish_reason"], call["status"]) == ("abort", "aborted")
     assert not call["delivered"]
@@ -834,3 +837,52 @@ def test_a_push_that_aborts_cuts_replies_and_records_what_was_sampled(own_redis_
         (call,) = session.calls
         assert (call["finish_reason"], call["weight_versions"]) == ("abort", [[0, 0, 2]])
         gate.set()
+
+
+# Arguments filled in with the defaults of their schema
+
+EDIT_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "edit",
+        "parameters": {
+            "type": "object",
+            "properties": {"path": {"type": "string"}, "all": {"type": "boolean", "default": False}},
+        },
+    },
+}
+
+
+def edit_turns(
+    session: Session, engine: ScriptedEngine, arguments: dict[str, Any], *, minted: bool = True
+) -> list[dict[str, Any]]:
+    """Two tool turns and an end, each call replayed with `arguments` in the place of what was sampled; the calls recorded."""
+    engine.say(*(engine.family.speak(calls=[("edit", {"path": "a"})]) for _ in range(2)), "done")
+    messages: list[Any] = [turn("user", "q")]
+    for _ in range(3):
+        message = session.answer(messages, tools=[EDIT_TOOL])
+        for call in message.get("tool_calls") or ():
+            call["function"]["arguments"] = json.dumps(arguments)
+            call["id"] = call["id"] if minted else "call_of_its_own"
+        messages.append(message)
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in message.get("tool_calls") or ()]
+    return session.calls
+
+
+def test_a_call_replayed_with_its_defaults_is_the_call_that_its_id_names(
+    engine: ScriptedEngine, token_service: RunningService
+) -> None:
+    session = token_service.session()
+    calls = edit_turns(session, engine, {"all": False, "path": "a"})
+    assert [call["projection"] for call in calls[1:]] == ["defaults", "defaults"]
+    assert [call["branch_reason"] for call in calls] == [None] * 3
+    assert len(session.trajectories()[0]) == 1
+
+
+@pytest.mark.parametrize(("arguments", "minted"), [({"all": True, "path": "a"}, True), ({"all": False, "path": "a"}, False)])
+def test_another_value_or_another_id_is_an_edit(
+    engine: ScriptedEngine, token_service: RunningService, arguments: dict[str, Any], minted: bool
+) -> None:
+    calls = edit_turns(token_service.session(), engine, arguments, minted=minted)
+    assert calls[1]["parent_id"] is None
+    assert calls[1]["branch_reason"] == "edited"

@@ -496,3 +496,36 @@ def test_only_equal_lists_of_parts_hash_alike(left: list[bytes], right: list[byt
 @given(json_values)
 def test_canonical_json_is_json_of_the_same_value(value: Any) -> None:
     assert json.loads(canonical_json(value)) == value
+
+
+EDIT_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "all": {"type": "boolean", "default": False},
+        "edits": {"type": "array", "items": {"type": "object", "properties": {"times": {"type": "integer", "default": 1}}}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "replayed", "used"),
+    [
+        ('{"path": "a"}', '{"path": "a", "all": false}', "defaults"),
+        ('{"edits": [{"old": "x"}, {}]}', '{"all": false, "edits": [{"times": 1, "old": "x"}, {"times": 1.0}]}', "defaults"),
+        ('{"path": "a", "all": true}', '{"all": true, "path": "a"}', "arguments"),
+        ('{"path": "a"}', '{"path": "a", "all": true}', None),
+        ('{"path": "a"}', '{"path": "b", "all": false}', None),
+        ('{"path": "a"}', '{"path": "a", "other": null, "more": 1}', None),
+        ('{"path": "a", "all": false}', '{"path": "a"}', None),
+        ('{"edits": [{}]}', '{"edits": [{"times": 1}, {"times": 1}]}', None),
+    ],
+)
+def test_defaults_that_a_harness_fills_in_are_no_edit(said: str, replayed: str, used: str | None) -> None:
+    """Claude Code reads a call by its schema and writes `"replace_all": false` into it where the model left it out."""
+    sent, back = assistant(calls=[tool_call(arguments=said)]), assistant(calls=[tool_call(arguments=replayed)])
+    name = tool_call()["function"]["name"]
+    assert projection(sent, back, {name: EDIT_SCHEMA}) == used
+    if used == "defaults":
+        assert projection(sent, back) is None
+        assert projection(sent, back, {"another": EDIT_SCHEMA}) is None

@@ -15,7 +15,7 @@ from running_service import RunningService
 from scripted_engine import ScriptedEngine
 
 from proxy.store.base import SessionInfo
-from proxy.trees import Seen, SessionTree
+from proxy.trees import Heard, Seen, SessionTree
 from reconstruct.messages import chain, digest_messages
 
 CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}, {"id": "b", "function": {"name": "f"}}]}
@@ -48,8 +48,12 @@ def tree() -> SessionTree:
     return SessionTree(SessionInfo("s", b"", 0.0))
 
 
+def read(raw: bytes) -> list[Heard]:
+    return [Heard(msgspec.json.decode(raw))]
+
+
 def seen_by(tree: SessionTree, messages: list[dict[str, Any]]) -> list[Seen]:
-    return [tree.see(msgspec.json.encode(message), msgspec.json.decode) for message in messages]
+    return [tree.see(msgspec.json.encode(message), read)[0] for message in messages]
 
 
 @given(requests())
@@ -71,13 +75,13 @@ def test_a_chain_goes_on_from_any_beginning(first: list[dict[str, Any]], rest: l
 def test_a_message_is_decoded_once_per_session_and_dialect() -> None:
     session, raw = tree(), b'{"role": "user", "content": "q"}'
 
-    def other_dialect(raw: bytes) -> dict[str, Any]:
-        return {"role": "user", "content": "something else"}
+    def other_dialect(raw: bytes) -> list[Heard]:
+        return [Heard({"role": "user", "content": "something else"})]
 
     one, again = seen_by(session, [MESSAGES[0]]), seen_by(session, [MESSAGES[0]])
     assert one[0] is again[0]
-    assert session.see(raw, msgspec.json.decode).message == {"role": "user", "content": "q"}
-    assert session.see(raw, other_dialect).message == {"role": "user", "content": "something else"}
+    assert [seen.message for seen in session.see(raw, read)] == [{"role": "user", "content": "q"}]
+    assert [seen.message for seen in session.see(raw, other_dialect)] == [{"role": "user", "content": "something else"}]
 
 
 @pytest.fixture(scope="module")

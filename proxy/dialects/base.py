@@ -1,27 +1,62 @@
 """What every dialect translates to and from: one canonical request, one reply, and the events of a stream.
 
-A dialect is stateless. `parse` turns a body into a `Request` whose messages are OpenAI chat messages; `render` turns a `Reply`
-into the body of an unstreamed answer; `open_stream` gives a renderer that is fed `Delta`s as text becomes certain and closed
-with the `Reply`, which emits whatever no delta carried. So one assembler serves streamed and whole replies.
+A dialect is stateless. `parse` turns what came in into a `Request` whose messages are OpenAI chat messages; `render` turns a
+`Reply` into the body of an unstreamed answer; `open_stream` gives a renderer that is fed `Delta`s as text becomes certain and
+closed with the `Reply`, which emits whatever no delta carried. So one assembler serves streamed and whole replies.
+
+A reply's tool calls carry ids that name their call (`call_<call id>_<position>`, see proxy.minting). A dialect may write them in
+its vendor's way, as long as `parse` reads the same ids back; ids of other things it mints (items, signatures) it reads back as
+`Heard.minted`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from proxy.errors import VerbatimError
-from proxy.trees import Seen
+from proxy.trees import Read, Seen
+from reconstruct.records import Call
 
-See = Callable[[bytes, Callable[[bytes], dict[str, Any]]], Seen]
-"""`SessionTree.see`: the message made of a raw history item, from memory where the session has sent it before."""
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What came in: the body, the named parts of the path (Gemini names model and method there) and the query."""
+
+    body: bytes
+    path: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+
+
+class Past(Protocol):
+    """What a dialect may know of the session: `SessionTree`."""
+
+    def see(self, raw: bytes, read: Read) -> list[Seen]:
+        """The messages that `read` makes of a raw item, from memory where the session has sent the item before. `read` must be
+        the same function every time."""
+        ...
+
+    def call(self, call_id: str) -> Call:
+        """Raises UnknownCall; the caller of the dialect then looks into the store and asks again."""
+        ...
+
+    def reply(self, call_id: str) -> dict[str, Any]:
+        """The call's reply as a chat message. Raises UnknownCall."""
+        ...
+
+    def history(self, call_id: str) -> list[Seen]:
+        """The messages of the call's request, then its reply. Raises UnknownCall."""
+        ...
 
 
 @dataclass(slots=True)
 class Request:
     """A model call in canonical form. `sampling` holds only what the harness sent; `forward` the chat-body fields that
-    engines take as they are (tool_choice, response_format, logit_bias, ...)."""
+    engines take as they are (tool_choice, response_format, logit_bias, ...).
+
+    `echo` is what the dialect wants back when it renders the reply. `marks` are kept with the record. `dropped_tools` names the
+    kinds of tools that were offered and that no engine can serve; they are counted."""
 
     dialect: str
     model: str
@@ -32,9 +67,18 @@ class Request:
     forward: dict[str, Any] = field(default_factory=dict)
     n: int = 1
     stream: bool = False
+    stream_type: str = "text/event-stream; charset=utf-8"
+    """The content type of a streamed answer."""
     include_usage: bool = False
     top_logprobs: int | None = None
     """None: the harness asked for no logprobs, and gets none."""
+    echo: Any = None
+    marks: dict[str, str] = field(default_factory=dict)
+    dropped_tools: Sequence[str] = ()
+    prompt: str | list[int] | None = None
+    """The prompt of a dialect that has one instead of messages: text or token ids, to be continued as it is."""
+    wants_ids: bool = False
+    """Whether the harness wants the token ids back."""
     _messages: list[dict[str, Any]] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -44,16 +88,28 @@ class Request:
             self._messages = [seen.message for seen in self.history]
         return self._messages
 
+    @property
+    def schemas(self) -> dict[str, Any]:
+        """The JSON schema of each tool's parameters, by the tool's name."""
+        functions = (tool.get("function") for tool in self.tools)
+        return {str(each.get("name")): each.get("parameters") for each in functions if isinstance(each, dict)}
+
+    def retell(self, history: list[Seen]) -> None:
+        """The same request with its history told otherwise: a prompt as what earlier calls said and what is new."""
+        self.history, self._messages = history, None
+
 
 @dataclass(slots=True)
 class Delta:
-    """A piece of one choice's reply; tool calls in the chat stream's shape, ids already minted."""
+    """A piece of one choice's reply; tool calls in the chat stream's shape, ids already minted. `token_ids` only where the
+    engine says which ids the text is of."""
 
     index: int
     content: str = ""
     reasoning: str = ""
     tool_calls: Sequence[Mapping[str, Any]] = ()
     logprobs: Sequence[Mapping[str, Any]] = ()
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -66,6 +122,9 @@ class Choice:
     finish_reason: str
     completion_tokens: int
     logprobs: Sequence[Mapping[str, Any]] | None = None
+    token_ids: Sequence[int] = ()
+    stop_reason: str | int | None = None
+    """The stop text or stop token's id that ended it, as the engine says; None for the model's usual end."""
 
 
 @dataclass(slots=True)
@@ -76,6 +135,7 @@ class Reply:
     prompt_tokens: int
     choices: list[Choice]
     cached_tokens: int = 0
+    prompt_ids: Sequence[int] = ()
 
     @property
     def completion_tokens(self) -> int:
@@ -87,6 +147,17 @@ class ErrorAnswer:
     status: int
     headers: dict[str, str]
     body: bytes
+
+
+def retry_headers(error: VerbatimError) -> dict[str, str]:
+    """What tells every vendor's client whether and when to ask again.
+
+    Always a Retry-After with an error that may pass: without one some clients give up. `x-should-retry` is read by the SDKs of
+    OpenAI and Anthropic, which would ask a closed session again.
+    """
+    if error.retry_after_seconds is not None:
+        return {"retry-after": str(max(1, round(error.retry_after_seconds)))}
+    return {"x-should-retry": "false"} if error.status < 500 else {}
 
 
 class StreamRenderer(Protocol):
@@ -112,13 +183,34 @@ class StreamRenderer(Protocol):
 class Dialect(Protocol):
     name: str
 
-    def parse(self, body: bytes, see: See) -> Request:
-        """The canonical request; `see` decodes a raw history item once per session. Raises RequestError naming the field and
-        the rule it broke."""
+    def parse(self, asked: Asked, past: Past) -> Request:
+        """The canonical request. Raises RequestError naming the field and the rule it broke."""
         ...
 
     def render(self, request: Request, reply: Reply) -> bytes: ...
 
-    def open_stream(self, request: Request, reply_id: str, created: int) -> StreamRenderer: ...
+    def open_stream(self, request: Request, reply_id: str, created: int, prompt_tokens: int) -> StreamRenderer:
+        """`prompt_tokens` is 0 while they are not known."""
+        ...
 
     def error(self, error: VerbatimError) -> ErrorAnswer: ...
+
+    def errs_in_stream(self, error: VerbatimError) -> bool:
+        """Whether clients that asked for a stream look for this error in its events, even when it is all there is."""
+        ...
+
+
+class Counts(Protocol):
+    """A dialect with an endpoint that counts the tokens of a prompt."""
+
+    def parse_count(self, asked: Asked, past: Past) -> Request: ...
+
+    def count(self, tokens: int) -> bytes: ...
+
+
+class Lists(Protocol):
+    """A dialect with an endpoint that lists models: name -> context window in tokens, None where it is not known."""
+
+    def models(self, names: Mapping[str, int | None], created: int) -> bytes: ...
+
+    def model(self, name: str, window: int | None, created: int) -> bytes: ...

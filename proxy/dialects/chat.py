@@ -11,25 +11,24 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Choice, Delta, ErrorAnswer, Reply, Request, See
+from proxy.dialects import fields
+from proxy.dialects.base import Asked, Choice, Delta, ErrorAnswer, Past, Reply, Request, retry_headers
 from proxy.dialects.body import decode, split
 from proxy.errors import RequestError, VerbatimError
-from proxy.trees import Seen
+from proxy.trees import Heard
 
 _encode = msgspec.json.Encoder().encode
 
-_SAMPLING = ("temperature", "top_p", "top_k", "seed")
+_SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop")}
 """Sampling fields that a session may override; the rest of the body is forwarded as it is."""
 
 _CONSUMED = frozenset(
     {"model", "messages", "tools", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens"}
-    | {"logprobs", "top_logprobs", "chat_template_kwargs", "stop", *_SAMPLING}
+    | {"logprobs", "top_logprobs", "chat_template_kwargs", *_SAMPLING}
     | {"store", "metadata", "user", "service_tier", "return_token_ids", "return_tokens_as_token_ids", "request_id"}
-    | {"add_generation_prompt", "continue_final_message", "prompt_logprobs", "echo", "functions", "function_call"}
+    | {"add_generation_prompt", "continue_final_message", "prompt_logprobs", "echo"}
 )
 """Body fields that are parsed, or that mean nothing to an engine, or that would change what is recorded."""
-
-_MOST_CHOICES = 128
 
 _ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
@@ -37,38 +36,30 @@ _ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: 
 class ChatDialect:
     name = "chat"
 
-    def parse(self, body: bytes, see: See) -> Request:
+    def parse(self, asked: Asked, past: Past) -> Request:
         """The canonical request. Raises RequestError naming the field and the rule it broke."""
-        fields, items = split(body, "messages")
-        return self._request(fields, [see(item, _message) for item in items])
-
-    def _request(self, body: Mapping[str, Any], history: list[Seen]) -> Request:
+        body, items = split(asked.body, "messages")
+        for old in ("functions", "function_call"):
+            if body.get(old) is not None:
+                raise RequestError(f"'{old}' is no longer taken: offer the functions in 'tools'", param=old)
+        history = [seen for item in items for seen in past.see(item, _message)]
         if not history:
             raise RequestError("'messages' must be a non-empty list", param="messages")
-        sampling = {key: body[key] for key in _SAMPLING if body.get(key) is not None}
-        for key in ("temperature", "top_p"):
-            if key in sampling and not _is_number(sampling[key]):
-                raise RequestError(f"'{key}' must be a number", param=key)
-        for key in ("top_k", "seed"):
-            if key in sampling and not _is_int(sampling[key]):
-                raise RequestError(f"'{key}' must be an integer", param=key)
-        limit = _positive(body, "max_completion_tokens") or _positive(body, "max_tokens")
+        sampling = fields.sampling(body, _SAMPLING)
+        limit = fields.positive(body, "max_completion_tokens")
         if limit is not None:
             sampling["max_tokens"] = limit
-        stop = body.get("stop")
-        if stop:
-            sampling["stop"] = [stop] if isinstance(stop, str) else _strings(stop, "stop")
         return Request(
             dialect=self.name,
-            model=_model(body),
+            model=fields.model(body),
             history=history,
-            tools=_objects(body, "tools"),
-            template_kwargs=_template_kwargs(body),
+            tools=fields.objects(body, "tools"),
+            template_kwargs=fields.mapping(body, "chat_template_kwargs"),
             sampling=sampling,
             forward={key: value for key, value in body.items() if key not in _CONSUMED and value is not None},
-            n=_choices(body),
-            stream=_flag(body, "stream"),
-            include_usage=_include_usage(body),
+            n=fields.choices(body, "n"),
+            stream=fields.flag(body, "stream"),
+            include_usage=bool(fields.mapping(body, "stream_options").get("include_usage")),
             top_logprobs=_top_logprobs(body),
         )
 
@@ -80,26 +71,25 @@ class ChatDialect:
                 "created": reply.created,
                 "model": reply.model,
                 "choices": [_choice(choice) for choice in reply.choices],
-                "usage": _usage(reply),
+                "usage": openai_usage(reply),
             }
         )
 
-    def open_stream(self, request: Request, reply_id: str, created: int) -> ChatStream:
+    def open_stream(self, request: Request, reply_id: str, created: int, prompt_tokens: int) -> ChatStream:
         return ChatStream(request, reply_id, created)
 
     def error(self, error: VerbatimError) -> ErrorAnswer:
-        headers = {}
-        if error.retry_after_seconds is not None:
-            headers["retry-after"] = str(max(1, round(error.retry_after_seconds)))
-        return ErrorAnswer(error.status, headers, _encode({"error": _error(error)}))
+        return ErrorAnswer(error.status, retry_headers(error), _encode({"error": openai_error(error)}))
+
+    def errs_in_stream(self, error: VerbatimError) -> bool:
+        return False
 
     def models(self, names: Mapping[str, int | None], created: int) -> bytes:
         """The answer of GET /v1/models: name -> context window in tokens."""
-        data = [
-            {"id": name, "object": "model", "created": created, "owned_by": "verbatim", "max_model_len": window}
-            for name, window in names.items()
-        ]
-        return _encode({"object": "list", "data": data})
+        return _encode({"object": "list", "data": [_model(name, window, created) for name, window in names.items()]})
+
+    def model(self, name: str, window: int | None, created: int) -> bytes:
+        return _encode(_model(name, window, created))
 
 
 class ChatStream:
@@ -141,12 +131,12 @@ class ChatStream:
                 events.extend(self.delta(piece) for piece in _whole(choice))
             events.append(self._chunk(choice.index, {}, finish_reason=choice.finish_reason))
         if self._include_usage:
-            events.append(_event({**self._head, "choices": [], "usage": _usage(reply)}))
+            events.append(_event({**self._head, "choices": [], "usage": openai_usage(reply)}))
         events.append(b"data: [DONE]\n\n")
         return b"".join(events)
 
     def error(self, error: VerbatimError) -> bytes:
-        return _event({"error": _error(error)})
+        return _event({"error": openai_error(error)})
 
     def _chunk(self, index: int, fields: Any, *, finish_reason: str | None = None, logprobs: Any = ()) -> bytes:
         choice: dict[str, Any] = {"index": index, "delta": fields, "finish_reason": finish_reason}
@@ -167,6 +157,10 @@ def _whole(choice: Choice) -> list[Delta]:
     return pieces
 
 
+def _model(name: str, window: int | None, created: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "verbatim", "max_model_len": window}
+
+
 def _event(payload: Any) -> bytes:
     return b"data: " + _encode(payload) + b"\n\n"
 
@@ -178,7 +172,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
     return {"index": choice.index, "message": message, "finish_reason": choice.finish_reason, "logprobs": logprobs}
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
+def openai_usage(reply: Reply) -> dict[str, Any]:
     return {
         "prompt_tokens": reply.prompt_tokens,
         "completion_tokens": reply.completion_tokens,
@@ -187,103 +181,38 @@ def _usage(reply: Reply) -> dict[str, Any]:
     }
 
 
-def _error(error: VerbatimError) -> dict[str, Any]:
+def openai_error(error: VerbatimError) -> dict[str, Any]:
+    """The error as all of OpenAI's endpoints say it."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
 
 
-def _model(body: Mapping[str, Any]) -> str:
-    model = body.get("model")
-    if not isinstance(model, str) or not model:
-        raise RequestError("'model' must be a non-empty string", param="model")
-    return model
-
-
-def _message(raw: bytes) -> dict[str, Any]:
+def _message(raw: bytes) -> list[Heard]:
     """One message, checked as far as the service looks at it."""
     message = decode(raw)
     if not isinstance(message, dict):
         raise RequestError("'messages' must be a list of objects", param="messages")
     if not isinstance(message.get("role"), str):
         raise RequestError("a message's 'role' must be a string", param="messages")
+    if message["role"] == "developer":
+        # OpenAI's newer word for the same; chat templates know only the older one.
+        message["role"] = "system"
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, (str, dict)) for part in content):
             raise RequestError("a message's 'content' must be a string or a list of parts", param="messages")
     elif content is not None and not isinstance(content, str):
         raise RequestError("a message's 'content' must be a string or a list of parts", param="messages")
-    for call in _objects(message, "tool_calls"):
+    for call in fields.objects(message, "tool_calls"):
         if not isinstance(call.get("function", {}), dict):
             raise RequestError("a tool call's 'function' must be an object", param="messages")
-    return message
-
-
-def _objects(body: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    value = body.get(key)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise RequestError(f"'{key}' must be a list of objects", param=key)
-    return value
-
-
-def _strings(value: Any, key: str) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise RequestError(f"'{key}' must be a string or a list of strings", param=key)
-    return value
-
-
-def _template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
-    kwargs = body.get("chat_template_kwargs")
-    if kwargs is None:
-        return {}
-    if not isinstance(kwargs, dict):
-        raise RequestError("'chat_template_kwargs' must be an object", param="chat_template_kwargs")
-    return kwargs
-
-
-def _include_usage(body: Mapping[str, Any]) -> bool:
-    options = body.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise RequestError("'stream_options' must be an object", param="stream_options")
-    return bool(options and options.get("include_usage"))
+    return [Heard(message)]
 
 
 def _top_logprobs(body: Mapping[str, Any]) -> int | None:
     if not body.get("logprobs"):
         return None
     count = body.get("top_logprobs") or 0
-    if not _is_int(count) or not 0 <= count <= 20:
+    if not fields.is_integer(count) or not 0 <= count <= 20:
         raise RequestError("'top_logprobs' must be an integer from 0 to 20", param="top_logprobs")
     return int(count)
-
-
-def _choices(body: Mapping[str, Any]) -> int:
-    count = _positive(body, "n") or 1
-    if count > _MOST_CHOICES:
-        raise RequestError(f"'n' must be at most {_MOST_CHOICES}", param="n")
-    return count
-
-
-def _positive(body: Mapping[str, Any], key: str) -> int | None:
-    value = body.get(key)
-    if value is None:
-        return None
-    if not _is_int(value) or value < 1:
-        raise RequestError(f"'{key}' must be a positive integer", param=key)
-    return int(value)
-
-
-def _flag(body: Mapping[str, Any], key: str) -> bool:
-    value = body.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise RequestError(f"'{key}' must be true or false", param=key)
-    return bool(value)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

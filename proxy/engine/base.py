@@ -89,14 +89,19 @@ class Engine(Protocol):
         """Ask the engine to end the job now; its `sample` then finishes with what it has. False where it cannot be asked."""
         ...
 
+    async def count(self, replica: Replica, request: Request) -> int:
+        """The tokens of the request's prompt. Raises RequestError where the engine cannot count."""
+        ...
+
 
 class Renderer(Protocol):
     async def render(self, replica: Replica, request: Request, rendering: Rendering, id_text: IdText) -> Rendered: ...
 
 
 def chat_body(request: Request, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The OpenAI chat body of a canonical request under the sampling in effect."""
-    body: dict[str, Any] = {**request.forward, "model": request.model, "messages": request.messages, **sampling}
+    """The OpenAI body of a canonical request under the sampling in effect: of its messages, or of its prompt."""
+    body: dict[str, Any] = {**request.forward, "model": request.model, **sampling}
+    body |= {"messages": request.messages} if request.prompt is None else {"prompt": request.prompt}
     if request.tools:
         body["tools"] = request.tools
     if request.template_kwargs:

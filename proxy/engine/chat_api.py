@@ -1,5 +1,7 @@
 """The chat path: any OpenAI-compatible server, asked for token ids and logprobs along with the text.
 
+A prompt instead of messages goes to `/v1/completions`; its ids, if it is ids, are then the very ids the engine samples after.
+
 The engine renders the messages itself, so a later turn is not sampled after the very ids of an earlier one; where its rendering
 happens to begin with them the tree still grows in one row, elsewhere it branches. A server that returns no ids is served and
 flagged: its calls are never trained. Such a server reports no weight versions either: the version is the replica's before the call,
@@ -13,23 +15,40 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Delta
+from proxy.dialects.base import Delta, Request
 from proxy.engine.assembly import Assembly
 from proxy.engine.base import Job, Outcome, Sampled, chat_body
 from proxy.engine.replica import Replica
-from proxy.engine.wire import EngineHttp, Line
+from proxy.engine.wire import EngineHttp, Line, UnknownRoute
 from proxy.errors import ContextTooLong, EngineFailed, RequestError, VerbatimError
 from reconstruct.records import Span
 
 
 class _Logprobs(msgspec.Struct):
+    """Of chat completions (`content`), or of completions (the rest)."""
+
     content: list[dict[str, Any]] | None = None
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """In the chat shape."""
+        if self.content is not None:
+            return self.content
+        tops = self.top_logprobs or [None] * len(self.tokens)
+        try:
+            return [_entry(*told) for told in zip(self.tokens, self.token_logprobs, tops, strict=True)]
+        except ValueError as error:
+            raise EngineFailed("the engine's logprobs are not of one length") from error
 
 
 class _Choice(msgspec.Struct):
     index: int = 0
     message: dict[str, Any] | None = None
     delta: dict[str, Any] | None = None
+    text: str | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
@@ -54,6 +73,9 @@ class _Answer(msgspec.Struct):
     error: Any = None
 
 
+_TOKENIZED = ("model", "messages", "prompt", "tools", "chat_template_kwargs", "add_special_tokens")
+
+
 class _Tokenized(msgspec.Struct):
     count: int
     max_model_len: int | None = None
@@ -74,12 +96,13 @@ class _Gathered:
         """Take in one piece; returns it as the harness sees it, tool-call ids still the engine's."""
         if choice.token_ids is not None:
             self.token_ids = (self.token_ids or []) + choice.token_ids
-        entries = (choice.logprobs.content if choice.logprobs else None) or []
+        entries = choice.logprobs.entries if choice.logprobs else []
         self.entries.extend(entries)
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
-        delta = self.assembly.add(choice.delta if choice.delta is not None else choice.message or {})
-        delta.logprobs = entries
+        piece = {"content": choice.text} if choice.text is not None else choice.delta or choice.message or {}
+        delta = self.assembly.add(piece)
+        delta.logprobs, delta.token_ids = entries, choice.token_ids or ()
         return delta
 
 
@@ -93,7 +116,6 @@ class ChatApi:
         """Yields the engine's own deltas when streaming, then one Outcome."""
         before = await self._http.version(replica)
         choices = [_Gathered(index) for index in range(job.request.n)]
-        wanted = job.request.top_logprobs is not None
         seen = _Answer()
         broken = None
         try:
@@ -103,7 +125,7 @@ class ChatApi:
                 for choice in answer.choices:
                     seen.prompt_token_ids = seen.prompt_token_ids or choice.prompt_token_ids
                     delta = _at(choices, choice.index).add(choice)
-                    if stream and (delta.content or delta.reasoning or delta.tool_calls or (wanted and delta.logprobs)):
+                    if stream and _shows(job.request, delta):
                         yield delta
         except VerbatimError as error:
             if not any(choice.token_ids or choice.assembly for choice in choices):
@@ -113,11 +135,14 @@ class ChatApi:
         yield _outcome(job, choices, seen, broken, before if before == after else None)
 
     async def _answers(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[_Answer]:
-        body = _body(replica, job, stream)
-        headers = {"x-request-id": job.call_id}
+        body, headers = _body(replica, job, stream), {"x-request-id": job.call_id}
         try:
             async for answer in self._ask(replica, body, headers, job.line, stream):
                 yield answer
+        except UnknownRoute as error:
+            if job.request.prompt is None:
+                raise
+            raise RequestError(f"engine {replica.name} takes no prompts without messages", param="prompt") from error
         except (ContextTooLong, RequestError) as error:
             limit = await self._room(replica, body, error)
             job.sampling["max_tokens"] = body["max_tokens"] = limit
@@ -127,10 +152,11 @@ class ChatApi:
     async def _ask(
         self, replica: Replica, body: dict[str, Any], headers: dict[str, str], line: Line, stream: bool
     ) -> AsyncIterator[_Answer]:
+        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
         if not stream:
-            yield await self._http.post(replica, "/v1/chat/completions", body, _Answer, headers, line)
+            yield await self._http.post(replica, path, body, _Answer, headers, line)
             return
-        async for data in self._http.events(replica, "/v1/chat/completions", body, line, headers):
+        async for data in self._http.events(replica, path, body, line, headers):
             try:
                 answer = msgspec.json.decode(data, type=_Answer)
             except msgspec.DecodeError as error:
@@ -146,9 +172,8 @@ class ChatApi:
         about_limit = isinstance(error, ContextTooLong) or error.param == "max_tokens" or "max_tokens" in error.message
         if "max_tokens" not in body or not about_limit:
             raise error
-        question = {key: body[key] for key in ("model", "messages", "tools", "chat_template_kwargs") if key in body}
         try:
-            counted = await self._http.ask(replica, "/tokenize", question, _Tokenized)
+            counted = await self._tokenized(replica, body)
         except VerbatimError:
             raise error from None
         room = (counted.max_model_len or 0) - counted.count
@@ -156,8 +181,23 @@ class ChatApi:
             raise error
         return room
 
+    async def count(self, replica: Replica, request: Request) -> int:
+        body = {**chat_body(request, {}), "model": replica.model_for(request.model)}
+        try:
+            return (await self._tokenized(replica, body)).count
+        except UnknownRoute as error:
+            raise RequestError(f"engine {replica.name} cannot count tokens: it has no /tokenize") from error
+
+    async def _tokenized(self, replica: Replica, body: Mapping[str, Any]) -> _Tokenized:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list):
+            return _Tokenized(len(prompt), replica.max_model_len)
+        question = {key: body[key] for key in _TOKENIZED if key in body}
+        return await self._http.ask(replica, "/tokenize", question, _Tokenized)
+
     async def abort(self, replica: Replica, job: Job) -> bool:
-        body = {"request_ids": [f"chatcmpl-{job.call_id}"]}
+        engine_id = f"chatcmpl-{job.call_id}" if job.request.prompt is None else f"cmpl-{job.call_id}-0"
+        body = {"request_ids": [engine_id]}
         try:
             await self._http.ask(replica, "/abort_requests", body, dict[str, Any])
         except VerbatimError:
@@ -168,10 +208,24 @@ class ChatApi:
 def _body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
     body = chat_body(job.request, job.sampling)
     body["model"] = replica.model_for(job.request.model)
-    body |= {"logprobs": True, "top_logprobs": job.request.top_logprobs or 0, "return_token_ids": True, "stream": stream}
+    top = job.request.top_logprobs or 0
+    body |= {"logprobs": True, "top_logprobs": top} if job.request.prompt is None else {"logprobs": top}
+    body |= {"return_token_ids": True, "stream": stream}
     if stream:
         body["stream_options"] = {"include_usage": True}
     return body
+
+
+def _entry(token: str, logprob: float | None, top: Mapping[str, float] | None) -> dict[str, Any]:
+    tops = [{"token": name, "logprob": value} for name, value in (top or {}).items()]
+    return {"token": token, "logprob": logprob, "top_logprobs": tops}
+
+
+def _shows(request: Request, delta: Delta) -> bool:
+    """Whether the harness sees anything of the piece."""
+    if delta.content or delta.reasoning or delta.tool_calls:
+        return True
+    return bool((request.top_logprobs is not None and delta.logprobs) or (request.wants_ids and delta.token_ids))
 
 
 def _at(choices: Sequence[_Gathered], index: int) -> _Gathered:

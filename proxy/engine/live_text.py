@@ -2,13 +2,17 @@
 
 vLLM's derender endpoint parses a stream statelessly: each step sends the state back and replays what came before, so a step costs
 as much as the reply is long. Steps are therefore as frequent as they are cheap: the first at once, later ones when the pause since
-the last is at least `_PATIENCE` times what that one took. Text is certain once such a step has given it out.
+the last is at least `_PATIENCE` times what that one took.
+
+The reply is in the end what the engine makes of the whole. vLLM's streaming parsers do not always agree with that: white space
+before a tool call goes, arguments are written anew, and a call that the limit cuts turns the calls before it into text. So what is
+told on the way is reasoning and text up to the first sign of a tool call, outer white space held back; `rest` tells what is left.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -39,7 +43,10 @@ class LiveText:
     """One choice's reply, told as its ids come in."""
 
     def __init__(self, index: int) -> None:
-        self.assembly = Assembly(index)
+        self._assembly = Assembly(index)
+        self._index = index
+        self._content = ""
+        self._reasoning = ""
         self._pending: list[int] = []
         self._state: msgspec.Raw | None = None
         self._next_at = 0.0
@@ -77,5 +84,33 @@ class LiveText:
         self._state, self._pending = step.stream_state, []
         now = time.perf_counter()
         self._next_at = now + max(_SHORTEST_PAUSE_SECONDS, _PATIENCE * (now - started))
-        delta = self.assembly.add(step.chunk.choices[0].delta if step.chunk.choices else {})
+        self._assembly.add(step.chunk.choices[0].delta if step.chunk.choices else {})
+        return self._told(self._certain())
+
+    def message(self) -> dict[str, Any]:
+        """The message as the streaming parsers have told it so far."""
+        return self._assembly.message()
+
+    def extends_to(self, message: Mapping[str, Any]) -> bool:
+        """Whether what was told is the beginning of `message`."""
+        content, reasoning = message.get("content") or "", message.get("reasoning_content") or ""
+        return content.startswith(self._content) and reasoning.startswith(self._reasoning)
+
+    def rest(self, message: Mapping[str, Any]) -> Delta | None:
+        """What of the whole `message`, which must begin with what was told, was not told yet; None when nothing."""
+        assert self.extends_to(message), "told text cannot be taken back"
+        delta = self._told(message) or Delta(self._index)
+        delta.tool_calls = [{"index": position, **call} for position, call in enumerate(message.get("tool_calls") or ())]
         return delta if delta.content or delta.reasoning or delta.tool_calls else None
+
+    def _certain(self) -> dict[str, Any]:
+        told = self._assembly.message()
+        content = (told.get("content") or "").rstrip()
+        return {"content": content, "reasoning_content": told.get("reasoning_content") or ""}
+
+    def _told(self, message: Mapping[str, Any]) -> Delta | None:
+        """The text of `message` beyond what was told, which from now on is told."""
+        content, reasoning = message.get("content") or "", message.get("reasoning_content") or ""
+        delta = Delta(self._index, content[len(self._content) :], reasoning[len(self._reasoning) :])
+        self._content, self._reasoning = content, reasoning
+        return delta if delta.content or delta.reasoning else None

@@ -16,13 +16,13 @@ import msgspec
 
 from proxy.dialects.base import Delta, Request
 from proxy.engine.base import Job, Outcome, Rendered, Sampled, chat_body
+from proxy.engine.generated import GENERATE, Usage, Version, generate_body, spans_of
 from proxy.engine.id_text import IdText
 from proxy.engine.live_text import LiveText
 from proxy.engine.replica import Replica
 from proxy.engine.wire import EngineHttp
 from proxy.errors import EngineFailed, VerbatimError
 from reconstruct.bridge import Rendering
-from reconstruct.records import Span
 
 _SESSIONS_REMEMBERED = 256
 """Sessions whose ids are remembered as text: a few megabytes for one of a hundred thousand tokens."""
@@ -42,36 +42,23 @@ class _Logprobs(msgspec.Struct):
     content: list[_Logprob] | None = None
 
 
-class _Version(msgspec.Struct):
-    version: str | int | None
-    start: int
-    end: int
-
-
 class _Choice(msgspec.Struct):
     index: int
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
-    weight_versions: list[_Version] | None = None
-
-
-class _CachedTokens(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _CachedTokens | None = None
+    weight_versions: list[Version] | None = None
 
 
 class _Generated(msgspec.Struct):
     choices: list[_Choice]
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
+    usage: Usage | None = None
     error: Any = None
 
 
@@ -88,7 +75,7 @@ class _Gathered:
         self.entries: list[_Logprob] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.versions: list[_Version] = []
+        self.versions: list[Version] = []
         self.live = LiveText(index) if live else None
 
     def add(self, choice: _Choice) -> None:
@@ -145,34 +132,44 @@ class TokenApi:
         except msgspec.DecodeError as error:
             raise EngineFailed(f"engine {replica.name} rendered no token_ids") from error
 
+    async def count(self, replica: Replica, request: Request) -> int:
+        rendered = await self.render(replica, request, Rendering(request.messages, True), IdText())
+        return len(rendered.ids)
+
     async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Delta | Outcome]:
         """Yields deltas while streaming, as far as the engine's parsers are certain of them, then one Outcome."""
         choices = [_Gathered(index, _goes_live(job, stream)) for index in range(job.request.n)]
         broken = None
-        cached = 0
+        usage = Usage()
         if stream:
             try:
-                async for delta in self._stream(replica, job, choices):
+                async for delta in self._stream(replica, job, choices, usage):
                     yield delta
             except VerbatimError as error:
                 if not any(choice.token_ids for choice in choices):
                     raise
                 broken = error.message
         else:
-            body = self._generate_body(replica, job, stream)
-            answer = await self._http.post(replica, "/inference/v1/generate", body, _Generated, line=job.line)
+            answer = await self._http.post(replica, GENERATE, generate_body(replica, job, False), _Generated, line=job.line)
             _gather(choices, answer.choices)
-            if answer.usage and answer.usage.prompt_tokens_details:
-                cached = answer.usage.prompt_tokens_details.cached_tokens or 0
-        yield await self._outcome(replica, job, choices, broken, cached)
+            usage.take(answer.usage)
+        outcome = await self._outcome(replica, job, choices, broken, usage.cached_tokens)
+        for choice, sampled in zip(choices, outcome.choices, strict=True):
+            # Of a broken reply nothing more is told: before its first word the harness still gets a status of its own.
+            live = choice.live if outcome.broken is None else None
+            rest = live.rest(sampled.message) if live is not None else None
+            if rest is not None:
+                yield rest
+        yield outcome
 
-    async def _stream(self, replica: Replica, job: Job, choices: list[_Gathered]) -> AsyncIterator[Delta]:
+    async def _stream(self, replica: Replica, job: Job, choices: list[_Gathered], usage: Usage) -> AsyncIterator[Delta]:
         prompt_ids, chat_request = job.prompt_json, _parser_request(job)
-        body = self._generate_body(replica, job, True)
-        async for data in self._http.events(replica, "/inference/v1/generate", body, job.line):
-            for choice in _gather(choices, _event(replica, data).choices):
-                if choice.live is not None and (choice.live.due or choice.finish_reason):
-                    delta = await choice.live.step(self._http, replica, prompt_ids, chat_request, choice.finish_reason)
+        async for data in self._http.events(replica, GENERATE, generate_body(replica, job, True), job.line):
+            event = _event(replica, data)
+            usage.take(event.usage)
+            for choice in _gather(choices, event.choices):
+                if choice.live is not None and choice.live.due and not choice.finish_reason:
+                    delta = await choice.live.step(self._http, replica, prompt_ids, chat_request, None)
                     if delta is not None:
                         yield delta
 
@@ -184,31 +181,18 @@ class TokenApi:
             return False
         return True
 
-    def _generate_body(self, replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
-        assert job.body is not None and job.prompt_ids is not None
-        sampling = {**job.body.get("sampling_params", {}), **job.sampling}
-        sampling["logprobs"] = job.request.top_logprobs or 0
-        if job.request.n > 1:
-            sampling["n"] = job.request.n
-        return {
-            **job.body,
-            "token_ids": job.prompt_json,
-            "sampling_params": sampling,
-            "request_id": job.call_id,
-            "model": replica.model_for(job.request.model),
-            "stream": stream,
-            "return_token_ids": False,
-        }
-
     async def _outcome(self, replica: Replica, job: Job, choices: list[_Gathered], broken: str | None, cached: int) -> Outcome:
         told = await asyncio.gather(*(self._derender(replica, job, choice) for choice in choices), return_exceptions=True)
         messages = []
-        for item in told:
+        for choice, item in zip(choices, told, strict=True):
             if isinstance(item, VerbatimError):
                 # The tokens are sampled and will be recorded, though nobody can say what they mean.
                 broken, item = broken or item.message, ({"role": "assistant", "content": ""}, None)
             elif isinstance(item, BaseException):
                 raise item
+            if choice.live is not None and not choice.live.extends_to(item[0]):
+                # The harness has read it already: the reply is what it was told.
+                item = choice.live.message(), item[1]
             messages.append(item)
         assert job.prompt_ids is not None
         sampled = [
@@ -216,7 +200,7 @@ class TokenApi:
                 index=choice.index,
                 token_ids=choice.token_ids,
                 logprobs=[entry.logprob for entry in choice.entries],
-                spans=_spans(replica, choice.versions),
+                spans=spans_of(replica, choice.versions),
                 finish_reason=choice.finish_reason or "abort",
                 stop_reason=choice.stop_reason,
                 message=message,
@@ -230,8 +214,6 @@ class TokenApi:
         self, replica: Replica, job: Job, choice: _Gathered
     ) -> tuple[dict[str, Any], Sequence[Mapping[str, Any]] | None]:
         """The message the engine's parsers make of the sampled ids, and chat-shaped logprobs where they were asked for."""
-        if choice.live is not None and choice.live.assembly:
-            return choice.live.assembly.message(), None
         wanted = job.request.top_logprobs is not None
         spoken = choice.spoken
         if not choice.token_ids or not (spoken or wanted):
@@ -246,6 +228,9 @@ class TokenApi:
         message = plain_message(derendered.get("message") or {}) if spoken else {"role": "assistant", "content": ""}
         if isinstance(choice.stop_reason, str):
             cut_at_stop(message, choice.stop_reason)
+        if job.request.forward.get("parallel_tool_calls") is False and message.get("tool_calls"):
+            # vLLM's chat endpoint shows the first call alone then; derender shows what was sampled.
+            message["tool_calls"] = message["tool_calls"][:1]
         content = (derendered.get("logprobs") or {}).get("content") if wanted else None
         return message, content
 
@@ -325,14 +310,3 @@ def cut_at_stop(message: dict[str, Any], stop: str) -> None:
         if text and stop in text:
             message[field] = text[: text.rindex(stop)]
             return
-
-
-def _spans(replica: Replica, versions: list[_Version]) -> tuple[Span, ...]:
-    """Spans with integer versions; none at all when one of them is unknown: an unversioned token is never trained."""
-    spans = []
-    for item in versions:
-        version = replica.version_of(None if item.version is None else str(item.version))
-        if version is None:
-            return ()
-        spans.append(Span(version, item.start, item.end))
-    return tuple(spans)

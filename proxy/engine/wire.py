@@ -6,6 +6,7 @@ aiohttp carries it: on one core it makes about three times as many calls a secon
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
@@ -20,6 +21,10 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.decode
 
 T = TypeVar("T")
+
+
+class UnknownRoute(EngineFailed):
+    """The engine has no such endpoint."""
 
 
 class EventDecoder:
@@ -169,18 +174,34 @@ def refusal(replica: Replica, path: str, status: int, data: bytes) -> VerbatimEr
         return NotFound(message, param="model")
     if status in (400, 413, 422):
         if is_context_overflow(message):
-            return ContextTooLong(message, param="messages")
+            return _too_long(message)
         return RequestError(message, param=param)
     if status in (401, 403):
         return EngineUnavailable(f"engine {replica.name} refuses the service's own key (HTTP {status})")
-    if status == 404:
-        return EngineFailed(f"engine {replica.name} does not know {path}")
+    if status in (429, 503):
+        return EngineUnavailable(f"engine {replica.name} is too busy (HTTP {status}): {message[:300]}")
+    if status in (404, 405):
+        return UnknownRoute(f"engine {replica.name} does not know {path}")
     return EngineFailed(f"engine {replica.name} failed with HTTP {status}: {message[:300]}")
 
 
 def is_context_overflow(message: str) -> bool:
     """vLLM's wording for a prompt that does not fit, on its chat, render and generate endpoints."""
     return "maximum context length" in message or "longer than the maximum model length" in message
+
+
+_PROMPT_TOKENS = re.compile(
+    r"(?:Input length \(|prompt \(length |contains (?:at least )?|resulted in )(\d+)(?:\)| input tokens| tokens)"
+)
+_WINDOW_TOKENS = re.compile(r"maximum (?:context|model) length (?:is |of |\()(\d+)")
+
+
+def _too_long(message: str) -> ContextTooLong:
+    """With the prompt's tokens and the window where the engine names both."""
+    tokens, window = _PROMPT_TOKENS.search(message), _WINDOW_TOKENS.search(message)
+    if tokens is None or window is None:
+        return ContextTooLong(message, param="messages")
+    return ContextTooLong(message, param="messages", tokens=int(tokens[1]), window=int(window[1]))
 
 
 def _message(data: bytes) -> tuple[str, str | None]:
