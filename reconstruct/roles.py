@@ -64,6 +64,8 @@ BUILT_IN: tuple[RoleRule, ...] = (
     RoleRule("side", tools=False, system=r"(?i)\btitle generator\b|\bgenerate a (?:\S+ ){0,3}title\b|\bsession title\b"),
     RoleRule("side", tools=False, system=r"(?i)\bgenerates? (?:a )?(?:concise,? |one-line )*(?:git )?commit messages?\b"),
     RoleRule("side", tools=False, system=r"(?i)task routing ai|route the (?:user )?request"),
+    # Claude Code 2.1 offers its tools here as everywhere, and says that none must be called.
+    RoleRule("compaction", text=r"(?s)\ACRITICAL: Respond with TEXT ONLY\. Do NOT call any tools\..*detailed summary of th"),
     RoleRule(
         "compaction",
         tools=False,

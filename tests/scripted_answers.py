@@ -18,7 +18,7 @@ from scripted_wire import (
     generate_chunk,
     message_of,
     streamed_usage,
-    usage_of,
+    usage_of_generation,
 )
 from template_families import Family
 from template_markup import Parsed
@@ -46,7 +46,7 @@ class Answer:
         await self.exchange.fail(fault)
 
 
-class _Gathered(Answer):
+class WholeAnswer(Answer):
     def __init__(self, exchange: Exchange, generation: Generation) -> None:
         super().__init__(exchange, generation)
         self.steps: list[list[Step]] = [[] for _ in range(generation.n)]
@@ -55,14 +55,14 @@ class _Gathered(Answer):
         self.steps[step.index].append(step)
 
 
-class GenerateWhole(_Gathered):
+class GenerateWhole(WholeAnswer):
     async def end(self) -> None:
         wanted = self.generation.sampling.get("logprobs") is not None
         choices = [generate_choice(index, steps, wanted) for index, steps in enumerate(self.steps)]
         await self.exchange.answer(generate_answer(self.generation, MODEL, choices))
 
 
-class _Stream(Answer):
+class StreamAnswer(Answer):
     """Headers go out with the first event."""
 
     def __init__(self, exchange: Exchange, generation: Generation) -> None:
@@ -80,19 +80,18 @@ class _Stream(Answer):
         await self.exchange.close_stream()
 
 
-class GenerateStream(_Stream):
+class GenerateStream(StreamAnswer):
     async def step(self, step: Step) -> None:
         await self.send(generate_chunk(self.generation, step, not self.opened))
 
     async def end(self) -> None:
         if (self.generation.body.get("stream_options") or {}).get("include_usage"):
-            completion = sum(map(len, self.generation.sampled.values()))
-            usage = usage_of(len(self.generation.prompt_ids), completion)
-            await self.send({"request_id": self.generation.request_id, "usage": usage, "output_mode": "tokens", "choices": []})
+            usage, mode = streamed_usage(self.generation), self.generation.body.get("output_mode") or "tokens"
+            await self.send({"request_id": self.generation.request_id, "usage": usage, "output_mode": mode, "choices": []})
         await self.exchange.close_stream()
 
 
-class ChatWhole(_Gathered):
+class ChatWhole(WholeAnswer):
     def __init__(self, exchange: Exchange, generation: Generation, family: Family, ids: bool) -> None:
         super().__init__(exchange, generation)
         self._family = family
@@ -102,7 +101,7 @@ class ChatWhole(_Gathered):
     async def end(self) -> None:
         generation = self.generation
         choices = [self._choice(index, steps) for index, steps in enumerate(self.steps)]
-        usage = usage_of(len(generation.prompt_ids), sum(map(len, generation.sampled.values())))
+        usage = usage_of_generation(generation)
         prompt_ids = generation.prompt_ids if self._ids else None
         await self.exchange.answer(chat_answer(generation.request_id, MODEL, choices, usage, prompt_ids))
 
@@ -120,7 +119,7 @@ class ChatWhole(_Gathered):
         return chat_choice(index, message, logprobs, reason, last.stop_reason, ids if self._ids else None)
 
 
-class ChatStream(_Stream):
+class ChatStream(StreamAnswer):
     def __init__(self, exchange: Exchange, generation: Generation, family: Family, ids: bool) -> None:
         super().__init__(exchange, generation)
         self._family = family
@@ -153,7 +152,7 @@ class ChatStream(_Stream):
 
     async def end(self) -> None:
         if (self.generation.body.get("stream_options") or {}).get("include_usage"):
-            usage = streamed_usage(len(self.generation.prompt_ids), sum(map(len, self.generation.sampled.values())))
+            usage = streamed_usage(self.generation, created_cache_tokens=0)
             await self.send(chat_chunk(self.generation.request_id, MODEL, [], usage=usage))
         await self.exchange.close_stream()
 

@@ -69,45 +69,50 @@ class SamplingCalls:
             await exchange.fail(refused.fault)
             return
         room = self._engine.max_model_len - len(ids)
-        await exchange.answer(generate_body(body, ids, f"chatcmpl-{_request_id(exchange, body)}", room))
+        await exchange.answer(generate_body(body, ids, f"chatcmpl-{request_id(exchange, body)}", room))
 
     def _rendered(self, body: Mapping[str, Any]) -> list[int]:
         """The ids of a chat request. Raises Refused as vLLM would."""
-        _need(body, "messages")
-        _check_model(body)
+        need(body, "messages")
+        check_model(body)
         window = self._engine.max_model_len
         asked = body.get("max_completion_tokens") or body.get("max_tokens") or 0
         if asked > window:
             message = f"max_tokens={asked} cannot be greater than max_model_len={window}. Please request fewer output tokens."
-            raise Refused(_bad(message, "max_tokens"))
+            raise Refused(bad(message, "max_tokens"))
         kwargs = {"add_generation_prompt": body.get("add_generation_prompt", True), **(body.get("chat_template_kwargs") or {})}
         try:
             ids = self._family.render(body["messages"], body.get("tools"), **kwargs)
         except jinja2.TemplateError as error:
-            raise Refused(_bad(str(error), None)) from error
+            raise Refused(bad(str(error), None)) from error
         if len(ids) > window:
             message = (
                 f"This model's maximum context length is {window} tokens. However, your prompt contains at least {window + 1} "
                 "input tokens, which exceeds this limit even without any output tokens. "
                 "Please reduce the length of the input prompt."
             )
-            raise Refused(_bad(message, "input_tokens"))
+            raise Refused(bad(message, "input_tokens"))
         return ids
 
     async def generate(self, exchange: Exchange, body: Any) -> None:
         try:
-            _need(body, "token_ids", "sampling_params")
-            _check_model(body)
+            need(body, "token_ids", "sampling_params")
+            check_model(body)
             window, count = self._engine.max_model_len, len(body["token_ids"])
             if count > window:
-                raise Refused(_bad(f"Input length ({count}) exceeds model's maximum context length ({window}).", None))
+                raise Refused(bad(f"Input length ({count}) exceeds model's maximum context length ({window}).", None))
+            unknown = max(body["token_ids"]) >= self._family.tokenizer.get_vocab_size()
+            if unknown:
+                raise Refused(bad(f"Token id {max(body['token_ids'])} is out of vocabulary", None))
         except Refused as refused:
             await exchange.fail(refused.fault)
             return
-        request_id = f"generate-tokens-{_request_id(exchange, body)}"
-        generation = self._generation(exchange, body, request_id, body["token_ids"], body["sampling_params"])
-        answer = GenerateStream(exchange, generation) if generation.stream else GenerateWhole(exchange, generation)
-        await self._sample(exchange, generation, answer)
+        name = f"generate-tokens-{request_id(exchange, body)}"
+        generation = self._generation(exchange, body, name, body["token_ids"], body["sampling_params"])
+        await self._sample(exchange, generation, self._generate_answer(exchange, generation))
+
+    def _generate_answer(self, exchange: Exchange, generation: Generation) -> Answer:
+        return GenerateStream(exchange, generation) if generation.stream else GenerateWhole(exchange, generation)
 
     async def chat(self, exchange: Exchange, body: Any) -> None:
         try:
@@ -115,26 +120,25 @@ class SamplingCalls:
         except Refused as refused:
             await exchange.fail(refused.fault)
             return
-        request_id = f"chatcmpl-{_request_id(exchange, body)}"
+        name = f"chatcmpl-{request_id(exchange, body)}"
         sampling = sampling_params(body, self._engine.max_model_len - len(ids))
-        generation = self._generation(exchange, body, request_id, ids, sampling)
+        generation = self._generation(exchange, body, name, ids, sampling)
         shape = ChatStream if generation.stream else ChatWhole
         await self._sample(exchange, generation, shape(exchange, generation, self._family, self._ids))
 
-    def _generation(
-        self, exchange: Exchange, body: Any, request_id: str, ids: list[int], sampling: dict[str, Any]
-    ) -> Generation:
+    def _generation(self, exchange: Exchange, body: Any, name: str, ids: list[int], sampling: dict[str, Any]) -> Generation:
         generation = Generation(
             path=exchange.path,
             body=body,
             headers=exchange.headers,
-            request_id=request_id,
+            request_id=name,
             prompt_ids=ids,
             prompt=self._family.decode(ids),
             messages=body.get("messages"),
             tools=body.get("tools") or [],
             sampling=sampling,
             stream=bool(body.get("stream")),
+            cached_tokens=self._engine.cached_tokens,
         )
         self._engine.generations.append(generation)
         return generation
@@ -182,13 +186,13 @@ class SamplingCalls:
             await self._derender_step(exchange, body)
             return
         try:
-            _need(body, "generate_response")
+            need(body, "generate_response")
             if body.get("chat_request") is None:
-                raise Refused(_bad("chat_request is required when a tool or reasoning parser is configured", None))
+                raise Refused(bad("chat_request is required when a tool or reasoning parser is configured", None))
             answer, request = body["generate_response"], body["chat_request"]
             for choice in answer["choices"]:
                 if not choice.get("token_ids"):
-                    raise Refused(_bad(f"choice {choice['index']} has empty or null token_ids", None))
+                    raise Refused(bad(f"choice {choice['index']} has empty or null token_ids", None))
         except Refused as refused:
             await exchange.fail(refused.fault)
             return
@@ -212,11 +216,11 @@ class SamplingCalls:
         window = self._engine.max_model_len
         state = body.get("stream_state") or {"output_token_ids": [], "output_chunk_lens": [], "role_sent": False}
         try:
-            _need(body, "generate_chunk", "chat_request", "prompt_token_ids")
+            need(body, "generate_chunk", "chat_request", "prompt_token_ids")
             before, (choice,) = state["output_token_ids"], body["generate_chunk"]["choices"]
             ids = [*before, *(choice.get("token_ids") or ())]
             if len(body["prompt_token_ids"]) + len(ids) > window:
-                raise Refused(_bad(f"prompt_token_ids plus output_token_ids exceeds max_model_len ({window}).", None))
+                raise Refused(bad(f"prompt_token_ids plus output_token_ids exceeds max_model_len ({window}).", None))
         except Refused as refused:
             await exchange.fail(refused.fault)
             return
@@ -254,11 +258,11 @@ class SamplingCalls:
         await exchange.answer({"prompt": self._family.decode(body["tokens"])})
 
 
-def _request_id(exchange: Exchange, body: Mapping[str, Any]) -> str:
+def request_id(exchange: Exchange, body: Mapping[str, Any]) -> str:
     return exchange.headers.get("x-request-id") or body.get("request_id") or os.urandom(8).hex()
 
 
-def _bad(message: str, param: str | None) -> Fail:
+def bad(message: str, param: str | None) -> Fail:
     return Fail(400, message, "BadRequestError", param)
 
 
@@ -267,13 +271,13 @@ def _missing(name: str) -> Fail:
     return Fail(400, message, "Bad Request", f"body.{name}")
 
 
-def _need(body: Mapping[str, Any], *names: str) -> None:
+def need(body: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if name not in body:
             raise Refused(_missing(name))
 
 
-def _check_model(body: Mapping[str, Any]) -> None:
+def check_model(body: Mapping[str, Any]) -> None:
     if body.get("model") not in (None, MODEL):
         message = f"The model `{body['model']}` does not exist. Valid aliases: {MODEL}."
         raise Refused(Fail(404, message, "NotFoundError", "model"))

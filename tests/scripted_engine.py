@@ -24,7 +24,7 @@ from typing import Any, Self
 from urllib.parse import parse_qsl
 
 import uvicorn
-from scripted_calls import SamplingCalls
+from scripted_completions import CompletionCalls
 from scripted_sampling import Drop, Fail, Generation, Hang, Reply, Sampler, Say, logprobs_of, random_reply
 from scripted_weights import ScriptedWeights
 from scripted_wire import error_body, model_list
@@ -125,12 +125,14 @@ class ScriptedEngine:
         self.generations: list[Generation] = []
         self.script: Callable[[Generation, int], Reply | str | None] | None = None
         self.max_model_len = max_model_len
+        self.cached_tokens = 0
+        """What the engine says of every prompt that it had cached."""
         self._default = default or (lambda generation, index: random_reply(self.family, generation, index))
         self._replies: deque[Reply | str] = deque()
         self._faults: dict[str, deque[Fail | Drop | Hang]] = defaultdict(deque)
         self.sampler = Sampler(self.family)
         self.weights = ScriptedWeights(self.sampler)
-        calls = SamplingCalls(self, ids=ids and not plain)
+        calls = CompletionCalls(self, ids=ids and not plain)
         self._routes: dict[tuple[str, str], Route] = {("POST", "/v1/chat/completions"): calls.chat}
         if not plain:
             self._routes |= calls.routes | {
@@ -170,7 +172,7 @@ class ScriptedEngine:
 
     def reset(self) -> Self:
         """Forget scripts and records; the weights and their label stay."""
-        self.received, self.generations, self.script = [], [], None
+        self.received, self.generations, self.script, self.cached_tokens = [], [], None, 0
         self._replies.clear()
         self._faults.clear()
         return self
@@ -192,7 +194,11 @@ class ScriptedEngine:
         elif self._faults[exchange.path] and body != {}:
             await misfortune(exchange, self._faults[exchange.path].popleft())
         else:
-            await route(exchange, body if body is not None else {})
+            try:
+                await route(exchange, body if body is not None else {})
+            except (TypeError, KeyError, AttributeError, ValueError) as error:
+                # vLLM holds every body against its schema first.
+                await exchange.fail(Fail(400, f"malformed request: {error!r}", "BadRequestError"))
 
     async def _models(self, exchange: Exchange, body: Any) -> None:
         await exchange.answer(model_list(MODEL, self.max_model_len))

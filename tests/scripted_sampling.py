@@ -79,6 +79,7 @@ class Generation:
     tools: list[dict[str, Any]]
     sampling: dict[str, Any]
     stream: bool
+    cached_tokens: int = 0
     sampled: dict[int, list[int]] = field(default_factory=dict)
     aborted: bool = False
     disconnected: bool = False

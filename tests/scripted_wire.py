@@ -15,8 +15,8 @@ def error_body(status: int, message: str, kind: str, param: str | None = None) -
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-def usage_of(prompt: int, completion: int) -> dict[str, Any]:
-    details = {"cached_tokens": 0, "created_cache_tokens": None, "multimodal_tokens": None}
+def usage_of(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
+    details = {"cached_tokens": cached, "created_cache_tokens": None, "multimodal_tokens": None}
     return {
         "prompt_tokens": prompt,
         "total_tokens": prompt + completion,
@@ -26,10 +26,15 @@ def usage_of(prompt: int, completion: int) -> dict[str, Any]:
     }
 
 
-def streamed_usage(prompt: int, completion: int) -> dict[str, Any]:
-    """Usage as the last chunk of a chat stream has it: without what is null."""
-    usage = usage_of(prompt, completion)
-    details = {"cached_tokens": 0, "created_cache_tokens": 0}
+def usage_of_generation(generation: Generation) -> dict[str, Any]:
+    completion = sum(map(len, generation.sampled.values()))
+    return usage_of(len(generation.prompt_ids), completion, generation.cached_tokens)
+
+
+def streamed_usage(generation: Generation, **details: int) -> dict[str, Any]:
+    """Usage as the last chunk of a stream has it: without what is null."""
+    usage = usage_of_generation(generation)
+    details = {"cached_tokens": generation.cached_tokens, **details}
     return {key: value for key, value in usage.items() if value is not None} | {"prompt_tokens_details": details}
 
 
@@ -103,12 +108,11 @@ def generate_choice(index: int, steps: Sequence[Step], wanted: bool) -> dict[str
 
 
 def generate_answer(generation: Generation, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    completion = sum(len(choice["token_ids"]) for choice in choices)
     return {
         "request_id": generation.request_id,
         "model": model,
         "created": int(time.time()),
-        "usage": usage_of(len(generation.prompt_ids), completion),
+        "usage": usage_of_generation(generation),
         "prompt_logprobs": None,
         "prompt_token_id_logprobs": None,
         "prompt_token_ids": generation.prompt_ids if generation.body.get("return_token_ids") else None,

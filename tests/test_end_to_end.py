@@ -6,6 +6,7 @@ What a row claims is recomputed: every trained token's logprob, by transformers,
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -104,7 +105,8 @@ def row_of(row: dict[str, Any]) -> Trajectory:
     arrays = {"token_ids": pack_ids(row["token_ids"]), "loss_mask": pack_ids(row["loss_mask"]).astype("int8")}
     arrays["logprobs"] = pack_logprobs(row["logprobs"])
     spans = tuple(Span(*span) for span in row["weight_versions"])
-    return Trajectory(**{**row, **arrays, "weight_versions": spans, "call_ids": tuple(row["call_ids"])})
+    given = {name: value for name, value in row.items() if name != "rollout_id"}
+    return Trajectory(**{**given, **arrays, "weight_versions": spans, "call_ids": tuple(row["call_ids"])})
 
 
 def never(model: Path, *tokens: str) -> dict[str, float]:
@@ -281,6 +283,152 @@ def test_a_limit_beyond_the_window_is_clamped_on_both_paths(
         assert call["sampling"]["max_tokens"] == 8192 - len(call["prompt_ids"])
 
 
+@pytest.mark.parametrize("path", ["token", "chat"])
+def test_a_prompt_of_ids_that_grows_is_one_true_row_on_both_paths(
+    opened: Callable[..., Session], serving: Serving, chat_serving: Serving, tiny_model: Path, path: str
+) -> None:
+    session = opened(serving if path == "token" else chat_serving)
+    prompt = [40, 41, 42]
+    for turn in range(3):
+        asked = {"max_tokens": 12, "seed": turn, "extra_body": {"return_token_ids": True}}
+        choice = session.client.completions.create(model="policy", prompt=prompt, **asked).choices[0]
+        assert choice.prompt_token_ids == prompt
+        prompt = [*prompt, *choice.token_ids, 50 + turn]
+    assert [call["branch_reason"] for call in session.calls] == [None] * 3
+    rows, accounting = session.trajectories()
+    assert [row.token_ids.tolist() for row in rows] == [prompt[:-1]]
+    assert balanced(accounting)
+    assert_true(rows, tiny_model)
+
+
+def test_a_prompt_of_text_that_grows_keeps_the_sampled_ids_where_its_text_has_others(
+    opened: Callable[..., Session], serving: Serving, tiny_model: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    shown = {number: tokenizer.decode([number]) for number in tokenizer.get_vocab().values()}
+    # Sampled twice in a row, it is two tokens whose text is one.
+    twice = next(number for number, text in sorted(shown.items()) if text.isalpha() and len(tokenizer.encode(text * 2)) == 1)
+    session, prompt = opened(serving), "The fox"
+    for _ in range(3):
+        asked = {"max_tokens": 2, "logit_bias": {str(twice): 100.0}, "stream": True}
+        chunks = session.client.completions.create(model="policy", prompt=prompt, **asked)
+        prompt += "".join(choice.text for chunk in chunks for choice in chunk.choices) + "\nGo on:"
+    calls = session.calls
+    assert [call["completion_ids"] for call in calls] == [[twice, twice]] * 3
+    assert [call["branch_reason"] for call in calls] == [None] * 3
+    assert len(session.trajectories()[0]) == 1
+    told = ["".join(message["content"] for message in call["messages"]) for call in calls]
+    assert told[-1] in prompt
+    for text, call in zip(told, calls, strict=True):
+        assert tokenizer.decode(call["prompt_ids"]) == text
+    assert [tokenizer.encode(text) == call["prompt_ids"] for text, call in zip(told, calls, strict=True)] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_reply_to_a_prompt_says_the_same_streamed_and_whole(
+    opened: Callable[..., Session], serving: Serving, chat_serving: Serving
+) -> None:
+    told = []
+    for service, stream in itertools.product((serving, chat_serving), (False, True)):
+        session = opened(service)
+        asked = {"max_tokens": 24, "seed": 5, "logprobs": 2, "stop": ["q"], "stream": stream}
+        answer = session.client.completions.create(model="policy", prompt="The fox", **asked)
+        choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+        parts = [choice.logprobs for choice in choices if choice.logprobs]
+        (call,) = session.calls
+        logprobs = [value for part in parts for value in part.token_logprobs]
+        assert logprobs == pytest.approx(call["logprobs"], abs=1e-6)
+        tokens = [(token, at) for part in parts for token, at in zip(part.tokens, part.text_offset, strict=True)]
+        told.append(("".join(choice.text for choice in choices), tokens, choices[-1].finish_reason, call["completion_ids"]))
+    assert told == [told[0]] * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_tells_of_the_tokens_the_engine_had_cached(
+    opened: Callable[..., Session], serving: Serving, stream: bool
+) -> None:
+    session = opened(serving)
+    messages = [{"role": "user", "content": f"{stream} " + "hi " * 600}]
+    cached = []
+    for _ in range(2):
+        asked = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        reply = session.ask(messages, max_tokens=4, **asked)
+        usage = list(reply)[-1].usage if stream else reply.usage
+        cached.append(usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] < cached[1] <= usage.prompt_tokens
+
+
+def test_what_a_request_forces_is_forced(opened: Callable[..., Session], serving: Serving) -> None:
+    """A random model says nothing of the kind of its own accord."""
+    session = opened(serving)
+    question = [{"role": "user", "content": "Which?"}]
+    schema = {
+        "type": "object",
+        "properties": {"door": {"enum": ["a", "b"]}},
+        "required": ["door"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "choice", "schema": schema}}
+    said = session.ask(question, response_format=form, max_tokens=600, seed=1).choices[0]
+    assert said.finish_reason == "stop"
+    assert json.loads(said.message.content)["door"] in ("a", "b")
+    strict = {**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}
+    for choice in ("required", {"type": "function", "function": {"name": "guess"}}):
+        (call,) = (
+            session.ask(question, tools=[strict], tool_choice=choice, max_tokens=600, seed=1).choices[0].message.tool_calls
+        )
+        assert call.function.name == "guess"
+        assert isinstance(json.loads(call.function.arguments)["number"], int)
+    forced = session.ask(question, logit_bias={"100": 100.0}, max_tokens=5).choices[0]
+    assert forced.finish_reason == "length"
+    assert session.calls[-1]["completion_ids"] == [100] * 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_calls_the_harness_gets_the_first_and_the_store_all(
+    opened: Callable[..., Session], serving: Serving, stream: bool
+) -> None:
+    one = r'<tool_call>\n\{"name": "guess", "arguments": \{"number": [1-9]\}\}\n</tool_call>'
+    body = {**PLAIN, "structured_outputs": {"regex": rf"{one}\n{one}"}}
+    session = opened(serving)
+    asked = {"tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 200, "stream": stream, "extra_body": body}
+    reply = session.ask([{"role": "user", "content": "Guess."}], **asked)
+    if stream:
+        told = [call for chunk in reply for choice in chunk.choices for call in choice.delta.tool_calls or ()]
+        assert {call.index for call in told} == {0}
+    else:
+        assert len(reply.choices[0].message.tool_calls) == 1
+    (call,) = session.calls
+    assert len(call["reply"]["tool_calls"]) == 1
+    assert call["finish_reason"] == "tool_calls"
+    assert len(call["completion_ids"]) > 40, "both calls"
+
+
+def test_a_prompts_call_is_cut_on_the_chat_path_with_what_was_sampled(
+    opened: Callable[..., Session], chat_serving: Serving
+) -> None:
+    import httpx
+
+    session = opened(chat_serving)
+    body = {"model": "policy", "prompt": "x", "max_tokens": 8000, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {session.client.api_key}"}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{session.client.base_url}completions", json=body, headers=headers, timeout=2.0)
+    wait_until(
+        lambda: len(session.calls) == 1 and session.calls[0]["status"] not in ("in_flight", "dangling"),
+        10,
+        "the call is recorded",
+    )
+    (call,) = session.calls
+    assert (call["status"], call["finish_reason"]) == ("aborted", "abort")
+    assert 0 < len(call["completion_ids"]) < 8000
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_harness_that_goes_away_leaves_an_aborted_call_with_what_was_sampled(
     opened: Callable[..., Session], serving: Serving, tiny_model: Path, stream: bool
@@ -294,7 +442,11 @@ def test_a_harness_that_goes_away_leaves_an_aborted_call_with_what_was_sampled(
         httpx.post(
             f"{session.client.base_url}chat/completions", json={**body, **PLAIN, "stream": stream}, headers=headers, timeout=2.0
         )
-    wait_until(lambda: len(session.calls) == 1 and session.calls[0]["status"] != "dangling", 10, "the call is recorded")
+    wait_until(
+        lambda: len(session.calls) == 1 and session.calls[0]["status"] not in ("in_flight", "dangling"),
+        10,
+        "the call is recorded",
+    )
     (call,) = session.calls
     assert call["finish_reason"] == "abort"
     assert call["status"] == "aborted"

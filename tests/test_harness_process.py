@@ -76,6 +76,13 @@ def test_it_has_a_group_and_a_session_of_its_own_and_works_where_it_is_told(tmp_
     assert len(set((tmp_path / "seen").read_text().split())) == 1
 
 
+def test_pwd_is_where_the_harness_works(tmp_path: Path) -> None:
+    """opencode runs its commands in the folder that PWD names, wherever it was started."""
+    program = "import os; open('seen', 'w').write(os.environ['PWD'])"
+    assert HarnessProcess([sys.executable, "-c", program], {**os.environ, "PWD": "/"}, tmp_path).wait().exit_code == 0
+    assert (tmp_path / "seen").read_text() == str(tmp_path)
+
+
 def test_a_command_is_looked_for_on_the_path_of_the_harness(tmp_path: Path) -> None:
     tool = tmp_path / "tool"
     tool.write_text("#!/bin/sh\nexit 7\n")

@@ -143,6 +143,12 @@ def test_calls_beside_the_work_are_known_by_their_prompts_and_offer_no_tools(sys
     assert role_of(Marks({}, True, system, last)) == ("main", "")
 
 
+def test_claude_codes_compaction_offers_tools_and_is_known_by_its_first_words() -> None:
+    asked = "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.\n\nYour task is to create a detailed summary of the conversation."
+    assert role_of(Marks({}, True, SYSTEM, asked)) == ("compaction", "")
+    assert role_of(Marks({}, True, SYSTEM, f"The user wrote: {asked}")) == ("main", "")
+
+
 @pytest.mark.parametrize(
     "task",
     [
@@ -516,6 +522,8 @@ def test_concurrent_equal_requests_are_samples_and_not_retries(engine: ScriptedE
     wait_until(lambda: all_delivered(session), 5, "all are delivered")
     assert reasons(session) == {}
     assert len(trained(session)) == 4
+    # Also of those that were under way when the first was recorded.
+    assert [call["branch_reason"] for call in session.calls] == [None, "repeated", "repeated", "repeated"]
 
 
 # Volatile lines

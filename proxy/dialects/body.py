@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from proxy.errors import RequestError
+from proxy.limits import check_depth
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
@@ -47,7 +48,8 @@ def _split(body: bytes, listed: str) -> tuple[dict[str, Any], list[bytes]]:
 
 
 def decode(raw: bytes) -> Any:
-    """One JSON value, lone surrogates replaced. Raises RequestError when it is no JSON."""
+    """One JSON value, lone surrogates replaced. Raises RequestError when it is no JSON, or is nested too deeply."""
+    check_depth(raw)
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -7,6 +7,7 @@ Shapes as the openai SDK parses them; errors as it maps them to its exceptions (
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -203,10 +204,20 @@ def _message(raw: bytes) -> list[Heard]:
             raise RequestError("a message's 'content' must be a string or a list of parts", param="messages")
     elif content is not None and not isinstance(content, str):
         raise RequestError("a message's 'content' must be a string or a list of parts", param="messages")
+    for name in ("tool_call_id", "reasoning_content", "reasoning", "name"):
+        if not isinstance(message.get(name), (str, NoneType)):
+            raise RequestError(f"a message's '{name}' must be a string", param="messages")
     for call in fields.objects(message, "tool_calls"):
-        if not isinstance(call.get("function", {}), dict):
-            raise RequestError("a tool call's 'function' must be an object", param="messages")
+        _check_tool_call(call)
     return [Heard(message)]
+
+
+def _check_tool_call(call: Mapping[str, Any]) -> None:
+    function = call.get("function") or {}
+    if not isinstance(function, dict):
+        raise RequestError("a tool call's 'function' must be an object", param="messages")
+    if not isinstance(call.get("id"), (str, NoneType)) or not isinstance(function.get("name"), (str, NoneType)):
+        raise RequestError("a tool call's 'id' and its function's 'name' must be strings", param="messages")
 
 
 def _top_logprobs(body: Mapping[str, Any]) -> int | None:

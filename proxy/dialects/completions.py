@@ -18,7 +18,7 @@ from proxy.dialects.body import decode
 from proxy.dialects.chat import openai_error, openai_usage
 from proxy.errors import RequestError, VerbatimError
 from proxy.trees import Seen
-from reconstruct.messages import digest_message
+from reconstruct.messages import Digests
 
 _encode = msgspec.json.Encoder().encode
 
@@ -48,8 +48,8 @@ class CompletionsDialect:
     name = "completions"
 
     def parse(self, asked: Asked, past: Past) -> Request:
-        """The canonical request: its history is one message of the role "prompt". Raises RequestError naming the field and
-        the rule it broke."""
+        """The canonical request, with the prompt beside its history: proxy.prompts tells that. Raises RequestError naming the
+        field and the rule it broke."""
         body = decode(asked.body)
         if not isinstance(body, dict):
             raise RequestError("the body must be a JSON object")
@@ -59,11 +59,10 @@ class CompletionsDialect:
         prompt, count = _prompt(body), fields.choices(body, "n")
         if fields.positive(body, "best_of") not in (None, count):
             raise RequestError("'best_of' must equal 'n': every sampled choice is returned", param="best_of")
-        message = {"role": "prompt", "content": prompt}
         return Request(
             dialect=self.name,
             model=fields.model(body),
-            history=[Seen(message, digest_message(message))],
+            history=[_untold(prompt)],
             prompt=prompt,
             sampling={"max_tokens": _DEFAULT_MAX_TOKENS, **fields.sampling(body, _SAMPLING)},
             forward={key: value for key, value in body.items() if key not in _CONSUMED and value is not None},
@@ -190,6 +189,11 @@ def _prompt(body: Mapping[str, Any]) -> str | list[int]:
         return ids
     except msgspec.ValidationError as error:
         raise RequestError("'prompt' must be a non-empty string or list of token ids", param="prompt") from error
+
+
+def _untold(prompt: str | list[int]) -> Seen:
+    """The history until it is known which call the prompt goes on from; rules for roles look at its text."""
+    return Seen({"role": "prompt", "content": prompt if isinstance(prompt, str) else ""}, Digests(b"", False))
 
 
 def _logprobs(body: Mapping[str, Any]) -> int | None:

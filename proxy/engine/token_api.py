@@ -169,7 +169,8 @@ class TokenApi:
             usage.take(event.usage)
             for choice in _gather(choices, event.choices):
                 if choice.live is not None and choice.live.due and not choice.finish_reason:
-                    delta = await choice.live.step(self._http, replica, prompt_ids, chat_request, None)
+                    async with job.line.aside():
+                        delta = await choice.live.step(self._http, replica, prompt_ids, chat_request, None)
                     if delta is not None:
                         yield delta
 
@@ -182,7 +183,7 @@ class TokenApi:
         return True
 
     async def _outcome(self, replica: Replica, job: Job, choices: list[_Gathered], broken: str | None, cached: int) -> Outcome:
-        told = await asyncio.gather(*(self._derender(replica, job, choice) for choice in choices), return_exceptions=True)
+        told = await self._told(replica, job, choices)
         messages = []
         for choice, item in zip(choices, told, strict=True):
             if isinstance(item, VerbatimError):
@@ -209,6 +210,16 @@ class TokenApi:
             for choice, (message, content) in zip(choices, messages, strict=True)
         ]
         return Outcome(sampled, None, len(job.prompt_ids), cached, broken)
+
+    async def _told(self, replica: Replica, job: Job, choices: list[_Gathered]) -> list[Any]:
+        """What `_derender` says of each choice, or why it says nothing."""
+        try:
+            async with job.line.aside():
+                asked = (self._derender(replica, job, choice) for choice in choices)
+                told: list[Any] = await asyncio.gather(*asked, return_exceptions=True)
+                return told
+        except EngineFailed as error:
+            return [error for _ in choices]
 
     async def _derender(
         self, replica: Replica, job: Job, choice: _Gathered

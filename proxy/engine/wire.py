@@ -6,6 +6,7 @@ aiohttp carries it: on one core it makes about three times as many calls a secon
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
@@ -21,6 +22,10 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.decode
 
 T = TypeVar("T")
+
+ASIDE_SECONDS = 60.0
+HUNG_UP_SECONDS = 2.0
+"""How long an engine may take to say what sampled tokens mean, and how long when nobody waits for them any more."""
 
 
 class UnknownRoute(EngineFailed):
@@ -45,6 +50,7 @@ class Line:
         self.hung_up = False
         self._task = asyncio.current_task()
         self._response: aiohttp.ClientResponse | None = None
+        self._limit: asyncio.Timeout | None = None
 
     def connected(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
@@ -54,10 +60,24 @@ class Line:
         if self.hung_up:
             return
         self.hung_up = True
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + HUNG_UP_SECONDS)
         if self._response is not None:
             self._response.close()
         elif self._task is not None:
             self._task.cancel()
+
+    @contextlib.asynccontextmanager
+    async def aside(self) -> AsyncIterator[None]:
+        """Around what the engine is asked about tokens that are sampled: soon over once the line is hung up, or an engine that
+        hangs would keep them from being recorded. Raises EngineFailed."""
+        try:
+            async with asyncio.timeout(HUNG_UP_SECONDS if self.hung_up else ASIDE_SECONDS) as self._limit:
+                yield
+        except TimeoutError as error:
+            raise EngineFailed("the engine did not say in time what the sampled tokens mean") from error
+        finally:
+            self._limit = None
 
     def absorb(self) -> EngineFailed:
         """What a cancellation that came from `hang_up` becomes."""

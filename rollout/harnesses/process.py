@@ -48,7 +48,8 @@ class HarnessProcess:
         try:
             self._process = subprocess.Popen(
                 [executable(argv[0], env), *argv[1:]],
-                env=dict(env),
+                # Some harnesses believe PWD more than the directory they are in.
+                env={**env, "PWD": str(workdir)},
                 cwd=workdir,
                 stdin=subprocess.DEVNULL if stdin == "none" else None,
                 start_new_session=True,

@@ -1,0 +1,50 @@
+"""Fixtures of the agents' tests: two engines, which speak unlike each other, with a service each, and the table of figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from redis_server import RedisServer
+from running_service import RunningService
+from scripted_engine import ScriptedEngine
+
+# Asserted in there is what the tests show: their failures should say what was compared.
+pytest.register_assert_rewrite("every_harness", "truths")
+
+from every_harness import KEEPALIVE_SECONDS  # noqa: E402
+from figures import Figures  # noqa: E402
+from stage import Stage  # noqa: E402
+
+WINDOW = 131_072
+
+
+@contextmanager
+def _stage(family: str, redis_url: str, tmp: pytest.TempPathFactory) -> Iterator[Stage]:
+    with (
+        ScriptedEngine(family, max_model_len=WINDOW) as engine,
+        RunningService(engine.url, redis_url, engine_api="token", keepalive_seconds=KEEPALIVE_SECONDS) as service,
+    ):
+        yield Stage(engine, service, tmp.mktemp(family))
+
+
+@pytest.fixture(scope="module")
+def stage(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """Qwen3's template: thinking, and several tool calls in one reply."""
+    with _stage("qwen3", redis_server.url, tmp_path_factory) as stage:
+        yield stage
+
+
+@pytest.fixture(scope="module")
+def raw_stage(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """Harmony's: the engine hands on a tool call's arguments as they were sampled, be they JSON or not."""
+    with _stage("harmony", redis_server.url, tmp_path_factory) as stage:
+        yield stage
+
+
+@pytest.fixture(scope="session")
+def figures(request: pytest.FixtureRequest) -> Figures:
+    made = Figures()
+    request.config.pluginmanager.register(made)
+    return made

@@ -1,0 +1,107 @@
+"""A stage: the scripted engine, the real service over a real Redis, and one agent at a time that plays on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent_run import Cli, Ended, run
+from breaking_wire import BreakingWire
+from outside import Outside
+from player import Act, Player
+from running_service import RunningService, wait_until
+from scratch import TASK, make_repository
+from scripted_engine import Generation, ScriptedEngine
+from template_families import Family
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Played:
+    """What is known after one run: of the agent, of the engine, and of the service's records."""
+
+    cli: Cli
+    ended: Ended
+    workdir: Path
+    player: Player
+    generations: list[Generation]
+    calls: list[Record]
+    rows: list[Record]
+    accounting: Record
+    outside: list[str]
+    broke: bool = False
+
+    @property
+    def main_calls(self) -> list[Record]:
+        return [call for call in self.calls if call["role"] == "main"]
+
+    @property
+    def main_rows(self) -> list[Record]:
+        return [row for row in self.rows if row["role"] == "main"]
+
+    @property
+    def side_roles(self) -> list[str]:
+        return [call["role"] for call in self.calls if call["role"] != "main"]
+
+    @property
+    def branches(self) -> dict[int, str]:
+        """Turn -> reason, of the main calls that do not go on from another one as they should."""
+        return {turn: call["branch_reason"] for turn, call in enumerate(self.main_calls) if call["branch_reason"]}
+
+    def text_of(self, name: str) -> str:
+        return (self.workdir / name).read_text(encoding="utf-8")
+
+
+class Stage:
+    """One engine and one service for many runs, each in a folder of its own below `folder`."""
+
+    def __init__(self, engine: ScriptedEngine, service: RunningService, folder: Path) -> None:
+        self._engine = engine
+        self._service = service
+        self._folder = folder
+
+    @property
+    def family(self) -> Family:
+        return self._engine.family
+
+    def workdir(self, cli: Cli, name: str) -> Path:
+        """Where `play` puts the repository of that name: some agents' tools want whole paths."""
+        return self._folder / f"{cli.harness}-{name}" / "work"
+
+    def play(
+        self,
+        cli: Cli,
+        acts: Sequence[Act],
+        name: str,
+        *,
+        helper: Sequence[Act] = (),
+        prompt: str = TASK,
+        at_home: Callable[[Path], object] = lambda home: None,
+        prepare: Callable[[Path], object] = lambda workdir: None,
+        break_at: bytes = b"",
+        timeout_seconds: float = 90.0,
+    ) -> Played:
+        """One run of the agent while the engine samples `acts`, and `helper` for what does not speak of the task. `prepare` is done
+        to the repository first, `at_home` to the agent's home; its connection breaks where an answer first says `break_at`."""
+        workdir = make_repository(self.workdir(cli, name))
+        prepare(workdir)
+        player = Player(self.family, acts, cli.side, task=prompt, helper=helper)
+        self._engine.reset().script = player
+        session = self._service.session()
+        address = session.base_url.removesuffix("/v1")
+        with ExitStack() as stack:
+            outside = stack.enter_context(Outside())
+            wire = stack.enter_context(BreakingWire(self._service.url, break_at)) if break_at else None
+            if wire is not None:
+                address = address.replace(self._service.url, wire.url)
+            variables, options = outside.variables, {"timeout_seconds": timeout_seconds, "at_home": at_home}
+            ended = run(cli, address, session.api_key, prompt, workdir, variables, **options)
+        # An agent that gives up a call is gone before the call has ended.
+        wait_until(lambda: all(call["status"] != "dangling" for call in session.calls), 20, "every call has ended")
+        rows, accounting = session.trajectories()
+        seen = (list(self._engine.generations), session.calls, rows, accounting)
+        return Played(cli, ended, workdir, player, *seen, outside.asked, broke=wire is not None and wire.broke)

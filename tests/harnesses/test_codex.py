@@ -1,0 +1,72 @@
+"""Codex does its work through the service: responses, streamed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from agent_run import Cli, Tools, with_tools
+from every_harness import *  # noqa: F403
+from every_harness import check_done, check_truths
+from player import Step
+from stage import Stage
+
+TOOLS = Tools(
+    read=lambda path: ("exec_command", {"cmd": f"cat {path.name}"}),
+    edit=lambda path, old, new: ("exec_command", {"cmd": f"sed -i 's/{old}/{new}/' {path.name}"}),
+    shell=lambda command: ("exec_command", {"cmd": command}),
+)
+CLI = Cli(
+    harness="codex",
+    dialect="responses",
+    steps=with_tools(TOOLS),
+    change_at=2,
+    tools=TOOLS,
+    # The cut text comes back as it was, with the error that it made.
+    malformed=(None, None, None, None, None),
+)
+
+SUMMARY = "number.py is to say 42, as the notes ask."
+ERRAND = "Read the file with the notes and report the number that it asks for."
+
+
+def test_a_sub_agent_is_a_row_of_its_own(stage: Stage) -> None:
+    """It is told apart by its headers; its turns are one conversation, and the main one goes on undisturbed around it."""
+    before, read, change, *rest = CLI.steps(stage.workdir(CLI, "errand"))
+
+    def wait(prompt: str) -> Step:
+        (agent,) = set(re.findall(r'"agent_id\W+([0-9a-f-]{36})', prompt))
+        return Step("", "", [("multi_agent_v1__wait_agent", {"targets": [agent], "timeout_ms": 60_000})])
+
+    acts = [read, Step("I have it looked up.", "", [("multi_agent_v1__spawn_agent", {"message": ERRAND})]), wait, change, *rest]
+    played = stage.play(CLI, acts, "errand", helper=[before, Step("It asks for 42.", "There it is.")])
+    check_done(played)
+    check_truths(played)
+    assert played.side_roles == ["subagent", "subagent"]
+    assert sorted((row["role"], len(row["call_ids"])) for row in played.rows) == [("main", 6), ("subagent", 2)]
+    assert len({row["agent"] for row in played.rows}) == 2
+    assert played.accounting["quarantined"] == []
+
+
+def test_a_compaction_is_a_call_of_its_own_kind_and_what_follows_a_new_row(stage: Stage) -> None:
+    """The limit is low and a file is long: the agent has its history summed up, and goes on from the summary."""
+    steps = CLI.steps(stage.workdir(CLI, "compaction"))
+
+    def write_long_file(workdir: Path) -> None:
+        (workdir / "long.txt").write_text("the weather in Paris is sunny today\n" * 300, encoding="utf-8")
+
+    def lower_limit(home: Path) -> None:
+        config = home / ".codex" / "config.toml"
+        config.write_text("model_auto_compact_token_limit = 27000\n" + config.read_text(encoding="utf-8"), encoding="utf-8")
+
+    cli = replace(CLI, side={r"CONTEXT CHECKPOINT COMPACTION": SUMMARY})
+    long = Step("", "I look at the long one.", [TOOLS.shell("cat long.txt")])
+    played = stage.play(cli, [long, *steps], "compaction", prepare=write_long_file, at_home=lower_limit)
+    check_done(played)
+    check_truths(played)
+    assert [call["role"] for call in played.calls] == ["main", "main", "compaction", *["main"] * 4]
+    # The summary takes the place of what was said; the instructions before it stay.
+    assert played.branches == {2: "edited"}
+    assert [(row["role"], len(row["call_ids"])) for row in played.rows] == [("main", 2), ("compaction", 1), ("main", 4)]
+    assert [item["reason"] for item in played.accounting["quarantined"]] == ["role_compaction"]

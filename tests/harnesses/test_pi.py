@@ -1,0 +1,23 @@
+"""Pi does its work through the service: chat completions, streamed."""
+
+from __future__ import annotations
+
+from agent_run import Cli, Tools, with_tools
+from every_harness import *  # noqa: F403
+
+TOOLS = Tools(
+    read=lambda path: ("read", {"path": path.name}),
+    edit=lambda path, old, new: ("edit", {"path": path.name, "edits": [{"oldText": old, "newText": new}]}),
+    shell=lambda command: ("bash", {"command": command}),
+)
+CLI = Cli(
+    harness="pi",
+    dialect="chat",
+    steps=with_tools(TOOLS),
+    change_at=2,
+    tools=TOOLS,
+    # It repairs the arguments and makes the call; its history has the repaired ones.
+    malformed=(None, None, "edited", None, None),
+    # It looks for words such as 'server error' in an error event's message, and gives up where it finds none.
+    survives_broken_reply=False,
+)

@@ -1,0 +1,201 @@
+"""What both paths to the engine owe a harness beside text: cached tokens, counts, one call at a time, and a clear word on images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from redis_server import RedisServer
+from running_service import RunningService, Session
+from scripted_engine import ScriptedEngine
+from test_flow import TOOLS, tool_result, turn
+
+PIXEL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+
+
+@pytest.fixture(scope="module")
+def running(redis_server: RedisServer) -> Iterator[tuple[ScriptedEngine, dict[str, RunningService]]]:
+    with redis_server.client() as client:
+        client.flushall()
+    with (
+        ScriptedEngine("qwen3") as engine,
+        ScriptedEngine("qwen3", plain=True) as plain,
+        RunningService(engine.url, redis_server.url, engine_api="token") as token,
+        RunningService(engine.url, redis_server.url, engine_api="chat") as chat,
+        RunningService(plain.url, redis_server.url, engine_api="chat") as bare,
+    ):
+        yield engine, {"token": token, "chat": chat, "plain": bare}
+
+
+@pytest.fixture
+def engine(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> ScriptedEngine:
+    return running[0].reset()
+
+
+@pytest.fixture(params=["token", "chat"])
+def service(request: pytest.FixtureRequest, running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
+    return running[1][request.param]
+
+
+@pytest.fixture
+def services(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> dict[str, RunningService]:
+    return running[1]
+
+
+def post(session: Session, path: str, body: dict[str, Any]) -> httpx.Response:
+    base = session.base_url.removesuffix("/v1")
+    return httpx.post(base + path, json=body, headers={"Authorization": f"Bearer {session.api_key}"})
+
+
+def count(session: Session, **body: Any) -> httpx.Response:
+    return post(session, "/v1/messages/count_tokens", {"model": "policy", "messages": [turn("user", "q")], **body})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_tells_of_cached_tokens(engine: ScriptedEngine, service: RunningService, stream: bool) -> None:
+    engine.cached_tokens = 3
+    session = service.session()
+    if stream:
+        usage = list(session.ask("q", stream=True, stream_options={"include_usage": True}))[-1].usage
+    else:
+        usage = session.ask("q").usage
+    assert usage.prompt_tokens_details.cached_tokens == 3
+    assert usage.total_tokens == sum(len(session.calls[0][name]) for name in ("prompt_ids", "completion_ids"))
+
+
+def test_a_count_is_that_of_the_prompt_a_call_would_have(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session()
+    tools = [{"name": "lookup", "description": "Looks a key up.", "input_schema": {"type": "object", "properties": {}}}]
+    for fields in ({}, {"system": "Be brief."}, {"tools": tools}):
+        counted = count(session, **fields)
+        assert counted.status_code == 200, counted.text
+        body = {"model": "policy", "max_tokens": 9, "messages": [turn("user", "q")], **fields}
+        asked = post(session, "/v1/messages", body)
+        assert asked.status_code == 200, asked.text
+        assert counted.json()["input_tokens"] == len(engine.last.prompt_ids)
+    assert len(session.calls) == 3, "counting records nothing"
+
+
+def test_an_engine_that_cannot_count_is_said_not_to(services: dict[str, RunningService]) -> None:
+    session = services["plain"].session()
+    refused = count(session)
+    assert refused.status_code == 400
+    assert "cannot count tokens" in refused.json()["error"]["message"]
+    assert session.calls == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_calls_the_first_is_all_the_harness_sees_and_goes_on_from(
+    engine: ScriptedEngine, services: dict[str, RunningService], stream: bool
+) -> None:
+    """The ids stay as they were sampled: both calls."""
+    calls = [("lookup", {"key": key}) for key in ("alpha", "beta")]
+    engine.say(engine.family.speak(calls=calls), "hello")
+    session = services["token"].session()
+    asked = {"tools": TOOLS, "parallel_tool_calls": False}
+    if stream:
+        chunks = list(session.ask("q", stream=True, **asked))
+        told = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or ()]
+        assert {call.index for call in told} == {0}
+        message = session.calls[0]["reply"]
+    else:
+        message = session.answer("q", **asked)
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"key": "alpha"}']
+    session.answer([turn("user", "q"), message, tool_result(message, "1")], **asked)
+    first, second = session.calls
+    assert first["completion_ids"] == engine.family.encode(engine.family.speak(calls=calls))
+    assert second["prompt_ids"][: len(first["prompt_ids"]) + len(first["completion_ids"])] == [
+        *first["prompt_ids"],
+        *first["completion_ids"],
+    ]
+    assert len(session.trajectories()[0]) == 1
+
+
+def test_with_parallel_calls_all_of_them_come(engine: ScriptedEngine, service: RunningService) -> None:
+    engine.say(engine.family.speak(calls=[("lookup", {"key": key}) for key in ("alpha", "beta")]))
+    message = service.session().answer("q", tools=TOOLS, parallel_tool_calls=True)
+    assert len(message["tool_calls"]) == 2
+
+
+def test_another_reasoning_effort_is_another_root(engine: ScriptedEngine, service: RunningService) -> None:
+    """The template sees it: the earlier turns would read otherwise."""
+    session = service.session()
+    history: list[Any] = [turn("user", "q")]
+    for effort in ("low", "low", "high"):
+        history += [session.answer(history, reasoning_effort=effort), turn("user", "more")]
+    parents = [call["parent_id"] for call in session.calls]
+    assert parents == [None, session.calls[0]["call_id"], None]
+
+
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (
+        "/v1/chat/completions",
+        {"model": "policy", "messages": [turn("system", "s"), {"role": "user", "content": [PIXEL]}]},
+    ),
+    "messages": (
+        "/v1/messages",
+        {
+            "model": "policy",
+            "max_tokens": 9,
+            "system": "s",
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+                    ],
+                }
+            ],
+        },
+    ),
+    "responses": (
+        "/v1/responses",
+        {
+            "model": "policy",
+            "input": [
+                {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}]}
+            ],
+        },
+    ),
+    "gemini": (
+        "/v1beta/models/policy:generateContent",
+        {"contents": [{"role": "user", "parts": [{"inlineData": {"mimeType": "image/png", "data": "iVBORw0KGgo="}}]}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("dialect", sorted(REQUESTS))
+def test_an_image_is_refused_on_the_token_path_in_words_the_dialect_knows(
+    engine: ScriptedEngine, services: dict[str, RunningService], dialect: str
+) -> None:
+    path, body = REQUESTS[dialect]
+    session = services["token"].session()
+    refused = post(session, path, body)
+    assert refused.status_code == 400, refused.text
+    said = refused.json()["error"]["message"]
+    named = {"chat": "messages[1] (user)", "messages": "'messages'", "responses": "'input'", "gemini": "'contents'"}[dialect]
+    assert named in said
+    assert "the engine of model 'policy' takes text only" in said
+    assert session.calls == engine.generations == []
+
+
+@pytest.mark.parametrize("dialect", sorted(REQUESTS))
+def test_an_image_is_passed_on_on_the_chat_path(
+    engine: ScriptedEngine, services: dict[str, RunningService], dialect: str
+) -> None:
+    path, body = REQUESTS[dialect]
+    session = services["chat"].session()
+    answer = post(session, path, body)
+    assert answer.status_code == 200, answer.text
+    assert engine.last.messages is not None
+    (part,) = engine.last.messages[-1]["content"]
+    assert (part["type"], part["image_url"]["url"]) == ("image_url", "data:image/png;base64,iVBORw0KGgo=")
+
+
+def test_an_sdk_reads_the_refusal_of_an_image(services: dict[str, RunningService]) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        services["token"].session().ask([{"role": "user", "content": [{"type": "text", "text": "see"}, PIXEL]}])
+    assert raised.value.param == "messages[0].content"
