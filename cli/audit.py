@@ -114,6 +114,8 @@ MEANINGS = {
     "turn_end_differs": "the model ended its turn with another token than the template",
     "turn_end_unknown": "the template's turn end was not found behind the reply",
     "retokenized": "the engine rendered the history to other ids than were sampled",
+    "stop_dropped": "a text prompt goes on from a reply without the stop that ended it",
+    "text_unproven": "a text prompt goes on from a reply, but not provably after its very ids",
 }
 
 

@@ -9,8 +9,6 @@ from rich.panel import Panel
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from pydantic import SecretStr
-
     from proxy.settings import Settings
 
 
@@ -22,8 +20,8 @@ def show(given: Settings, effective: Settings, url: str) -> None:
         "base URL": url,
         "engines": ", ".join(effective.engine) + f" ({effective.engine_api})",
         "data": str(given.data_dir.resolve()) if not given.redis else "in the Redis given",
-        "admin token": _token(given.admin_token, effective.admin_token, "VERBATIM_ADMIN_TOKEN"),
-        "trainer token": _token(given.trainer_token, effective.trainer_token, "VERBATIM_TRAINER_TOKEN"),
+        "admin token": _token(given, effective, "admin"),
+        "trainer token": _token(given, effective, "trainer"),
     }
     if console.is_terminal:
         console.print(Panel(_table(rows), title="verbatim is serving", title_align="left", expand=False))
@@ -34,10 +32,14 @@ def show(given: Settings, effective: Settings, url: str) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def _token(given: SecretStr | None, effective: SecretStr | None, variable: str) -> str:
-    if given or effective is None:
-        return f"from {variable}"
-    return effective.get_secret_value()
+def _token(given: Settings, effective: Settings, role: str) -> str:
+    """The token when it was generated, otherwise where it comes from."""
+    if given.open:
+        return "none needed: open to every program on this machine"
+    variable = f"VERBATIM_{role.upper()}_TOKEN"
+    sources = {variable: f"{role}_token", f"{variable}S": f"{role}_tokens", f"{variable}_FILE": f"{role}_token_file"}
+    used = [name for name, field in sources.items() if getattr(given, field)]
+    return f"from {', '.join(used)}" if used else getattr(effective, f"{role}_token").get_secret_value()
 
 
 def _table(rows: dict[str, str]) -> Table:
@@ -50,11 +52,19 @@ def _table(rows: dict[str, str]) -> Table:
 
 
 def _first_steps(url: str, given: Settings, effective: Settings) -> list[str]:
-    token = "$VERBATIM_ADMIN_TOKEN"
-    if effective.admin_token and not given.admin_token:
-        token = effective.admin_token.get_secret_value()
     return [
         "A session for one agent run; give the agent its base_urls.openai and api_key:",
-        f"  curl -s -X POST {url}/sessions -H 'Authorization: Bearer {token}' \\",
+        f"  curl -s -X POST {url}/sessions {_authorization(given, effective)}\\",
         "    -H 'Content-Type: application/json' -d '{\"session_id\": \"first\"}'",
     ]
+
+
+def _authorization(given: Settings, effective: Settings) -> str:
+    """The header for a shell, empty where none is needed."""
+    if given.open:
+        return ""
+    if effective.admin_token and not given.admin_token:
+        return f"-H 'Authorization: Bearer {effective.admin_token.get_secret_value()}' "
+    if not given.admin_token and given.admin_token_file:
+        return f'-H "Authorization: Bearer $(grep -m1 "^[^#]" {given.admin_token_file})" '
+    return '-H "Authorization: Bearer $VERBATIM_ADMIN_TOKEN" '

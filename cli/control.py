@@ -34,6 +34,10 @@ class Control:
         """The answer to POST `path`. Raises `Refusal`."""
         return self._ask("POST", path, json=body)
 
+    def delete(self, path: str) -> dict[str, Any]:
+        """The answer to DELETE `path`. Raises `Refusal`."""
+        return self._ask("DELETE", path)
+
     def _ask(self, method: str, path: str, **more: Any) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._token}"}
         try:
@@ -41,12 +45,13 @@ class Control:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Refusal(f"no service at {self._url} (set VERBATIM_URL to where it is): {error}") from error
         if response.is_error:
-            raise Refusal(_complaint(response))
+            raise Refusal(complaint(response))
         answer: dict[str, Any] = response.json()
         return answer
 
 
-def _complaint(response: httpx.Response) -> str:
+def complaint(response: httpx.Response) -> str:
+    """What the service said against the request, in one sentence."""
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

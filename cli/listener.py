@@ -41,8 +41,9 @@ def _why(host: str, port: int, error: Exception) -> str:
             return f"cannot listen on {host}:{port}: {error}"
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     """How this machine reaches the listener: http://host:port, with a wildcard address shown as the loopback one."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"https://{place}" if tls else f"http://{place}"

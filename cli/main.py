@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import audit, env, run, serve, sessions
+from cli import audit, dead_letters, env, export, imports, run, serve, sessions
 from cli.refusal import Refusal
 
 app = typer.Typer(
@@ -27,7 +27,10 @@ app.command("serve")(serve.serve)
 app.command("run")(run.run)
 app.command("env")(env.env)
 app.command("audit")(audit.audit)
+app.command("export")(export.export)
+app.command("import")(imports.import_sessions)
 app.add_typer(sessions.app, name="sessions")
+app.add_typer(dead_letters.app, name="dead-letters")
 
 
 def _print_version(wanted: bool) -> None:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
 
 
+SECRET = ("admin_token", "trainer_token", "admin_tokens", "trainer_tokens", "engine_api_key", "redis")
+"""Settings whose values are never shown."""
+
+
 def serve(
     engine: Annotated[
         list[str] | None,
@@ -35,7 +39,9 @@ def serve(
         str | None,
         typer.Option(
             metavar="URL",
-            help="redis://host:port/0 of a Redis 6.2 or newer, shared by all processes that serve the same sessions. "
+            help="redis://host:port/0 of a Redis 6.2 or newer, shared by all processes that serve the same sessions; "
+            "redis+cluster://host:port,host:port for a Redis Cluster, redis+sentinel://host:port,host:port/service for the "
+            "master that Sentinels watch, rediss for TLS. "
             "Left out: an embedded redis-server is started and stopped with the service.",
         ),
     ] = None,
@@ -52,7 +58,7 @@ def serve(
         typer.Option(
             metavar="everysec|always",
             help="When the embedded Redis syncs to disk. everysec (default) can lose a second when the power fails, "
-            "nothing when a process is killed; always loses nothing and is slower.",
+            "or two when Redis itself is killed while the disk is slow; always loses nothing and is slower.",
         ),
     ] = None,
     host: Annotated[
@@ -71,6 +77,21 @@ def serve(
             help="Processes that share the port and one Redis. One keeps a CPU core busy; add more when that core is full.",
         ),
     ] = 1,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Serve HTTPS with this PEM certificate and its chain. A renewed one is taken up."),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The certificate's PEM key, not encrypted."),
+    ] = None,
+    open_mode: Annotated[
+        bool,
+        typer.Option(
+            "--open",
+            help="Let every program on this machine in without a token or key. Only with a loopback --host.",
+        ),
+    ] = False,
     thinking: Annotated[
         str | None,
         typer.Option(
@@ -87,7 +108,8 @@ def serve(
     """Serve harnesses and trainers until Ctrl-C or SIGTERM.
 
     Every flag has an environment variable (--engine-api is VERBATIM_ENGINE_API; VERBATIM_ENGINE is a JSON list); a flag wins
-    over it. VERBATIM_ADMIN_TOKEN and VERBATIM_TRAINER_TOKEN set the two tokens; unset, they are generated and printed once.
+    over it. VERBATIM_ADMIN_TOKEN and VERBATIM_TRAINER_TOKEN set the two tokens, VERBATIM_ADMIN_TOKEN_FILE and
+    VERBATIM_TRAINER_TOKEN_FILE name files of them; unset, they are generated and printed once.
 
     The first Ctrl-C lets calls in flight finish for VERBATIM_DRAIN_SECONDS (20), then cuts and records them; a second one
     exits at once.
@@ -106,6 +128,9 @@ def serve(
         "fsync": fsync,
         "host": host,
         "port": port,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+        "open": open_mode or None,
         "thinking": thinking,
     }
     service.run(read_settings({name: value for name, value in flags.items() if value is not None}), workers, log_level)
@@ -134,7 +159,10 @@ def read_settings(flags: dict[str, Any]) -> Settings:
 def _what_is_wrong(problem: Any) -> str:
     name = str(problem["loc"][0])
     flag, variable = "--" + name.replace("_", "-"), "VERBATIM_" + name.upper()
-    reason = problem["msg"][:1].lower() + problem["msg"][1:]
+    reason = problem["msg"].removeprefix("Value error, ")
+    reason = reason[:1].lower() + reason[1:]
+    if name in SECRET:
+        return f"{variable} cannot be what it is: {reason}"
     return f"{flag} (or {variable}) cannot be {str(problem['input'])!r}: {reason}"
 
 
@@ -148,4 +176,7 @@ def engine_url(text: str) -> str:
         usable = False
     if not usable:
         raise Refusal(f"--engine {text!r} is not a URL like http://127.0.0.1:8000", exit_code=2)
+    if "@" in parts.netloc:
+        # Engines are called by their URL in logs, errors and GET /weights.
+        raise Refusal("--engine must not hold a password: VERBATIM_ENGINE_API_KEY is sent to the engines", exit_code=2)
     return url

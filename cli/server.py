@@ -12,12 +12,14 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
+from cli.connection import Connection, Patience
 from cli.listener import BACKLOG
 from cli.refusal import Refusal
+from cli.tls import Certificate, certificate
 from proxy.app import create_app
 
 if TYPE_CHECKING:
@@ -42,13 +44,18 @@ class Server(uvicorn.Server):
         drain: Callable[[], Coroutine[Any, Any, None]],
         on_ready: Callable[[], None],
         on_force: Callable[[], None],
+        certificate: Certificate | None,
     ) -> None:
         super().__init__(config)
+        self._certificate = certificate
         self._drain = drain
         self._on_ready = on_ready
         self._on_force = on_force
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._certificate is not None:
+            self.config.ssl = self._certificate.context
+            self._following = asyncio.create_task(self._certificate.follow())
         await super().startup(sockets)
         if self.started:
             self._on_ready()
@@ -56,6 +63,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Beside uvicorn's own wait for open connections: the application ends the replies it cuts in their dialect's way,
         # uvicorn would only break the connection.
+        if self._certificate is not None:
+            self._following.cancel()
         drain = asyncio.create_task(self._drain())
         await super().shutdown(sockets)
         await drain
@@ -92,7 +101,8 @@ def run_server(settings: Settings, listener: socket.socket, on_ready: Callable[[
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        # uvicorn calls it as it would call the class.
+        http=cast(Any, partial(Connection, patience=Patience.of(settings))),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -102,7 +112,7 @@ def run_server(settings: Settings, listener: socket.socket, on_ready: Callable[[
         timeout_keep_alive=IDLE_CONNECTION_SECONDS,
         timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + CUT_SECONDS,
     )
-    server = Server(config, partial(app.drain, settings.drain_seconds), on_ready, on_force)
+    server = Server(config, partial(app.drain, settings.drain_seconds), on_ready, on_force, certificate(settings))
     _run_until_stopped(server, listener)
     if not server.started:
         raise Refusal("the service could not start; the log above says why")

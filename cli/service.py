@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
 from cli.banner import show
+from cli.descriptors import raise_descriptor_limit
 from cli.listener import listen, url_of
 from cli.server import raise_on_stop_signals, run_server
 from cli.store import opened
+from cli.tls import certificate
 from cli.workers import Workers
-from proxy.auth import mint_token
+from proxy.settings import tokens_in
+from proxy.tokens import mint_token
 
 if TYPE_CHECKING:
     from proxy.settings import Settings
+
+log = logging.getLogger(__name__)
+
+SHORT_TOKEN = 16
+"""Characters below which a token is warned of."""
 
 
 def run(settings: Settings, workers: int, log_level: str) -> None:
     """Serve until SIGTERM or Ctrl-C, then return with everything stopped. Raises `Refusal` when it cannot start."""
     raise_on_stop_signals()
+    raise_descriptor_limit()
+    certificate(settings)
+    warn_of_weak_tokens(settings)
     listener = listen(settings.host, settings.port)
     with listener, opened(settings) as (redis_url, stop_redis):
         complete = with_tokens(settings).model_copy(update={"redis": redis_url})
-        on_ready = partial(show, settings, complete, url_of(listener))
+        on_ready = partial(show, settings, complete, url_of(listener, tls=settings.tls_cert is not None))
         if workers == 1:
             run_server(complete, listener, on_ready, on_force=stop_redis)
         else:
@@ -35,10 +48,29 @@ def run(settings: Settings, workers: int, log_level: str) -> None:
 
 
 def with_tokens(settings: Settings) -> Settings:
-    """`settings` with the tokens that were not set generated."""
-    return settings.model_copy(
-        update={
-            "admin_token": settings.admin_token or SecretStr(mint_token()),
-            "trainer_token": settings.trainer_token or SecretStr(mint_token()),
-        }
-    )
+    """`settings` with a token generated for each role that has none, unless it is open."""
+    if settings.open:
+        return settings
+    admin = settings.admin_token or settings.admin_tokens or settings.admin_token_file
+    trainer = settings.trainer_token or settings.trainer_tokens or settings.trainer_token_file
+    generated = {
+        "admin_token": settings.admin_token if admin else SecretStr(mint_token()),
+        "trainer_token": settings.trainer_token if trainer else SecretStr(mint_token()),
+    }
+    return settings.model_copy(update=generated)
+
+
+def warn_of_weak_tokens(settings: Settings) -> None:
+    """Say so when a token could be guessed, or when a trainer's opens all that an admin's does."""
+    admin = _secrets(settings.admin_token, settings.admin_tokens, settings.admin_token_file)
+    trainer = _secrets(settings.trainer_token, settings.trainer_tokens, settings.trainer_token_file)
+    for role, secrets in (("an admin", admin), ("a trainer", trainer)):
+        if any(len(secret) < SHORT_TOKEN for secret in secrets):
+            log.warning("%s token has fewer than %d characters and may be guessed", role, SHORT_TOKEN)
+    if admin & trainer:
+        log.warning("an admin token is also a trainer token: who has it is the admin")
+
+
+def _secrets(one: SecretStr | None, more: list[SecretStr], file: Path | None) -> set[str]:
+    given = {token.get_secret_value() for token in (one, *more) if token}
+    return given | set(tokens_in(file) if file else ())

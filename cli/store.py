@@ -23,9 +23,15 @@ def opened(settings: Settings) -> Iterator[tuple[str, Callable[[], None]]]:
     Raises `Refusal` when there is none, or when the data directory is not ours to use.
     """
     if settings.redis:
-        _ask(settings.redis)
+        _ask(settings, settings.redis)
         yield settings.redis, _leave_alone
         return
+    if settings.redis_wait_replicas or settings.redis_wait_aof:
+        raise Refusal(
+            "the embedded Redis has no replicas and no WAITAOF: leave VERBATIM_REDIS_WAIT_REPLICAS and VERBATIM_REDIS_WAIT_AOF "
+            "out; --fsync always answers nothing that is not on its disk",
+            exit_code=2,
+        )
     embedded = EmbeddedRedis(settings.data_dir, settings.fsync)
     try:
         try:
@@ -37,9 +43,9 @@ def opened(settings: Settings) -> Iterator[tuple[str, Callable[[], None]]]:
         embedded.stop()
 
 
-def _ask(url: str) -> None:
+def _ask(settings: Settings, url: str) -> None:
     async def ping() -> None:
-        connection = StoreConnection(url)
+        connection = StoreConnection.to(settings, url)
         try:
             await connection.ping()
         finally:

@@ -1,6 +1,6 @@
 """Several serving processes on one listening socket and one Redis, watched by the parent.
 
-A worker that dies is replaced: the proxies hold no state that is not in the store. A worker that never got as far as serving
+A worker that dies is replaced: the proxies hold no state that is not in the store. A worker that ends by itself before it serves
 ends the whole service, since its successor would fail in the same way. Workers end when their parent is gone.
 """
 
@@ -103,7 +103,8 @@ class Workers:
         for place, worker in enumerate(self._workers):
             if worker.process.is_alive():
                 continue
-            if not worker.look():
+            # Killed from outside, by the kernel for want of memory say, it tells nothing of how its successor will fare.
+            if not worker.look() and worker.process.exitcode != -signal.SIGKILL:
                 raise Refusal("a worker process could not start; the log above says why")
             log.error("worker %s died (exit code %s): starting another", worker.process.pid, worker.process.exitcode)
             worker.says.close()

@@ -9,39 +9,48 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
+import uuid
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
 
-from proxy.api.closing import sweep
+from proxy.api.closing import policy_of, sweep
 from proxy.api.control import control_router
 from proxy.api.errors import install_error_handlers
+from proxy.api.expiry import expire_idle, sweep_seconds
 from proxy.engine.pool import EnginePool
 from proxy.engine.updates import WeightUpdater
 from proxy.errors import StoreUnavailable
 from proxy.harness import Harness
 from proxy.inflight import Inflight
+from proxy.limits import CallSlots
 from proxy.metrics import Metrics
+from proxy.peers import Peers
+from proxy.retention import Retention
 from proxy.services import Services
 from proxy.settings import Settings
+from proxy.store.archive import RedisArchiveStore
 from proxy.store.connection import StoreConnection
 from proxy.store.delivery import RedisDeliveryStore
+from proxy.store.peers import RedisPeerStore
+from proxy.store.retention import RedisRetentionStore
 from proxy.store.sessions import RedisSessionStore
 from proxy.store.weights import RedisWeightStore
+from proxy.tokens import Tokens
 from proxy.trees import SessionTrees
 
 log = logging.getLogger(__name__)
-
-SWEEP_SECONDS = 10.0
 
 
 def create_app(settings: Settings) -> Harness:
     """The ASGI application of one process."""
     if settings.redis is None:
         raise ValueError("create_app needs settings.redis; start EmbeddedRedis first and put its URL there")
-    store = StoreConnection(settings.redis)
+    store = StoreConnection.to(settings, settings.redis)
     services = build_services(settings, store)
-    control = FastAPI(title="Verbatim")
+    # No pages that load scripts from elsewhere and ask for a token.
+    control = FastAPI(title="Verbatim", docs_url=None, redoc_url=None)
     harness = Harness(services, control)
     control.router.lifespan_context = lambda _: _lifespan(services, store, harness)
     control.state.services = services
@@ -53,16 +62,21 @@ def create_app(settings: Settings) -> Harness:
 def build_services(settings: Settings, store: StoreConnection) -> Services:
     """What one process holds, not yet started."""
     pool = EnginePool(settings)
-    sessions, weights = RedisSessionStore(store), RedisWeightStore(store)
+    process, inflight = uuid.uuid4().hex, Inflight()
+    sessions, weights = RedisSessionStore(store, process), RedisWeightStore(store)
     services = Services(
         settings=settings,
+        tokens=Tokens(settings),
+        slots=CallSlots(settings.max_calls, settings.max_calls_per_session),
         sessions=sessions,
         delivery=RedisDeliveryStore(store),
         weights=weights,
+        archive=RedisArchiveStore(store, sessions),
         pool=pool,
         updater=WeightUpdater(pool, weights, settings),
         trees=SessionTrees(sessions, settings.session_cache, settings.volatile_lines),
-        inflight=Inflight(),
+        inflight=inflight,
+        peers=Peers(process, RedisPeerStore(store), sessions, inflight, settings.close_wait_seconds),
         metrics=Metrics(),
     )
     services.metrics.watch(lambda: len(services.inflight), lambda: _version(pool))
@@ -75,25 +89,33 @@ def _version(pool: EnginePool) -> float:
 
 @contextlib.asynccontextmanager
 async def _lifespan(services: Services, store: StoreConnection, harness: Harness) -> AsyncIterator[None]:
+    services.peers.start()
     await services.pool.start()
     sweeper = asyncio.create_task(_sweep_forever(services))
+    # Beside the sweep, which must not wait while an archive is written.
+    retention = asyncio.create_task(Retention(services, RedisRetentionStore(store)).run())
     try:
         yield
     finally:
         sweeper.cancel()
+        retention.cancel()
         # The server has waited drain_seconds for answers to go out; what is still under way is cut and recorded.
         await services.inflight.drain(0)
         await harness.settle()
+        await services.peers.stop()
         await services.updater.stop()
         await services.pool.stop()
         await store.close()
 
 
 async def _sweep_forever(services: Services) -> None:
-    """Finish what processes that died left half closed."""
+    """Finish what processes that died left half closed, close what nobody uses any more, give up what nobody completes."""
     while True:
-        await asyncio.sleep(SWEEP_SECONDS)
+        await asyncio.sleep(sweep_seconds(services.settings))
         try:
             await sweep(services)
+            await expire_idle(services)
+            settings = services.settings
+            await services.delivery.tend(policy_of(settings), settings.group_timeout_seconds, time.time())
         except StoreUnavailable as error:
-            log.warning("the sweep of half-closed sessions waits: %s", error.message)
+            log.warning("the sweep of sessions waits: %s", error.message)

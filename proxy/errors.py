@@ -8,9 +8,11 @@ VerbatimError                        status  code
 │   ├── NotFound                     404     not_found            unknown session, model, lease, path
 │   │   └── UnknownCall              404     not_found            a call or response that the session does not have
 │   ├── Conflict                     409     conflict             closed session, older version, duplicate id
+│   ├── RequestTimeout               408     request_timeout      the body did not come in time
 │   └── TooLarge                     413     request_too_large
 └── Unavailable                      503     unavailable          retryable; carries Retry-After
     ├── Backpressure                 429     backpressure         too many groups wait for a trainer: no new one is begun
+    ├── TooManyCalls                 429     too_many_calls       the session or the process has as many under way as it may
     ├── EngineUnavailable            503     engine_unavailable
     ├── EngineFailed                 502     engine_failed        the engine broke off or answered nonsense
     └── StoreUnavailable             503     store_unavailable    Redis is down, full or loading: nothing was answered unrecorded
@@ -74,6 +76,12 @@ class Conflict(RequestError):
     code = "conflict"
 
 
+class RequestTimeout(RequestError):
+    status = 408
+    code = "request_timeout"
+    retry_after_seconds = 1.0
+
+
 class TooLarge(RequestError):
     status = 413
     code = "request_too_large"
@@ -89,6 +97,11 @@ class Backpressure(Unavailable):
     status = 429
     code = "backpressure"
     retry_after_seconds = 5.0
+
+
+class TooManyCalls(Unavailable):
+    status = 429
+    code = "too_many_calls"
 
 
 class EngineUnavailable(Unavailable):

@@ -39,6 +39,8 @@ _BEGIN_TRIES = 50
 
 _ABORT_PATIENCE_SECONDS = 0.5
 _ABORT_TRIES = 10
+_ABORT_ANSWER_SECONDS = 5.0
+"""How long an engine may take to hear that a call is to end, before it is hung up on: less than a close waits."""
 
 
 class Flow:
@@ -186,7 +188,13 @@ class Flow:
         """End the sampling now: ask the engine, which then answers with what it has, or hang up where it cannot be asked."""
         assert turn.replica is not None
         for _ in range(_ABORT_TRIES):
-            if not await engine.abort(turn.replica, job):
+            try:
+                async with asyncio.timeout(_ABORT_ANSWER_SECONDS):
+                    heard = await engine.abort(turn.replica, job)
+            except TimeoutError:
+                # An engine that hangs would keep the call, and whoever closes its session.
+                heard = False
+            if not heard:
                 break
             try:
                 # Asked before the engine knew of the request, it would not have stopped: ask again.

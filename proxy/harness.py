@@ -13,13 +13,17 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
-from proxy.auth import credential, key_opens, named_session
-from proxy.dialects.base import Asked, Delta, Dialect, Reply, StreamRenderer
+from proxy.auth import credential, key_opens, named_session, session_of_key
+from proxy.dialects.base import Asked, Delta, Dialect, Reply, Request, StreamRenderer
 from proxy.dialects.catalogue import Dialects
-from proxy.errors import Conflict, NotFound, RequestError, TooLarge, Unauthorized, UnknownCall, VerbatimError
+from proxy.errors import Conflict, NotFound, RequestError, Unauthorized, UnknownCall, VerbatimError
 from proxy.flow import Flow
+from proxy.limits import read_body
+from proxy.loopback import check_local
+from proxy.outward import refuse_remote_media, refuse_transfers
 from proxy.routes import Route, dialect_of, find, is_harness
 from proxy.services import Services
+from proxy.store.base import SessionInfo
 from proxy.trees import SessionTree
 from proxy.turn import Turn
 
@@ -74,15 +78,41 @@ class Harness:
             return
         query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
         tree = await self._session(route, headers, query)
-        if route.action in ("call", "count"):
-            body = await _read_body(scope, receive, self._services.settings.max_body_bytes)
-            asked = Asked(body, route.path, query)
-            if route.action == "call":
-                await self._answer(receive, send, tree, route, asked, headers)
-            else:
-                await self._count(send, tree, route, asked)
-        else:
+        with self._services.slots.take(tree.info.session_id):
+            await self._act(receive, send, tree, route, query, headers)
+
+    async def _act(
+        self,
+        receive: Receive,
+        send: Send,
+        tree: SessionTree,
+        route: Route,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+    ) -> None:
+        """Do what the route says for a caller who may ask for it."""
+        if route.action != "call":
+            await self._check_life(tree)
+        if route.action not in ("call", "count"):
             await _send_whole(send, 200, _JSON, await self._looked_up(tree, route))
+            return
+        settings = self._services.settings
+        body = await read_body(receive, settings.max_body_bytes, settings.body_timeout_seconds)
+        asked = Asked(body, route.path, query)
+        if route.action == "call":
+            await self._answer(receive, send, tree, route, asked, headers)
+        else:
+            await self._count(send, tree, route, asked)
+
+    async def _check_life(self, tree: SessionTree) -> None:
+        """A key lives as long as its session, also for what asks nothing else of the store. Raises NotFound and Conflict."""
+        session_id = tree.info.session_id
+        state = await self._services.sessions.load(session_id)
+        if state is None or state.info.created_at != tree.info.created_at:
+            self._services.trees.forget(session_id)
+            raise NotFound(f"session '{session_id}' does not exist")
+        if state.status != "open":
+            raise Conflict(f"session '{session_id}' is {state.status}; its key opens nothing any more")
 
     async def _looked_up(self, tree: SessionTree, route: Route) -> bytes:
         """The body that answers a question about what there is: models, and replies that are kept."""
@@ -111,27 +141,39 @@ class Harness:
             await self._services.trees.refresh(tree)
             return work()
 
+    async def _parsed(self, tree: SessionTree, work: Callable[[], Request]) -> Request:
+        request = await self._knowing(tree, work)
+        refuse_transfers(request)
+        if not self._services.settings.remote_media:
+            refuse_remote_media(request)
+        return request
+
     async def _count(self, send: Send, tree: SessionTree, route: Route, asked: Asked) -> None:
         counts = self._dialects.counts(route.dialect)
-        request = await self._knowing(tree, lambda: counts.parse_count(asked, tree))
+        request = await self._parsed(tree, lambda: counts.parse_count(asked, tree))
         tokens = await self._flow.count(tree, request)
         await _send_whole(send, 200, _JSON, counts.count(tokens))
 
     async def _session(self, route: Route, headers: Mapping[str, str], query: Mapping[str, str]) -> SessionTree:
-        """The tree of the session the request names and may use. Raises Unauthorized or NotFound."""
+        """The tree of the session the request names and may use. Raises Unauthorized, Forbidden or NotFound."""
         key = credential(headers, query)
-        session_id = named_session(route.session, key)
-        tree = await self._services.trees.open(session_id)
-        if key is None or not key_opens(key, tree.info.key_hash):
-            raise Unauthorized(f"the API key does not open session {session_id}")
-        return tree
+        session_id = named_session(route.session, key, keyless=self._services.settings.open)
+        if key is None or session_of_key(key) is None:
+            check_local(headers)
+            return await self._services.trees.open(session_id)
+
+        def admits(info: SessionInfo) -> None:
+            if not key_opens(key, info.key_hash):
+                raise Unauthorized(f"the API key does not open session {session_id}")
+
+        return await self._services.trees.open(session_id, admits)
 
     async def _answer(
         self, receive: Receive, send: Send, tree: SessionTree, route: Route, asked: Asked, headers: Mapping[str, str]
     ) -> None:
         """Answer one model call, whole or streamed, and let the store know that the answer went out."""
         dialect = self._dialects[route.dialect]
-        request = await self._knowing(tree, lambda: dialect.parse(asked, tree))
+        request = await self._parsed(tree, lambda: dialect.parse(asked, tree))
         self._services.metrics.dropped(request.dialect, request.dropped_tools)
         turn = self._flow.admit(tree, request, asked.body, headers)
         items: asyncio.Queue[Item] = asyncio.Queue()
@@ -257,23 +299,6 @@ def _opened(dialect: Dialect, turn: Turn) -> StreamRenderer:
 
 def _headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-
-
-async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request body. Raises TooLarge beyond `limit` bytes, RequestError when the harness breaks off."""
-    parts = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise RequestError("the request broke off before its body was whole")
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise TooLarge(f"the body is larger than {limit} bytes")
-        parts.append(part)
-        if not message.get("more_body"):
-            return b"".join(parts)
 
 
 async def _send_whole(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:

@@ -33,6 +33,9 @@ class Inflight:
     def __len__(self) -> int:
         return sum(len(calls) for calls in self._running.values())
 
+    def call_ids(self) -> set[str]:
+        return {running.call_id for calls in self._running.values() for running in calls}
+
     def enter(self, running: Running) -> None:
         self._running.setdefault(running.session_id, set()).add(running)
 

@@ -224,9 +224,7 @@ def place(tree: SessionTree, found: Continuation, prompt_ids: Ids, branch_reason
 
 def _fork_reason(tree: SessionTree, found: Continuation, parent_id: str) -> str | None:
     """Why a call that extends its parent is not the first to do so."""
-    asked = (tree.forest.calls[call_id] for call_id in reversed(tree.forest.asked(found.fingerprint)))
-    # The chain leaves reasoning out: a request of the same fingerprint below another parent is of an edited history.
-    if any(call.node.parent_id == parent_id for call in asked):
+    if _asked_before(tree, found, parent_id):
         return "repeated"
     if found.edited:
         return "edited"
@@ -236,9 +234,16 @@ def _fork_reason(tree: SessionTree, found: Continuation, parent_id: str) -> str 
 def _root_reason(tree: SessionTree, found: Continuation) -> str | None:
     if not len(tree.forest):
         return None
-    if found.repeated:
+    if found.repeated or _asked_before(tree, found, None):
         return "repeated"
     return "edited" if found.edited else "new_root"
+
+
+def _asked_before(tree: SessionTree, found: Continuation, parent_id: str | None) -> bool:
+    """Whether the same request stands below the same parent by now: its twin may have been recorded while this one was sampled."""
+    asked = (tree.forest.calls[call_id] for call_id in reversed(tree.forest.asked(found.fingerprint)))
+    # The chain leaves reasoning out: a request of the same fingerprint below another parent is of an edited history.
+    return any(call.node.parent_id == parent_id for call in asked)
 
 
 def _closed(call: Call) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from proxy.cursors import CallsCursor
 from proxy.errors import RequestError
 from proxy.services import Services
 from proxy.store.base import Intent, SessionState
@@ -18,7 +19,7 @@ from reconstruct.codec import decode
 from reconstruct.errors import DecodeError, ReconstructError
 from reconstruct.forest import Forest
 from reconstruct.records import Call, Sampling
-from reconstruct.trajectory import Accounting, Trajectory
+from reconstruct.trajectory import Accounting, Trajectory, weighed
 
 _decode = msgspec.json.decode
 
@@ -78,7 +79,7 @@ def build_rows(
     )
     finished = {call.call_id for call in calls}
     untold = {intent.call_id: "dangling" for intent in intents if intent.call_id not in finished} | damaged
-    return Built(rows, account(settled, rows, untold))
+    return Built(weighed(rows), account(settled, rows, untold))
 
 
 def _decoded(records: Sequence[bytes]) -> tuple[list[Call], dict[str, str]]:
@@ -96,23 +97,36 @@ def _decoded(records: Sequence[bytes]) -> tuple[list[Call], dict[str, str]]:
 
 
 def calls_as_wire(
-    records: Sequence[bytes], delivered: set[str], intents: Sequence[Intent], start: int, limit: int, arrays: str
+    records: Sequence[bytes],
+    delivered: set[str],
+    intents: Sequence[Intent],
+    in_flight: Container[str],
+    start: CallsCursor,
+    limit: int,
+    arrays: str,
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """`limit` calls from number `start` on in the order they were recorded, dangling intents last; the next cursor or None."""
+    """`limit` calls from `start` on in the order they were recorded, then those that are unfinished; the next cursor or None.
+
+    `in_flight` holds the ids of the unfinished calls that are under way; the others are dangling."""
     calls, _ = _decoded(records)
     settled = settle(calls)
     finished = {call.call_id for call in calls}
-    dangling = [intent for intent in intents if intent.call_id not in finished]
+    unfinished = sorted(
+        (begun, intent)
+        for intent in intents
+        if intent.call_id not in finished and (begun := (intent.started_at, intent.call_id)) > start.unfinished
+    )
     strays = {call.call_id for call in settled.stray}
     shown: list[dict[str, Any]] = []
-    for call in calls[start : start + limit]:
+    for call in calls[start.recorded : start.recorded + limit]:
         forest = Forest() if call.call_id in strays else settled.forest
         shown.append(_call(call, forest, call.call_id in delivered, arrays))
-    room = limit - len(shown)
-    skipped = max(0, start - len(calls))
-    shown.extend(_dangling(intent) for intent in dangling[skipped : skipped + room])
-    end = start + len(shown)
-    return shown, str(end) if end < len(calls) + len(dangling) else None
+    recorded, room = start.recorded + len(shown), limit - len(shown)
+    for _, intent in unfinished[:room]:
+        shown.append(_unfinished(intent, "in_flight" if intent.call_id in in_flight else "dangling"))
+    last = unfinished[:room][-1][0] if unfinished[:room] else start.unfinished
+    more = recorded < len(calls) or len(unfinished) > room
+    return shown, str(CallsCursor(recorded, last)) if more else None
 
 
 def _call(call: Call, forest: Forest, delivered: bool, arrays: str) -> dict[str, Any]:
@@ -170,13 +184,13 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _dangling(intent: Intent) -> dict[str, Any]:
-    """A call whose engine was asked and whose result never came: visible, with nothing to train."""
+def _unfinished(intent: Intent, status: str) -> dict[str, Any]:
+    """A call whose engine was asked and whose result has not come: visible, with nothing to train."""
     return {
         **_BLANK,
         "call_id": intent.call_id,
         "parent_id": intent.parent_id,
-        "status": "dangling",
+        "status": status,
         "prompt_ids": [],
         "completion_ids": [],
         "logprobs": [],
@@ -193,5 +207,7 @@ async def session_rows(services: Services, state: SessionState, builder: str = "
     records, intents, delivered = await asyncio.gather(
         services.sessions.records(session_id), services.sessions.intents(session_id), services.sessions.delivered(session_id)
     )
+    in_flight = await services.peers.in_flight(intents) if state.status in ("open", "closing") else ()
+    left = [intent for intent in intents if intent.call_id not in in_flight]
     roles = frozenset(services.settings.train_roles)
-    return await asyncio.to_thread(build_rows, state, records, intents, delivered, builder, roles)
+    return await asyncio.to_thread(build_rows, state, records, left, delivered, builder, roles)

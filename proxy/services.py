@@ -9,20 +9,28 @@ if TYPE_CHECKING:
     from proxy.engine.pool import EnginePool
     from proxy.engine.updates import WeightUpdater
     from proxy.inflight import Inflight
+    from proxy.limits import CallSlots
     from proxy.metrics import Metrics
+    from proxy.peers import Peers
     from proxy.settings import Settings
+    from proxy.store.archive import RedisArchiveStore
     from proxy.store.base import DeliveryStore, SessionStore, WeightStore
+    from proxy.tokens import Tokens
     from proxy.trees import SessionTrees
 
 
 @dataclass(slots=True)
 class Services:
     settings: Settings
+    tokens: Tokens
+    slots: CallSlots
     sessions: SessionStore
     delivery: DeliveryStore
     weights: WeightStore
+    archive: RedisArchiveStore
     pool: EnginePool
     updater: WeightUpdater
     trees: SessionTrees
     inflight: Inflight
+    peers: Peers
     metrics: Metrics

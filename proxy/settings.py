@@ -7,12 +7,14 @@ has flags for. Lists in the environment are JSON.
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from proxy.loopback import is_loopback
 from reconstruct.roles import RoleRule
 
 Role = Literal["main", "subagent", "compaction", "side"]
@@ -27,6 +29,24 @@ def _expression(text: str) -> str:
 
 
 Expression = Annotated[str, AfterValidator(_expression)]
+
+
+def tokens_in(path: Path) -> list[str]:
+    """The tokens in a file: its lines, except empty ones and those that begin with #. Raises ValueError when it cannot be read."""
+    try:
+        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+    except OSError as error:
+        raise ValueError(f"it cannot be read: {error.strerror}") from error
+    found = [line for line in lines if line and not line.startswith("#")]
+    for token in found:
+        _check_token(token)
+    return found
+
+
+def _check_token(token: str) -> None:
+    # Anything else does not arrive as it was sent, or is cut at the blank.
+    if not re.fullmatch(r"[!-~]*", token):
+        raise ValueError("a token is made of ASCII letters, digits and signs, without blanks")
 
 
 class Settings(BaseSettings):
@@ -44,11 +64,21 @@ class Settings(BaseSettings):
     """Longest wait for a connection to an engine."""
 
     redis: str | None = None
-    """redis:// URL of the store; none: an embedded redis-server in `data_dir`."""
+    """URL of the store: redis://, redis+cluster://, redis+sentinel://, each also with rediss; none: an embedded redis-server in
+    `data_dir`."""
+    redis_timeout_seconds: float = Field(10.0, gt=0)
+    """Longest wait for an answer of Redis, a new connection included."""
+    redis_retry_seconds: float = Field(10.0, ge=0)
+    """How long the record of a finished call is offered again while Redis restarts or fails over; then the call fails."""
+    redis_wait_replicas: int = Field(0, ge=0)
+    """Replicas that must hold a record, a close or an acknowledgement before it counts (WAIT)."""
+    redis_wait_aof: bool = False
+    """Whether each of those must also be on the disk of the Redis, and of that many replicas (WAITAOF, Redis 7.2 or newer)."""
     data_dir: Path = Path("verbatim-data")
     """Where the embedded Redis keeps its append-only file."""
     fsync: Literal["everysec", "always"] = "everysec"
-    """appendfsync of the embedded Redis: everysec can lose a second at a power cut, never at a kill."""
+    """appendfsync of the embedded Redis: everysec can lose a second at a power cut, and at a kill of that Redis what it answered while
+    the disk was slow to sync, two seconds at most; always loses nothing."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -60,8 +90,40 @@ class Settings(BaseSettings):
     """Opens the admin API; none: generated at start and printed once."""
     trainer_token: SecretStr | None = None
     """Opens leases and weight pushes; none: generated at start and printed once."""
-    max_body_bytes: int = 64 * 2**20
+    admin_tokens: list[SecretStr] = Field(default_factory=list)
+    """More admin tokens that are valid beside it, so that one can be exchanged for another."""
+    trainer_tokens: list[SecretStr] = Field(default_factory=list)
+    """More trainer tokens."""
+    admin_token_file: Path | None = None
+    """A file of admin tokens, one per line, valid beside the others; read again when it changes."""
+    trainer_token_file: Path | None = None
+    """The same for trainer tokens."""
+    open: bool = False
+    """Let every program on this machine in without a token or key; only for a service that listens on loopback."""
+    tls_cert: Path | None = None
+    """PEM file with the certificate, and its chain, to serve HTTPS with; read again when it changes."""
+    tls_key: Path | None = None
+    """PEM file with the certificate's key, not encrypted."""
+
+    max_body_bytes: int = Field(64 * 2**20, ge=1)
     """Largest request body taken."""
+    max_header_bytes: int = Field(64 * 2**10, ge=1024)
+    """Largest head of a request, all its headers together; beyond it 431."""
+    max_headers: int = Field(128, ge=16)
+    """Most headers of a request."""
+    header_timeout_seconds: float = Field(15.0, ge=0)
+    """Longest time for the head of a request to arrive; 0: any."""
+    body_timeout_seconds: float = Field(120.0, ge=0)
+    """Longest time for the body of a request to arrive; 0: any."""
+    write_timeout_seconds: float = Field(120.0, ge=0)
+    """How long a client may take nothing of an answer before its connection is cut; 0: for ever."""
+    max_calls: int = Field(0, ge=0)
+    """Calls under way at once in one process, beyond which callers get 429; 0: any number."""
+    max_calls_per_session: int = Field(0, ge=0)
+    """Calls under way at once of one session in one process, beyond which it gets 429; 0: any number."""
+    remote_media: bool = False
+    """Take messages that name an image or other media by its address. The engine, not this service, then fetches it from its own
+    network; otherwise media come as data URLs only."""
 
     thinking: Literal["template", "retain"] = "template"
     """When the chat template drops earlier thinking at a new user turn: branch there as the deployed model would see it
@@ -69,6 +131,9 @@ class Settings(BaseSettings):
     volatile_lines: list[Expression] = Field(default_factory=lambda: [r"^x-anthropic-billing-header:.*$"])
     """Regular expressions for lines of system prompts that change with every request and mean nothing to the model; they are
     taken out before anything else sees the prompt."""
+    later_system_role: Literal["system", "user"] = "user"
+    """The role under which a system or developer message that is not at the head of a Responses or Messages history is rendered:
+    many chat templates refuse a later system message."""
     role_rules: list[RoleRule] = Field(default_factory=list)
     """More rules for the role of a call, tried before the built-in ones; see reconstruct/roles.py."""
     train_roles: list[Role] = Field(default_factory=lambda: list[Role](("main", "subagent")))
@@ -80,18 +145,84 @@ class Settings(BaseSettings):
     session_cache: int = 4096
     """Sessions whose trees are kept in memory; others are read back from the store when needed."""
 
+    session_idle_seconds: float = Field(0.0, ge=0)
+    """Sessions without a call for so long are closed as timeout, so that their groups need not wait; 0: never."""
+    close_wait_seconds: float = Field(10.0, ge=0)
+    """At a close or delete, how long the calls in flight, in all processes, may take to end and be recorded."""
+
     group_policy: Literal["require_all", "allow_partial", "drop"] = "require_all"
     """What a group needs to be delivered: all members usable, at least `group_minimum` of them, or drop it when any failed."""
     group_minimum: int = 1
     """Usable members that allow_partial asks for."""
     zero_variance: Literal["keep", "drop"] = "keep"
     """Whether groups whose rewards are all equal are delivered."""
+    group_timeout_seconds: float = Field(86400.0, ge=0, allow_inf_nan=False)
+    """How long an incomplete group waits for its next member; 0: for ever. Then require_all makes it a dead letter, drop drops
+    it, and allow_partial delivers the members that have come if `group_minimum` of them are usable."""
+    stale_groups: Literal["keep", "drop", "flag"] = "keep"
+    """What a lease does with groups older than its max_staleness: keep them for others, drop them, or give them marked stale."""
+    max_undelivered_groups: int = Field(0, ge=0)
+    """Groups that may be open, filling or ready at once; a session that would begin another one gets 429. 0: any number."""
     lease_seconds: float = 600.0
     """How long a trainer holds a batch before it is given to another."""
     max_deliveries: int = 5
     """Deliveries of one group before it goes to the dead letters."""
 
+    archive_dir: Path | None = None
+    """Where sessions are written before retention deletes them; an archive that `verbatim import` reads."""
+    archive_format: Literal["parquet", "jsonl"] = Field("parquet", validate_default=True)
+    """Files of the archive; parquet needs pyarrow."""
+    retain_without_archive: bool = False
+    """Let retention delete sessions that no archive holds."""
+    retain_seconds: float | None = Field(None, gt=0)
+    """How long a closed session is kept; none: for ever. Never deleted: one that is open, leased, or whose group may still be
+    delivered."""
+    retain_bytes: int | None = Field(None, gt=0)
+    """Memory that the store may use before the oldest closed sessions go; none: all it has. The same are never deleted."""
+    retain_check_seconds: float = Field(900.0, gt=0)
+    """How often retention looks."""
+
     weights_roots: list[Path] = Field(default_factory=list)
     """Folders that a weight push may read from; empty: any path (the engines open it, not the proxy)."""
     weights_timeout_seconds: float = 600.0
     """Longest time one replica may take for one step of a weight update."""
+
+    @field_validator("admin_token", "trainer_token", "admin_tokens", "trainer_tokens")
+    @classmethod
+    def _can_be_sent(cls, given: SecretStr | list[SecretStr] | None) -> SecretStr | list[SecretStr] | None:
+        for token in given if isinstance(given, list) else [given]:
+            if token is not None:
+                _check_token(token.get_secret_value())
+        return given
+
+    @field_validator("admin_token_file", "trainer_token_file")
+    @classmethod
+    def _holds_tokens(cls, path: Path | None) -> Path | None:
+        if path is not None and not tokens_in(path):
+            raise ValueError("there is no token in it")
+        return path
+
+    @field_validator("open")
+    @classmethod
+    def _is_for_this_machine(cls, chosen: bool, others: ValidationInfo) -> bool:
+        host = str(others.data.get("host"))
+        if chosen and not is_loopback(host):
+            raise ValueError(f"the service would listen on {host}, where other machines reach it without a token")
+        return chosen
+
+    @field_validator("retain_seconds", "retain_bytes")
+    @classmethod
+    def _has_an_archive(cls, limit: float | None, others: ValidationInfo) -> float | None:
+        if limit is not None and others.data.get("archive_dir") is None and not others.data.get("retain_without_archive"):
+            raise ValueError(
+                "it deletes sessions: say where they are archived (VERBATIM_ARCHIVE_DIR), or that they need not be "
+                "(VERBATIM_RETAIN_WITHOUT_ARCHIVE=true)"
+            )
+        return limit
+
+    @field_validator("archive_format")
+    @classmethod
+    def _can_be_written(cls, chosen: str, others: ValidationInfo) -> str:
+        if chosen == "parquet" and others.data.get("archive_dir") and find_spec("pyarrow") is None:
+            raise ValueError("pyarrow is missing: pip install 'verbatim-rl[archive]', or choose jsonl")
+        return chosen

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from proxy.errors import NotFound, UnknownCall
+from proxy.errors import NotFound, Unauthorized, UnknownCall
 from proxy.store.base import SessionInfo, SessionStore
 from reconstruct.codec import decode
 from reconstruct.errors import ReconstructError
@@ -219,6 +219,14 @@ class SessionTree:
             self.known = total
 
 
+def _admitted(admits: Callable[[SessionInfo], None], info: SessionInfo) -> bool:
+    try:
+        admits(info)
+    except Unauthorized:
+        return False
+    return True
+
+
 def _begins(history: list[Seen], known: list[Seen]) -> bool:
     """Whether `history` begins with the very messages of `known`: compared by identity, a session decodes each but once."""
     return history[: len(known)] == known
@@ -243,15 +251,21 @@ class SessionTrees:
         self._capacity = capacity
         self._trees: OrderedDict[str, SessionTree] = OrderedDict()
 
-    async def open(self, session_id: str) -> SessionTree:
-        """The session's tree, from memory or from the store. Raises NotFound for a session that does not exist."""
+    async def open(self, session_id: str, admits: Callable[[SessionInfo], None] = lambda _: None) -> SessionTree:
+        """The session's tree, from memory or from the store. Raises NotFound for a session that does not exist, and what `admits`
+        raises for a caller who may not have it: before anything but the session's own state is read."""
         tree = self._trees.get(session_id)
-        if tree is not None:
+        if tree is not None and _admitted(admits, tree.info):
             self._trees.move_to_end(session_id)
             return tree
+        # Also when memory admits nobody: meanwhile another session may have been given the same id, and another key.
         state = await self._sessions.load(session_id)
         if state is None:
+            self.forget(session_id)
             raise NotFound(f"session '{session_id}' does not exist")
+        admits(state.info)
+        if tree is not None and tree.info.created_at != state.info.created_at:
+            self.forget(session_id)
         tree = SessionTree(state.info, self._volatile)
         if state.calls:
             tree.learn(await self._sessions.records(session_id), 0)

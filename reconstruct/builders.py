@@ -124,24 +124,28 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
         loss_mask=loss_mask,
         logprobs=logprobs,
         weight_versions=tuple(spans),
-        reward=_reward(context, trajectory_id, last.call_id),
+        reward=_reward(builder, context, trajectory_id, last.call_id),
         call_ids=tuple(path),
         finish_reason=last.finish_reason,
         truncated=last.finish_reason in ("length", "abort"),
-        metadata=_metadata(context, path),
+        metadata=_metadata(context, [call_id for call_id in path if call_id in own]),
     )
 
 
-def _reward(context: RowContext, trajectory_id: str, last_call_id: str) -> float | None:
-    """The branch's own reward where it was given one (by trajectory or last call), else the session's."""
+def _reward(builder: str, context: RowContext, trajectory_id: str, last_call_id: str) -> float | None:
+    """The branch's own reward where it was given one (by trajectory or last call); for a row that is one call, that call's;
+    else the session's."""
     for name in (trajectory_id, last_call_id):
         if name in context.per_branch:
             return context.per_branch[name]
+    if builder == "per_call" and last_call_id in context.per_call:
+        return context.per_call[last_call_id]
     return context.reward
 
 
-def _metadata(context: RowContext, path: Sequence[str]) -> Mapping[str, Any]:
-    given = {call_id: context.per_call[call_id] for call_id in path if call_id in context.per_call}
+def _metadata(context: RowContext, trained: Sequence[str]) -> Mapping[str, Any]:
+    """The session's, with the rewards of the calls that this row trains: where rows share a call, one of them has its reward."""
+    given = {call_id: context.per_call[call_id] for call_id in trained if call_id in context.per_call}
     return {**context.metadata, "per_call_rewards": given} if given else context.metadata
 
 

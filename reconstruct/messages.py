@@ -20,6 +20,9 @@ from typing import Any
 
 DIGEST_BYTES = 16
 
+DEEPEST = 100
+"""Levels of nesting that are followed."""
+
 _IGNORED_FIELDS = frozenset({"cache_control", "index", "role", "content", "tool_calls", "tool_call_id"})
 
 Message = Mapping[str, Any]
@@ -88,13 +91,34 @@ def _part(part: Any) -> Any:
 
 
 def plain_arguments(arguments: Any) -> Any:
-    """Tool arguments parsed where they are JSON, the raw string where they are not; "" and {} are alike."""
+    """Tool arguments parsed where they are JSON, the raw string where they are not; "" and {} are alike.
+
+    A model that repeats itself nests them without end: what is deeper than `DEEPEST` stays a string, too.
+    """
     if not isinstance(arguments, str):
         return arguments if arguments is not None else {}
     try:
-        return json.loads(arguments) if arguments.strip() else {}
-    except ValueError:
+        parsed = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
         return arguments
+    shallow = arguments.count("[") + arguments.count("{") <= DEEPEST
+    return parsed if shallow or is_shallow(parsed) else arguments
+
+
+def is_shallow(value: Any) -> bool:
+    """Whether JSON is nested at most `DEEPEST` levels deep; measured without recursion."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        inner: list[Any] = []
+        for holder in level:
+            if isinstance(holder, dict):
+                inner.extend(holder.values())
+            elif isinstance(holder, list):
+                inner.extend(holder)
+        if not inner:
+            return True
+        level = inner
+    return False
 
 
 def reasoning_of(message: Message) -> str:
@@ -148,6 +172,9 @@ def digest_message(message: Message) -> Digests:
         trimmed = content.strip() if isinstance(content, str) else content
         digest = hash_bytes(b"assistant", canonical_json([trimmed, call_names(message)]))
         return Digests(digest, True, tuple(str(call.get("id") or "") for call in message.get("tool_calls") or ()))
+    if role == "prompt":
+        # Text or token ids that a model is to go on from: exactly those, and as many as a history has.
+        return Digests(hash_bytes(b"prompt", json.dumps(message.get("content")).encode()), False)
     rest = {key: value for key, value in message.items() if key not in _IGNORED_FIELDS and value not in (None, "", [])}
     digest = hash_bytes(b"message", canonical_json([role, plain_content(message.get("content")), rest]))
     return Digests(digest, False, answers=str(message.get("tool_call_id") or ""))

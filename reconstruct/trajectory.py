@@ -3,12 +3,16 @@
 `token_ids`, `loss_mask` and `logprobs` have one length; `logprobs` is 0.0 where the mask is 0; `weight_versions` spans cover
 sampled tokens only, in the row's own positions. `trajectory_id` depends on the session and the calls in the row alone, so
 that a redelivered row has the id it had before.
+
+One rollout may become several rows. `rollout_id` says which belong together, and `row_weight` is 1 / the number of rows of the
+rollout that train anything (0 for a row that trains nothing), so that the weights of a rollout's rows add up to 1.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +40,18 @@ class Trajectory:
     finish_reason: str
     truncated: bool
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    row_weight: float = 1.0
+
+    @property
+    def rollout_id(self) -> str:
+        """The session is the rollout: one harness run is one attempt at the task."""
+        return self.session_id
+
+
+def weighed(rows: Sequence[Trajectory]) -> list[Trajectory]:
+    """The rows, in their order, each with its weight among the trained rows of its rollout."""
+    trained = Counter(row.rollout_id for row in rows if row.loss_mask.any())
+    return [replace(row, row_weight=1 / trained[row.rollout_id] if row.loss_mask.any() else 0.0) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +91,8 @@ def as_wire(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
         "finish_reason": row.finish_reason,
         "truncated": row.truncated,
         "metadata": dict(row.metadata),
+        "rollout_id": row.rollout_id,
+        "row_weight": row.row_weight,
     }
 
 

@@ -1,16 +1,19 @@
-"""Real redis-servers for tests: one plain and one cluster of a single node, which refuses scripts that cross slots."""
+"""Real redis-servers for tests: one alone, with replicas, and clusters of several."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 import redis
@@ -18,8 +21,12 @@ import redis
 from proxy.store.connection import StoreConnection
 from proxy.store.delivery import RedisDeliveryStore
 from proxy.store.embedded import redis_server_binary
+from proxy.store.peers import RedisPeerStore
 from proxy.store.sessions import RedisSessionStore
 from proxy.store.weights import RedisWeightStore
+
+BINARY = os.environ.get("VERBATIM_TEST_REDIS") or str(redis_server_binary())
+"""The redis-server under the tests; the variable names another one, for example a newer."""
 
 
 @dataclass
@@ -34,36 +41,160 @@ class RedisServer:
     def client(self) -> redis.Redis:
         return redis.Redis(port=self.port, single_connection_client=True, protocol=2)
 
+    def flushall(self) -> None:
+        with self.client() as client:
+            client.flushall()
+
+    def all_keys(self) -> set[bytes]:
+        with self.client() as client:
+            return set(client.scan_iter("*", count=1000))
+
     def stop(self) -> None:
         self.process.terminate()
         self.process.wait()
 
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class RedisKind(Protocol):
+    """One server or a cluster."""
+
+    @property
+    def url(self) -> str: ...
+
+    def flushall(self) -> None: ...
+
+    def all_keys(self) -> set[bytes]: ...
+
+
+@dataclass
+class RedisCluster:
+    """`primaries` hold a part of the slots each, in order; `replicas` follow them, by position."""
+
+    primaries: list[RedisServer]
+    replicas: list[RedisServer]
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in self.primaries)
+
+    def flushall(self) -> None:
+        for server in self.primaries:
+            server.flushall()
+
+    def all_keys(self) -> set[bytes]:
+        return set().union(*(server.all_keys() for server in self.primaries))
+
 
 @contextmanager
-def running_redis(*flags: str, port: int | None = None) -> Iterator[RedisServer]:
+def running_redis(*flags: str, port: int | None = None, wait: bool = True) -> Iterator[RedisServer]:
+    """`wait`: until it answers, which it does only when its file is loaded."""
     folder = Path(tempfile.mkdtemp(prefix="verbatim-test-"))
     port = port or free_port()
     where = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--appendonly", "yes", "--save", ""]
-    process = subprocess.Popen([str(redis_server_binary()), *where, *flags], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([BINARY, *where, *flags], stdout=subprocess.DEVNULL)
     server = RedisServer(port, process)
     try:
+        if wait:
+            wait_until_it_answers(server)
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+        # A child of redis-server may still be writing there.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def running_cluster(primaries: int = 3, *, replicated: bool = False, node_timeout: float = 2.0) -> Iterator[RedisCluster]:
+    """A cluster whose nodes agree that all is well; `node_timeout` is how long, in seconds, a node may be away before its replica
+    takes over."""
+    flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(int(node_timeout * 1000)))
+    with ExitStack() as stack:
+        servers = [stack.enter_context(running_redis(*flags)) for _ in range(primaries * (1 + replicated))]
+        cluster = RedisCluster(servers[:primaries], servers[primaries:])
+        _assign_slots(cluster.primaries)
+        _introduce(servers)
+        for primary, replica in zip(cluster.primaries, cluster.replicas, strict=False):
+            ask(replica, "CLUSTER", "REPLICATE", ask(primary, "CLUSTER", "MYID"))
+        for server in servers:
+            _await(lambda server=server: _sees(server, len(servers)), "the nodes agree")
+        for replica in cluster.replicas:
+            _await(lambda replica=replica: b"master_link_status:up" in info(replica), "the replicas follow")
+        yield cluster
+
+
+def _assign_slots(servers: list[RedisServer]) -> None:
+    bounds = [16384 * number // len(servers) for number in range(len(servers) + 1)]
+    for server, (first, end) in zip(servers, pairwise(bounds), strict=True):
+        ask(server, "CLUSTER", "ADDSLOTS", *range(first, end))
+
+
+def _introduce(servers: list[RedisServer]) -> None:
+    for number, server in enumerate(servers):
+        # Of different age, so that two nodes never claim the same slots.
+        ask(server, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+    for server in servers[1:]:
+        ask(servers[0], "CLUSTER", "MEET", "127.0.0.1", server.port)
+    # Before nobody knows its peers, a node cannot be told to follow one.
+    for server in servers:
+        _await(lambda server=server: len(_peers(server)) == len(servers), "the nodes know each other")
+
+
+def _sees(server: RedisServer, count: int) -> bool:
+    state = ask(server, "CLUSTER", "INFO")
+    slots = ask(server, "CLUSTER", "SLOTS")
+    listed = sum(len(part) - 2 for part in slots)
+    return b"cluster_state:ok" in state and listed == count
+
+
+def _peers(server: RedisServer) -> list[bytes]:
+    lines = ask(server, "CLUSTER", "NODES").splitlines()
+    return [line for line in lines if b"handshake" not in line and b"noaddr" not in line]
+
+
+def ask(server: RedisServer, *command: Any) -> Any:
+    """The server's answer as bytes."""
+    with server.client() as client:
+        return client.execute_command(*command, NEVER_DECODE=True)
+
+
+def info(server: RedisServer, *sections: str) -> bytes:
+    with server.client() as client:
+        client.response_callbacks.pop("INFO", None)
+        answer: bytes = client.execute_command("INFO", *sections)
+        return answer
+
+
+def _await(happened: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+@contextmanager
+def running_sentinel(master: RedisServer) -> Iterator[RedisServer]:
+    """One Sentinel that watches `master` under the name "store", and needs nobody's consent to replace it."""
+    folder = Path(tempfile.mkdtemp(prefix="verbatim-test-"))
+    port = free_port()
+    (folder / "sentinel.conf").write_text(
+        f"port {port}\nbind 127.0.0.1\ndir {folder}\nsentinel monitor store 127.0.0.1 {master.port} 1\n"
+        "sentinel down-after-milliseconds store 300\nsentinel failover-timeout store 3000\n"
+    )
+    command = [BINARY, str(folder / "sentinel.conf"), "--sentinel"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        server = RedisServer(port, process)
         wait_until_it_answers(server)
         yield server
     finally:
         process.kill()
         process.wait()
-        shutil.rmtree(folder)
-
-
-@contextmanager
-def running_cluster() -> Iterator[RedisServer]:
-    with running_redis("--cluster-enabled", "yes") as server:
-        with server.client() as client:
-            for first in range(0, 16384, 4096):
-                client.execute_command("CLUSTER", "ADDSLOTS", *range(first, first + 4096))
-            while b"cluster_state:ok" not in client.execute_command("CLUSTER", "INFO", NEVER_DECODE=True):
-                time.sleep(0.02)
-        yield server
+        # A child of redis-server may still be writing there.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def free_port() -> int:
@@ -93,8 +224,8 @@ def wait_until_it_answers(server: RedisServer) -> None:
 
 
 @pytest.fixture(scope="session", params=["plain", "cluster"])
-def redis_kind(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
-    """The store's contract holds on both."""
+def redis_kind(request: pytest.FixtureRequest) -> Iterator[RedisKind]:
+    """The store's contract holds on one server and on a cluster of three."""
     with running_redis() if request.param == "plain" else running_cluster() as server:
         yield server
 
@@ -119,18 +250,19 @@ class Store:
     sessions: RedisSessionStore
     delivery: RedisDeliveryStore
     weights: RedisWeightStore
+    peers: RedisPeerStore
 
     @classmethod
     def at(cls, url: str, **options: float) -> Store:
         connection = StoreConnection(url, **options)  # type: ignore[arg-type]
-        return cls(connection, RedisSessionStore(connection), RedisDeliveryStore(connection), RedisWeightStore(connection))
+        sessions, delivery = RedisSessionStore(connection), RedisDeliveryStore(connection)
+        return cls(connection, sessions, delivery, RedisWeightStore(connection), RedisPeerStore(connection))
 
 
 @pytest.fixture
-async def store(redis_kind: RedisServer) -> AsyncIterator[Store]:
-    """The three stores over an empty Redis, once plain and once as a cluster."""
-    with redis_kind.client() as client:
-        client.flushall()
+async def store(redis_kind: RedisKind) -> AsyncIterator[Store]:
+    """The stores over an empty Redis, once plain and once as a cluster."""
+    redis_kind.flushall()
     made = Store.at(redis_kind.url)
     yield made
     await made.connection.close()

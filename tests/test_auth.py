@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from pathlib import Path
+
 import pytest
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 from starlette.datastructures import Headers
 
-from proxy.auth import (
-    SESSION_ID,
-    Role,
-    check_role,
-    credential,
-    key_opens,
-    mint_key,
-    mint_token,
-    named_session,
-    role_of,
-    session_of_key,
-)
+from proxy.auth import SESSION_ID, credential, key_opens, mint_key, named_session, session_of_key
 from proxy.errors import Forbidden, Unauthorized
+from proxy.loopback import check_local, is_loopback
 from proxy.settings import Settings
+from proxy.tokens import CHECK_SECONDS, Role, Tokens, mint_token
 
-SETTINGS = Settings(admin_token=SecretStr("the-admin"), trainer_token=SecretStr("the-trainer"))
+TOKENS = Tokens(Settings(admin_token=SecretStr("the-admin"), trainer_token=SecretStr("the-trainer")))
 
 
 @pytest.mark.parametrize("session_id", ["a", "task-1.try_2", "a-b-c", "-", "...", "x" * 128])
@@ -67,29 +62,134 @@ def test_path_and_key_must_name_the_same_session() -> None:
             named_session(path, secret)
 
 
+def test_an_open_service_takes_a_path_for_a_key_and_still_no_two_sessions() -> None:
+    key, _ = mint_key("s1")
+    assert named_session("s1", None, keyless=True) == named_session("s1", "sk-any", keyless=True) == "s1"
+    for path, secret in (("s2", key), (None, None), (None, "sk-any")):
+        with pytest.raises(Unauthorized):
+            named_session(path, secret, keyless=True)
+
+
 def test_the_admin_may_do_all_that_the_trainer_may_and_not_the_reverse() -> None:
-    assert check_role("the-admin", Role.ADMIN, SETTINGS) is Role.ADMIN
-    assert check_role("the-admin", Role.TRAINER, SETTINGS) is Role.ADMIN
-    assert check_role("the-trainer", Role.TRAINER, SETTINGS) is Role.TRAINER
+    assert TOKENS.check("the-admin", Role.ADMIN) is Role.ADMIN
+    assert TOKENS.check("the-admin", Role.TRAINER) is Role.ADMIN
+    assert TOKENS.check("the-trainer", Role.TRAINER) is Role.TRAINER
     with pytest.raises(Forbidden, match="admin token"):
-        check_role("the-trainer", Role.ADMIN, SETTINGS)
+        TOKENS.check("the-trainer", Role.ADMIN)
 
 
 def test_a_session_key_and_an_unknown_token_open_no_control_route() -> None:
     key, _ = mint_key("s1")
     for role in Role:
         with pytest.raises(Forbidden, match="session key"):
-            check_role(key, role, SETTINGS)
+            TOKENS.check(key, role)
         for secret in (None, "", "the-admi", "the-adminn", "ünknown"):
             with pytest.raises(Unauthorized):
-                check_role(secret, role, SETTINGS)
+                TOKENS.check(secret, role)
 
 
 def test_a_token_that_is_not_set_is_not_opened_by_an_empty_one() -> None:
-    assert role_of("", Settings()) is None
-    assert role_of("", Settings(admin_token=SecretStr(""))) is None
+    assert Tokens(Settings()).role_of("") is None
+    assert Tokens(Settings(admin_token=SecretStr(""), admin_tokens=[SecretStr("")])).role_of("") is None
 
 
 def test_minted_tokens_are_long_and_differ() -> None:
     assert len(mint_token()) >= 40
     assert mint_token() != mint_token()
+
+
+def test_several_tokens_of_a_role_are_valid_at_once() -> None:
+    settings = Settings(
+        admin_token=SecretStr("new"), admin_tokens=[SecretStr("old"), SecretStr("older")], trainer_tokens=[SecretStr("t")]
+    )
+    tokens = Tokens(settings)
+    assert [tokens.role_of(secret) for secret in ("new", "old", "older")] == [Role.ADMIN] * 3
+    assert tokens.role_of("t") is Role.TRAINER
+
+
+def test_a_token_of_both_roles_is_the_admins() -> None:
+    assert Tokens(Settings(admin_token=SecretStr("x"), trainer_token=SecretStr("x"))).role_of("x") is Role.ADMIN
+
+
+def test_a_token_file_is_read_again_when_it_was_replaced(tmp_path: Path) -> None:
+    """As a mounted secret is: a link that points to another folder from one moment to the next."""
+    now = 0.0
+    for name, text in (("first", "# comment\nold\n"), ("second", "new\n\n old \n"), ("third", "new")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "token").write_text(text)
+    current = tmp_path / "current"
+    current.symlink_to("first")
+    tokens = Tokens(Settings(admin_token_file=current / "token"), clock=lambda: now)
+    assert (tokens.role_of("old"), tokens.role_of("new")) == (Role.ADMIN, None)
+    for name, old in (("second", Role.ADMIN), ("third", None)):
+        (tmp_path / "next").symlink_to(name)
+        os.replace(tmp_path / "next", current)
+        now += CHECK_SECONDS
+        assert (tokens.role_of("old"), tokens.role_of("new")) == (old, Role.ADMIN)
+
+
+def test_a_token_file_that_is_gone_leaves_the_tokens_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    file = tmp_path / "token"
+    file.write_text("the-secret")
+    tokens = Tokens(Settings(trainer_token_file=file), clock=lambda: now)
+    assert tokens.role_of("the-secret") is Role.TRAINER
+    file.unlink()
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            now += CHECK_SECONDS
+            assert tokens.role_of("the-secret") is Role.TRAINER
+    assert len(caplog.records) == 1 and str(file) in caplog.text and "the-secret" not in caplog.text
+
+
+def test_a_token_file_that_is_empty_opens_nothing_any_more(tmp_path: Path) -> None:
+    now = 0.0
+    file = tmp_path / "token"
+    file.write_text("secret")
+    tokens = Tokens(Settings(admin_token_file=file), clock=lambda: now)
+    assert tokens.role_of("secret") is Role.ADMIN
+    file.write_text("")
+    now += CHECK_SECONDS
+    assert tokens.role_of("secret") is None and tokens.role_of("") is None
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "two words", "tök"])
+def test_a_token_file_without_a_usable_token_is_refused_at_the_start(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "token"
+    file.write_text(text)
+    with pytest.raises(ValidationError, match="token"):
+        Settings(admin_token_file=file)
+    with pytest.raises(ValidationError, match="cannot be read"):
+        Settings(trainer_token_file=tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("token", ["two words", "tök", "line\nbreak"])
+def test_a_token_that_no_header_carries_is_refused(token: str) -> None:
+    for given in ({"admin_token": token}, {"trainer_tokens": [token]}):
+        with pytest.raises(ValidationError, match="ASCII"):
+            Settings(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
+def test_a_service_on_loopback_may_be_open(host: str) -> None:
+    assert is_loopback(host)
+    assert Settings(host=host, open=True).open
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.example.org", "", "127.0.0.1.nip.io"])
+def test_a_service_that_other_machines_reach_is_not_open(host: str) -> None:
+    assert not is_loopback(host)
+    with pytest.raises(ValidationError, match="without a token"):
+        Settings(host=host, open=True)
+
+
+def test_an_open_service_answers_programs_and_no_web_pages() -> None:
+    for host in ("127.0.0.1:8700", "localhost:8700", "[::1]:8700", "localhost"):
+        check_local({"host": host})
+        check_local({"host": host, "origin": "http://localhost:8700"})
+        for origin in ("https://evil.example", "null", "", "http://localhost.evil.example", "http://[broken"):
+            with pytest.raises(Forbidden, match="web pages"):
+                check_local({"host": host, "origin": origin})
+    for host in ("rebound.example:8700", "", "10.0.0.1:8700"):
+        with pytest.raises(Forbidden):
+            check_local({"host": host})

@@ -529,3 +529,18 @@ def test_defaults_that_a_harness_fills_in_are_no_edit(said: str, replayed: str, 
     if used == "defaults":
         assert projection(sent, back) is None
         assert projection(sent, back, {"another": EDIT_SCHEMA}) is None
+
+
+@pytest.mark.parametrize("depth", [150, 600, 50_000])
+def test_arguments_nested_without_end_are_told_apart_by_their_text(depth: int) -> None:
+    """A model that repeats itself writes them; they were recorded nowhere, because taking them apart ended in the recursion limit."""
+    deep, deeper = ('{"a":' * levels + "1" + "}" * levels for levels in (depth, depth + 1))
+    told = {fingerprint([user(), assistant(calls=[tool_call(arguments=each)])]) for each in (deep, deeper, deep)}
+    assert len(told) == 2
+
+
+def test_arguments_of_many_flat_brackets_are_compared_by_what_they_say() -> None:
+    spaced, tight = ('{"a": ' + f"[{between.join(['[1]'] * 500)}]" + "}" for between in (", ", ","))
+    assert fingerprint([assistant(calls=[tool_call(arguments=spaced)])]) == fingerprint(
+        [assistant(calls=[tool_call(arguments=tight)])]
+    )

@@ -92,7 +92,7 @@ def calls_of(control: httpx.Client, path: str) -> list[dict[str, Any]]:
 def is_settled(calls: list[dict[str, Any]], done: Done) -> bool:
     """Whether nothing is under way and every answer that the harness has read is known to have gone out."""
     delivered = {call["call_id"] for call in calls if call["delivered"]}
-    return done.answered <= delivered and all(call["status"] != "dangling" for call in calls)
+    return done.answered <= delivered and all(call["status"] not in ("in_flight", "dangling") for call in calls)
 
 
 @pytest.mark.timeout(600)

@@ -82,7 +82,9 @@ def test_the_list_of_models_has_the_shape_of_the_client_that_asks() -> None:
     assert find("GET", "/v1/models/org/m", {}).path == {"model": "org/m"}
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions/", "/v1/chat", "/v1//messages", "/v1/embeddings", "/v1beta/models/m:embed"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/", "/v1/chat", "/v1//messages", "/v1/embeddings", "/v1beta/models/m:embed"]
+)
 def test_a_path_that_is_not_listed_is_no_endpoint(path: str) -> None:
     with pytest.raises(NotFound):
         find("POST", path, {})

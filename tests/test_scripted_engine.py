@@ -377,6 +377,82 @@ def test_vllm_renders_the_same_ids_and_parameters(pair: tuple[Asking, Asking, Sc
         assert ours["sampling_params"].get(name) == value, name
 
 
+COMPLETE = "/v1/completions"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "hello world"},
+        {"prompt": "naïve 🙂 <|im_end|>\n", "add_special_tokens": False},
+        {"prompt": [40, 41, 42], "max_tokens": 5, "stop": ["xyz", "w"], "temperature": 0.5, "seed": 3, "n": 2, "logprobs": 2},
+    ],
+)
+def test_vllm_renders_a_prompt_to_the_same_ids_and_parameters(
+    pair: tuple[Asking, Asking, ScriptedEngine], fields: dict[str, Any]
+) -> None:
+    (ours,), (theirs,) = (one.post(f"{COMPLETE}/render", {"model": "policy", **fields}) for one in pair[:2])
+    assert ours["token_ids"] == theirs["token_ids"]
+    assert_alike({**ours, "sampling_params": None}, theirs)
+    defaults = {"max_tokens": 16, "skip_special_tokens": True}
+    for name, value in {**defaults, **theirs["sampling_params"]}.items():
+        if name != "output_text_buffer_length":
+            assert ours["sampling_params"].get(name) == value, name
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("top", [0, 3])
+def test_vllms_completions_have_the_same_shape(pair: tuple[Asking, Asking, ScriptedEngine], top: int) -> None:
+    ours, theirs, _ = pair
+    (rendered,) = theirs.post(f"{COMPLETE}/render", {"model": "policy", "prompt": "hello"})
+    sampling = {**rendered["sampling_params"], "max_tokens": 3, "logprobs": top, "ignore_eos": True, "stop": ["zzzz"]}
+    body = {**rendered, "sampling_params": sampling, "output_mode": "text"}
+    assert_alike(ours.post(GENERATE, body), theirs.post(GENERATE, body))
+    streamed = {**body, "stream_options": {"include_usage": True}}
+    for mine, real in zip(ours.events(GENERATE, streamed), theirs.events(GENERATE, streamed), strict=True):
+        assert_alike(mine, real)
+    asked = {
+        "model": "policy",
+        "prompt": "hello",
+        "max_tokens": 3,
+        "logprobs": top,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    assert_alike(keyless(ours.post(COMPLETE, asked)), keyless(theirs.post(COMPLETE, asked)))
+    streamed = {**asked, "stream_options": {"include_usage": True}}
+    for mine, real in zip(ours.events(COMPLETE, streamed), theirs.events(COMPLETE, streamed), strict=True):
+        assert_alike(keyless(mine), keyless(real))
+
+
+def keyless(answer: dict[str, Any]) -> dict[str, Any]:
+    """Top logprobs have the tokens themselves for keys: only whether there are any is of the shape."""
+    for choice in answer["choices"]:
+        assert all(choice["logprobs"]["top_logprobs"])
+        choice["logprobs"]["top_logprobs"] = None
+    return answer
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("skip_special", [True, False])
+def test_vllm_spells_ids_out_the_same(pair: tuple[Asking, Asking, ScriptedEngine], skip_special: bool) -> None:
+    ours, theirs, engine = pair
+    for text in ("hello world", " naïve 🙂", "<think>a</think><|im_end|>\n"):
+        for ids in (engine.family.encode(text), engine.family.encode(text)[:-1]):
+            answer = {"choices": [{"index": 0, "token_ids": ids, "finish_reason": "stop"}], "request_id": "x"}
+            request = {"model": "policy", "prompt": "?", "skip_special_tokens": skip_special}
+            body = {
+                "model": "policy",
+                "generate_responses": [answer],
+                "prompt_token_ids": [[40, 41]],
+                "completion_request": request,
+            }
+            mine, real = (one.post(f"{COMPLETE}/derender", body) for one in (ours, theirs))
+            assert_alike(mine, real)
+            assert mine["choices"][0]["text"] == real["choices"][0]["text"]
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("top", [0, 3])
 def test_vllms_answers_have_the_same_shape(pair: tuple[Asking, Asking, ScriptedEngine], top: int) -> None:
@@ -457,6 +533,12 @@ def test_vllm_refuses_in_the_same_shape(pair: tuple[Asking, Asking, ScriptedEngi
         (CHAT, {"model": "policy", "messages": long}),
         (GENERATE, {"model": "other", "token_ids": [1], "sampling_params": {}}),
         (GENERATE, {"model": "policy", "token_ids": [1] * 9000, "sampling_params": {}}),
+        (GENERATE, {"model": "policy", "token_ids": [1, 99999], "sampling_params": {}}),
+        *((path, {"model": "policy", "prompt": ""}) for path in (COMPLETE, f"{COMPLETE}/render")),
+        *((path, {"model": "other", "prompt": "q"}) for path in (COMPLETE, f"{COMPLETE}/render")),
+        *((path, {"model": "policy", "prompt": "q " * 9000}) for path in (COMPLETE, f"{COMPLETE}/render")),
+        *((path, {"model": "policy", "prompt": "q", "max_tokens": 9000}) for path in (COMPLETE, f"{COMPLETE}/render")),
+        (f"{COMPLETE}/derender", {"model": "policy", "generate_responses": [{"choices": [{"index": 0, "token_ids": []}]}]}),
     ):
         (status, mine), (real_status, real) = ours.refused(path, body), theirs.refused(path, body)
         assert status == real_status, path

@@ -11,7 +11,7 @@ import numpy as np
 from scripted_service import Answer, json_answer
 
 from reconstruct.records import Span, pack_ids, pack_logprobs
-from reconstruct.trajectory import Trajectory, as_wire
+from reconstruct.trajectory import Trajectory, as_wire, weighed
 from trainer_client.wire import Group
 
 
@@ -51,7 +51,7 @@ def spans(start: int, versions: Sequence[int]) -> tuple[Span, ...]:
 
 
 def groups(*members: Sequence[Trajectory]) -> tuple[Group, ...]:
-    return tuple(Group(f"g{at}", tuple(rows)) for at, rows in enumerate(members, start=1))
+    return tuple(Group(f"g{at}", tuple(weighed(rows))) for at, rows in enumerate(members, start=1))
 
 
 def lease_body(*members: Sequence[Trajectory], arrays: str = "list", **changes: Any) -> dict[str, Any]:

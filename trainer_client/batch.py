@@ -52,6 +52,11 @@ class Batch:
         """Per row: `weight_version` minus the oldest version any of its tokens was sampled under."""
         return self.columns.staleness  # type: ignore[no-any-return]
 
+    @property
+    def rollout_ids(self) -> tuple[str, ...]:
+        """Per row: the rollout it belongs to. `columns.rollout_index` numbers these, `columns.row_weight` weighs the rows."""
+        return tuple(row.rollout_id for row in self.rows)
+
     def advantages(self, estimator: Estimator) -> NDArray[np.float32]:
         """`estimator` (one of trainer_client.advantages) over all rows; float32 of shape (rows,)."""
         return estimator(self.columns.rewards, self.columns.group_index, self.columns.rollout_index)

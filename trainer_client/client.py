@@ -102,7 +102,8 @@ class TrainerClient:
         """One batch, or None when none came within `wait_seconds`.
 
         Whole groups only: at most `max_groups` of them, or as many as fit into `max_trajectories` (one at least), or all that
-        are ready; none with a token sampled more than `max_staleness` versions ago. With `keep`, its `with` block extends the
+        are ready, and no more than this consumer's share while others wait; none with a token sampled more than `max_staleness`
+        versions ago, unless the service is set to mark such groups (`group.stale`). With `keep`, its `with` block extends the
         lease. When the answer is lost on the way, the request is repeated and what was leased first comes back when that
         lease expires.
         Raises: InvalidAnswer (the batch is given back first), Unauthorized, Unavailable, ConnectionFailed, ClientClosed.

@@ -22,8 +22,9 @@ class RowColumns:
 
     `row_index` int64: the row's place in `batch.rows`. `rewards` float32: NaN for a row without one, so that nothing
     learns from it by accident. `advantages` float32, or None when none were given. `group_index`, `rollout_index` int64:
-    counted from 0 in order of appearance over the whole batch; rows of one session have one rollout_index. `row_weight`
-    float32: 1 / (rows of the same rollout in the batch), so that each rollout weighs 1 however many rows it became.
+    counted from 0 in order of appearance over the whole batch; rows of one rollout have one rollout_index. `row_weight`
+    float32: 1 / (trained rows of the same rollout), as the service counted them, so that each rollout weighs 1 however many
+    rows it became.
     `staleness` int64: the batch's weight version minus the oldest version in the row; 0 for a row without sampled tokens.
     `cut_tokens` int64: sampled tokens lost where the end of the row was cut on request; otherwise 0.
     """
@@ -57,14 +58,13 @@ class RowColumns:
 def row_columns(groups: Sequence[Group], weight_version: int) -> RowColumns:
     """The columns of all rows of `groups`, without advantages and with nothing cut."""
     rows = [row for group in groups for row in group.trajectories]
-    rollouts = _numbered(row.session_id for row in rows)
     return RowColumns(
         row_index=np.arange(len(rows), dtype=np.int64),
         rewards=np.array([np.nan if row.reward is None else row.reward for row in rows], dtype=np.float32),
         advantages=None,
         group_index=np.array([at for at, group in enumerate(groups) for _ in group.trajectories], dtype=np.int64),
-        rollout_index=rollouts,
-        row_weight=(1.0 / np.bincount(rollouts)[rollouts]).astype(np.float32),
+        rollout_index=_numbered(row.rollout_id for row in rows),
+        row_weight=np.array([row.row_weight for row in rows], dtype=np.float32),
         staleness=np.array([_staleness(row, weight_version) for row in rows], dtype=np.int64),
         cut_tokens=np.zeros(len(rows), dtype=np.int64),
     )

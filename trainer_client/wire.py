@@ -29,10 +29,12 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rollouts of one task that are compared with each other; several rows may belong to one rollout."""
+    """The rollouts of one task that are compared with each other; several rows may belong to one rollout. `stale`: the service
+    gives groups older than `max_staleness` too, and this is one."""
 
     group_id: str
     trajectories: tuple[Trajectory, ...]
+    stale: bool = False
 
 
 def body_of(response: httpx.Response) -> Any:
@@ -51,8 +53,14 @@ def body_of(response: httpx.Response) -> Any:
 def groups_of(body: Mapping[str, Any]) -> tuple[Group, ...]:
     """The groups of a lease, every row checked and no row twice. Raises InvalidAnswer."""
     try:
+        rows = Counter(_session(row) for group in body["groups"] for row in group["trajectories"])
         groups = tuple(
-            Group(group["group_id"], tuple(trajectory_of(row) for row in group["trajectories"])) for group in body["groups"]
+            Group(
+                group["group_id"],
+                tuple(trajectory_of(row, 1 / rows[_session(row)]) for row in group["trajectories"]),
+                stale=group.get("stale") is True,
+            )
+            for group in body["groups"]
         )
     except (KeyError, TypeError) as error:
         raise InvalidAnswer(f"the lease has no readable groups: {error!r}") from error
@@ -62,8 +70,9 @@ def groups_of(body: Mapping[str, Any]) -> tuple[Group, ...]:
     return groups
 
 
-def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
-    """The row as a Trajectory, checked. Fields this build does not know are ignored. Raises InvalidAnswer."""
+def trajectory_of(row: Mapping[str, Any], row_weight: float = 1.0) -> Trajectory:
+    """The row as a Trajectory, checked. Fields this build does not know are ignored; `row_weight` is for a row that does not
+    say its own. Raises InvalidAnswer."""
     name = row.get("trajectory_id") if isinstance(row, Mapping) else None
     try:
         trajectory = Trajectory(
@@ -82,11 +91,16 @@ def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
             finish_reason=row["finish_reason"],
             truncated=bool(row["truncated"]),
             metadata=row["metadata"],
+            row_weight=float(row.get("row_weight", row_weight)),
         )
         _check(trajectory)
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidAnswer(f"trajectory {name!r}: {error!r}") from error
     return trajectory
+
+
+def _session(row: Any) -> str:
+    return str(row.get("session_id")) if isinstance(row, Mapping) else ""
 
 
 def versions_by_token(row: Trajectory) -> NDArray[np.int32]:
@@ -137,6 +151,8 @@ def _check(row: Trajectory) -> None:
     _check_spans(row, sampled)
     if row.reward is not None and not np.isfinite(row.reward):
         raise ValueError(f"the reward is {row.reward}")
+    if not 0 <= row.row_weight <= 1:
+        raise ValueError(f"the row weight is {row.row_weight}, outside 0 to 1")
 
 
 def _check_spans(row: Trajectory, sampled: NDArray[np.bool_]) -> None:

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
+from collections.abc import AsyncIterator, Coroutine
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
 
-from proxy import rows
 from proxy.api.access import Served, trainer_only
-from proxy.api.answers import Form, answer, form_of, json_response
+from proxy.api.answers import Form, form_of, json_response
 from proxy.api.bodies import Body, body_of
 from proxy.api.closing import group_name
-from proxy.errors import NotFound, VerbatimError
+from proxy.api.dead_letters import letter_as_wire
+from proxy.api.leased_groups import Batch, encode_groups
+from proxy.errors import VerbatimError
 from proxy.services import Services
-from proxy.store.base import Lease, LeasedGroup
-from reconstruct.errors import ReconstructError
-from reconstruct.trajectory import as_wire
-
-log = logging.getLogger(__name__)
+from proxy.store.base import Nothing
 
 router = APIRouter(prefix="/batches", dependencies=[Depends(trainer_only)])
 
-RECHECK_SECONDS = 0.25
-"""How soon a waiting lease sees what other processes filled, and leases that expired."""
+RECHECK_SECONDS = 5.0
+"""How soon a waiting lease looks by itself, should nobody tell it that something came."""
+UNNAMED = "a trainer"
 
 LeaseSeconds = Annotated[float, Field(gt=0, le=7 * 86400)]
 
@@ -48,17 +46,13 @@ class ExtendRequest(Body):
 @router.post("/lease")
 async def lease(request: Request, services: Served, body: Annotated[LeaseRequest, Depends(body_of(LeaseRequest))]) -> Response:
     form = form_of(request)
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + body.wait_seconds
-    while not await request.is_disconnected():
-        batch = await _take(services, body, form)
-        if batch is not None:
-            return answer(batch, form)
-        left = deadline - loop.time()
-        if left <= 0:
-            break
-        await services.delivery.wait(min(RECHECK_SECONDS, left))
-    return Response(status_code=204)
+    async with _hung_up(request) as gone:
+        batch = await _take(services, body, form, waits=body.wait_seconds > 0)
+        if isinstance(batch, Nothing) and body.wait_seconds > 0:
+            batch = await _wait_for(services, body, form, gone)
+        if isinstance(batch, Batch) and gone.done():
+            await services.delivery.give_back(batch.lease_id, time.time())
+    return batch.response(form) if isinstance(batch, Batch) else Response(status_code=204)
 
 
 @router.post("/{lease_id}/ack")
@@ -80,79 +74,94 @@ async def extend(services: Served, lease_id: str, body: Annotated[ExtendRequest,
 
 @router.get("")
 async def overview(services: Served) -> Response:
-    """Groups by state, and the dead letters with their reasons."""
-    counts, letters = await asyncio.gather(services.delivery.counts(), services.delivery.dead_letters())
-    dead = [
-        {
-            "group_id": group_name(letter.group_id),
-            "session_ids": list(letter.session_ids),
-            "reason": letter.reason,
-            "died_at": letter.died_at,
-        }
-        for letter in letters
-    ]
-    return json_response({"groups": dict(counts), "dead_letters": dead})
+    """Groups by state, and the newest dead letters with their reasons."""
+    counts, (letters, _) = await asyncio.gather(services.delivery.counts(), services.delivery.dead_letters())
+    return json_response({"groups": dict(counts), "dead_letters": [letter_as_wire(letter) for letter in letters]})
 
 
-async def _take(services: Services, body: LeaseRequest, form: Form) -> dict[str, Any] | None:
-    """The answer to a lease, or None when nothing is ready."""
+async def _wait_for(services: Services, body: LeaseRequest, form: Form, gone: asyncio.Task[None]) -> Batch | Nothing:
+    """Ask again whenever something came or a lease of others ended, until the time is over or the caller has hung up."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + body.wait_seconds
+    async with _waiting(services, body.consumer or UNNAMED, gone), services.delivery.watch() as arrivals:
+        while True:
+            mark, left = arrivals.mark, deadline - loop.time()
+            batch = await _take(services, body, form, waits=left > 0)
+            if isinstance(batch, Batch) or left <= 0 or gone.done():
+                return batch
+            pause = min(left, RECHECK_SECONDS, _seconds_until(batch.due_at))
+            await _first(arrivals.after(mark, pause), gone)
+
+
+async def _first(coming: Coroutine[Any, Any, None], gone: asyncio.Task[None]) -> None:
+    """Return when either has happened."""
+    task = asyncio.create_task(coming)
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _waiting(services: Services, consumer: str, gone: asyncio.Task[None]) -> AsyncIterator[None]:
+    """Takes the consumer's claim away when its request is broken off: nobody else need heed it any longer."""
+    ended = False
+    try:
+        yield
+        ended = not gone.done()
+    finally:
+        if not ended:
+            with contextlib.suppress(VerbatimError):
+                await asyncio.shield(services.delivery.leave(consumer))
+
+
+@contextlib.asynccontextmanager
+async def _hung_up(request: Request) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that is done when the caller has hung up. Its body must have been read."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.create_task(watch())
+    try:
+        yield task
+    finally:
+        task.cancel()
+
+
+def _seconds_until(due_at: float | None) -> float:
+    """A little more than until then, so that it has come; a day when never."""
+    return 86400.0 if due_at is None else max(0.0, due_at - time.time()) + 0.01
+
+
+async def _take(services: Services, body: LeaseRequest, form: Form, *, waits: bool) -> Batch | Nothing:
+    """What is ready for this consumer, with its rows."""
     while True:
         version = (await services.weights.current()).version
-        oldest = None if body.max_staleness is None else max(0, version - body.max_staleness)
+        settings = services.settings
         taken = await services.delivery.lease(
-            consumer=body.consumer or "a trainer",
+            consumer=body.consumer or UNNAMED,
             max_groups=body.max_groups,
             max_trajectories=body.max_trajectories,
-            oldest_version=oldest,
-            lease_seconds=body.lease_seconds or services.settings.lease_seconds,
-            max_deliveries=services.settings.max_deliveries,
+            oldest_version=None if body.max_staleness is None else max(0, version - body.max_staleness),
+            lease_seconds=body.lease_seconds or settings.lease_seconds,
+            max_deliveries=settings.max_deliveries,
             now=time.time(),
+            waits=waits,
+            stale_groups=settings.stale_groups,
         )
-        if taken is None:
-            return None
+        if isinstance(taken, Nothing):
+            return taken
         try:
-            groups = await _groups(services, taken, form)
+            groups = await encode_groups(services, taken, form)
         except BaseException:
             # Nobody gets these groups: the caller went away, or the store did.
             with contextlib.suppress(VerbatimError):
-                await asyncio.shield(services.delivery.nack(taken.lease_id, time.time()))
+                await asyncio.shield(services.delivery.give_back(taken.lease_id, time.time()))
             raise
         if groups:
-            return {
-                "lease_id": taken.lease_id,
-                "expires_at": taken.expires_at,
-                "weight_version": version,
-                "groups": groups,
-            }
-
-
-async def _groups(services: Services, taken: Lease, form: Form) -> list[dict[str, Any]]:
-    """The leased groups with their rows. One that cannot be read goes to the dead letters, or it would come up again and
-    again."""
-    groups = []
-    for group in taken.groups:
-        try:
-            trajectories = await _trajectories(services, group, form)
-        except (NotFound, ReconstructError) as error:
-            log.error("group %s cannot be delivered: %s", group_name(group.group_id), error)
-            await services.delivery.bury(taken.lease_id, group.group_id, str(error), time.time())
-            continue
-        groups.append({"group_id": group_name(group.group_id), "trajectories": trajectories})
-    return groups
-
-
-async def _trajectories(services: Services, group: LeasedGroup, form: Form) -> list[dict[str, Any]]:
-    members = await asyncio.gather(*(_member_rows(services, session_id, form) for session_id in group.session_ids))
-    return [row for member in members for row in member]
-
-
-async def _member_rows(services: Services, session_id: str, form: Form) -> list[dict[str, Any]]:
-    state = await services.sessions.mark_leased(session_id)
-    if state is None:
-        raise NotFound(f"session {session_id} was deleted")
-    built = await rows.session_rows(services, state)
-    # Rows that are only shown, of roles that are not trained, stay with the session.
-    return [as_wire(row, arrays=form.arrays) for row in built.rows if row.loss_mask.any()]
+            return Batch(taken.lease_id, taken.expires_at, version, groups)
 
 
 def _settled(lease_id: str, refs: Any) -> Response:

@@ -12,9 +12,10 @@ import msgspec
 from fastapi import Request
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
+from proxy import limits
 from proxy.api.access import services_of
 from proxy.api.errors import describe
-from proxy.errors import RequestError, TooLarge
+from proxy.errors import RequestError
 
 
 class Body(BaseModel):
@@ -30,7 +31,8 @@ def body_of(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
     """A dependency that gives the request's body as `kind`. An empty body counts as `{}`."""
 
     async def read(request: Request) -> T:
-        raw = await _read(request, services_of(request).settings.max_body_bytes)
+        raw = await read_body(request, services_of(request).settings.max_body_bytes)
+        limits.check_depth(raw)
         try:
             return kind.model_validate_json(raw if raw.strip() else b"{}")
         except ValidationError as error:
@@ -39,15 +41,9 @@ def body_of(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
     return read
 
 
-async def _read(request: Request, limit: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise TooLarge(f"the body is larger than {limit} bytes")
-        parts.append(part)
-    return b"".join(parts)
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body. Raises TooLarge for one of more than `limit` bytes, RequestTimeout for one that does not come in time."""
+    return await limits.read_body(request.receive, limit, services_of(request).settings.body_timeout_seconds)
 
 
 def _storable(metadata: dict[str, Any]) -> dict[str, Any]:

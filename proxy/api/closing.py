@@ -29,7 +29,7 @@ SWEEP_AGE_SECONDS = 30.0
 async def close_session(
     services: Services, session_id: str, status: str, reward: float | None, error: str | None
 ) -> SessionState:
-    """The frozen session. Calls in flight in this process are cut and recorded first. Raises `NotFound`, or `Conflict` when
+    """The frozen session. Calls in flight, in whichever process, are cut and recorded first. Raises `NotFound`, or `Conflict` when
     it was closed with another status."""
     await _load(services, session_id)
     await services.delivery.announce(session_id, CloseRequest(status, reward, error), time.time())
@@ -56,7 +56,7 @@ async def reward_session(
 async def withdraw_session(services: Services, session_id: str) -> None:
     """Delete a session and free its place in its group. Raises `NotFound`, or `Conflict` while a trainer holds it."""
     await services.sessions.begin_close(session_id)
-    await services.inflight.cut(session_id)
+    await services.peers.cut(session_id)
     await services.delivery.withdraw(session_id, policy_of(services.settings))
     await services.sessions.delete(session_id)
     services.trees.forget(session_id)
@@ -118,7 +118,7 @@ async def _finish_close(
 ) -> SessionState:
     try:
         await services.sessions.begin_close(session_id)
-        await services.inflight.cut(session_id)
+        await services.peers.cut(session_id)
         state = await services.sessions.close(session_id, status, reward, error, time.time())
     except NotFound:
         await services.delivery.retract(session_id)

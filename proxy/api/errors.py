@@ -24,6 +24,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(VerbatimError, _verbatim_error)
     app.add_exception_handler(RequestValidationError, _invalid_request)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RecursionError, _too_deep)
     app.add_exception_handler(Exception, _unexpected)
 
 
@@ -64,6 +65,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     response = _shaped(error.status_code, code, message)
     response.headers.update(error.headers or {})
     return response
+
+
+async def _too_deep(_: Request, error: Exception) -> Response:
+    return _shaped(400, "bad_request", "the body is nested too deeply")
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 from fastapi import APIRouter, Response
 
 from proxy.api.access import Served
@@ -18,7 +21,10 @@ async def healthz() -> Response:
 
 @router.get("/metrics")
 async def metrics(services: Served) -> Response:
-    """Prometheus text; see proxy/metrics.py for what is measured."""
+    """Prometheus text; see proxy/metrics.py for what is measured. What the store counts is as old as the store's last answer."""
+    with contextlib.suppress(StoreUnavailable):
+        counts, totals = await asyncio.gather(services.delivery.counts(), services.delivery.totals())
+        services.metrics.stored_groups(counts, totals)
     return Response(services.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -12,11 +12,13 @@ from pydantic import Field, FiniteFloat, model_validator
 
 from proxy import rows
 from proxy.api.access import Served, admin_only
+from proxy.api.admission import open_session
 from proxy.api.answers import answer, form_of, json_response
 from proxy.api.bodies import Body, Metadata, body_of
-from proxy.api.closing import close_session, reward_session, withdraw_session
+from proxy.api.closing import CLOSED, close_session, reward_session, withdraw_session
 from proxy.auth import SESSION_ID, mint_key
-from proxy.errors import Conflict, NotFound, RequestError
+from proxy.cursors import CallsCursor
+from proxy.errors import Conflict, NotFound
 from proxy.services import Services
 from proxy.store.base import SessionInfo, SessionState
 from reconstruct.trajectory import accounting_as_wire, as_wire
@@ -79,7 +81,7 @@ async def create(request: Request, services: Served, body: Annotated[NewSession,
         metadata=body.metadata,
         sampling=body.sampling.model_dump(exclude_none=True) if body.sampling else {},
     )
-    if not await services.sessions.create(info):
+    if not await open_session(services, info):
         raise Conflict(f"there is a session {session_id} already", param="session_id")
     base = services.settings.public_url or str(request.base_url)
     urls = _base_urls(base, session_id)
@@ -117,13 +119,15 @@ async def calls(
     cursor: str | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
-    await _load(services, session_id)
+    state = await _load(services, session_id)
     records, delivered, intents = await asyncio.gather(
         services.sessions.records(session_id), services.sessions.delivered(session_id), services.sessions.intents(session_id)
     )
     form = form_of(request)
+    in_flight = () if state.status in CLOSED else await services.peers.in_flight(intents)
+    start = CallsCursor.parse(cursor)
     page, following = await asyncio.to_thread(
-        rows.calls_as_wire, records, delivered, intents, _start(cursor), limit, form.arrays
+        rows.calls_as_wire, records, delivered, intents, in_flight, start, limit, form.arrays
     )
     return answer({"calls": page, "cursor": following}, form)
 
@@ -174,14 +178,6 @@ def session_as_wire(state: SessionState) -> dict[str, Any]:
 def _base_urls(base: str, session_id: str) -> dict[str, str]:
     root = f"{base.rstrip('/')}/s/{session_id}"
     return {"openai": f"{root}/v1", "anthropic": root, "gemini": root}
-
-
-def _start(cursor: str | None) -> int:
-    if cursor is None:
-        return 0
-    if not (cursor.isascii() and cursor.isdigit()):
-        raise RequestError(f"cursor: {cursor!r} is not one that this service gave", param="cursor")
-    return int(cursor)
 
 
 async def _load(services: Services, session_id: str) -> SessionState:

@@ -1,8 +1,9 @@
-"""The store as the rest of the service sees it: three small Protocols and the values they exchange.
+"""The store as the rest of the service sees it: small Protocols and the values they exchange.
 
 `SessionStore`: sessions and the records of their calls; all keys of a session share one hash tag.
 `DeliveryStore`: groups, leases and dead letters; all in one hash tag, so that a lease is one atomic script.
 `WeightStore`: the pool's current version and its history.
+`PeerStore`: which processes live, and what they tell each other.
 
 Records are opaque bytes here (`reconstruct.codec` writes and reads them). Every method raises `StoreUnavailable` when Redis
 cannot take or give what was asked (connection, -LOADING, -OOM, -READONLY, -MISCONF), and only that.
@@ -12,7 +13,8 @@ The path of one call is two round trips: `begin` (snapshot + new records + inten
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,7 +35,8 @@ class SessionInfo:
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """A session as it stands. `status` is open, closing, completed, failed, timeout or cancelled."""
+    """A session as it stands. `status` is open, closing, completed, failed, timeout or cancelled; or restoring while an import
+    of it has not ended."""
 
     info: SessionInfo
     status: str = "open"
@@ -49,13 +52,16 @@ class SessionState:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """Written before the engine is asked: without a result it becomes a dangling call after a crash."""
+    """Written before the engine is asked: without a result it becomes a dangling call after a crash.
+
+    `process` is who asked; empty when that process has given the call up. A call is under way while its process lives."""
 
     call_id: str
     parent_id: str | None
     digest: bytes
     replica: str
     started_at: float
+    process: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,11 @@ class SessionStore(Protocol):
         """The engine refused the call: the tree is as it was."""
         ...
 
+    async def disown(self, running: Container[str]) -> None:
+        """Settle the intents of this process whose calls are not `running` any more, though the store could not be told when
+        they ended: those that came to nothing are taken away, the others are nobody's from now on, and so dangling."""
+        ...
+
     async def mark_delivered(self, session_id: str, call_ids: Sequence[str]) -> None: ...
 
     async def delivered(self, session_id: str) -> set[str]: ...
@@ -137,6 +148,19 @@ class SessionStore(Protocol):
         self, session_id: str, status: str, reward: float | None, error: str | None, closed_at: float
     ) -> SessionState:
         """closing -> frozen with `status`. Repeating it with the same status is a no-op; another status raises `Conflict`."""
+        ...
+
+    async def unclosed(self, before: float, limit: int = 100) -> Sequence[str]:
+        """Sessions not closed and last known to be active before that time, longest ago first."""
+        ...
+
+    async def seen(self, session_id: str, at: float | None) -> None:
+        """Note when the session was active; None: it is closed or gone."""
+        ...
+
+    async def expire(self, session_id: str, idle_since: float, closing_since: float, intents: int) -> bool:
+        """open -> closing, if the session was not active after `idle_since` and has `intents` intents. Also taken over is a
+        session whose closing somebody left undone at `closing_since`. True for one caller only, who then closes it."""
         ...
 
 
@@ -181,20 +205,27 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
+    """A group that is not delivered any more. `letter_id` names it among all rounds of its group id."""
+
+    letter_id: str
     group_id: str
     session_ids: Sequence[str]
+    deliveries: int
     reason: str
     died_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class LeasedGroup:
-    """`deliveries` counts this one. `session_ids` are the usable members, in the order they closed."""
+    """`deliveries` counts this one. `session_ids` are the usable members, in the order they closed. `reference` tells it from
+    other rounds of its group id. `stale`: it has a token older than the lease asked for, and is given all the same."""
 
+    reference: str
     group_id: str
     session_ids: Sequence[str]
     deliveries: int
     oldest_version: int
+    stale: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +233,32 @@ class Lease:
     lease_id: str
     expires_at: float
     groups: Sequence[LeasedGroup]
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """No group for this consumer now. `due_at`: when one may be there without anybody closing a session, None if never."""
+
+    due_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """`undelivered` counts the groups. `noted`: the session was unknown and counts now as one of an opened group."""
+
+    granted: bool
+    undelivered: int
+    noted: bool
+
+
+class Arrivals(Protocol):
+    """What comes into the store while it is watched. `mark` grows with every arrival; take it before asking for groups."""
+
+    mark: int
+
+    async def after(self, mark: int, seconds: float) -> None:
+        """Return when something has come since `mark`, at the latest after `seconds`."""
+        ...
 
 
 class DeliveryStore(Protocol):
@@ -229,6 +286,20 @@ class DeliveryStore(Protocol):
         """Take a deleted session out of its group, whose place is free again. Raises `Conflict` while it is leased."""
         ...
 
+    async def admit(self, group_id: str, session_id: str, limit: int, policy: GroupPolicy, now: float) -> Admission:
+        """Whether a session may be opened while at most `limit` groups may be undelivered: opened, filling or ready. A session
+        of a group that is there and has room is always let in."""
+        ...
+
+    async def dismiss(self, session_id: str) -> None:
+        """A session that was let in did not come to be."""
+        ...
+
+    async def tend(self, policy: GroupPolicy, timeout_seconds: float, now: float) -> int:
+        """End expired leases, and give up the groups in which no member came for `timeout_seconds` (0: never): require_all
+        makes them dead letters, drop drops them, allow_partial delivers them if enough members are usable. How many."""
+        ...
+
     async def lease(
         self,
         *,
@@ -239,16 +310,28 @@ class DeliveryStore(Protocol):
         lease_seconds: float,
         max_deliveries: int,
         now: float,
-    ) -> Lease | None:
-        """Take ready groups, oldest first, expired leases put back before. Groups with a span older than `oldest_version`
-        are passed over and counted as stale. A group delivered `max_deliveries` times goes to the dead letters instead.
+        waits: bool = False,
+        stale_groups: str = "keep",
+    ) -> Lease | Nothing:
+        """Take ready groups, oldest first, expired leases put back before. A group delivered `max_deliveries` times goes to the
+        dead letters instead. `stale_groups`: a group with a span older than `oldest_version` is passed over and kept for
+        others (keep), dropped (drop) or given with a mark (flag); counted in each case.
 
         Groups are whole: the first is taken whatever its size, further ones while they fit `max_trajectories`. No limit
-        at all means one group."""
+        at all means one group.
+
+        Who gets nothing has a claim; `waits` says that it will ask again as soon as something comes. Ready groups are dealt,
+        oldest first, among all claims that can take them, each to the one with the fewest, the longest waiting of several;
+        the caller gets its own. Claims end when groups are given, by `leave`, or soon after the last request, and those that
+        do not wait keep nobody from a last group."""
         ...
 
-    async def wait(self, seconds: float) -> None:
-        """Return when this process filled or gave back a group, at the latest after `seconds`."""
+    def watch(self) -> AbstractAsyncContextManager[Arrivals]:
+        """What comes, by one blocking read of this process however many watch."""
+        ...
+
+    async def leave(self, consumer: str) -> None:
+        """The consumer does not wait any more."""
         ...
 
     async def ack(self, lease_id: str, now: float) -> Sequence[str]:
@@ -260,20 +343,40 @@ class DeliveryStore(Protocol):
         """The group ids given back, in their old place. Raises as `ack` does."""
         ...
 
+    async def give_back(self, lease_id: str, now: float) -> None:
+        """As `nack`, for a lease that reached nobody: it does not count as a delivery."""
+        ...
+
     async def extend(self, lease_id: str, lease_seconds: float, now: float) -> float:
         """The new deadline in epoch seconds. Raises as `ack` does."""
         ...
 
-    async def bury(self, lease_id: str, group_id: str, reason: str, now: float) -> None:
+    async def bury(self, lease_id: str, reference: str, reason: str, now: float) -> None:
         """A leased group that cannot be delivered goes to the dead letters and out of its lease."""
         ...
 
-    async def dead_letters(self, limit: int = 100) -> Sequence[DeadLetter]:
-        """Newest first."""
+    async def dead_letters(
+        self, limit: int = 100, cursor: str | None = None, reason: str | None = None
+    ) -> tuple[Sequence[DeadLetter], str | None]:
+        """Newest first, those whose reason contains `reason`, with the cursor of the next page or None."""
+        ...
+
+    async def retry_dead(self, names: Sequence[str], policy: GroupPolicy, now: float) -> Sequence[str]:
+        """Deliver dead groups again, as if never delivered, or wait for their members again. `names` are letter ids, or group
+        ids that mean all dead rounds. The letter ids; raises `Conflict` when a member could only go to a later round."""
+        ...
+
+    async def drop_dead(self, names: Sequence[str]) -> Sequence[str]:
+        """Take dead groups off the list, for good. The letter ids."""
         ...
 
     async def counts(self) -> Mapping[str, int]:
-        """Groups by state: filling, ready, leased, acked, dropped, dead, stale (ready but last passed over as too old)."""
+        """Groups by state: opened (no member closed yet; only while sessions are admitted), filling, ready, leased, acked,
+        dropped, dead, stale (ready but last passed over as too old)."""
+        ...
+
+    async def totals(self) -> Mapping[str, int]:
+        """How often groups came into each state since the store began, and what else befell them."""
         ...
 
 
@@ -301,3 +404,26 @@ class WeightStore(Protocol):
         ...
 
     async def unlock(self, owner: str) -> None: ...
+
+
+class PeerStore(Protocol):
+    async def beat(self, process: str, seconds: float) -> None:
+        """Say that the process lives, and will for `seconds`."""
+        ...
+
+    async def leave(self, process: str) -> None:
+        """It has ended, with nothing under way."""
+        ...
+
+    async def alive(self, processes: Collection[str]) -> set[str]:
+        """Those of the processes that live."""
+        ...
+
+    async def ask_to_cut(self, session_id: str) -> None:
+        """Tell every process to end its calls of the session."""
+        ...
+
+    async def to_cut(self, after: str, wait_seconds: float) -> tuple[list[str], str]:
+        """Sessions that processes were told to cut since the mark `after` ("" at first), and the next mark. Waits for the first
+        one."""
+        ...

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from proxy.errors import Conflict, NotFound
-from proxy.store.base import Announced, CloseRequest, DeadLetter, GroupPolicy, Lease, LeasedGroup, Member
+from proxy.store.arrivals import StreamArrivals
+from proxy.store.base import (
+    Admission,
+    Announced,
+    CloseRequest,
+    DeadLetter,
+    GroupPolicy,
+    Lease,
+    LeasedGroup,
+    Member,
+    Nothing,
+)
 from proxy.store.connection import Argument, Script, StoreConnection
-from proxy.store.keys import DELIVERY
+from proxy.store.keys import ARRIVALS, DELIVERY, GROUP_TOTALS
 from proxy.store.packing import pack_versioned, unpack_versioned
 
 REMEMBERED_SECONDS = 86400.0
 """How long an ended lease can still be told from one that never was."""
+WAITING_CLAIM_SECONDS = 8.0
+"""How long the claim of a waiting consumer outlives its last request: longer than the pause between two of them."""
+POLLED_CLAIM_SECONDS = 2.0
+"""The same for a consumer that only looked in."""
+LETTERS_LOOKED_AT = 1000
+"""Dead letters that one page of those with a certain reason looks at; such a page may be short."""
 
 ANNOUNCE = Script.read("announce", "_delivery")
 RETRACT = Script.read("retract", "_delivery")
@@ -25,7 +41,12 @@ WITHDRAW = Script.read("withdraw", "_delivery")
 LEASE = Script.read("lease", "_delivery")
 SETTLE = Script.read("settle", "_delivery")
 EXTEND = Script.read("extend", "_delivery")
+LEAVE = Script.read("leave", "_delivery")
+ADMIT = Script.read("admit", "_delivery")
+DISMISS = Script.read("dismiss", "_delivery")
+TEND = Script.read("tend", "_delivery")
 BURY = Script.read("bury", "_delivery")
+EXHUME = Script.read("exhume", "_delivery")
 DEAD_LETTERS = Script.read("dead_letters", "_delivery")
 COUNTS = Script.read("counts", "_delivery")
 
@@ -37,7 +58,7 @@ class RedisDeliveryStore:
 
     def __init__(self, connection: StoreConnection) -> None:
         self._redis = connection
-        self._something_came = asyncio.Condition()
+        self._arrivals = StreamArrivals(connection, ARRIVALS)
 
     async def announce(self, session_id: str, request: CloseRequest | None, now: float) -> None:
         await self._run(ANNOUNCE, session_id, repr(now), b"" if request is None else pack_versioned(request))
@@ -55,13 +76,23 @@ class RedisDeliveryStore:
     async def fill(self, group_id: str, group_size: int, member: Member, policy: GroupPolicy, now: float) -> str:
         reward = "" if member.reward is None else repr(float(member.reward))
         entry = (member.session_id, int(member.usable), reward, member.rows, member.oldest_version)
-        status: bytes = await self._run(FILL, group_id, group_size, *entry, *_decision(policy))
-        await self._announce_arrival()
+        args = (group_id, group_size, *entry, repr(now), *_decision(policy))
+        status: bytes = await self._run(FILL, *args, durable=True)
         return status.decode()
 
     async def withdraw(self, session_id: str, policy: GroupPolicy) -> None:
         if await self._run(WITHDRAW, session_id, *_decision(policy)) == b"leased":
             raise Conflict(f"session {session_id} is leased by a trainer; delete it after the lease has ended")
+
+    async def admit(self, group_id: str, session_id: str, limit: int, policy: GroupPolicy, now: float) -> Admission:
+        granted, undelivered, noted = await self._run(ADMIT, group_id, session_id, limit, repr(now), policy.members)
+        return Admission(bool(granted), undelivered, bool(noted))
+
+    async def dismiss(self, session_id: str) -> None:
+        await self._run(DISMISS, session_id)
+
+    async def tend(self, policy: GroupPolicy, timeout_seconds: float, now: float) -> int:
+        return int(await self._run(TEND, repr(now), f"{timeout_seconds:g}", *_decision(policy)))
 
     async def lease(
         self,
@@ -73,29 +104,34 @@ class RedisDeliveryStore:
         lease_seconds: float,
         max_deliveries: int,
         now: float,
-    ) -> Lease | None:
+        waits: bool = False,
+        stale_groups: str = "keep",
+    ) -> Lease | Nothing:
         if max_groups is None and max_trajectories is None:
             max_groups = 1
         lease_id = uuid.uuid4().hex
         limits = (-1 if limit is None else limit for limit in (max_groups, max_trajectories, oldest_version))
-        deadline = repr(now + lease_seconds)
-        answer = await self._run(LEASE, lease_id, consumer, *limits, deadline, max_deliveries, repr(now), REMEMBERED_SECONDS)
-        if not answer:
-            return None
-        return Lease(lease_id, float(answer[0]), [_leased_group(group) for group in answer[1:]])
+        times = (repr(now + lease_seconds), max_deliveries, repr(now), REMEMBERED_SECONDS)
+        claimed_until = repr(now + (WAITING_CLAIM_SECONDS if waits else POLLED_CLAIM_SECONDS))
+        answer = await self._run(LEASE, lease_id, consumer, *limits, *times, stale_groups, claimed_until, int(waits))
+        if answer[0] == b"none":
+            return Nothing(float(answer[1]) if answer[1] else None)
+        return Lease(lease_id, float(answer[1]), [_leased_group(group) for group in answer[2:]])
 
-    async def wait(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds), self._something_came:
-                await self._something_came.wait()
+    def watch(self) -> AbstractAsyncContextManager[StreamArrivals]:
+        return self._arrivals.watched()
+
+    async def leave(self, consumer: str) -> None:
+        await self._run(LEAVE, consumer)
 
     async def ack(self, lease_id: str, now: float) -> Sequence[str]:
         return await self._settle(lease_id, "acked", now)
 
     async def nack(self, lease_id: str, now: float) -> Sequence[str]:
-        group_ids = await self._settle(lease_id, "nacked", now)
-        await self._announce_arrival()
-        return group_ids
+        return await self._settle(lease_id, "nacked", now)
+
+    async def give_back(self, lease_id: str, now: float) -> None:
+        await self._settle(lease_id, "nacked", now, undelivered=True)
 
     async def extend(self, lease_id: str, lease_seconds: float, now: float) -> float:
         status, *detail = await self._run(EXTEND, lease_id, repr(now + lease_seconds), repr(now))
@@ -103,31 +139,46 @@ class RedisDeliveryStore:
             raise _ended(lease_id, status.decode())
         return float(detail[0])
 
-    async def bury(self, lease_id: str, group_id: str, reason: str, now: float) -> None:
-        await self._run(BURY, lease_id, group_id, reason, repr(now))
+    async def bury(self, lease_id: str, reference: str, reason: str, now: float) -> None:
+        await self._run(BURY, lease_id, reference, reason, repr(now))
 
-    async def dead_letters(self, limit: int = 100) -> Sequence[DeadLetter]:
-        return [
-            DeadLetter(group_id.decode(), [each.decode() for each in session_ids], reason.decode(), float(died_at))
-            for group_id, session_ids, reason, died_at in await self._run(DEAD_LETTERS, limit)
-        ]
+    async def dead_letters(
+        self, limit: int = 100, cursor: str | None = None, reason: str | None = None
+    ) -> tuple[Sequence[DeadLetter], str | None]:
+        following, *letters = await self._run(DEAD_LETTERS, limit, cursor or "", reason or "", LETTERS_LOOKED_AT)
+        return [_dead_letter(letter) for letter in letters], following.decode() or None
+
+    async def retry_dead(self, names: Sequence[str], policy: GroupPolicy, now: float) -> Sequence[str]:
+        return await self._exhume("retry", names, policy, now)
+
+    async def drop_dead(self, names: Sequence[str]) -> Sequence[str]:
+        return await self._exhume("drop", names, GroupPolicy(), 0.0)
 
     async def counts(self) -> Mapping[str, int]:
         flat = await self._run(COUNTS)
         return {state.decode(): number for state, number in zip(flat[::2], flat[1::2], strict=True)}
 
-    async def _settle(self, lease_id: str, wanted: str, now: float) -> list[str]:
-        status, *detail = await self._run(SETTLE, lease_id, wanted, repr(now))
+    async def totals(self) -> Mapping[str, int]:
+        flat = await self._redis.execute("HGETALL", GROUP_TOTALS)
+        pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
+        return {what.decode(): int(times) for what, times in pairs}
+
+    async def _settle(self, lease_id: str, wanted: str, now: float, *, undelivered: bool = False) -> list[str]:
+        status, *detail = await self._run(SETTLE, lease_id, wanted, repr(now), int(undelivered), durable=True)
         if status.decode() != wanted:
             raise _ended(lease_id, status.decode())
         return [group_id.decode() for group_id in detail[0]]
 
-    async def _run(self, script: Script, *args: Argument) -> Any:
-        return await self._redis.run(script, DELIVERY, args)
+    async def _exhume(self, action: str, names: Sequence[str], policy: GroupPolicy, now: float) -> list[str]:
+        outcome, found = await self._run(EXHUME, action, repr(now), *_decision(policy), *names)
+        if outcome == b"superseded":
+            raise Conflict(
+                f"dead group {found.decode()} is incomplete, and new sessions of its group id go to a later group: drop it"
+            )
+        return [reference.decode() for reference in found]
 
-    async def _announce_arrival(self) -> None:
-        async with self._something_came:
-            self._something_came.notify_all()
+    async def _run(self, script: Script, *args: Argument, durable: bool = False) -> Any:
+        return await self._redis.run(script, DELIVERY, args, durable=durable, patient=True)
 
 
 def _decision(policy: GroupPolicy) -> tuple[str, int, str]:
@@ -135,8 +186,15 @@ def _decision(policy: GroupPolicy) -> tuple[str, int, str]:
 
 
 def _leased_group(answer: Any) -> LeasedGroup:
-    group_id, deliveries, oldest_version, session_ids = answer
-    return LeasedGroup(group_id.decode(), [each.decode() for each in session_ids], deliveries, oldest_version)
+    reference, group_id, deliveries, oldest_version, stale, session_ids = answer
+    members = [each.decode() for each in session_ids]
+    return LeasedGroup(reference.decode(), group_id.decode(), members, deliveries, oldest_version, bool(stale))
+
+
+def _dead_letter(answer: Any) -> DeadLetter:
+    letter_id, group_id, session_ids, deliveries, reason, died_at = answer
+    members = [each.decode() for each in session_ids]
+    return DeadLetter(letter_id.decode(), group_id.decode(), members, deliveries, reason.decode(), float(died_at))
 
 
 def _ended(lease_id: str, status: str) -> NotFound | Conflict:

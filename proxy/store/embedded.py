@@ -22,6 +22,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from proxy.store.datadir import DataDir, StoreStartError
+from proxy.store.keys import PROCESSES
 
 __all__ = ["EmbeddedRedis", "StoreStartError", "redis_server_binary"]
 
@@ -71,6 +72,8 @@ class EmbeddedRedis:
     def start(self) -> str:
         """The URL of the running store. Blocks until the append-only file is loaded. Raises `StoreStartError`.
 
+        Nobody used the data directory a moment ago: the processes that its file tells of have ended, and their calls dangle.
+
         Call it on the process's main thread: Linux tells a child that its parent died when the starting thread ends.
         """
         binary = redis_server_binary()
@@ -79,6 +82,7 @@ class EmbeddedRedis:
             self._socket = _socket_path(self._dir.path)
             self._process = self._launch(binary, lock, self._socket)
             self._await_ready(self._process, self._socket)
+            _ask(self._socket, f"DEL {PROCESSES}")
         except BaseException:
             self.stop()
             raise
@@ -184,11 +188,16 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
 
 def _answers(path: Path) -> bool:
     """Whether a Redis at this socket takes commands: not yet while it loads its file."""
+    return _ask(path, "PING").startswith(b"+PONG")
+
+
+def _ask(path: Path, command: str) -> bytes:
+    """The raw answer, empty when there is none."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.settimeout(1.0)
             client.connect(str(path))
-            client.sendall(b"PING\r\n")
-            return client.recv(64).startswith(b"+PONG")
+            client.sendall(f"{command}\r\n".encode())
+            return client.recv(64)
     except OSError:
-        return False
+        return b""

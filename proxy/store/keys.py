@@ -6,13 +6,20 @@ One session, all in the slot of `{s:<session_id>}`, until the session is deleted
                                    updated_at, leased
     vb:{s:<id>}:calls      list    record bytes in commit order; only ever appended to
     vb:{s:<id>}:index      hash    call_id -> digest of its record: makes a repeated commit a no-op and finds a conflicting one
-    vb:{s:<id>}:intents    hash    call_id -> Intent (msgpack); removed by the commit, left dangling by a crash
+    vb:{s:<id>}:intents    hash    call_id -> Intent (msgpack), which names its process; removed by the commit, left dangling by a
+                                   crash
     vb:{s:<id>}:delivered  set     call_ids whose reply was flushed to the harness
 
 Listing, slots of their own; written before the session and removed after it, so readers skip what they do not find:
 
     vb:sessions            zset    every session, all scores 0, members ordered by time of creation
     vb:{g:<group>}:sessions zset   the same for one group id
+    vb:unclosed            zset    session_id of every session that is not closed, by when it was last known to be active
+
+The processes that serve, kept for good:
+
+    vb:processes           zset    process -> when it counts as dead, in seconds of the server's clock; an hour after that
+    vb:cuts                stream  session_id whose calls are to be ended wherever they run; the newest thousand or so
 
 Delivery, all in the slot of `{delivery}` so that a lease is one script; kept for good (a leased group shrinks when it is
 acknowledged). A group id may be used again; each use is a round, and a group's reference is `<round>:<group_id>`:
@@ -27,6 +34,12 @@ acknowledged). A group id may be used again; each use is a round, and a group's 
     vb:{delivery}:ended      zset  lease_id of an ended lease, by its end
     vb:{delivery}:dead       zset  reference of a dead group, by its time of death
     vb:{delivery}:counts     hash  state -> number of groups; `place` numbers the groups that became ready
+    vb:{delivery}:totals     hash  state or event -> how often, since the store began
+    vb:{delivery}:filling    zset  reference of a filling group, by when its last member came
+    vb:{delivery}:arrivals   stream one entry, new whenever a group became ready: waiting consumers read it
+    vb:{delivery}:claims     hash  consumer that got nothing -> since when it wants what (msgpack); seconds after its last request
+    vb:{delivery}:opening    hash  group_id let in of which no member has closed -> its sessions (msgpack)
+    vb:{delivery}:admitted   hash  session_id let in -> group_id, as long as that group is only opening
     vb:{delivery}:announced  zset  session_id on its way into a group, by time; until it is filled or retracted
     vb:{delivery}:requests   hash  session_id -> CloseRequest (msgpack) of the announcement
 
@@ -35,11 +48,19 @@ Weights, all in the slot of `{weights}`, kept for good:
     vb:{weights}:current   string  WeightState (msgpack)
     vb:{weights}:history   list    WeightState (msgpack), newest first, at most a thousand
     vb:{weights}:lock      string  owner of the one push; expires
+
+Retention, in a slot of its own:
+
+    vb:{retention}:lock    string  owner of the one right to archive and delete; expires
 """
 
 from __future__ import annotations
 
 SESSIONS = "vb:sessions"
+UNCLOSED = "vb:unclosed"
+
+PROCESSES = "vb:processes"
+CUTS = "vb:cuts"
 
 DELIVERY = tuple(
     f"vb:{{delivery}}:{name}"
@@ -56,13 +77,22 @@ DELIVERY = tuple(
         "counts",
         "announced",
         "requests",
+        "filling",
+        "claims",
+        "opening",
+        "admitted",
+        "totals",
+        "arrivals",
     )
 )
 """In the order in which `scripts/_delivery.lua` names them."""
+GROUP_TOTALS = "vb:{delivery}:totals"
+ARRIVALS = "vb:{delivery}:arrivals"
 
 WEIGHTS_CURRENT = "vb:{weights}:current"
 WEIGHTS_HISTORY = "vb:{weights}:history"
 WEIGHTS_LOCK = "vb:{weights}:lock"
+RETENTION_LOCK = "vb:{retention}:lock"
 
 
 def state(session_id: str) -> str:
@@ -97,3 +127,8 @@ def listing_member(created_at: float, session_id: str) -> str:
 def listed(member: str) -> str:
     """The session id of a listing member."""
     return member.partition(":")[2]
+
+
+def listed_at(member: str) -> float:
+    """When the session of a listing member was created, in epoch seconds."""
+    return int(member.partition(":")[0]) / 1e6

@@ -24,12 +24,12 @@ class SessionListing:
         self._load = load
 
     async def add(self, info: SessionInfo) -> None:
-        for key in _lists(info):
-            await self._redis.execute("ZADD", key, 0, keys.listing_member(info.created_at, info.session_id))
+        member = keys.listing_member(info.created_at, info.session_id)
+        await asyncio.gather(*(self._redis.execute("ZADD", key, 0, member) for key in _lists(info)))
 
     async def remove(self, info: SessionInfo) -> None:
-        for key in _lists(info):
-            await self._redis.execute("ZREM", key, keys.listing_member(info.created_at, info.session_id))
+        member = keys.listing_member(info.created_at, info.session_id)
+        await asyncio.gather(*(self._redis.execute("ZREM", key, member) for key in _lists(info)))
 
     async def page(
         self, *, status: str | None, group_id: str | None, limit: int, cursor: str | None

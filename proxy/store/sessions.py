@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from proxy.errors import Conflict, NotFound
@@ -19,19 +21,24 @@ SNAPSHOT = Script.read("snapshot", "_session")
 DELETE = Script.read("delete")
 BEGIN = Script.read("begin", "_session")
 COMMIT = Script.read("commit", "_session")
+DROP_INTENT = Script.read("drop_intent", "_session")
+DISOWN = Script.read("disown", "_session")
 MARK_DELIVERED = Script.read("mark_delivered", "_session")
 SET_REWARD = Script.read("set_reward", "_session")
 MARK_LEASED = Script.read("mark_leased", "_session")
 BEGIN_CLOSE = Script.read("begin_close", "_session")
 CLOSE = Script.read("close", "_session")
+EXPIRE = Script.read("expire", "_session")
 
 
 class RedisSessionStore:
-    """Implements `proxy.store.base.SessionStore`."""
+    """Implements `proxy.store.base.SessionStore`. `process` is who signs the intents."""
 
-    def __init__(self, connection: StoreConnection, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, connection: StoreConnection, process: str = "", clock: Callable[[], float] = time.time) -> None:
         self._redis = connection
+        self._process = process
         self._clock = clock
+        self._unsettled: dict[str, _Unsettled] = {}
         self._listing = SessionListing(connection, self.load)
 
     async def ping(self) -> None:
@@ -40,7 +47,8 @@ class RedisSessionStore:
     async def create(self, info: SessionInfo) -> bool:
         # The listing first: a session that is listed nowhere could never be found again, a listed one that does not
         # exist is skipped.
-        await self._listing.add(info)
+        unclosed = self._redis.execute("ZADD", keys.UNCLOSED, repr(info.created_at), info.session_id)
+        await asyncio.gather(self._listing.add(info), unclosed)
         if await self._redis.run(CREATE, _both(info.session_id), (pack_versioned(info), repr(info.created_at))):
             return True
         other = await self.load(info.session_id)
@@ -62,14 +70,20 @@ class RedisSessionStore:
         removed = await self._redis.run(DELETE, parts)
         if state is not None:
             await self._listing.remove(state.info)
+        await self.seen(session_id, None)
         return bool(removed)
 
     async def begin(self, session_id: str, known_calls: int, intent: Intent) -> Begun:
+        signed = replace(intent, process=self._process)
+        # Until the answer is here nobody knows whether the intent is.
+        self._unsettled[intent.call_id] = _Unsettled(session_id, None)
         status, accepted, created_at, records = await self._redis.run(
-            BEGIN,
-            (*_both(session_id), keys.intents(session_id)),
-            (known_calls, intent.call_id, pack_versioned(intent)),
+            BEGIN, _with_intents(session_id), (known_calls, intent.call_id, pack_versioned(signed))
         )
+        if accepted:
+            self._unsettled[intent.call_id] = _Unsettled(session_id, intent)
+        else:
+            self._unsettled.pop(intent.call_id, None)
         return Begun(status.decode(), bool(accepted), records, float(created_at))
 
     async def commit(self, session_id: str, intent_id: str, records: Mapping[str, bytes]) -> int:
@@ -77,8 +91,9 @@ class RedisSessionStore:
         args: list[bytes | str] = [intent_id, repr(self._clock())]
         for call_id, record in records.items():
             args += (call_id, hashlib.blake2b(record, digest_size=16).digest(), record)
-        outcome, *detail = await self._redis.run(COMMIT, parts, args)
+        outcome, *detail = await self._redis.run(COMMIT, parts, args, durable=True, patient=True)
         if outcome == b"ok":
+            self._unsettled.pop(intent_id, None)
             return int(detail[0])
         if outcome == b"conflict":
             raise Conflict(f"call {detail[0].decode()} of session {session_id} was recorded before with other content")
@@ -87,7 +102,17 @@ class RedisSessionStore:
         raise Conflict(f"session {session_id} was deleted before the call was recorded")
 
     async def drop_intent(self, session_id: str, intent_id: str) -> None:
-        await self._redis.execute("HDEL", keys.intents(session_id), intent_id)
+        self._unsettled[intent_id] = _Unsettled(session_id, None)
+        await self._redis.run(DROP_INTENT, _with_intents(session_id), (intent_id, repr(self._clock())))
+        self._unsettled.pop(intent_id, None)
+
+    async def disown(self, running: Container[str]) -> None:
+        for call_id, left in [each for each in self._unsettled.items() if each[0] not in running]:
+            if left.intent is None:
+                await self.drop_intent(left.session_id, call_id)
+            else:
+                await self._redis.run(DISOWN, _with_intents(left.session_id), (call_id, pack_versioned(left.intent)))
+                self._unsettled.pop(call_id, None)
 
     async def mark_delivered(self, session_id: str, call_ids: Sequence[str]) -> None:
         if call_ids:
@@ -127,14 +152,42 @@ class RedisSessionStore:
         self, session_id: str, status: str, reward: float | None, error: str | None, closed_at: float
     ) -> SessionState:
         args = (status, _number(reward), error or "", repr(closed_at))
-        outcome, *answer = await self._redis.run(CLOSE, _both(session_id), args)
+        outcome, *answer = await self._redis.run(CLOSE, _both(session_id), args, durable=True)
         if outcome == b"frozen":
             raise Conflict(f"session {session_id} is closed as {answer[0].decode()}, not {status}")
+        await self.seen(session_id, None)
         return _found(session_id, answer[0] if answer else None)
+
+    async def unclosed(self, before: float, limit: int = 100) -> Sequence[str]:
+        found = await self._redis.execute("ZRANGEBYSCORE", keys.UNCLOSED, "-inf", f"({before!r}", "LIMIT", 0, limit)
+        return [session_id.decode() for session_id in found]
+
+    async def seen(self, session_id: str, at: float | None) -> None:
+        if at is None:
+            await self._redis.execute("ZREM", keys.UNCLOSED, session_id)
+        else:
+            # Only one that is there: it may have been closed meanwhile.
+            await self._redis.execute("ZADD", keys.UNCLOSED, "XX", repr(at), session_id)
+
+    async def expire(self, session_id: str, idle_since: float, closing_since: float, intents: int) -> bool:
+        args = (repr(idle_since), repr(closing_since), intents, repr(self._clock()))
+        return bool(await self._redis.run(EXPIRE, _with_intents(session_id), args))
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsettled:
+    """An intent that this process wrote, or may have written, and has not seen settled. Without `intent` it is to go away."""
+
+    session_id: str
+    intent: Intent | None
 
 
 def _both(session_id: str) -> tuple[str, str]:
     return keys.state(session_id), keys.calls(session_id)
+
+
+def _with_intents(session_id: str) -> tuple[str, str, str]:
+    return keys.state(session_id), keys.calls(session_id), keys.intents(session_id)
 
 
 def _number(value: float | None) -> str:

@@ -1,10 +1,28 @@
--- A group: {group_id, size, status, place, deliveries, oldest, rows, lease, members = {{id, usable, reward, rows, oldest}}}
+-- A group: {group_id, size, status, place, deliveries, oldest, rows, lease, since, members = {{id, usable, reward, rows, oldest}}}
 -- status: filling, ready, dropped, leased, acked, dead. A ready group that was passed over sits in `stale`.
+-- `since` is when its last member came, `given_up` that no more are waited for, `stale` that its lease asked for newer rows,
+-- `passed` that it was counted as stale before, `final` that nothing changes it any more, `left` its sessions by then.
 redis.replicate_commands()
 
 local groups, rounds, members, ready, stale = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local leases, deadlines, ended, dead = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local counts, announced, requests = KEYS[10], KEYS[11], KEYS[12]
+local filling, claims, opening, admitted = KEYS[13], KEYS[14], KEYS[15], KEYS[16]
+local totals, arrivals = KEYS[17], KEYS[18]
+
+local function tally(what)
+  redis.call('HINCRBY', totals, what, 1)
+end
+
+local told = false
+
+-- Whoever waits for groups is woken. Once a script is enough; the stream keeps its last entry only.
+local function tell_arrival()
+  if not told then
+    told = true
+    redis.call('XADD', arrivals, 'MAXLEN', 1, '*', 'ready', 1)
+  end
+end
 
 local function load_packed(key, field)
   local packed = redis.call('HGET', key, field)
@@ -22,14 +40,23 @@ end
 
 -- Moves a group to `status`, with the counts and the queue it belongs to.
 local function move(ref, group, status)
-  if group.status then
-    redis.call('HINCRBY', counts, group.status, -1)
+  if group.status ~= status then
+    if group.status then
+      redis.call('HINCRBY', counts, group.status, -1)
+    end
+    redis.call('HINCRBY', counts, status, 1)
+    tally(status)
   end
-  redis.call('HINCRBY', counts, status, 1)
   redis.call('ZREM', stale, ref)
+  if status == 'filling' then
+    redis.call('ZADD', filling, group.since, ref)
+  else
+    redis.call('ZREM', filling, ref)
+  end
   if status == 'ready' then
     group.place = group.place or redis.call('HINCRBY', counts, 'place', 1)
     redis.call('ZADD', ready, group.place, ref)
+    tell_arrival()
   else
     redis.call('ZREM', ready, ref)
   end
@@ -38,7 +65,14 @@ local function move(ref, group, status)
 end
 
 local function settled(group)
-  return group.status == 'leased' or group.status == 'acked' or group.status == 'dead'
+  return group.status == 'leased' or group.status == 'acked' or group.status == 'dead' or group.final
+end
+
+-- Nothing changes the group any more, but its sessions are still known to have been in it until each is deleted.
+local function finish(ref, group, status)
+  group.left, group.final = #group.members, true
+  group.members, group.lease, group.fate = {}, nil, nil
+  move(ref, group, status)
 end
 
 local function usable_members(group)
@@ -51,9 +85,9 @@ local function usable_members(group)
   return usable
 end
 
-local function session_ids(group)
+local function session_ids(list)
   local ids = {}
-  for _, member in ipairs(usable_members(group)) do
+  for _, member in ipairs(list) do
     ids[#ids + 1] = member.id
   end
   return ids
@@ -61,13 +95,24 @@ end
 
 -- Whether the next session of this group id belongs to a new round.
 local function full(group, policy)
-  if settled(group) then
+  if settled(group) or group.given_up then
     return true
   end
   if policy == 'require_all' then
     return #usable_members(group) >= group.size
   end
   return #group.members >= group.size
+end
+
+-- The round that a newcomer of this group id belongs to, and its group unless it is still to be made.
+local function newcomers_round(group_id, policy)
+  local round = tonumber(redis.call('HGET', rounds, group_id) or '1')
+  local group = load_packed(groups, round .. ':' .. group_id)
+  while group and full(group, policy) do
+    round = round + 1
+    group = load_packed(groups, round .. ':' .. group_id)
+  end
+  return round, group
 end
 
 local function same_rewards(usable)
@@ -89,7 +134,7 @@ local function decide(group, policy, minimum, zero_variance)
     if #usable < group.size then
       return 'filling'
     end
-  elseif #group.members < group.size then
+  elseif #group.members < group.size and not group.given_up then
     return 'filling'
   elseif #usable < math.max(minimum, 1) then
     return 'dropped'
@@ -112,8 +157,7 @@ local function measure(group)
 end
 
 local function kill(ref, group, reason, now)
-  group.reason = reason
-  group.died_at = now
+  group.reason, group.lease, group.stale = reason, nil, nil
   redis.call('ZADD', dead, now, ref)
   move(ref, group, 'dead')
 end
@@ -128,8 +172,9 @@ end
 local function put_back(lease_id, lease, status, now)
   for _, ref in ipairs(lease.refs) do
     local group = load_packed(groups, ref)
-    group.lease = nil
+    group.lease, group.stale = nil, nil
     group.fate = (status == 'expired' and 'lease expired' or 'given back') .. ' by ' .. lease.consumer
+    tally(status)
     move(ref, group, 'ready')
   end
   end_lease(lease_id, lease, status, now)
@@ -160,4 +205,36 @@ local function active(lease_id, now)
     return nil, {lease.status, group_ids(lease)}
   end
   return lease
+end
+
+-- A session that was let in is in its group, or gone: the group is not one that is only opened any more, or loses one session.
+local function leave_opening(session_id)
+  local group_id = redis.call('HGET', admitted, session_id)
+  local entry = group_id and load_packed(opening, group_id)
+  redis.call('HDEL', admitted, session_id)
+  if not entry then
+    return
+  end
+  local kept = {}
+  for _, id in ipairs(entry.ids) do
+    if id ~= session_id then
+      kept[#kept + 1] = id
+    end
+  end
+  entry.ids = kept
+  if #kept == 0 then
+    redis.call('HDEL', opening, group_id)
+  else
+    redis.call('HSET', opening, group_id, cmsgpack.pack(entry))
+  end
+end
+
+local function end_opening(group_id)
+  local entry = load_packed(opening, group_id)
+  if entry then
+    for _, id in ipairs(entry.ids) do
+      redis.call('HDEL', admitted, id)
+    end
+    redis.call('HDEL', opening, group_id)
+  end
 end

@@ -1,4 +1,4 @@
--- ARGV: lease id, group id, reason, now
+-- ARGV: lease id, reference, reason, now
 local lease_id, now = ARGV[1], tonumber(ARGV[4])
 local lease = active(lease_id, now)
 if not lease then
@@ -6,10 +6,8 @@ if not lease then
 end
 local kept = {}
 for _, ref in ipairs(lease.refs) do
-  local group = load_packed(groups, ref)
-  if group.group_id == ARGV[2] then
-    group.lease = nil
-    kill(ref, group, ARGV[3], now)
+  if ref == ARGV[2] then
+    kill(ref, load_packed(groups, ref), ARGV[3], now)
   else
     kept[#kept + 1] = ref
   end

@@ -7,6 +7,7 @@ if frozen(now) then
   if now ~= ARGV[1] then
     return {'frozen', now}
   end
+  redis.call('HSET', KEYS[1], 'status', now) -- a write for WAIT to wait for
   return {'ok', snapshot()}
 end
 redis.call('HSET', KEYS[1], 'status', ARGV[1], 'closed_at', ARGV[4], 'updated_at', ARGV[4])

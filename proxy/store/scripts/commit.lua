@@ -22,7 +22,6 @@ for _, i in ipairs(fresh) do
   redis.call('HSET', KEYS[3], ARGV[i], ARGV[i + 1])
 end
 redis.call('HDEL', KEYS[4], ARGV[1])
-if #fresh > 0 then
-  redis.call('HSET', KEYS[1], 'updated_at', ARGV[2])
-end
+-- Also a repetition writes: WAIT counts from the last write of the connection, which may be another one than the first time.
+redis.call('HSET', KEYS[1], 'updated_at', #fresh > 0 and ARGV[2] or redis.call('HGET', KEYS[1], 'updated_at'))
 return {'ok', redis.call('LLEN', KEYS[2])}

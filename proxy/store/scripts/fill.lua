@@ -1,5 +1,5 @@
--- ARGV: group id, size, session id, usable, reward or '', rows, oldest version, policy, minimum, zero variance. The status.
-local group_id, size, session_id, policy = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[8]
+-- ARGV: group id, size, session id, usable, reward or '', rows, oldest version, now, policy, minimum, zero variance. The status.
+local group_id, size, session_id, policy = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[9]
 local member = {
   id = session_id,
   usable = ARGV[4] == '1',
@@ -8,18 +8,11 @@ local member = {
   oldest = tonumber(ARGV[7]),
 }
 
-local function new_group()
-  return {group_id = group_id, size = size, deliveries = 0, members = {}}
-end
-
-local function place_of_newcomer()
-  local round = tonumber(redis.call('HGET', rounds, group_id) or '1')
-  local group = load_packed(groups, round .. ':' .. group_id)
-  if group and full(group, policy) then
-    round, group = round + 1, nil
-  end
+local function join_round()
+  local round, group = newcomers_round(group_id, policy)
   redis.call('HSET', rounds, group_id, round)
-  return round .. ':' .. group_id, group or new_group()
+  end_opening(group_id)
+  return round .. ':' .. group_id, group or {group_id = group_id, size = size, deliveries = 0, members = {}}
 end
 
 local ref, group = redis.call('HGET', members, session_id), nil
@@ -27,6 +20,7 @@ if ref then
   group = load_packed(groups, ref)
   if settled(group) then
     retract(session_id)
+    save_group(ref, group) -- a write, so that whoever waits for one to be durable has one to wait for
     return group.status
   end
   for i, old in ipairs(group.members) do
@@ -35,13 +29,14 @@ if ref then
     end
   end
 else
-  ref, group = place_of_newcomer()
+  ref, group = join_round()
   group.members[#group.members + 1] = member
+  group.since = tonumber(ARGV[8])
   redis.call('HSET', members, session_id, ref)
 end
 -- Members that disagree on the size: the greatest holds, or an unfinished group would pass for a whole one.
 group.size = math.max(group.size, size)
 measure(group)
-move(ref, group, decide(group, policy, tonumber(ARGV[9]), ARGV[10]))
+move(ref, group, decide(group, policy, tonumber(ARGV[10]), ARGV[11]))
 retract(session_id)
 return group.status

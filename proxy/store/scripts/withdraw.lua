@@ -6,13 +6,23 @@ if group and group.status == 'leased' then
   return 'leased'
 end
 retract(session_id)
+leave_opening(session_id)
+redis.call('HDEL', members, session_id)
 if not group then
   return 'gone'
 end
-redis.call('HDEL', members, session_id)
-if settled(group) then
-  return 'gone'
+
+local function forget()
+  for _, queue in ipairs({ready, stale, filling, dead}) do
+    redis.call('ZREM', queue, ref)
+  end
+  redis.call('HDEL', groups, ref)
+  -- A later round's number would be taken again if it were forgotten while that round is there.
+  if ref == '1:' .. group.group_id and redis.call('HGET', rounds, group.group_id) == '1' then
+    redis.call('HDEL', rounds, group.group_id)
+  end
 end
+
 local kept = {}
 for _, member in ipairs(group.members) do
   if member.id ~= session_id then
@@ -20,12 +30,21 @@ for _, member in ipairs(group.members) do
   end
 end
 group.members = kept
-if #kept == 0 then
-  move(ref, group, 'filling')
-  redis.call('HINCRBY', counts, 'filling', -1)
-  redis.call('HDEL', groups, ref)
-  return 'gone'
+if group.final then
+  -- What was acknowledged or given up stays counted.
+  group.left = group.left - 1
+  if group.left == 0 then
+    forget()
+  else
+    save_group(ref, group)
+  end
+elseif #kept == 0 then
+  redis.call('HINCRBY', counts, group.status, -1)
+  forget()
+elseif group.status == 'dead' then
+  save_group(ref, group)
+else
+  measure(group)
+  move(ref, group, decide(group, ARGV[2], tonumber(ARGV[3]), ARGV[4]))
 end
-measure(group)
-move(ref, group, decide(group, ARGV[2], tonumber(ARGV[3]), ARGV[4]))
 return 'gone'

@@ -1,0 +1,155 @@
+"""One client's connection: how large the head of its requests may be, and how long it may take to say and to hear something.
+
+uvicorn waits for ever for a head that does not come, keeps in memory as much of it as is sent, and never gives up a client that
+does not read its answer. Any of these lets somebody without a key hold the service's memory or sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+if TYPE_CHECKING:
+    from proxy.settings import Settings
+
+BODY_GRACE_SECONDS = 15.0
+"""The application answers a body that takes too long; this long after, the connection is cut whatever the application does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """What a client is allowed; seconds of 0 are for ever."""
+
+    header_bytes: int
+    headers: int
+    header_seconds: float
+    body_seconds: float
+    write_seconds: float
+
+    @classmethod
+    def of(cls, settings: Settings) -> Patience:
+        body_seconds = settings.body_timeout_seconds + BODY_GRACE_SECONDS if settings.body_timeout_seconds else 0.0
+        return cls(
+            settings.max_header_bytes,
+            settings.max_headers,
+            settings.header_timeout_seconds,
+            body_seconds,
+            settings.write_timeout_seconds,
+        )
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with its limits kept. What it waits for: a `request` that has not begun, its `head`, its `body`, or `nothing`
+    while it is answered and until the client sends something again."""
+
+    def __init__(self, *args: Any, patience: Patience, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._patience = patience
+        self._awaits = "request"
+        self._awaiting: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
+        self._unread_bytes = 0
+        self._refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_within(self._patience.header_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _cancel(self._awaiting)
+        _cancel(self._writing)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        if self._awaits == "nothing":
+            self._awaits = "request"
+            self._await_within(self._patience.header_seconds)
+        self._unread_bytes += len(data)
+        super().data_received(data)
+        if self._unread_bytes <= self._patience.header_bytes:
+            return
+        if self._awaits == "head":
+            self._refuse(431, f"the head of the request is larger than {self._patience.header_bytes} bytes")
+        elif self._awaits == "body":
+            # No body: chunk extensions or trailers, of which the parser would keep any amount.
+            self._refuse(431, f"the request has more than {self._patience.header_bytes} bytes beside head and body")
+
+    def on_message_begin(self) -> None:
+        if self._awaits == "nothing":
+            self._await_within(self._patience.header_seconds)
+        # What came with its first bytes may be the end of another request.
+        self._awaits, self._unread_bytes = "head", 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        size = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
+        if size > self._patience.header_bytes:
+            self._refuse(431, f"the head of the request is larger than {self._patience.header_bytes} bytes")
+        elif len(self.headers) > self._patience.headers:
+            self._refuse(431, f"the request has more than {self._patience.headers} headers")
+        else:
+            self._awaits, self._unread_bytes = "body", 0
+            self._await_within(self._patience.body_seconds)
+            super().on_headers_complete()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # What comes after the body is no header, though the parser hands it over as one.
+        if self._awaits == "head":
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._unread_bytes = 0
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._awaits, self._unread_bytes = "nothing", 0
+        _cancel(self._awaiting)
+        if not self._refused:
+            super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._patience.write_seconds:
+            self._writing = self.loop.call_later(self._patience.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        _cancel(self._writing)
+        super().resume_writing()
+
+    def _await_within(self, seconds: float) -> None:
+        _cancel(self._awaiting)
+        self._awaiting = self.loop.call_later(seconds, self._waited) if seconds else None
+
+    def _waited(self) -> None:
+        """The request is not whole, and its time is over."""
+        if self.flow.read_paused:
+            # Not the client's fault: it is not being read.
+            self._await_within(self._patience.body_seconds or self._patience.header_seconds)
+        elif self._awaits == "head":
+            self._refuse(408, "the head of the request did not come in time")
+        else:
+            self._refused = True
+            self.transport.close()
+
+    def _refuse(self, status: int, why: str) -> None:
+        """Answer what never becomes a request of the application, and close."""
+        self._refused = True
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            phrase = http.HTTPStatus(status).phrase
+            head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: text/plain; charset=utf-8\r\n"
+            self.transport.write(f"{head}content-length: {len(why)}\r\nconnection: close\r\n\r\n{why}".encode())
+        self.transport.close()
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

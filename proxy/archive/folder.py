@@ -1,0 +1,229 @@
+"""A folder of archived sessions: numbered parts, and a manifest that says which of them are whole.
+
+    manifest.json  sessions-000000.parquet  records-000000.parquet  trajectories-000000.parquet  sessions-000001.parquet  …
+
+A part is written file by file, each there whole or not at all, and counts once the manifest names it: the manifest is replaced
+last. What a killed writer left behind has no place in the manifest and is taken away by the next one. A session is in the folder
+once: `holds` knows all that are. One writer at a time, held by a lock on the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from proxy.archive.files import Format, digest_of, read_table, write_table, write_whole
+from proxy.archive.schema import SCHEMA, SCHEMA_VERSION, TABLES
+from proxy.archive.tables import ArchivedSession, Row, rows_of, session_of
+
+MANIFEST = "manifest.json"
+LOCK = ".lock"
+PART_BYTES = 32 * 2**20
+"""A part is written when its sessions take this much: the memory of a writer is a few times this, or of one larger session."""
+PART_SESSIONS = 1000
+
+Key = tuple[str, float]
+
+
+class ArchiveError(Exception):
+    """The folder is not one that can be written to, or read from, like this."""
+
+
+class FolderBusy(ArchiveError):
+    """Another process is writing to the folder."""
+
+
+class ArchiveReader:
+    """The parts that the manifest of `folder` names. Raises ArchiveError when there is none that this build reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise ArchiveError(f"{folder} holds no archive: it has no {MANIFEST}")
+        self.manifest: dict[str, Any] = manifest
+
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        parts: list[dict[str, Any]] = self.manifest["parts"]
+        return parts
+
+    def sessions(self) -> Iterator[ArchivedSession]:
+        """Every session, without its trajectories, a part at a time. Raises ArchiveError for a file that is missing or was
+        changed."""
+        for part in self.parts:
+            records: dict[str, list[Row]] = {}
+            for record in self._rows(part, "records"):
+                records.setdefault(record["session_id"], []).append(record)
+            for row in self._rows(part, "sessions"):
+                yield session_of(row, records.get(row["session_id"], ()))
+
+    def _rows(self, part: dict[str, Any], table: str) -> list[Row]:
+        entry = part["files"].get(table)
+        if entry is None:
+            return []
+        path = self.folder / entry["name"]
+        if not path.is_file() or digest_of(path) != entry["sha256"]:
+            raise ArchiveError(f"{path} is not the file that was written: its checksum is not the one in {MANIFEST}")
+        return read_table(path, table)
+
+
+class KnownSessions:
+    """The keys of the sessions in a folder; about a hundred bytes each. Parts once read are not read again."""
+
+    def __init__(self) -> None:
+        self._keys: set[Key] = set()
+        self._parts: set[str] = set()
+
+    def read(self, folder: Path, manifest: dict[str, Any]) -> None:
+        for part in manifest["parts"]:
+            if part["files"]["sessions"]["sha256"] not in self._parts:
+                path = folder / part["files"]["sessions"]["name"]
+                rows = read_table(path, "sessions", ["session_id", "created_at"])
+                self.add(part, {(row["session_id"], row["created_at"]) for row in rows})
+
+    def add(self, part: dict[str, Any], keys: set[Key]) -> None:
+        self._parts.add(part["files"]["sessions"]["sha256"])
+        self._keys |= keys
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+class ArchiveWriter:
+    """Adds sessions to `folder`, which is made when it is not there; use it in a `with` block.
+
+    Raises FolderBusy while another writes, ArchiveError when the folder holds something else than an archive of this format and
+    builder.
+    """
+
+    def __init__(
+        self, folder: Path, *, format: Format = "parquet", builder: str = "merged", known: KnownSessions | None = None
+    ) -> None:
+        self.folder = folder
+        self.format = format
+        self.builder = builder
+        self.known = known if known is not None else KnownSessions()
+        self._waiting: dict[Key, ArchivedSession] = {}
+        self._waiting_bytes = 0
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self.folder)
+        try:
+            self.manifest = self._opened()
+            self._clear_leftovers()
+            self.known.read(self.folder, self.manifest)
+        except BaseException:
+            self._lock.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        assert self._lock is not None
+        self._lock.close()
+
+    def holds(self, key: Key) -> bool:
+        return key in self.known or key in self._waiting
+
+    @property
+    def full(self) -> bool:
+        """Whether what is waiting makes a part."""
+        return self._waiting_bytes >= PART_BYTES or len(self._waiting) >= PART_SESSIONS
+
+    def add(self, session: ArchivedSession) -> None:
+        """The session, to be written with the next part; one that the folder holds is left alone."""
+        if not self.holds(session.key):
+            self._waiting[session.key] = session
+            self._waiting_bytes += session.size_bytes
+
+    def flush(self) -> None:
+        """What is waiting as one more part. It counts when this returns."""
+        if not self._waiting:
+            return
+        part = self._write_part(list(self._waiting.values()))
+        self._replace_manifest({"complete": False, "parts": [*self.manifest["parts"], part]})
+        self.known.add(part, set(self._waiting))
+        self._waiting, self._waiting_bytes = {}, 0
+
+    def finish(self, filters: dict[str, Any]) -> None:
+        """The last part, and the manifest that says that all of `filters` is there."""
+        self.flush()
+        self._replace_manifest({"complete": True, "filters": filters})
+
+    def _write_part(self, sessions: list[ArchivedSession]) -> dict[str, Any]:
+        number = f"{len(self.manifest['parts']):06d}"
+        rows: dict[str, list[Row]] = {table: [] for table in TABLES}
+        for session in sessions:
+            for table, made in rows_of(session).items():
+                rows[table] += made
+        files = {
+            table: write_table(self.folder / f"{table}-{number}.{self.format}", table, made)
+            for table, made in rows.items()
+            if made
+        }
+        counts = {table: len(made) for table, made in rows.items()}
+        return {"name": number, **counts, "tokens": sum(len(row["token_ids"]) for row in rows["trajectories"]), "files": files}
+
+    def _replace_manifest(self, changes: dict[str, Any]) -> None:
+        self.manifest = {**self.manifest, **changes, "updated_at": time.time()}
+        text = json.dumps(self.manifest, indent=1) + "\n"
+        write_whole(self.folder / MANIFEST, lambda path: _write_text(path, text))
+
+    def _opened(self) -> dict[str, Any]:
+        manifest = read_manifest(self.folder)
+        if manifest is None:
+            now = time.time()
+            start = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "format": self.format, "builder": self.builder}
+            return {**start, "complete": False, "created_at": now, "updated_at": now, "filters": {}, "parts": []}
+        for name, wanted in (("format", self.format), ("builder", self.builder)):
+            if manifest[name] != wanted:
+                raise ArchiveError(f"{self.folder} holds an archive whose {name} is {manifest[name]}, not {wanted}")
+        return manifest
+
+    def _clear_leftovers(self) -> None:
+        following = [f"{table}-{len(self.manifest['parts']):06d}.{self.format}" for table in TABLES]
+        for name in following:
+            (self.folder / name).unlink(missing_ok=True)
+        for name in (MANIFEST, *following):
+            for path in self.folder.glob(f".{name}.*.part"):
+                path.unlink()
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of the archive in `folder`, None when there is none. Raises ArchiveError for one of another kind."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ArchiveError(f"{folder / MANIFEST} cannot be read: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+        raise ArchiveError(f"{folder / MANIFEST} is not the manifest of an archive of sessions")
+    if manifest.get("schema_version") != SCHEMA_VERSION:
+        version = manifest.get("schema_version")
+        raise ArchiveError(f"{folder} holds an archive of schema version {version}; this build reads {SCHEMA_VERSION}")
+    return manifest
+
+
+def _locked(folder: Path) -> IO[str]:
+    lock = (folder / LOCK).open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise FolderBusy(f"another process is writing to {folder}") from error
+    return lock
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

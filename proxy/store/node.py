@@ -1,0 +1,105 @@
+"""One Redis server and the connections to it.
+
+Deadlines are not set on its sockets but by whoever sends: redis-py's own would start a task for every command, and swallow
+cancellations while they are at it (asyncio.wait_for, before Python 3.12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import redis.asyncio as redis
+import redis.exceptions as broken
+from redis.asyncio.retry import Retry
+from redis.backoff import ConstantBackoff
+
+Argument = bytes | str | int | float
+Command = Sequence[Argument]
+
+_ASKING: Command = ("ASKING",)
+_CLOSED = "handler is closed"
+"""uvloop's word, in a RuntimeError that redis-py lets pass, for a connection that the server has reset."""
+
+
+class Link(Protocol):
+    """The way to the server that holds a key. Errors are redis-py's."""
+
+    async def send(self, key: str | None, commands: Sequence[Command]) -> list[Any]:
+        """The answers, all from one connection to the server of `key`; None means any server."""
+        ...
+
+    async def ping(self) -> None:
+        """Returns when every server that holds keys answers."""
+        ...
+
+    async def facts(self) -> list[dict[str, Any]]:
+        """INFO of every server that holds keys."""
+        ...
+
+    def distrust(self) -> None:
+        """Something hung: idle connections, and what is known of who holds what, may be dead."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Node:
+    """A server. By itself it is the link to a store of one server."""
+
+    def __init__(self, url: str, *, max_connections: int, connect_seconds: float) -> None:
+        self._client = redis.Redis.from_url(
+            url,
+            max_connections=max_connections,
+            socket_timeout=None,
+            socket_connect_timeout=connect_seconds,
+            protocol=2,
+            # A connection that the server closed meanwhile is opened once more: what is sent here may be repeated.
+            retry=Retry(ConstantBackoff(0.02), 1, supported_errors=(broken.ConnectionError,)),
+        )
+        self._distrusted = False
+
+    async def send(self, key: str | None, commands: Sequence[Command], *, asking: bool = False) -> list[Any]:
+        try:
+            return await self._exchange(commands, asking)
+        except RuntimeError as error:
+            if _CLOSED not in str(error):
+                raise
+            # It was reset while it lay idle, and probably the others too.
+            self.distrust()
+        try:
+            return await self._exchange(commands, asking)
+        except RuntimeError as error:
+            raise broken.ConnectionError(str(error)) from error
+
+    async def _exchange(self, commands: Sequence[Command], asking: bool) -> list[Any]:
+        if self._distrusted:
+            self._distrusted = False
+            await self._client.connection_pool.disconnect(inuse_connections=False)
+        if asking:
+            return (await self._pipelined([_ASKING, *commands]))[1:]
+        if len(commands) > 1:
+            return await self._pipelined(commands)
+        return [await self._client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]
+
+    async def ping(self) -> None:
+        await self.send(None, [("PING",)])
+
+    async def facts(self) -> list[dict[str, Any]]:
+        return await self.send(None, [("INFO",)])
+
+    def distrust(self) -> None:
+        self._distrusted = True
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _pipelined(self, commands: Sequence[Command]) -> list[Any]:
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        answers: list[Any] = await pipeline.execute(raise_on_error=False)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers

@@ -1,0 +1,6 @@
+-- KEYS: state, calls, intents. ARGV: call id, the intent without its process. 1 when it was still there.
+if redis.call('HEXISTS', KEYS[3], ARGV[1]) == 0 then
+  return 0
+end
+redis.call('HSET', KEYS[3], ARGV[1], ARGV[2])
+return 1

@@ -1,0 +1,49 @@
+-- ARGV: retry or drop, now, policy, minimum, zero variance, then references or group ids.
+-- {'ok', {references of the dead groups that were meant}}, or {'superseded', reference} and nothing done.
+local action, now = ARGV[1], tonumber(ARGV[2])
+
+local function meant(name)
+  if redis.call('ZSCORE', dead, name) then
+    return {name}
+  end
+  local refs = {}
+  for round = 1, tonumber(redis.call('HGET', rounds, name) or '0') do
+    if redis.call('ZSCORE', dead, round .. ':' .. name) then
+      refs[#refs + 1] = round .. ':' .. name
+    end
+  end
+  return refs
+end
+
+-- Members may have been deleted meanwhile, so that it is decided anew.
+local function revived(group)
+  return decide(group, ARGV[3], tonumber(ARGV[4]), ARGV[5])
+end
+
+local refs = {}
+for i = 6, #ARGV do
+  for _, ref in ipairs(meant(ARGV[i])) do
+    refs[#refs + 1] = ref
+  end
+end
+
+for _, ref in ipairs(action == 'retry' and refs or {}) do
+  local group = load_packed(groups, ref)
+  -- Newcomers fill the last round of a group id only.
+  if revived(group) == 'filling' and redis.call('HGET', rounds, group.group_id) .. ':' .. group.group_id ~= ref then
+    return {'superseded', ref}
+  end
+end
+for _, ref in ipairs(refs) do
+  local group = load_packed(groups, ref)
+  redis.call('ZREM', dead, ref)
+  if action == 'drop' then
+    finish(ref, group, 'dropped')
+  else
+    tally('retried')
+    group.deliveries, group.since, group.reason = 0, now, nil
+    measure(group)
+    move(ref, group, revived(group))
+  end
+end
+return {'ok', refs}

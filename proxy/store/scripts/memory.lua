@@ -1,0 +1,6 @@
+-- KEYS: those of one session. Their bytes.
+local bytes = 0
+for _, key in ipairs(KEYS) do
+  bytes = bytes + (redis.call('MEMORY', 'USAGE', key, 'SAMPLES', '0') or 0)
+end
+return bytes

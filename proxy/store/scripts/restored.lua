@@ -1,0 +1,30 @@
+-- KEYS: state, calls, index, intents, delivered. ARGV: info, number of calls, then name and value of each field of the state, ''
+-- and the ids of the delivered calls, '' and the id and value of each intent. {'ok'}, {'closed'}, {'missing'} or
+-- {'conflict', what}
+local now = status()
+if not now then
+  return {'missing'}
+end
+if now ~= 'restoring' then
+  return {'closed'}
+end
+if redis.call('HGET', KEYS[1], 'info') ~= ARGV[1] then
+  return {'conflict', 'another import of it has not ended'}
+end
+if redis.call('LLEN', KEYS[2]) ~= tonumber(ARGV[2]) then
+  return {'conflict', 'it has ' .. redis.call('LLEN', KEYS[2]) .. ' calls and not ' .. ARGV[2]}
+end
+local i = 3
+while ARGV[i] ~= '' do
+  redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
+  i = i + 2
+end
+i = i + 1
+while ARGV[i] ~= '' do
+  redis.call('SADD', KEYS[5], ARGV[i])
+  i = i + 1
+end
+for at = i + 1, #ARGV, 2 do
+  redis.call('HSET', KEYS[4], ARGV[at], ARGV[at + 1])
+end
+return {'ok'}

@@ -1,0 +1,37 @@
+-- ARGV: now, seconds after which a group is not waited for any more or 0, policy, minimum, zero variance.
+-- How many groups were given up.
+local now, patience, policy, minimum = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
+
+local function why(group)
+  local usable = #usable_members(group)
+  local failed, missing = #group.members - usable, math.max(group.size - #group.members, 0)
+  local found = usable .. ' of ' .. group.size .. ' members usable, ' .. failed .. ' failed, ' .. missing .. ' never closed'
+  return 'incomplete: no member came for ' .. patience .. ' seconds; ' .. found
+end
+
+local function give_up(ref, group)
+  tally('timed_out')
+  if policy == 'require_all' then
+    kill(ref, group, why(group), now)
+    return
+  end
+  group.given_up = true
+  local status = policy == 'drop' and 'dropped' or decide(group, policy, minimum, ARGV[5])
+  move(ref, group, status)
+end
+
+expire(now)
+if patience <= 0 then
+  return 0
+end
+local refs = redis.call('ZRANGEBYSCORE', filling, '-inf', now - patience, 'LIMIT', 0, 1000)
+for _, ref in ipairs(refs) do
+  give_up(ref, load_packed(groups, ref))
+end
+local opened = redis.call('HGETALL', opening)
+for i = 1, #opened, 2 do
+  if cmsgpack.unpack(opened[i + 1]).at <= now - patience then
+    end_opening(opened[i])
+  end
+end
+return #refs

@@ -1,0 +1,113 @@
+"""The tokens of the control side. A trainer's opens batches and weights, an admin's everything there.
+
+Of each role any number is valid at once, and a file of them is read again when it changes, so that a token is exchanged for
+another without a restart: add the new one, give it to the clients, take the old one away.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from proxy.auth import hash_key, session_of_key
+from proxy.errors import Forbidden, Unauthorized
+from proxy.settings import Settings, tokens_in
+
+log = logging.getLogger(__name__)
+
+CHECK_SECONDS = 1.0
+"""How soon a changed token file counts."""
+
+
+class Role(StrEnum):
+    ADMIN = "admin"
+    TRAINER = "trainer"
+
+
+def mint_token() -> str:
+    """A new admin or trainer token."""
+    return secrets.token_urlsafe(32)
+
+
+class TokenFile:
+    """The tokens in a file, as they are now. One that cannot be read any more leaves them as they were; an empty one opens nothing."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self._path = path
+        self._clock = clock
+        self._looked_at = -math.inf
+        self._stamp: tuple[int, ...] = ()
+        self._digests: list[bytes] = []
+        self._complained = False
+
+    def digests(self) -> list[bytes]:
+        """sha256 of each token."""
+        if self._clock() - self._looked_at >= CHECK_SECONDS:
+            self._looked_at = self._clock()
+            try:
+                self._look()
+                self._complained = False
+            except (OSError, ValueError) as error:
+                if not self._complained:
+                    log.error("the tokens of %s stay as they were: %s", self._path, getattr(error, "strerror", None) or error)
+                self._complained = True
+        return self._digests
+
+    def _look(self) -> None:
+        found = self._path.stat()
+        stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
+        if stamp != self._stamp:
+            self._digests = [hash_key(token) for token in tokens_in(self._path)]
+            self._stamp = stamp
+
+
+class Tokens:
+    """Every token that is valid now, by its sha256."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        given = (
+            (Role.TRAINER, settings.trainer_token, settings.trainer_tokens, settings.trainer_token_file),
+            (Role.ADMIN, settings.admin_token, settings.admin_tokens, settings.admin_token_file),
+        )
+        self._given = [(role, digest) for role, one, more, _ in given for digest in _digests([one, *more])]
+        self._files = [(role, TokenFile(path, clock)) for role, _, _, path in given if path is not None]
+
+    def role_of(self, secret: str) -> Role | None:
+        """The role that a secret opens. All tokens are always compared, so that time tells nothing, nor does their length."""
+        digest = hash_key(secret)
+        found: Role | None = None
+        for role, expected in self._all():
+            if hmac.compare_digest(digest, expected) and found is not Role.ADMIN:
+                found = role
+        return found
+
+    def _all(self) -> Iterator[tuple[Role, bytes]]:
+        yield from self._given
+        for role, file in self._files:
+            for digest in file.digests():
+                yield role, digest
+
+    def check(self, secret: str | None, needed: Role) -> Role:
+        """The caller's role. Raises `Unauthorized` for no or an unknown token, `Forbidden` for one that opens something else."""
+        if secret is None:
+            raise Unauthorized(f"no token: this needs the {needed} token as bearer token")
+        role = self.role_of(secret)
+        if role is Role.ADMIN or role is needed:
+            return role
+        if role is not None:
+            raise Forbidden(f"the {role} token does not open this; it needs the {needed} token")
+        if session_of_key(secret) is not None:
+            raise Forbidden("a session key opens its session's model calls and nothing on the control side")
+        raise Unauthorized("the token is not known here")
+
+
+def _digests(tokens: list[SecretStr | None]) -> list[bytes]:
+    return [hash_key(token.get_secret_value()) for token in tokens if token]
