@@ -180,6 +180,15 @@ def test_what_a_harness_leaves_running_is_ended_with_it(service: Serving) -> Non
     assert not runs(int(Path("child").read_text()))
 
 
+@pytest.fixture
+def minding_hangups() -> Iterator[None]:
+    """Tests may themselves run where hang-ups are ignored, as under nohup, and their children would inherit that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("minding_hangups")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_stop_signal_is_passed_on_and_cancels_the_session(service: Serving, scratch: Path, number: int, code: int) -> None:
     minds = f"""

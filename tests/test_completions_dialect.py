@@ -538,7 +538,7 @@ def test_a_reply_cut_in_mid_stream_is_gone_on_from(engine: ScriptedEngine, token
     body = {"model": "policy", "prompt": "the cat ", "stream": True}
     with hanging_up(f"{session.base_url}/completions", body, session.api_key):
         engine.wait_for(lambda: bool(engine.generations) and bool(engine.last.sampled.get(0)))
-    wait_until(lambda: bool(session.calls), 10, "the cut call is recorded")
+    wait_until(lambda: bool(session.calls) and session.calls[0]["status"] == "aborted", 10, "the cut call is recorded")
     complete(session, "the cat hello")
     first, second = session.calls
     assert second["prompt_ids"] == [*first["prompt_ids"], *first["completion_ids"]]

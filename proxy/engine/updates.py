@@ -83,14 +83,16 @@ class WeightUpdater:
             raise RequestError(f"version is {version}, must be 1 or more", param="version")
         if not Path(path).is_absolute():
             raise RequestError(f"path {path!r} must be absolute: the engines open it", param="path")
-        if ".." in Path(path).parts or "\0" in path:
-            # After a link that only the engine's machine has, ".." is somewhere else than it seems here.
-            raise RequestError(f"path {path!r} must lead straight down", param="path")
+        if "\0" in path:
+            raise RequestError("path holds a zero byte", param="path")
         roots = self._settings.weights_roots
         resolved = Path(path).resolve()
         if roots and not any(resolved.is_relative_to(root.resolve()) for root in roots):
             allowed = ", ".join(str(root) for root in roots)
             raise RequestError(f"path {path!r} is outside the folders weights may come from: {allowed}", param="path")
+        if ".." in Path(path).parts:
+            # After a link that only the engine's machine has, ".." is somewhere else than it seems here.
+            raise RequestError(f"path {path!r} must lead straight down, without '..'", param="path")
         return Push(version, path, cast(Kind, kind), cast(Mode, mode))
 
     async def _push(self, push: Push) -> dict[str, Any]:
