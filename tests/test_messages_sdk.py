@@ -580,13 +580,17 @@ def test_a_prompt_that_does_not_fit_is_said_in_the_vendors_words(service: Runnin
     assert refused.value.api_message == "prompt is too long: 2049 tokens > 2048 maximum"
 
 
-@pytest.mark.parametrize("fault", [Fail(500), Drop(), Fail(503)])
-def test_a_failing_engine_is_an_api_error(service: RunningService, engine: ScriptedEngine, fault: Any) -> None:
+@pytest.mark.parametrize(
+    ("fault", "told"), [(Fail(500), (502, "api_error")), (Drop(), (502, "api_error")), (Fail(503), (529, "overloaded_error"))]
+)
+def test_a_failing_engine_is_an_api_error(
+    service: RunningService, engine: ScriptedEngine, fault: Any, told: tuple[int, str]
+) -> None:
     engine.say(fault, "again")
     with harness(service, max_retries=0) as agent:
         with pytest.raises(anthropic.InternalServerError) as failed:
             agent.ask("q")
-        assert (failed.value.status_code, failed.value.type) == (502, "api_error")
+        assert (failed.value.status_code, failed.value.type) == told
         assert failed.value.response.headers["retry-after"] == "1"
         assert agent.ask("q").content[0].text.strip() == "again"
         assert len(agent.session.calls) == 1
