@@ -24,7 +24,7 @@ from proxy.engine.updates import WeightUpdater
 from proxy.errors import StoreUnavailable
 from proxy.harness import Harness
 from proxy.inflight import Inflight
-from proxy.limits import CallSlots
+from proxy.limits import CallRate, CallSlots
 from proxy.metrics import Metrics
 from proxy.peers import Peers
 from proxy.retention import Retention
@@ -68,6 +68,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         settings=settings,
         tokens=Tokens(settings),
         slots=CallSlots(settings.max_calls, settings.max_calls_per_session),
+        rate=CallRate(settings.calls_per_second),
         sessions=sessions,
         delivery=RedisDeliveryStore(store),
         weights=weights,

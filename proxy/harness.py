@@ -78,6 +78,7 @@ class Harness:
             return
         query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
         tree = await self._session(route, headers, query)
+        self._services.rate.admit(tree.info.session_id)
         with self._services.slots.take(tree.info.session_id):
             await self._act(receive, send, tree, route, query, headers)
 
@@ -285,6 +286,7 @@ class Harness:
 
     async def drain(self, seconds: float) -> None:
         """Let calls in flight finish for `seconds`; the rest is cut: recorded, and its reply ended in the dialect's way."""
+        self._services.stopping.set()
         await self._services.inflight.drain(seconds)
 
     async def settle(self) -> None:

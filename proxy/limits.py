@@ -1,4 +1,4 @@
-"""What one caller may take of the service: bytes and seconds of a request body, levels of its JSON, calls at one time.
+"""What one caller may take of the service: bytes and seconds of a request body, levels of its JSON, calls at one time and per second.
 
 The head of a request is limited where the connection is (`cli.connection`); nothing of it comes here before it is whole.
 """
@@ -6,6 +6,7 @@ The head of a request is limited where the connection is (`cli.connection`); not
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -95,3 +96,41 @@ class CallSlots:
             self._taken[session_id] -= 1
             if not self._taken[session_id]:
                 del self._taken[session_id]
+
+
+class CallRate:
+    """How many calls a session may begin per second in this process; 0 is any number.
+
+    A bucket of tokens per session: it fills with `per_second` and holds those of one second, at least one, so that a harness's
+    short bursts pass.
+    """
+
+    _MOST_BUCKETS = 10_000
+
+    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_second = per_second
+        self._most = max(1.0, per_second)
+        self._clock = clock
+        self._buckets: dict[str, tuple[float, float]] = {}
+
+    def admit(self, session_id: str) -> None:
+        """Count a call. Raises TooManyCalls, which says when the next one may come."""
+        if not self._per_second:
+            return
+        now = self._clock()
+        tokens = self._tokens(session_id, now)
+        if tokens < 1:
+            error = TooManyCalls(f"session {session_id} begins more than {self._per_second:g} calls per second")
+            error.retry_after_seconds = (1 - tokens) / self._per_second
+            raise error
+        self._buckets[session_id] = (tokens - 1, now)
+        if len(self._buckets) > self._MOST_BUCKETS:
+            self._forget_full(now)
+
+    def _tokens(self, session_id: str, now: float) -> float:
+        tokens, at = self._buckets.get(session_id, (self._most, now))
+        return min(self._most, tokens + (now - at) * self._per_second)
+
+    def _forget_full(self, now: float) -> None:
+        """A full bucket is as good as none."""
+        self._buckets = {each: bucket for each, bucket in self._buckets.items() if self._tokens(each, now) < self._most}

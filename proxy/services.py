@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from proxy.engine.pool import EnginePool
     from proxy.engine.updates import WeightUpdater
     from proxy.inflight import Inflight
-    from proxy.limits import CallSlots
+    from proxy.limits import CallRate, CallSlots
     from proxy.metrics import Metrics
     from proxy.peers import Peers
     from proxy.settings import Settings
@@ -24,6 +25,7 @@ class Services:
     settings: Settings
     tokens: Tokens
     slots: CallSlots
+    rate: CallRate
     sessions: SessionStore
     delivery: DeliveryStore
     weights: WeightStore
@@ -34,3 +36,5 @@ class Services:
     inflight: Inflight
     peers: Peers
     metrics: Metrics
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the service begins to stop: whoever only waits stops waiting."""

@@ -121,6 +121,8 @@ class Settings(BaseSettings):
     """Calls under way at once in one process, beyond which callers get 429; 0: any number."""
     max_calls_per_session: int = Field(0, ge=0)
     """Calls under way at once of one session in one process, beyond which it gets 429; 0: any number."""
+    calls_per_second: float = Field(0.0, ge=0)
+    """Calls that a session may begin per second in one process, beyond which it gets 429; 0: any number."""
     remote_media: bool = False
     """Take messages that name an image or other media by its address. The engine, not this service, then fetches it from its own
     network; otherwise media come as data URLs only."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -80,26 +80,28 @@ async def overview(services: Served) -> Response:
 
 
 async def _wait_for(services: Services, body: LeaseRequest, form: Form, gone: asyncio.Task[None]) -> Batch | Nothing:
-    """Ask again whenever something came or a lease of others ended, until the time is over or the caller has hung up."""
+    """Ask again whenever something came or a lease of others ended, until the time is over, the caller has hung up or the service
+    stops."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + body.wait_seconds
     async with _waiting(services, body.consumer or UNNAMED, gone), services.delivery.watch() as arrivals:
         while True:
             mark, left = arrivals.mark, deadline - loop.time()
             batch = await _take(services, body, form, waits=left > 0)
-            if isinstance(batch, Batch) or left <= 0 or gone.done():
+            if isinstance(batch, Batch) or left <= 0 or gone.done() or services.stopping.is_set():
                 return batch
             pause = min(left, RECHECK_SECONDS, _seconds_until(batch.due_at))
-            await _first(arrivals.after(mark, pause), gone)
+            await _first((arrivals.after(mark, pause), services.stopping.wait()), gone)
 
 
-async def _first(coming: Coroutine[Any, Any, None], gone: asyncio.Task[None]) -> None:
-    """Return when either has happened."""
-    task = asyncio.create_task(coming)
+async def _first(coming: Iterable[Coroutine[Any, Any, Any]], gone: asyncio.Task[None]) -> None:
+    """Return when any of them has happened."""
+    tasks = [asyncio.create_task(each) for each in coming]
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((*tasks, gone), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        task.cancel()
+        for task in tasks:
+            task.cancel()
 
 
 @contextlib.asynccontextmanager
