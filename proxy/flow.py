@@ -38,9 +38,8 @@ _BEGIN_TRIES = 50
 """How often a call starts over because other calls of its session were recorded meanwhile."""
 
 _ABORT_PATIENCE_SECONDS = 0.5
-_ABORT_TRIES = 10
-_ABORT_ANSWER_SECONDS = 5.0
-"""How long an engine may take to hear that a call is to end, before it is hung up on: less than a close waits."""
+_ABORT_SECONDS = 5.0
+"""How long an engine may take to end a call that it is asked to end, before it is hung up on: less than a close waits."""
 
 
 class Flow:
@@ -186,24 +185,27 @@ class Flow:
 
     async def _end(self, turn: Turn, engine: Engine, job: Job) -> None:
         """End the sampling now: ask the engine, which then answers with what it has, or hang up where it cannot be asked."""
+        try:
+            async with asyncio.timeout(_ABORT_SECONDS):
+                if await self._asked_to_end(turn, engine, job):
+                    return
+        except TimeoutError:
+            # An engine that hangs would keep the call, and whoever closes its session.
+            pass
+        job.line.hang_up()
+
+    async def _asked_to_end(self, turn: Turn, engine: Engine, job: Job) -> bool:
+        """Whether the call ended after the engine was told to end it; False when the engine cannot be told."""
         assert turn.replica is not None
-        for _ in range(_ABORT_TRIES):
-            try:
-                async with asyncio.timeout(_ABORT_ANSWER_SECONDS):
-                    heard = await engine.abort(turn.replica, job)
-            except TimeoutError:
-                # An engine that hangs would keep the call, and whoever closes its session.
-                heard = False
-            if not heard:
-                break
+        while await engine.abort(turn.replica, job):
             try:
                 # Asked before the engine knew of the request, it would not have stopped: ask again.
                 async with asyncio.timeout(_ABORT_PATIENCE_SECONDS):
                     await turn.running.done.wait()
             except TimeoutError:
                 continue
-            return
-        job.line.hang_up()
+            return True
+        return False
 
     async def _commit(self, turn: Turn, outcome: Outcome) -> Reply:
         """Record every choice in one step, then let the tree and the reply know them."""

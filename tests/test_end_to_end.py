@@ -53,8 +53,10 @@ def serving(engine: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield service
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def chat_serving(engine: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """For one test only: a second service with a store of its own knows nothing of the first one's pushes, and would let an engine
+    that is paused for one go on."""
     with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=tmp_path_factory.mktemp("data")) as service:
         wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
         yield service
