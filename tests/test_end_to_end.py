@@ -495,11 +495,11 @@ def test_new_weights_reach_the_engine_in_mid_reply_and_every_token_knows_its_own
     long = threading.Thread(
         target=session.ask,
         args=([{"role": "user", "content": "go"}],),
-        kwargs={"max_tokens": 3000, "extra_body": {**PLAIN, "ignore_eos": True}},
+        kwargs={"max_tokens": 7500, "extra_body": {**PLAIN, "ignore_eos": True}},
     )
     long.start()
     with TrainerClient(serving.url, TRAINER) as trainer:
-        time.sleep(1.0)
+        time.sleep(0.5)
         pushed = trainer.publish(model.state_dict(), 1, directory=tmp_path)
         assert pushed.applied and not pushed.failed
         long.join()
