@@ -39,17 +39,12 @@ def judge() -> Judge:
 
 @pytest.fixture(scope="session")
 def checkpoint(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The checkpoint of a seed; 0 is what the engine started with."""
+    """The checkpoint of a seed; 0 is what the engine started with. Made before any test: a push must not wait for it."""
     from examples.demo.tiny_model import make_tiny_model
 
-    made = {0: tiny_model}
-
-    def of(seed: int) -> Path:
-        if seed not in made:
-            made[seed] = make_tiny_model(tmp_path_factory.mktemp("checkpoints") / f"seed{seed}", seed=seed)
-        return made[seed]
-
-    return of
+    folder = tmp_path_factory.mktemp("checkpoints")
+    made = [tiny_model, *(make_tiny_model(folder / f"seed{seed}", seed=seed) for seed in (1, 2))]
+    return made.__getitem__
 
 
 @pytest.fixture
