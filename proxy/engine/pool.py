@@ -92,6 +92,10 @@ class EnginePool:
         if self._http is not None:
             await self._http.close()
 
+    def of(self, policy: str) -> list[Replica]:
+        """The replicas of one policy, serving or not; "" is the default one."""
+        return [replica for replica in self.replicas if replica.policy == policy]
+
     def pick(self, session_id: str) -> Replica:
         """The replica that serves this session. Raises EngineUnavailable with every replica's reason."""
         serving = [replica for replica in self.replicas if replica.healthy]

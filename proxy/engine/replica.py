@@ -26,11 +26,12 @@ class Replica:
 
     `adapter` is the LoRA adapter that stands before the base model, if the engine was started with one. `updatable`: it has
     the routes that take new weights. `weight_version` is that of its weights, None while unknown; 0 is whatever the engine
-    was started with, before any push.
+    was started with, before any push. `policy` names the model whose pool and version line it belongs to; "" is the default one.
     """
 
     name: str
     url: str
+    policy: str = ""
     api: Literal["token", "chat"] | None = None
     healthy: bool = False
     reason: str = "it was not reached yet"
