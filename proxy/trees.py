@@ -91,7 +91,7 @@ class SessionTree:
         """Of calls with a prompt instead of messages: what each added to the text, and after how many characters."""
         self._replies: dict[str, dict[str, Any]] = {}
         self._seen: dict[tuple[Read, bytes], list[Seen]] = {}
-        self._projections: dict[tuple[str, int], str | None] = {}
+        self._projections: dict[tuple[str, Seen], str | None] = {}
         self._recent: OrderedDict[str, Ids] = OrderedDict()
         self._renderings: OrderedDict[str, Ids] = OrderedDict()
         self._replays: OrderedDict[str, Replay] = OrderedDict()
@@ -137,7 +137,7 @@ class SessionTree:
 
     def projection(self, call_id: str, seen: Seen, schemas: Mapping[str, Any]) -> str | None:
         """How a replayed message shows the call's reply; see reconstruct.messages.projection. Compared once per pair."""
-        key = (call_id, id(seen))
+        key = (call_id, seen)
         if key not in self._projections:
             self._projections[key] = projection(self.reply(call_id), seen.message, schemas)
         return self._projections[key]

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from calls import call
 from hypothesis import given
 from hypothesis import strategies as st
 from redis_server import RedisServer
@@ -16,7 +17,8 @@ from scripted_engine import ScriptedEngine
 
 from proxy.store.base import SessionInfo
 from proxy.trees import Heard, Seen, SessionTree
-from reconstruct.messages import chain, digest_messages
+from reconstruct.codec import encode
+from reconstruct.messages import chain, digest_message, digest_messages
 
 CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}, {"id": "b", "function": {"name": "f"}}]}
 MESSAGES: list[dict[str, Any]] = [
@@ -82,6 +84,16 @@ def test_a_message_is_decoded_once_per_session_and_dialect() -> None:
     assert one[0] is again[0]
     assert [seen.message for seen in session.see(raw, read)] == [{"role": "user", "content": "q"}]
     assert [seen.message for seen in session.see(raw, other_dialect)] == [{"role": "user", "content": "something else"}]
+
+
+def test_how_a_message_replays_a_reply_is_not_believed_of_another_message_that_takes_its_place_in_memory() -> None:
+    """CPython gives a freed object's address, and so its id(), to the next of its size."""
+    session = tree()
+    session.learn([encode(call("c1", fields={"reply": b'{"role":"assistant","content":"said"}'}))], 0)
+    for said in ("said", "something else", "something else") * 50:
+        message = {"role": "assistant", "content": said}
+        seen = Seen(message, digest_message(message))
+        assert (session.projection("c1", seen, {}) is not None) == (said == "said")
 
 
 @pytest.fixture(scope="module")
