@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,9 @@ import openai
 import pytest
 from redis_server import RedisServer
 from running_service import RunningService, Session
+from scripted_calls import SamplingCalls
 from scripted_engine import ScriptedEngine
+from scripted_sampling import Say
 from test_flow import TOOLS, tool_result, turn
 
 PIXEL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
@@ -199,3 +202,34 @@ def test_an_sdk_reads_the_refusal_of_an_image(services: dict[str, RunningService
     with pytest.raises(openai.BadRequestError) as raised:
         services["token"].session().ask([{"role": "user", "content": [{"type": "text", "text": "see"}, PIXEL]}])
     assert raised.value.param == "messages[0].content"
+
+
+@pytest.mark.parametrize("calls", [[], [("lookup", {"key": "a"})]])
+def test_a_reply_whose_whole_parse_contradicts_what_was_told_is_what_the_steps_say_to_its_end(
+    engine: ScriptedEngine, services: dict[str, RunningService], monkeypatch: pytest.MonkeyPatch, calls: list[Any]
+) -> None:
+    """Told text cannot be taken back; then no word of the rest may be lost either, and the record says what the harness saw."""
+    whole = SamplingCalls._derendered
+
+    def contradicted(self: SamplingCalls, *of: Any) -> dict[str, Any]:
+        derendered = whole(self, *of)
+        derendered["message"]["content"] = "something else"
+        return derendered
+
+    monkeypatch.setattr(SamplingCalls, "_derendered", contradicted)
+    text = "one two three four five six seven eight nine ten"
+    engine.say(Say(engine.family.speak(text, calls=calls), seconds_per_token=0.02))
+    session = services["token"].session()
+    chunks = list(session.ask("q", stream=True, tools=TOOLS))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert len([delta for delta in deltas if delta.content]) > 2, "most of it is told before the end"
+    assert "".join(delta.content or "" for delta in deltas).rstrip() == text
+    called = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [call.function.name for call in called] == [name for name, _ in calls]
+    assert [json.loads(call.function.arguments) for call in called] == [arguments for _, arguments in calls]
+    history = [turn("user", "q"), {"role": "assistant", "content": text}, turn("user", "r")]
+    if not calls:
+        engine.say("again")
+        session.ask(history, tools=TOOLS)
+        first, second = session.calls
+        assert second["parent_id"] == first["call_id"]

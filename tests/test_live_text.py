@@ -17,9 +17,9 @@ import pytest
 
 from proxy.engine.assembly import Assembly
 from proxy.engine.live_text import LiveText
+from proxy.engine.parser import plain_message
 from proxy.engine.pool import EnginePool
 from proxy.engine.replica import Replica
-from proxy.engine.token_api import plain_message
 from proxy.engine.vllm_launch import VllmServer
 from proxy.engine.wire import EngineHttp
 from proxy.settings import Settings
@@ -50,6 +50,7 @@ def whole_reply(dice: random.Random) -> str:
     for _ in range(dice.choice((0, 0, 1, 1, 2, 3))):
         arguments = json.dumps({"key": words(dice), "n": dice.randint(0, 9)}, ensure_ascii=dice.random() < 0.5)
         text += f'<tool_call>\n{{"name": "{dice.choice(("open", "read_file"))}", "arguments": {arguments}}}\n</tool_call>'
+        text += words(dice) if dice.random() < 0.4 else ""
     return text
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -17,6 +17,7 @@ from proxy.dialects.base import Delta, Request
 from proxy.engine.id_text import IdText
 from proxy.engine.replica import Replica
 from proxy.engine.wire import Line
+from proxy.errors import EngineFailed
 from reconstruct.bridge import Rendering
 from reconstruct.records import Ids, Span
 
@@ -77,6 +78,14 @@ class Outcome:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+class Numbered(Protocol):
+    index: int
+    """Which of the reply's choices it is, from 0."""
+
+
+C = TypeVar("C", bound=Numbered)
+
+
 class Engine(Protocol):
     api: str
 
@@ -96,6 +105,20 @@ class Engine(Protocol):
 
 class Renderer(Protocol):
     async def render(self, replica: Replica, request: Request, rendering: Rendering, id_text: IdText) -> Rendered: ...
+
+
+def at(choices: Sequence[C], index: int) -> C:
+    """The choice an engine speaks of. Raises EngineFailed for one that nobody asked for."""
+    if not 0 <= index < len(choices):
+        raise EngineFailed(f"the engine answered choice {index} of {len(choices)}")
+    return choices[index]
+
+
+def shows(request: Request, delta: Delta) -> bool:
+    """Whether the harness sees anything of the piece."""
+    if delta.content or delta.reasoning or delta.tool_calls:
+        return True
+    return bool((request.top_logprobs is not None and delta.logprobs) or (request.wants_ids and delta.token_ids))
 
 
 def chat_body(request: Request, sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,9 @@ import msgspec
 
 from proxy.dialects.base import Delta, Request
 from proxy.engine.assembly import Assembly
-from proxy.engine.base import Job, Outcome, Sampled, chat_body
+from proxy.engine.base import Job, Outcome, Sampled, at, chat_body, shows
 from proxy.engine.replica import Replica
-from proxy.engine.wire import EngineHttp, Line, UnknownRoute
+from proxy.engine.wire import EngineHttp, Line, Told, UnknownRoute
 from proxy.errors import ContextTooLong, EngineFailed, RequestError, VerbatimError
 from reconstruct.records import Span
 
@@ -66,11 +66,10 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _PromptTokensDetails | None = None
 
 
-class _Answer(msgspec.Struct):
-    choices: list[_Choice] = []
+class _Answer(Told):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
     usage: _Usage | None = None
     prompt_token_ids: list[int] | None = None
-    error: Any = None
 
 
 _TOKENIZED = ("model", "messages", "prompt", "tools", "chat_template_kwargs", "add_special_tokens")
@@ -124,8 +123,8 @@ class ChatApi:
                 seen.usage = answer.usage or seen.usage
                 for choice in answer.choices:
                     seen.prompt_token_ids = seen.prompt_token_ids or choice.prompt_token_ids
-                    delta = _at(choices, choice.index).add(choice)
-                    if stream and _shows(job.request, delta):
+                    delta = at(choices, choice.index).add(choice)
+                    if stream and shows(job.request, delta):
                         yield delta
         except VerbatimError as error:
             if not any(choice.token_ids or choice.assembly for choice in choices):
@@ -149,21 +148,11 @@ class ChatApi:
             async for answer in self._ask(replica, body, headers, job.line, stream):
                 yield answer
 
-    async def _ask(
+    def _ask(
         self, replica: Replica, body: dict[str, Any], headers: dict[str, str], line: Line, stream: bool
     ) -> AsyncIterator[_Answer]:
         path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-        if not stream:
-            yield await self._http.post(replica, path, body, _Answer, headers, line)
-            return
-        async for data in self._http.events(replica, path, body, line, headers):
-            try:
-                answer = msgspec.json.decode(data, type=_Answer)
-            except msgspec.DecodeError as error:
-                raise EngineFailed(f"engine {replica.name} streamed something else than expected: {error}") from error
-            if answer.error:
-                raise EngineFailed(f"engine {replica.name} broke off: {str(answer.error)[:300]}")
-            yield answer
+        return self._http.answers(replica, path, body, _Answer, line, stream=stream, headers=headers)
 
     async def _room(self, replica: Replica, body: Mapping[str, Any], error: VerbatimError) -> int:
         """Tokens the window leaves after the prompt, when it was only max_tokens that did not fit.
@@ -219,19 +208,6 @@ def _body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
 def _entry(token: str, logprob: float | None, top: Mapping[str, float] | None) -> dict[str, Any]:
     tops = [{"token": name, "logprob": value} for name, value in (top or {}).items()]
     return {"token": token, "logprob": logprob, "top_logprobs": tops}
-
-
-def _shows(request: Request, delta: Delta) -> bool:
-    """Whether the harness sees anything of the piece."""
-    if delta.content or delta.reasoning or delta.tool_calls:
-        return True
-    return bool((request.top_logprobs is not None and delta.logprobs) or (request.wants_ids and delta.token_ids))
-
-
-def _at(choices: Sequence[_Gathered], index: int) -> _Gathered:
-    if not 0 <= index < len(choices):
-        raise EngineFailed(f"the engine answered choice {index} of {len(choices)}")
-    return choices[index]
 
 
 def _outcome(job: Job, choices: Sequence[_Gathered], seen: _Answer, broken: str | None, version: int | None) -> Outcome:

@@ -22,6 +22,8 @@ from proxy.engine.assembly import Assembly
 from proxy.engine.replica import Replica
 from proxy.engine.wire import EngineHttp
 
+DERENDER = "/v1/chat/completions/derender"
+
 _PATIENCE = 8.0
 _SHORTEST_PAUSE_SECONDS = 0.03
 
@@ -66,7 +68,8 @@ class LiveText:
         chat_request: dict[str, Any],
         finish_reason: str | None,
     ) -> Delta | None:
-        """What the pending ids make certain, None when nothing. With a `finish_reason` the parsers give out all they hold.
+        """What the pending ids make certain, None when nothing. With a `finish_reason` the parsers give out all they hold, and
+        `message` is the whole reply as they have it.
 
         Raises VerbatimError when the engine cannot parse its own reply.
         """
@@ -80,7 +83,7 @@ class LiveText:
             "prompt_token_ids": prompt_ids,
             "chat_request": chat_request,
         }
-        step = await http.ask(replica, "/v1/chat/completions/derender", body, _Step)
+        step = await http.ask(replica, DERENDER, body, _Step)
         self._state, self._pending = step.stream_state, []
         now = time.perf_counter()
         self._next_at = now + max(_SHORTEST_PAUSE_SECONDS, _PATIENCE * (now - started))
@@ -105,8 +108,9 @@ class LiveText:
 
     def _certain(self) -> dict[str, Any]:
         told = self._assembly.message()
-        content = (told.get("content") or "").rstrip()
-        return {"content": content, "reasoning_content": told.get("reasoning_content") or ""}
+        if told.get("tool_calls"):
+            return {"content": self._content, "reasoning_content": self._reasoning}
+        return {"content": (told.get("content") or "").rstrip(), "reasoning_content": told.get("reasoning_content") or ""}
 
     def _told(self, message: Mapping[str, Any]) -> Delta | None:
         """The text of `message` beyond what was told, which from now on is told."""

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import msgspec
 
 from proxy.dialects.base import Delta, Request
-from proxy.engine.base import Engine, Job, Outcome, Rendered, Sampled
+from proxy.engine.base import Engine, Job, Outcome, Rendered, Sampled, at, shows
 from proxy.engine.generated import GENERATE, Usage, Version, generate_body, spans_of
 from proxy.engine.id_text import IdText
 from proxy.engine.replica import Replica
-from proxy.engine.wire import EngineHttp
+from proxy.engine.wire import EngineHttp, Told
 from proxy.errors import ContextTooLong, EngineFailed, VerbatimError
 from reconstruct.records import Ids
 
@@ -38,12 +38,11 @@ class _Choice(msgspec.Struct):
     weight_versions: list[Version] | None = None
 
 
-class _Answer(msgspec.Struct):
+class _Answer(Told):
     """A whole answer or an event of a stream."""
 
-    choices: list[_Choice] = []
+    choices: list[_Choice] = msgspec.field(default_factory=list)
     usage: Usage | None = None
-    error: Any = None
 
 
 class _Spelled(msgspec.Struct):
@@ -96,11 +95,12 @@ class TextApi:
         choices = [_Gathered(index) for index in range(job.request.n)]
         usage, broken = Usage(), None
         try:
-            async for answer in self._answers(replica, job, stream):
+            body = generate_body(replica, job, stream) | {"output_mode": "text"}
+            async for answer in self._http.answers(replica, GENERATE, body, _Answer, job.line, stream=stream):
                 usage.take(answer.usage)
                 for piece in answer.choices:
-                    delta = _at(choices, piece.index).add(piece)
-                    if stream and _shows(job.request, delta):
+                    delta = at(choices, piece.index).add(piece)
+                    if stream and shows(job.request, delta):
                         yield delta
         except VerbatimError as error:
             if not any(choice.token_ids for choice in choices):
@@ -109,20 +109,6 @@ class TextApi:
         assert job.prompt_ids is not None
         sampled = [choice.sampled(replica, job.request) for choice in choices]
         yield Outcome(sampled, None, len(job.prompt_ids), usage.cached_tokens, broken)
-
-    async def _answers(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[_Answer]:
-        body = generate_body(replica, job, stream) | {"output_mode": "text"}
-        if not stream:
-            yield await self._http.post(replica, GENERATE, body, _Answer, line=job.line)
-            return
-        async for data in self._http.events(replica, GENERATE, body, job.line):
-            try:
-                answer = msgspec.json.decode(data, type=_Answer)
-            except msgspec.DecodeError as error:
-                raise EngineFailed(f"engine {replica.name} streamed something else than expected: {error}") from error
-            if answer.error:
-                raise EngineFailed(f"engine {replica.name} broke off: {str(answer.error)[:300]}")
-            yield answer
 
 
 class _Gathered:
@@ -208,14 +194,3 @@ class _Tokenizer:
 
 def _plain(answer: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
     return {name: msgspec.json.decode(value) for name, value in answer.items()}
-
-
-def _shows(request: Request, delta: Delta) -> bool:
-    """Whether the harness sees anything of the piece."""
-    return bool(delta.content) or (bool(delta.token_ids) and (request.wants_ids or request.top_logprobs is not None))
-
-
-def _at(choices: Sequence[_Gathered], index: int) -> _Gathered:
-    if not 0 <= index < len(choices):
-        raise EngineFailed(f"the engine answered choice {index} of {len(choices)}")
-    return choices[index]

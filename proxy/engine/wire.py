@@ -23,6 +23,15 @@ _decode = msgspec.json.decode
 
 T = TypeVar("T")
 
+
+class Told(msgspec.Struct):
+    """What every answer and every event of a stream may carry."""
+
+    error: Any = None
+
+
+A = TypeVar("A", bound=Told)
+
 ASIDE_SECONDS = 60.0
 HUNG_UP_SECONDS = 2.0
 """How long an engine may take to say what sampled tokens mean, and how long when nobody waits for them any more."""
@@ -155,6 +164,31 @@ class EngineHttp:
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise self._broken(replica, error) from error
         raise EngineFailed(f"engine {replica.name} broke off in the middle of a reply")
+
+    async def answers(
+        self,
+        replica: Replica,
+        path: str,
+        body: Any,
+        answer: type[A],
+        line: Line,
+        *,
+        stream: bool,
+        headers: dict[str, str] | None = None,
+    ) -> AsyncIterator[A]:
+        """The answer, or each event of it where it is streamed. Raises as `post` and `events`; EngineFailed for an event in which
+        the engine says that it failed."""
+        if not stream:
+            yield await self.post(replica, path, body, answer, headers, line)
+            return
+        async for data in self.events(replica, path, body, line, headers):
+            try:
+                event = msgspec.json.decode(data, type=answer)
+            except msgspec.DecodeError as error:
+                raise EngineFailed(f"engine {replica.name} streamed something else than expected: {error}") from error
+            if event.error:
+                raise EngineFailed(f"engine {replica.name} broke off: {str(event.error)[:300]}")
+            yield event
 
     async def version(self, replica: Replica) -> int | None:
         """The version of the replica's weights now: asked of engines that take new ones, else the one they started with."""
