@@ -1,8 +1,10 @@
-"""What the service adds before a stream's first text: a real vLLM asked directly and through each path and dialect, in turn.
+"""What the service adds before a stream begins and before its first text: a real vLLM asked directly and through each path and
+dialect, in turn.
 
 Every round asks all of them once, in an order of its own, the same new question each; what is compared is the median over the
-rounds. "first text" is the first event that carries sampled text, whatever the dialect calls it. vLLM is asked as a harness would
-ask it, and as the service asks it: with ids and logprobs, which cost it something of its own.
+rounds. "first byte" is that of the stream's body, "first text" the first event that carries sampled text, whatever the dialect calls
+it. vLLM is asked as a harness would ask it, and as the service asks it: with ids and logprobs, which cost it something of its own;
+the latter is what the service's figures are compared with.
 
     python -m benchmarks.first_byte [--rounds 60] [--prompt-words 200] [--json FILE]
 """
@@ -61,8 +63,8 @@ class Way:
             body["thinking"] = {"type": "adaptive"}
         return body | dict(self.more)
 
-    def seconds_to_first_text(self, question: str) -> float | None:
-        """None when the random model said nothing."""
+    def seconds_to_first(self, question: str) -> tuple[float, float | None]:
+        """Until the first byte of the answer's body, and until its first text: None when the random model said nothing."""
         parts = urlsplit(self.url)
         assert parts.hostname is not None
         connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
@@ -72,12 +74,14 @@ class Way:
         started = time.perf_counter()
         connection.request("POST", parts.path + self.path, content, headers)
         answer = connection.getresponse()
-        seconds = next((time.perf_counter() - started for event in _events(answer) if _text(event)), None)
+        answer.peek(1)
+        begun = time.perf_counter() - started
+        told = next((time.perf_counter() - started for event in _events(answer) if _text(event)), None)
         if answer.status != 200:
             raise SystemExit(f"{self.name}: status {answer.status}: {answer.read()[:300]!r}")
         answer.read()
         connection.close()
-        return seconds
+        return begun, told
 
 
 def _events(answer: http.client.HTTPResponse) -> Iterator[Any]:
@@ -127,27 +131,35 @@ def _way(url: str, name: str, path: str) -> Way:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
+    """Milliseconds: median and ninth decile, and the median over that of the engine asked for the same, directly."""
+
     name: str
-    median_ms: float
-    p90_ms: float
-    added_ms: float
-    """The median over that of the engine asked directly."""
+    byte_median_ms: float
+    byte_p90_ms: float
+    byte_added_ms: float
+    text_median_ms: float
+    text_p90_ms: float
+    text_added_ms: float
 
 
 def measure(made: list[Way], rounds: int, words: int) -> list[Measured]:
     dice = random.Random(1)
-    times: dict[str, list[float]] = {way.name: [] for way in made}
+    bytes_ms: dict[str, list[float]] = {way.name: [] for way in made}
+    texts_ms: dict[str, list[float]] = {way.name: [] for way in made}
     for number in range(WARM_UP_ROUNDS + rounds):
         question = f"{number}: " + " ".join(f"{dice.randrange(1000)}" for _ in range(words))
         for way in dice.sample(made, len(made)):
-            seconds = way.seconds_to_first_text(f"{way.name} {question}")
-            if number >= WARM_UP_ROUNDS and seconds is not None:
-                times[way.name].append(seconds * 1000)
-    base = statistics.median(times[made[0].name])
-    return [
-        Measured(name, statistics.median(taken), sorted(taken)[len(taken) * 9 // 10], statistics.median(taken) - base)
-        for name, taken in times.items()
-    ]
+            begun, told = way.seconds_to_first(f"{way.name} {question}")
+            if number >= WARM_UP_ROUNDS and told is not None:
+                bytes_ms[way.name].append(begun * 1000)
+                texts_ms[way.name].append(told * 1000)
+    return [Measured(way.name, *_against(made[1], way, bytes_ms), *_against(made[1], way, texts_ms)) for way in made]
+
+
+def _against(base: Way, way: Way, times: Mapping[str, list[float]]) -> tuple[float, float, float]:
+    taken = times[way.name]
+    median = statistics.median(taken)
+    return median, sorted(taken)[len(taken) * 9 // 10], median - statistics.median(times[base.name])
 
 
 def main() -> None:
@@ -158,9 +170,11 @@ def main() -> None:
     asked = parser.parse_args()
     with ways() as made:
         measured = measure(made, asked.rounds, asked.prompt_words)
-    table = Table("way", "first text, median ms", "90 %", "added ms")
+    table = Table("way", "first byte, median ms", "90 %", "added", "first text, median ms", "90 %", "added")
     for item in measured:
-        table.add_row(item.name, f"{item.median_ms:.1f}", f"{item.p90_ms:.1f}", f"{item.added_ms:+.1f}")
+        byte = (f"{item.byte_median_ms:.1f}", f"{item.byte_p90_ms:.1f}", f"{item.byte_added_ms:+.1f}")
+        text = (f"{item.text_median_ms:.1f}", f"{item.text_p90_ms:.1f}", f"{item.text_added_ms:+.1f}")
+        table.add_row(item.name, *byte, *text)
     Console().print(table)
     if asked.json:
         asked.json.write_text(json.dumps({"machine": machine(), "ways": [asdict(item) for item in measured]}, indent=1))

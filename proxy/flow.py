@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 
-from proxy.dialects.base import Choice, Delta, Reply, Request
+from proxy.dialects.base import Begun, Choice, Delta, Reply, Request
 from proxy.engine.base import Engine, Job, Outcome, Rendered
 from proxy.engine.chat_api import ChatApi
 from proxy.engine.replica import Replica
@@ -66,8 +66,9 @@ class Flow:
     def leave(self, turn: Turn) -> None:
         self._services.inflight.leave(turn.running)
 
-    async def call(self, turn: Turn) -> AsyncIterator[Delta | Reply]:
-        """Yields deltas, then the recorded reply. Raises VerbatimError; then nothing was answered and nothing is half recorded."""
+    async def call(self, turn: Turn) -> AsyncIterator[Begun | Delta | Reply]:
+        """Yields Begun and deltas where it is streamed, then the recorded reply. Raises VerbatimError; then nothing is half recorded,
+        and nothing was answered unless Begun came."""
         await self._services.pool.admitted()
         turn.replica = self._services.pool.pick(turn.session_id)
         await self._plan(turn)
@@ -77,7 +78,7 @@ class Flow:
             if isinstance(piece, Outcome):
                 outcome = piece
             else:
-                yield minted_delta(piece, turn.call_ids)
+                yield minted_delta(piece, turn.call_ids) if isinstance(piece, Delta) else piece
         if outcome is None:
             raise EngineFailed("the engine ended without a reply")
         reply = await self._commit(turn, outcome)
@@ -160,7 +161,7 @@ class Flow:
         if before is None or found.parent is not before.parent:
             await self._plan(turn)
 
-    async def _sample(self, turn: Turn) -> AsyncIterator[Delta | Outcome]:
+    async def _sample(self, turn: Turn) -> AsyncIterator[Begun | Delta | Outcome]:
         """Let the engine sample; a call that it refused or lost before its first token leaves the tree as it was."""
         assert turn.replica is not None and turn.replica.api is not None
         engine = self._engine(turn.replica, turn.request)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 from proxy.auth import credential, key_opens, named_session, session_of_key
-from proxy.dialects.base import Asked, Delta, Dialect, Reply, Request, StreamRenderer
+from proxy.dialects.base import Asked, Begun, Delta, Dialect, Reply, Request, StreamRenderer
 from proxy.dialects.catalogue import Dialects
 from proxy.errors import Conflict, NotFound, RequestError, Unauthorized, UnknownCall, VerbatimError
 from proxy.flow import Flow
@@ -30,7 +30,7 @@ from proxy.turn import Turn
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Item = Delta | Reply | VerbatimError
+Item = Begun | Delta | Reply | VerbatimError
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -54,16 +54,18 @@ class Harness:
         if scope["type"] != "http" or not is_harness(scope["method"], scope["path"]):
             await self._control(scope, receive, send)
             return
-        dialect = self._dialects[dialect_of(scope["path"])]
         try:
             await self._route(scope, receive, send)
         except VerbatimError as error:
-            await self._refuse(send, dialect, error)
+            refusal = error
         except RecursionError:
-            await self._refuse(send, dialect, RequestError(_TOO_DEEP))
+            refusal = RequestError(_TOO_DEEP)
         except Exception:
             log.exception("a harness call failed inside the service")
-            await self._refuse(send, dialect, VerbatimError("the service failed inside; its log says where"))
+            refusal = VerbatimError("the service failed inside; its log says where")
+        else:
+            return
+        await self._refuse(send, self._dialects[dialect_of(scope["path"])], refusal)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = _headers(scope)
@@ -231,7 +233,7 @@ class Harness:
                 return True
 
     async def _stream(self, send: Send, dialect: Dialect, turn: Turn, items: asyncio.Queue[Item]) -> bool:
-        """Headers go out with the first item, or with the first keep-alive: an error before that keeps its status."""
+        """Headers go out with the first token, or with the first keep-alive: an error before that keeps its status."""
         renderer: StreamRenderer | None = None
         while True:
             item = await self._next(items)
@@ -247,7 +249,7 @@ class Harness:
                 await _send_part(send, renderer.keep_alive())
             elif isinstance(item, Delta):
                 await _send_part(send, renderer.delta(item))
-            else:
+            elif not isinstance(item, Begun):
                 return await self._close(send, dialect, renderer, item)
 
     async def _close(self, send: Send, dialect: Dialect, renderer: StreamRenderer, item: Reply | VerbatimError) -> bool:

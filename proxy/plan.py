@@ -108,8 +108,10 @@ def _answered(tree: SessionTree, request: Request, position: int, fingerprints: 
     replayed = request.history[position]
     candidates = tree.forest.answered(fingerprints[position + 1])
     named = [call_id for call_id in replayed.minted if call_id in candidates]
-    asked_here = [call_id for call_id in replayed.minted if call_id in tree.forest.asked(fingerprints[position])]
-    for call_id in named or [*asked_here, *reversed(candidates)]:
+    if not named:
+        asked_here = tree.forest.asked(fingerprints[position]) if replayed.minted else ()
+        named = [*(call_id for call_id in replayed.minted if call_id in asked_here), *reversed(candidates)]
+    for call_id in named:
         call = tree.forest.calls[call_id]
         used = tree.projection(call.call_id, replayed, request.schemas)
         if used is not None and _replay(tree, call, request) is not None:

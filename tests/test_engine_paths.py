@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -233,3 +234,17 @@ def test_a_reply_whose_whole_parse_contradicts_what_was_told_is_what_the_steps_s
         session.ask(history, tools=TOOLS)
         first, second = session.calls
         assert second["parent_id"] == first["call_id"]
+
+
+def test_a_stream_begins_with_the_first_token_though_nothing_of_it_is_certain(
+    engine: ScriptedEngine, service: RunningService
+) -> None:
+    gate = threading.Event()
+    engine.say(Say(engine.family.speak("", calls=[("lookup", {"key": "a"})]), gate=gate, gate_after=1))
+    # Shorter than the first keep-alive is away, which would begin the stream, too.
+    stream = iter(service.session().ask("q", stream=True, tools=TOOLS, timeout=5))
+    try:
+        assert next(stream).choices[0].delta.role == "assistant"
+    finally:
+        gate.set()
+    assert [chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1] == "tool_calls"

@@ -102,7 +102,7 @@ async def _both(
     prompt, live, told, pieces = msgspec.Raw(b"[1,2,3]"), LiveText(0), Assembly(0), 0
     for part in parts[:-1]:
         live.take(part)
-        delta = await live.step(http, replica, prompt, request, None)
+        delta = await live.step(http, replica, prompt, request)
         if delta is not None:
             pieces += 1
             told.add({"content": delta.content, "reasoning_content": delta.reasoning})

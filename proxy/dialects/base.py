@@ -80,6 +80,7 @@ class Request:
     wants_ids: bool = False
     """Whether the harness wants the token ids back."""
     _messages: list[dict[str, Any]] | None = field(default=None, init=False, repr=False, compare=False)
+    _schemas: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -91,12 +92,19 @@ class Request:
     @property
     def schemas(self) -> dict[str, Any]:
         """The JSON schema of each tool's parameters, by the tool's name."""
-        functions = (tool.get("function") for tool in self.tools)
-        return {str(each.get("name")): each.get("parameters") for each in functions if isinstance(each, dict)}
+        if self._schemas is None:
+            functions = (tool.get("function") for tool in self.tools)
+            self._schemas = {str(each.get("name")): each.get("parameters") for each in functions if isinstance(each, dict)}
+        return self._schemas
 
     def retell(self, history: list[Seen]) -> None:
         """The same request with its history told otherwise: a prompt as what earlier calls said and what is new."""
         self.history, self._messages = history, None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The engine has sampled a first token: a streamed answer begins, though nothing of its text may be certain yet."""
 
 
 @dataclass(slots=True)

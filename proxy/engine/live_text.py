@@ -61,18 +61,28 @@ class LiveText:
         return bool(self._pending) and time.perf_counter() >= self._next_at
 
     async def step(
+        self, http: EngineHttp, replica: Replica, prompt_ids: msgspec.Raw, chat_request: dict[str, Any]
+    ) -> Delta | None:
+        """What the pending ids make certain, None when nothing. Raises VerbatimError when the engine cannot parse its own reply."""
+        await self._parse(http, replica, prompt_ids, chat_request, None)
+        return self._told(self._certain())
+
+    async def finish(
+        self, http: EngineHttp, replica: Replica, prompt_ids: msgspec.Raw, chat_request: dict[str, Any], finish_reason: str
+    ) -> dict[str, Any]:
+        """The whole message as the streaming parsers have it; nothing of it is told by that. Raises as `step`."""
+        await self._parse(http, replica, prompt_ids, chat_request, finish_reason)
+        return self._assembly.message()
+
+    async def _parse(
         self,
         http: EngineHttp,
         replica: Replica,
         prompt_ids: msgspec.Raw,
         chat_request: dict[str, Any],
         finish_reason: str | None,
-    ) -> Delta | None:
-        """What the pending ids make certain, None when nothing. With a `finish_reason` the parsers give out all they hold, and
-        `message` is the whole reply as they have it.
-
-        Raises VerbatimError when the engine cannot parse its own reply.
-        """
+    ) -> None:
+        """Let the parsers take in the pending ids. With a `finish_reason` they give out all they hold."""
         started = time.perf_counter()
         choice = {"index": 0, "token_ids": self._pending, "finish_reason": finish_reason}
         body = {
@@ -88,11 +98,6 @@ class LiveText:
         now = time.perf_counter()
         self._next_at = now + max(_SHORTEST_PAUSE_SECONDS, _PATIENCE * (now - started))
         self._assembly.add(step.chunk.choices[0].delta if step.chunk.choices else {})
-        return self._told(self._certain())
-
-    def message(self) -> dict[str, Any]:
-        """The message as the streaming parsers have told it so far."""
-        return self._assembly.message()
 
     def extends_to(self, message: Mapping[str, Any]) -> bool:
         """Whether what was told is the beginning of `message`."""

@@ -39,12 +39,13 @@ class Parser:
         if choice.live is None or choice.live.extends_to(parsed.message):
             return parsed
         # The harness has read it already: then all of the reply is what those parsers make of it that told its beginning.
-        await self.step(choice.live, choice.finish_reason or "abort")
-        return Parsed(choice.live.message(), parsed.logprobs)
+        finish_reason, prompt_ids = choice.finish_reason or "abort", self._job.prompt_json
+        message = await choice.live.finish(self._http, self._replica, prompt_ids, self._request, finish_reason)
+        return Parsed(message, parsed.logprobs)
 
-    async def step(self, live: LiveText, finish_reason: str | None = None) -> Delta | None:
+    async def step(self, live: LiveText) -> Delta | None:
         """See LiveText.step."""
-        return await live.step(self._http, self._replica, self._job.prompt_json, self._request, finish_reason)
+        return await live.step(self._http, self._replica, self._job.prompt_json, self._request)
 
     async def _whole(self, choice: SampledChoice) -> Parsed:
         wanted = self._job.request.top_logprobs is not None

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from proxy.dialects.base import Delta, Request
+from proxy.dialects.base import Begun, Delta, Request
 from proxy.engine.base import Engine, Job, Outcome, Rendered, Sampled, at, shows
 from proxy.engine.generated import GENERATE, Usage, Version, generate_body, spans_of
 from proxy.engine.id_text import IdText
@@ -90,14 +90,17 @@ class TextApi:
     async def abort(self, replica: Replica, job: Job) -> bool:
         return await self._messages.abort(replica, job)
 
-    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Delta | Outcome]:
-        """Yields the engine's own pieces of text while streaming, then one Outcome."""
+    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Begun | Delta | Outcome]:
+        """Streaming, yields Begun and the engine's own pieces of text; then one Outcome."""
         choices = [_Gathered(index) for index in range(job.request.n)]
-        usage, broken = Usage(), None
+        usage, broken, begun = Usage(), None, not stream
         try:
             body = generate_body(replica, job, stream) | {"output_mode": "text"}
             async for answer in self._http.answers(replica, GENERATE, body, _Answer, job.line, stream=stream):
                 usage.take(answer.usage)
+                if not begun:
+                    begun = True
+                    yield Begun()
                 for piece in answer.choices:
                     delta = at(choices, piece.index).add(piece)
                     if stream and shows(job.request, delta):

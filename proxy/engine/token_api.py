@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Delta, Request
+from proxy.dialects.base import Begun, Delta, Request
 from proxy.engine.base import Job, Outcome, Rendered, chat_body
 from proxy.engine.generated import GENERATE, Usage, generate_body
 from proxy.engine.id_text import IdText
@@ -68,15 +68,18 @@ class TokenApi:
         rendered = await self.render(replica, request, Rendering(request.messages, True), IdText())
         return len(rendered.ids)
 
-    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Delta | Outcome]:
-        """Yields deltas while streaming, as far as the engine's parsers are certain of them, then one Outcome."""
+    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Begun | Delta | Outcome]:
+        """Streaming, yields Begun and deltas as far as the engine's parsers are certain of them; then one Outcome."""
         choices = [SampledChoice(index, _goes_live(job, stream)) for index in range(job.request.n)]
         parser = Parser(self._http, replica, job)
-        usage, broken = Usage(), None
+        usage, broken, begun = Usage(), None, not stream
         body = generate_body(replica, job, stream)
         try:
             async for answer in self._http.answers(replica, GENERATE, body, Generated, job.line, stream=stream):
                 usage.take(answer.usage)
+                if not begun:
+                    begun = True
+                    yield Begun()
                 for choice in gather(choices, answer.choices):
                     delta = await self._live(job, parser, choice)
                     if delta is not None:
@@ -87,7 +90,7 @@ class TokenApi:
             broken = error.message
         outcome = await self._outcome(replica, job, parser, choices, broken, usage.cached_tokens)
         for choice, sampled in zip(choices, outcome.choices, strict=True):
-            # Of a broken reply nothing more is told: before its first word the harness still gets a status of its own.
+            # Of a broken reply nothing more is told.
             live = choice.live if outcome.broken is None else None
             rest = live.rest(sampled.message) if live is not None else None
             if rest is not None:
