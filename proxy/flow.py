@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 
-from proxy.dialects.base import Begun, Choice, Delta, Reply, Request
+from proxy.dialects.base import Choice, Delta, FirstToken, Reply, Request
 from proxy.engine.base import Engine, Job, Outcome, Rendered
 from proxy.engine.chat_api import ChatApi
 from proxy.engine.replica import Replica
@@ -66,9 +66,9 @@ class Flow:
     def leave(self, turn: Turn) -> None:
         self._services.inflight.leave(turn.running)
 
-    async def call(self, turn: Turn) -> AsyncIterator[Begun | Delta | Reply]:
-        """Yields Begun and deltas where it is streamed, then the recorded reply. Raises VerbatimError; then nothing is half recorded,
-        and nothing was answered unless Begun came."""
+    async def call(self, turn: Turn) -> AsyncIterator[FirstToken | Delta | Reply]:
+        """Yields FirstToken and deltas where it is streamed, then the recorded reply. Raises VerbatimError; then nothing is half recorded,
+        and nothing was answered unless FirstToken came."""
         await self._services.pool.admitted()
         turn.replica = self._services.pool.pick(turn.session_id)
         await self._plan(turn)
@@ -161,7 +161,7 @@ class Flow:
         if before is None or found.parent is not before.parent:
             await self._plan(turn)
 
-    async def _sample(self, turn: Turn) -> AsyncIterator[Begun | Delta | Outcome]:
+    async def _sample(self, turn: Turn) -> AsyncIterator[FirstToken | Delta | Outcome]:
         """Let the engine sample; a call that it refused or lost before its first token leaves the tree as it was."""
         assert turn.replica is not None and turn.replica.api is not None
         engine = self._engine(turn.replica, turn.request)

@@ -103,7 +103,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class FirstToken:
     """The engine has sampled a first token: a streamed answer begins, though nothing of its text may be certain yet."""
 
 

@@ -1,7 +1,7 @@
 """An engine as the flow sees it: render what must be rendered, sample, abort.
 
 Two implementations, `token_api` (vLLM's token-in token-out endpoints) and `chat_api` (any OpenAI-compatible server that returns
-token ids). Streaming, both yield `Begun` with the first token and `Delta`s while text becomes certain; at the end one `Outcome`. A
+token ids). Streaming, both yield `FirstToken` and `Delta`s while text becomes certain; at the end one `Outcome`. A
 reply cut by an abort or a broken connection is an Outcome too, with what was sampled until then.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from proxy.dialects.base import Begun, Delta, Request
+from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.id_text import IdText
 from proxy.engine.replica import Replica
 from proxy.engine.wire import Line
@@ -89,7 +89,7 @@ C = TypeVar("C", bound=Numbered)
 class Engine(Protocol):
     api: str
 
-    def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Begun | Delta | Outcome]:
+    def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
         """Raises RequestError (the engine refused the request), EngineUnavailable (nothing reached it) or EngineFailed
         (it broke off before a single token was known)."""
         ...

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Begun, Delta, Request
+from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.assembly import Assembly
 from proxy.engine.base import Job, Outcome, Sampled, at, chat_body, shows
 from proxy.engine.replica import Replica
@@ -111,8 +111,8 @@ class ChatApi:
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
 
-    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Begun | Delta | Outcome]:
-        """Streaming, yields Begun and the engine's own deltas; then one Outcome."""
+    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
+        """Streaming, yields FirstToken and the engine's own deltas; then one Outcome."""
         before = await self._http.version(replica)
         choices = [_Gathered(index) for index in range(job.request.n)]
         seen = _Answer()
@@ -121,7 +121,7 @@ class ChatApi:
             async for answer in self._answers(replica, job, stream):
                 if not begun:
                     begun = True
-                    yield Begun()
+                    yield FirstToken()
                 seen.prompt_token_ids = seen.prompt_token_ids or answer.prompt_token_ids
                 seen.usage = answer.usage or seen.usage
                 for choice in answer.choices:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from proxy.dialects.base import Begun, Delta, Request
+from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.base import Engine, Job, Outcome, Rendered, Sampled, at, shows
 from proxy.engine.generated import GENERATE, Usage, Version, generate_body, spans_of
 from proxy.engine.id_text import IdText
@@ -90,8 +90,8 @@ class TextApi:
     async def abort(self, replica: Replica, job: Job) -> bool:
         return await self._messages.abort(replica, job)
 
-    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Begun | Delta | Outcome]:
-        """Streaming, yields Begun and the engine's own pieces of text; then one Outcome."""
+    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
+        """Streaming, yields FirstToken and the engine's own pieces of text; then one Outcome."""
         choices = [_Gathered(index) for index in range(job.request.n)]
         usage, broken, begun = Usage(), None, not stream
         try:
@@ -100,7 +100,7 @@ class TextApi:
                 usage.take(answer.usage)
                 if not begun:
                     begun = True
-                    yield Begun()
+                    yield FirstToken()
                 for piece in answer.choices:
                     delta = at(choices, piece.index).add(piece)
                     if stream and shows(job.request, delta):

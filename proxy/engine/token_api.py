@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Begun, Delta, Request
+from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.base import Job, Outcome, Rendered, chat_body
 from proxy.engine.generated import GENERATE, Usage, generate_body
 from proxy.engine.id_text import IdText
@@ -68,8 +68,8 @@ class TokenApi:
         rendered = await self.render(replica, request, Rendering(request.messages, True), IdText())
         return len(rendered.ids)
 
-    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Begun | Delta | Outcome]:
-        """Streaming, yields Begun and deltas as far as the engine's parsers are certain of them; then one Outcome."""
+    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
+        """Streaming, yields FirstToken and deltas as far as the engine's parsers are certain of them; then one Outcome."""
         choices = [SampledChoice(index, _goes_live(job, stream)) for index in range(job.request.n)]
         parser = Parser(self._http, replica, job)
         usage, broken, begun = Usage(), None, not stream
@@ -79,7 +79,7 @@ class TokenApi:
                 usage.take(answer.usage)
                 if not begun:
                     begun = True
-                    yield Begun()
+                    yield FirstToken()
                 for choice in gather(choices, answer.choices):
                     delta = await self._live(job, parser, choice)
                     if delta is not None:

@@ -1,0 +1,28 @@
+"""The little of ASGI that the path of a call needs: its types, and how a body is sent whole or in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+JSON: Headers = [(b"content-type", b"application/json")]
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """By lower-case name; of several of one name the last."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_part(send: Send, body: bytes, *, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": not last})
