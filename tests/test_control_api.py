@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 from recorded_calls import record
 
-from proxy.api.closing import sweep
+from proxy.api.closing import sweep, withdraw_session
 from proxy.api.control import control_router
 from proxy.api.errors import install_error_handlers
 from proxy.app import build_services
@@ -484,6 +484,83 @@ async def test_a_close_cut_short_may_be_repeated_by_its_caller(service: Service,
     assert await sweep(service.services, older_than_seconds=0) == 0
     batch = await service.lease(max_groups=9)
     assert batch is not None and len(batch["groups"]) == 1
+
+
+DELETE_STEPS = ("announce", "begin_close", "withdraw", "delete")
+
+
+async def delete_until(service: Service, monkeypatch: pytest.MonkeyPatch, step: str, session_id: str) -> None:
+    """What the store holds when a process dies in a delete after the named step: the next one never answers."""
+    sessions, delivery = service.services.sessions, service.services.delivery
+    following = {
+        "announce": (sessions, "begin_close"),
+        "begin_close": (delivery, "withdraw"),
+        "withdraw": (sessions, "delete"),
+        "delete": (delivery, "retract"),
+    }
+    reached = asyncio.Event()
+
+    async def never(*given: object) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(*following[step], never)
+    deleting = asyncio.create_task(withdraw_session(service.services, session_id))
+    await reached.wait()
+    deleting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await deleting
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("step", DELETE_STEPS)
+async def test_a_delete_cut_short_at_any_step_is_finished_by_the_sweep(
+    service: Service, monkeypatch: pytest.MonkeyPatch, step: str, closed: bool
+) -> None:
+    await (service.finished if closed else service.session)("s0", 7)
+    await delete_until(service, monkeypatch, step, "s0")
+    assert await sweep(service.services, older_than_seconds=60) == 0, "a delete still at work is left alone"
+    assert await sweep(service.services, older_than_seconds=0) == 1
+    assert await sweep(service.services, older_than_seconds=0) == 0
+    assert (await service.admin.get("/sessions/s0")).status_code == 404
+    assert (await service.admin.get("/sessions")).json()["sessions"] == []
+    assert await service.lease() is None
+    assert sum((await service.services.delivery.counts()).values()) == 0
+
+
+@pytest.mark.parametrize("step", DELETE_STEPS)
+async def test_a_delete_cut_short_may_be_repeated_by_its_caller(
+    service: Service, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    await service.finished("s0", 7)
+    await delete_until(service, monkeypatch, step, "s0")
+    assert (await service.admin.delete("/sessions/s0")).status_code == (404 if step == "delete" else 204)
+    await sweep(service.services, older_than_seconds=0)
+    assert await service.services.delivery.announced(time.time() + 60) == []
+    assert (await service.admin.get("/sessions/s0")).status_code == 404
+
+
+async def test_a_delete_cut_short_takes_no_later_session_of_the_same_id(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await service.session("s0", 7)
+    await delete_until(service, monkeypatch, "delete", "s0")
+    await service.session("s0", 8)
+    assert await sweep(service.services, older_than_seconds=0) == 1
+    assert await service.services.delivery.announced(time.time() + 60) == []
+    state = (await service.admin.get("/sessions/s0")).json()
+    assert (state["status"], state["calls"]) == ("open", 1)
+
+
+async def test_a_delete_that_a_lease_refuses_is_not_tried_again_when_the_lease_has_ended(service: Service) -> None:
+    await service.finished("s0")
+    batch = await service.lease()
+    assert batch is not None
+    assert (await service.admin.delete("/sessions/s0")).status_code == 409
+    await service.trainer.post(f"/batches/{batch['lease_id']}/nack")
+    assert await sweep(service.services, older_than_seconds=0) == 0
+    assert await service.lease() is not None
 
 
 async def test_the_sweep_clears_what_cannot_be_finished(service: Service) -> None:

@@ -3,6 +3,7 @@
 A session and its group live in different slots of the store. The session is therefore *announced* among the groups first, with
 what the close asked for; then it is frozen; then it is filled into its group, which takes the announcement away. A process that
 dies in between leaves the announcement, and `sweep`, in whichever process, takes the remaining steps. Each can be repeated.
+A delete is announced in the same way, and the announcement is taken away when the session is gone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from proxy import rows
-from proxy.errors import NotFound, StoreUnavailable, VerbatimError
+from proxy.errors import Conflict, NotFound, StoreUnavailable, VerbatimError
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.base import Announced, CloseRequest, GroupPolicy, Member, SessionInfo, SessionState
@@ -22,6 +23,8 @@ from reconstruct.errors import ReconstructError
 log = logging.getLogger(__name__)
 
 CLOSED = ("completed", "failed", "timeout", "cancelled")
+DELETED = "deleted"
+"""What a delete announces in place of a status."""
 SWEEP_AGE_SECONDS = 30.0
 """An announcement this old belongs to a process that died or lost its store, not to one still at work."""
 
@@ -55,11 +58,9 @@ async def reward_session(
 
 async def withdraw_session(services: Services, session_id: str) -> None:
     """Delete a session and free its place in its group. Raises `NotFound`, or `Conflict` while a trainer holds it."""
-    await services.sessions.begin_close(session_id)
-    await services.peers.cut(session_id)
-    await services.delivery.withdraw(session_id, policy_of(services.settings))
-    await services.sessions.delete(session_id)
-    services.trees.forget(session_id)
+    created_at = (await _load(services, session_id)).info.created_at
+    await services.delivery.announce(session_id, CloseRequest(DELETED, created_at=created_at), time.time())
+    await _finish_withdrawal(services, session_id)
 
 
 async def offer(services: Services, state: SessionState) -> str:
@@ -83,7 +84,7 @@ async def sweep(services: Services, *, older_than_seconds: float = SWEEP_AGE_SEC
         except StoreUnavailable:
             raise
         except VerbatimError as error:
-            log.error("session %s: its close could not be finished: %s", announced.session_id, error.message)
+            log.error("session %s: its close or delete could not be finished: %s", announced.session_id, error.message)
     return len(found)
 
 
@@ -104,13 +105,36 @@ def group_name(ref: str) -> str:
 
 async def _resume(services: Services, announced: Announced) -> None:
     state = await services.sessions.load(announced.session_id)
-    if state is not None and state.status in CLOSED:
+    if announced.request is not None and announced.request.status == DELETED:
+        await _resume_withdrawal(services, announced.session_id, state, announced.request)
+    elif state is not None and state.status in CLOSED:
         await offer(services, state)
     elif state is not None and announced.request is not None:
         request = announced.request
         await _finish_close(services, announced.session_id, request.status, request.reward, request.error)
     else:
         await services.delivery.retract(announced.session_id)
+
+
+async def _resume_withdrawal(services: Services, session_id: str, state: SessionState | None, request: CloseRequest) -> None:
+    # The id may have been taken again since: that session is not the one to delete.
+    if state is not None and state.info.created_at == request.created_at:
+        await _finish_withdrawal(services, session_id)
+    else:
+        await services.delivery.retract(session_id)
+
+
+async def _finish_withdrawal(services: Services, session_id: str) -> None:
+    try:
+        await services.sessions.begin_close(session_id)
+        await services.peers.cut(session_id)
+        await services.delivery.withdraw(session_id, policy_of(services.settings))
+    except (NotFound, Conflict):
+        await services.delivery.retract(session_id)
+        raise
+    await services.sessions.delete(session_id)
+    await services.delivery.retract(session_id)
+    services.trees.forget(session_id)
 
 
 async def _finish_close(

@@ -187,16 +187,20 @@ class GroupPolicy:
 
 @dataclass(frozen=True, slots=True)
 class CloseRequest:
-    """What a close asked for, kept beside the announcement so that a crash in between can be made good."""
+    """What a close or delete asked for, kept beside the announcement so that a crash in between can be made good.
+
+    `created_at` says of a delete which session it means: its id may be used again."""
 
     status: str
     reward: float | None = None
     error: str | None = None
+    created_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A session on its way into its group. `request` is None when it was frozen already and only its reward was late."""
+    """A session on its way into its group, or out of the store. `request` is None when it was frozen already and only its reward
+    was late."""
 
     session_id: str
     announced_at: float
@@ -263,8 +267,8 @@ class Arrivals(Protocol):
 
 class DeliveryStore(Protocol):
     async def announce(self, session_id: str, request: CloseRequest | None, now: float) -> None:
-        """Say that a session is about to be closed (or given its late reward), before it is. Sessions and groups live in
-        different slots; what stays announced is found by `announced` and finished by whoever finds it."""
+        """Say that a session is about to be closed (or given its late reward, or deleted), before it is. Sessions and groups
+        live in different slots; what stays announced is found by `announced` and finished by whoever finds it."""
         ...
 
     async def retract(self, session_id: str) -> None:
@@ -283,7 +287,8 @@ class DeliveryStore(Protocol):
         ...
 
     async def withdraw(self, session_id: str, policy: GroupPolicy) -> None:
-        """Take a deleted session out of its group, whose place is free again. Raises `Conflict` while it is leased."""
+        """Take a session that is to be deleted out of its group, whose place is free again; it stays announced. Raises
+        `Conflict` while it is leased."""
         ...
 
     async def admit(self, group_id: str, session_id: str, limit: int, policy: GroupPolicy, now: float) -> Admission:

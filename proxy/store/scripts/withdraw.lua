@@ -5,7 +5,6 @@ local group = ref and load_packed(groups, ref)
 if group and group.status == 'leased' then
   return 'leased'
 end
-retract(session_id)
 leave_opening(session_id)
 redis.call('HDEL', members, session_id)
 if not group then
