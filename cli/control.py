@@ -10,10 +10,20 @@ import httpx
 from cli.refusal import Refusal
 
 TIMEOUT_SECONDS = 30.0
+UNTOLD_RETRY_SECONDS = 5.0
+"""When to ask again where the service, or what stands before it, does not say."""
+
+
+class HeldBack(Refusal):
+    """The service does not take the request now (429), and may in `retry_after_seconds`."""
+
+    def __init__(self, sentence: str, retry_after_seconds: float) -> None:
+        super().__init__(sentence)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class Control:
-    """Asks the service at `VERBATIM_URL` as the admin of `VERBATIM_ADMIN_TOKEN`."""
+    """Asks the service at `VERBATIM_URL` as the admin of `VERBATIM_ADMIN_TOKEN`. A 429 raises `HeldBack`, which is a `Refusal`."""
 
     def __init__(self, url: str | None = None, token: str | None = None) -> None:
         self._url = (url or os.environ.get("VERBATIM_URL") or "http://127.0.0.1:8700").rstrip("/")
@@ -44,6 +54,8 @@ class Control:
             response = httpx.request(method, self._url + path, headers=headers, timeout=TIMEOUT_SECONDS, **more)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Refusal(f"no service at {self._url} (set VERBATIM_URL to where it is): {error}") from error
+        if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
+            raise HeldBack(complaint(response), retry_after_seconds(response))
         if response.is_error:
             raise Refusal(complaint(response))
         answer: dict[str, Any] = response.json()
@@ -56,3 +68,11 @@ def complaint(response: httpx.Response) -> str:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return f"{response.request.url} answered {response.status_code}"
+
+
+def retry_after_seconds(response: httpx.Response) -> float:
+    """Seconds from now, between one and a minute: what stands before the service may name a date or any number."""
+    try:
+        return min(60.0, max(1.0, float(response.headers["retry-after"])))
+    except (KeyError, ValueError):
+        return UNTOLD_RETRY_SECONDS

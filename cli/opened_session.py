@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 
-from cli.control import TIMEOUT_SECONDS, Control
+from cli.control import TIMEOUT_SECONDS, Control, HeldBack
 from cli.refusal import Refusal
 from cli.sessions import accounting_line
+from cli.stop_signals import StopSignals
 from rollout.harnesses.catalogue import load
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.errors import HarnessError
@@ -33,6 +35,19 @@ def open_session(control: Control, **fields: Any) -> OpenedSession:
     """A new session; fields that are None are left out. Raises `Refusal`."""
     created = control.post("/sessions", {name: value for name, value in fields.items() if value is not None})
     return OpenedSession(control, created["session_id"], Endpoint(created["base_urls"], created["api_key"]))
+
+
+def open_when_let_in(control: Control, stop: StopSignals, show: Callable[[str], object], **fields: Any) -> OpenedSession:
+    """As `open_session`, and asks again while the service holds new sessions back, which it lets `show` say.
+
+    Raises `Refusal`, when it is stopped while it waits with the signal's exit code."""
+    while True:
+        try:
+            return open_session(control, **fields)
+        except HeldBack as held:
+            show(f"waiting until the service takes a new session: {held}")
+            if stop.wait(held.retry_after_seconds):
+                raise Refusal("stopped while it waited: no session was opened", exit_code=128 + (stop.number or 0)) from None
 
 
 @dataclass(frozen=True, slots=True)

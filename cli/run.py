@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
@@ -20,6 +20,8 @@ from cli.refusal import Refusal
 from cli.stop_signals import StopSignals
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from cli.opened_session import OpenedSession
     from rollout.harnesses.definition import Harness
 
@@ -81,10 +83,11 @@ def run(
     verbatim run --harness shell -- python my_agent.py --steps 3
 
     The exit code is the harness's; 124 after a timeout, 130 after Ctrl-C (which is passed on; a second one kills), 126 or 127
-    when it could not be started. The session is closed as completed, failed, timeout or cancelled to match.
+    when it could not be started. The session is closed as completed, failed, timeout or cancelled to match. While the service
+    takes no new session because the trainers are behind, the command waits.
     """
     from cli.control import Control
-    from cli.opened_session import chosen, open_session
+    from cli.opened_session import chosen, open_when_let_in
 
     definition = chosen(harness)
     passed, words = passed_variables(env or []), words or []
@@ -95,7 +98,8 @@ def run(
     control = Control(url)
     fields = {"session_id": session_id, "task_id": task_id, "group_id": group_id, "group_size": group_size}
     with StopSignals() as stop:
-        session = open_session(control, **fields, metadata={"harness": definition.name})
+        with Waiting() as waiting:
+            session = open_when_let_in(control, stop, waiting.show, **fields, metadata={"harness": definition.name})
         outcome = Outcome("failed", 1, "verbatim run broke off")
         try:
             with temporary_home(keep_home) as home:
@@ -237,6 +241,34 @@ def report(session: OpenedSession, outcome: Outcome, reward: float | None) -> No
     tell(f"look at it: {look}")
     if outcome.status == "completed" and reward is None:
         tell(f"no trainer gets it before it has a reward: POST {session.control.url}{session.path}/reward")
+
+
+class Waiting:
+    """What is waited for, on stderr: on a terminal a line that moves and goes away, elsewhere one line in all."""
+
+    def __init__(self) -> None:
+        self._status: Status | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def show(self, sentence: str) -> None:
+        from rich.console import Console
+        from rich.text import Text
+
+        if self._status is not None:
+            self._status.update(Text(sentence))
+            return
+        console = Console(stderr=True)
+        self._status = console.status(Text(sentence))
+        if console.is_terminal:
+            self._status.start()
+        else:
+            tell(sentence)
 
 
 def tell(sentence: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from rollout.harnesses.process import HarnessProcess
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+POLL_SECONDS = 0.1
 
 
 class StopSignals:
@@ -35,6 +37,14 @@ class StopSignals:
         self._process = process
         if self.number is not None:
             process.stop(self.number)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long, or until a signal comes; whether one has."""
+        deadline = time.monotonic() + seconds
+        # A sleep goes on after a signal whose handler raises nothing.
+        while self.number is None and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(POLL_SECONDS, left))
+        return self.number is not None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,48 @@ def test_a_taken_session_id_starts_nothing(service: Serving) -> None:
 
 
 SHOW = "import json, os, sys; print(json.dumps({'env': dict(os.environ), 'in': sys.stdin.read(), 'at': os.getcwd()}))"
+
+
+@contextmanager
+def held_back(tmp_path: Path, engine: ScriptedEngine) -> Iterator[tuple[Serving, subprocess.Popen[str]]]:
+    """A service that takes no second group, and `verbatim run` that has said that it waits."""
+    with Serving("--engine", engine.url, data_dir=tmp_path / "data", VERBATIM_MAX_UNDELIVERED_GROUPS="1") as service:
+        assert service.request("POST", "/sessions", json={"session_id": "first"}).status_code == 201
+        command = [*COMMAND, "run", "--session-id", "second", "--model", "m", *PYTHON, "print('did its task')"]
+        with subprocess.Popen(
+            command,
+            env=environment(**access(service)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                assert process.stderr is not None
+                said = process.stderr.readline()
+                assert said.startswith("verbatim: waiting until the service takes a new session: 1 groups wait"), said
+                yield service, process
+            finally:
+                process.kill()
+
+
+def test_a_run_waits_while_the_service_takes_no_new_session(tmp_path: Path, engine: ScriptedEngine) -> None:
+    with held_back(tmp_path, engine) as (service, process):
+        assert service.request("DELETE", "/sessions/first").status_code == 204
+        stdout, stderr = process.communicate(timeout=60)
+        assert (process.returncode, stdout) == (0, "did its task\n"), stderr
+        assert "waiting" not in stderr, "it is said once"
+        assert service.request("GET", "/sessions/second").json()["status"] == "completed"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_waits_can_be_stopped(tmp_path: Path, engine: ScriptedEngine, number: int, code: int) -> None:
+    with held_back(tmp_path, engine) as (service, process):
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+        assert (process.returncode, stdout) == (code, "")
+        assert stderr == "verbatim: stopped while it waited: no session was opened\n"
+        assert service.request("GET", "/sessions/second").status_code == 404
 
 
 def test_a_harness_sees_the_session_and_a_new_home_and_no_key_of_the_caller(service: Serving, scratch: Path) -> None:
