@@ -70,6 +70,7 @@ def env(
     try:
         given = describe(definition, session, model, home)
     except BaseException as error:
+        # Ctrl-C too: nobody was told of the session, so nobody else would close it.
         session.close("failed", error=f"verbatim env broke off: {error}")
         raise
     typer.echo(json.dumps(given, indent=2) if output == "json" else as_shell(given, session))

@@ -158,7 +158,7 @@ async def _take(services: Services, body: LeaseRequest, form: Form, *, waits: bo
         try:
             groups = await encode_groups(services, taken, form)
         except BaseException:
-            # Nobody gets these groups: the caller went away, or the store did.
+            # Nobody gets these groups: the caller went away, which is a cancellation, or the store did.
             with contextlib.suppress(VerbatimError):
                 await asyncio.shield(services.delivery.give_back(taken.lease_id, time.time()))
             raise

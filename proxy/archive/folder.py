@@ -124,6 +124,7 @@ class ArchiveWriter:
             self._clear_leftovers()
             self.known.read(self.folder, self.manifest)
         except BaseException:
+            # Ctrl-C in `verbatim export` too: `__exit__` is not called, and the folder would stay locked.
             self._lock.close()
             raise
         return self

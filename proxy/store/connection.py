@@ -202,6 +202,7 @@ class StoreConnection:
             for each in facts:
                 self._check(each)
         except BaseException:
+            # Cancelled too: nobody has the link yet, and its sockets would stay open.
             await link.close()
             raise
         return link

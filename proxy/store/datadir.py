@@ -40,6 +40,7 @@ class DataDir:
         try:
             self._hold(lock)
         except BaseException:
+            # Ctrl-C while it waits too: nobody else knows the descriptor.
             os.close(lock)
             raise
         self._lock = lock

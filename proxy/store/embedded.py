@@ -84,6 +84,7 @@ class EmbeddedRedis:
             self._await_ready(self._process, self._socket)
             _ask(self._socket, f"DEL {PROCESSES}")
         except BaseException:
+            # Ctrl-C while it loads too: a redis-server left running would hold the data directory.
             self.stop()
             raise
         watched = (binary, lock, self._socket)
