@@ -120,6 +120,17 @@ def test_the_page_about_harnesses_names_every_built_in_one_with_its_version() ->
         assert harness.dialect in rows[name] and (harness.version or "-") in rows[name]
 
 
+def test_the_definitions_name_the_versions_that_are_tested() -> None:
+    tested = Path(__file__).parent / "harnesses"
+    pinned = [
+        f"{name}@{version}" for name, version in json.loads((tested / "package.json").read_text())["dependencies"].items()
+    ]
+    pinned += [(tested / f"{name}.txt").read_text().splitlines()[-1] for name in ("aider", "mini-swe-agent")]
+    installs = " ".join(f"{line} " for name in names() for line in load(name).install)
+    assert [each for each in pinned if f" {each} " not in installs] == []
+    assert len(pinned) == 8
+
+
 def test_the_page_about_harnesses_names_every_placeholder_and_every_field() -> None:
     assert [name for name in NAMES if f"`{{{name}}}`" not in DOCS] == []
     assert [name for name in Harness.__dataclass_fields__ if f"`{name}`" not in DOCS] == []

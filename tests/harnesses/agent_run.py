@@ -58,8 +58,6 @@ class Cli:
     """Roles of the calls beside the main ones in a plain run."""
     side: Mapping[str, str] = field(default_factory=dict)
     """Pattern of a side call's prompt -> what the model says to it."""
-    version: str = ""
-    """What is installed here, where it is not the version that the definition names."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Given to it beside what its definition says."""
 

@@ -43,7 +43,7 @@ class Figure:
         main = played.main_calls
         return cls(
             harness=played.cli.harness,
-            version=played.cli.version or load(played.cli.harness).version,
+            version=load(played.cli.harness).version,
             dialect=played.cli.dialect,
             works=played.ended.exit_code == 0 and played.text_of("number.py") == "value = 42\n",
             turns=len(main),

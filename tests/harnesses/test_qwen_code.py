@@ -21,8 +21,6 @@ CLI = Cli(
     # What breaks within a reply ends it, though the same request would be made again after a 500.
     survives_broken_reply=False,
     survives_hang_up=False,
-    # Later versions need a newer Node.js.
-    version="0.15.10",
     # It would ask a proxy for addresses of this machine too.
     variables=dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), ""),
 )
