@@ -111,6 +111,7 @@ async def _lifespan(services: Services, store: StoreConnection, harness: Harness
 
 async def _sweep_forever(services: Services) -> None:
     """Finish what processes that died left half closed, close what nobody uses any more, give up what nobody completes."""
+    services.metrics.swept("sessions")
     while True:
         await asyncio.sleep(sweep_seconds(services.settings))
         try:
@@ -118,5 +119,6 @@ async def _sweep_forever(services: Services) -> None:
             await expire_idle(services)
             settings = services.settings
             await services.delivery.tend(policy_of(settings), settings.group_timeout_seconds, time.time())
+            services.metrics.swept("sessions")
         except StoreUnavailable as error:
             log.warning("the sweep of sessions waits: %s", error.message)

@@ -13,6 +13,9 @@
 | verbatim_store_groups | gauge | state | groups in the store by state; every process shows the same: take the max, not the sum |
 | verbatim_groups_total | counter | state | groups that came into a state or to which this happened, in all; the same everywhere |
 | verbatim_backpressure_total | counter | | sessions this process refused because too many groups were undelivered |
+| verbatim_expired_sessions_total | counter | | sessions this process closed as timeout because they were idle |
+| verbatim_retained_sessions_total | counter | step (archived, deleted) | closed sessions this process took out of the store |
+| verbatim_sweep_age_seconds | gauge | sweep (sessions, retention) | since this process last ended that sweep well, or began to |
 
 States of groups: opened, filling, ready, leased, acked, dropped, dead, stale. What else is counted in verbatim_groups_total:
 expired and nacked leases, timed_out, retried, refused, and stale_kept, stale_dropped and stale_flagged.
@@ -20,6 +23,7 @@ expired and nacked leases, timed_out, retried, refused, and stale_kept, stale_dr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -71,6 +75,13 @@ class Metrics:
         self._held_back = Counter(
             "verbatim_backpressure", "Sessions refused: too many undelivered groups.", registry=self.registry
         )
+        self._expired = Counter("verbatim_expired_sessions", "Sessions closed because they were idle.", registry=self.registry)
+        self._retained = Counter(
+            "verbatim_retained_sessions", "Closed sessions taken out of the store.", ("step",), registry=self.registry
+        )
+        self._sweep_age = Gauge(
+            "verbatim_sweep_age_seconds", "Seconds since the sweep last ended well.", ("sweep",), registry=self.registry
+        )
         self._groups = StoredGroups()
         self.registry.register(self._groups)
 
@@ -99,6 +110,20 @@ class Metrics:
 
     def held_back(self) -> None:
         self._held_back.inc()
+
+    def expired(self) -> None:
+        self._expired.inc()
+
+    def archived(self, sessions: int) -> None:
+        self._retained.labels("archived").inc(sessions)
+
+    def deleted(self) -> None:
+        self._retained.labels("deleted").inc()
+
+    def swept(self, sweep: str) -> None:
+        """The sweep, sessions or retention, ended well just now, or is about to begin for the first time."""
+        ended_at = time.monotonic()
+        self._sweep_age.labels(sweep).set_function(lambda: time.monotonic() - ended_at)
 
     def stored_groups(self, counts: Mapping[str, int], totals: Mapping[str, int]) -> None:
         """What the store counts; shown until it is given anew, and not at all before."""

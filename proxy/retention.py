@@ -58,10 +58,14 @@ class Retention:
 
     async def run(self) -> None:
         """Look every `retain_check_seconds`, until cancelled; returns at once when nothing limits what is kept."""
-        while self._settings.retain_seconds is not None or self._settings.retain_bytes is not None:
+        if self._settings.retain_seconds is None and self._settings.retain_bytes is None:
+            return
+        self._services.metrics.swept("retention")
+        while True:
             await asyncio.sleep(self._settings.retain_check_seconds)
             try:
                 await self.once()
+                self._services.metrics.swept("retention")
             except StoreUnavailable as error:
                 log.warning("retention waits: %s", error.message)
             except FolderBusy as error:
@@ -170,15 +174,14 @@ class Retention:
             if writer.holds((state.info.session_id, state.info.created_at)):
                 continue
             writer.add(await collect(self._services, state))
-            cleared.archived += 1
             if not await self._held():
                 return False
             if writer.full:
-                await self._flush(writer)
-        await self._flush(writer)
+                await self._flush(writer, cleared)
+        await self._flush(writer, cleared)
         return True
 
-    async def _flush(self, writer: ArchiveWriter) -> None:
+    async def _flush(self, writer: ArchiveWriter, cleared: Cleared) -> None:
         """Waits for the part also when the service stops: the folder must not be given to another writer before."""
         writing = asyncio.create_task(asyncio.to_thread(writer.flush))
         try:
@@ -186,6 +189,8 @@ class Retention:
         except asyncio.CancelledError:
             await writing
             raise
+        cleared.archived += writing.result()
+        self._services.metrics.archived(writing.result())
 
     async def _delete(self, state: SessionState, cleared: Cleared) -> None:
         session_id = state.info.session_id
@@ -194,6 +199,7 @@ class Retention:
         except (NotFound, Conflict) as error:
             log.info("session %s stays: %s", session_id, error.message)
             return
+        self._services.metrics.deleted()
         cleared.deleted += 1
         cleared.ids.append(session_id)
 

@@ -227,6 +227,57 @@ async def test_a_round_that_loses_its_lock_ends_and_the_next_one_goes_on(redis_u
         assert (kept.archived, await kept.listed()) == (["a", "b"], set())
 
 
+async def metric(kept: Keeper, line: str) -> float | None:
+    """The value behind this name and its labels, None where it is not shown."""
+    page = (await kept.service.admin.get("/metrics")).text
+    found = [each.rpartition(" ")[2] for each in page.splitlines() if each.rpartition(" ")[0] == line]
+    return float(found[0]) if found else None
+
+
+async def test_what_is_archived_and_deleted_is_counted(redis_url: str, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path)
+        for name in ("a", "b", "c"):
+            await kept.service.finished(name)
+        await kept.ack_all()
+        await kept.retention.once()
+        assert await metric(kept, 'verbatim_retained_sessions_total{step="archived"}') == 3
+        assert await metric(kept, 'verbatim_retained_sessions_total{step="deleted"}') == 3
+
+
+async def test_a_round_that_archives_nothing_counts_nothing(redis_url: str, tmp_path: Path) -> None:
+    """It lost its lock when the sessions were read, before their part was written."""
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path)
+        await kept.service.finished("a")
+        await kept.ack_all()
+        store = Losing(kept.connection)
+        store.held = 1
+        assert (await Retention(kept.service.services, store).once()).archived == 0
+        assert await metric(kept, 'verbatim_retained_sessions_total{step="archived"}') is None
+
+
+async def test_the_age_of_the_last_look_grows_while_the_archive_cannot_be_written(redis_url: str, tmp_path: Path) -> None:
+    age = 'verbatim_sweep_age_seconds{sweep="retention"}'
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path, retain_check_seconds=0.01)
+        assert await metric(kept, age) is None, "it has not begun"
+        await kept.service.finished("a")
+        await kept.ack_all()
+        (tmp_path / "manifest.json").write_text(json.dumps({"schema": "of something else"}))
+        began = time.monotonic()
+        running_on = asyncio.create_task(kept.retention.run())
+        await asyncio.sleep(0.3)
+        before = await metric(kept, age)
+        assert before is not None and 0.2 < before <= time.monotonic() - began
+        (tmp_path / "manifest.json").unlink()
+        deadline = time.monotonic() + 30
+        while await kept.listed() or not (await metric(kept, age) or 0.0) < before:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        running_on.cancel()
+
+
 async def test_nothing_is_done_while_another_process_is_at_it(redis_url: str, tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         kept = await keeper(stack, redis_url, tmp_path)

@@ -57,4 +57,5 @@ async def _expire(services: Services, session_id: str, idle_seconds: float) -> b
         return False
     log.info("session %s is closed: it was idle for %g s", session_id, idle_seconds)
     await close_session(services, session_id, "timeout", None, f"no call for {idle_seconds:g} seconds")
+    services.metrics.expired()
     return True

@@ -147,14 +147,16 @@ class ArchiveWriter:
             self._waiting[session.key] = session
             self._waiting_bytes += session.size_bytes
 
-    def flush(self) -> None:
-        """What is waiting as one more part. It counts when this returns."""
-        if not self._waiting:
-            return
+    def flush(self) -> int:
+        """What is waiting as one more part; how many sessions that were. It counts when this returns."""
+        written = len(self._waiting)
+        if not written:
+            return 0
         part = self._write_part(list(self._waiting.values()))
         self._replace_manifest({"complete": False, "parts": [*self.manifest["parts"], part]})
         self.known.add(part, set(self._waiting))
         self._waiting, self._waiting_bytes = {}, 0
+        return written
 
     def finish(self, filters: dict[str, Any]) -> None:
         """The last part, and the manifest that says that all of `filters` is there."""
