@@ -308,10 +308,12 @@ async def several(url: str, count: int, **settings: Any) -> AsyncIterator[list[S
 
 async def test_an_idle_session_is_closed_as_timeout_by_one_process(redis_kind: RedisKind) -> None:
     redis_kind.flushall()
-    async with several(redis_kind.url, 5, session_idle_seconds=0.5) as processes:
+    async with several(redis_kind.url, 5, session_idle_seconds=3600.0) as processes:
         for number in range(20):
             await opened(processes[0], f"s{number}", group_id="g", group_size=20)
         assert await expire_idle(processes[0]) == 0
+        for services in processes:
+            services.settings.session_idle_seconds = 0.5
         await asyncio.sleep(0.6)
         expired = await asyncio.gather(*(expire_idle(services) for services in processes))
         assert sum(expired) == 20
@@ -325,19 +327,18 @@ async def test_an_idle_session_is_closed_as_timeout_by_one_process(redis_kind: R
 
 async def test_calls_keep_a_session_from_expiring_and_dangling_ones_do_not(redis_kind: RedisKind) -> None:
     redis_kind.flushall()
-    async with process(redis_kind.url, session_idle_seconds=0.4) as own:
+    async with process(redis_kind.url, session_idle_seconds=1.5) as own:
         await opened(own)
         running = Running("s", "c1")
         own.inflight.enter(running)
         await own.sessions.begin("s", 0, intent("c1"))
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(1.7)
         assert await expire_idle(own) == 0, "a call is under way"
         await own.sessions.drop_intent("s", "c1")
         own.inflight.leave(running)
-        await asyncio.sleep(0.2)
         assert await expire_idle(own) == 0, "one has just failed"
         await begun_elsewhere(own, redis_kind.url, "dead", "c2")
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(1.7)
         assert await expire_idle(own) == 1, "a dead process's call is no activity"
 
 
@@ -365,6 +366,12 @@ def test_the_service_expires_idle_sessions_by_itself(engine: ScriptedEngine, red
         session.ask("q")
         wait_until(lambda: shown_state(service, session) == "timeout", 15, "it has expired")
         assert close(service, session, "completed").status_code == 409
+        wait_until(lambda: "verbatim_expired_sessions_total 1.0" in metrics_of(service), 15, "it is counted")
+        assert 'verbatim_sweep_age_seconds{sweep="sessions"}' in metrics_of(service)
+
+
+def metrics_of(service: RunningService) -> str:
+    return service.request("GET", "/metrics").text
 
 
 def shown_state(service: RunningService, session: Session) -> str:
