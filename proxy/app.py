@@ -122,3 +122,6 @@ async def _sweep_forever(services: Services) -> None:
             services.metrics.swept("sessions")
         except StoreUnavailable as error:
             log.warning("the sweep of sessions waits: %s", error.message)
+        except Exception:
+            # It would end for good, and nobody would see that sessions are left half closed.
+            log.exception("the sweep of sessions failed and is tried again")

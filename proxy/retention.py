@@ -72,6 +72,9 @@ class Retention:
                 log.info("retention waits: %s", error)
             except (ArchiveError, OSError) as error:
                 log.error("nothing is deleted, because the archive cannot be written: %s", error)
+            except Exception:
+                # It would end for good, and the store would grow unseen.
+                log.exception("retention failed and is tried again")
 
     async def once(self) -> Cleared:
         """Archive and delete what is due; nothing when another process is at it. Raises StoreUnavailable, ArchiveError, OSError."""

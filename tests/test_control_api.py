@@ -25,8 +25,10 @@ from proxy.auth import key_opens
 from proxy.errors import EngineUnavailable
 from proxy.services import Services
 from proxy.settings import Settings
+from proxy.store import keys
 from proxy.store.base import CloseRequest, Intent, WeightState
 from proxy.store.connection import StoreConnection
+from proxy.store.packing import pack
 
 
 @dataclass
@@ -570,6 +572,17 @@ async def test_the_sweep_clears_what_cannot_be_finished(service: Service) -> Non
     assert await sweep(service.services, older_than_seconds=0) == 2
     assert await sweep(service.services, older_than_seconds=0) == 0
     assert (await service.admin.get("/sessions/open")).json()["status"] == "open"
+
+
+async def test_a_session_that_cannot_be_read_keeps_the_sweep_from_no_other(service: Service, redis_url: str) -> None:
+    for name in ("newer", "s0"):
+        await service.session(name, 7)
+        await close_until(service, "begin_close", name)
+    connection = StoreConnection(redis_url)
+    await connection.execute("HSET", keys.state("newer"), "info", pack((99, {})))
+    await connection.close()
+    assert await sweep(service.services, older_than_seconds=0) == 2
+    assert (await service.admin.get("/sessions/s0")).json()["status"] == "completed"
 
 
 async def test_a_crash_between_a_late_reward_and_its_group_is_made_good(service: Service) -> None:

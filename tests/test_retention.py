@@ -23,6 +23,7 @@ from proxy.archive.folder import ArchiveReader, ArchiveWriter
 from proxy.errors import StoreUnavailable
 from proxy.retention import Retention, collect
 from proxy.settings import Settings
+from proxy.store import keys
 from proxy.store.connection import StoreConnection
 from proxy.store.retention import RedisRetentionStore
 
@@ -299,6 +300,26 @@ async def test_the_store_tells_what_holds_a_session_and_its_size(store: Store) -
     assert await retention.lock("x", 5) and not await retention.lock("y", 5)
     await retention.unlock("x")
     assert await retention.lock("y", 5)
+
+
+async def test_a_look_that_failed_is_tried_again(redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path, retain_check_seconds=0.01)
+        await kept.service.finished("a")
+        await kept.ack_all()
+        info = await kept.connection.execute("HGET", keys.state("a"), "info")
+        await kept.connection.execute("HSET", keys.state("a"), "info", b"of no build")
+        running_on = asyncio.create_task(kept.retention.run())
+        deadline = time.monotonic() + 30
+        while "retention failed" not in caplog.text:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        await kept.connection.execute("HSET", keys.state("a"), "info", info)
+        while await kept.listed():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        running_on.cancel()
+        assert kept.archived == ["a"]
 
 
 async def test_a_lost_store_is_waited_for(tmp_path: Path) -> None:

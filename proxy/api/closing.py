@@ -18,6 +18,7 @@ from proxy.errors import Conflict, NotFound, StoreUnavailable, VerbatimError
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.base import Announced, CloseRequest, GroupPolicy, Member, SessionInfo, SessionState
+from proxy.store.packing import StoredValueError
 from reconstruct.errors import ReconstructError
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ async def sweep(services: Services, *, older_than_seconds: float = SWEEP_AGE_SEC
             raise
         except VerbatimError as error:
             log.error("session %s: its close or delete could not be finished: %s", announced.session_id, error.message)
+        except StoredValueError as error:
+            log.error("session %s: its close or delete could not be finished: %s", announced.session_id, error)
     return len(found)
 
 
