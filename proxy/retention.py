@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from proxy import rows
 from proxy.api.archive import intents_as_wire
 from proxy.api.closing import CLOSED, withdraw_session
-from proxy.api.sessions import session_as_wire
+from proxy.api.session_wire import session_as_wire
 from proxy.archive.folder import ArchiveError, ArchiveWriter, FolderBusy, KnownSessions
 from proxy.archive.tables import ArchivedSession
 from proxy.errors import Conflict, NotFound, StoreUnavailable

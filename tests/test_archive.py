@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from traceback import format_exception
 from typing import Any
 
 import msgpack
+import msgspec
 import pyarrow.parquet as pq
 import pytest
 from random_harness import RandomHarness
@@ -29,6 +30,7 @@ from verbatim_process import COMMAND, environment
 
 from cli.main import app
 from cli.refusal import Refusal
+from proxy.api.session_wire import session_as_wire, session_of_wire
 from proxy.archive.files import read_table
 from proxy.archive.folder import ArchiveReader
 from proxy.archive.schema import SCHEMA_VERSION, TABLES, arrow_schema
@@ -298,6 +300,7 @@ def test_a_session_of_which_a_part_has_come_is_no_closed_one(
         ({"session_id": "other"}, 400, "the part is of session 'other'"),
         ({"status": "open"}, 409, "only closed sessions"),
         ({"calls": "many"}, 400, "no part of a session"),
+        ({"group_size": "many"}, 400, "no part of a session"),
     ],
 )
 def test_a_part_that_is_none_is_refused(
@@ -309,6 +312,17 @@ def test_a_part_that_is_none_is_refused(
     part = {"session": {**whole.state, **changes}, "start": 0, "records": [], "last": True}
     answer = service.request("POST", f"/sessions/{session.session_id}/records", content=msgpack.packb(part))
     assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True)
+
+
+def test_a_session_as_it_is_shown_has_every_field_and_is_the_same_session_again() -> None:
+    info = SessionInfo("s", b"the hash of a key", 1.5, "t", "g", 4, {"a": [1]}, {"seed": 7})
+    state = SessionState(info, "failed", 3, 0.5, {"c0": 1.0}, {"b": 0.25}, {"by": "judge"}, "broke", 9.5, 10.5)
+    wire = session_as_wire(state)
+    assert {*wire, "info", "key_hash"} == {each.name for kind in (SessionInfo, SessionState) for each in fields(kind)}
+    assert session_of_wire(wire) == replace(state, info=replace(info, key_hash=b""))
+    for name in wire:
+        with pytest.raises(msgspec.ValidationError, match=name):
+            session_of_wire({other: value for other, value in wire.items() if other != name})
 
 
 def test_records_of_another_session_are_refused(service: RunningService, tmp_path: Path) -> None:

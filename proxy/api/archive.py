@@ -16,67 +16,22 @@ from proxy.api.access import Served, admin_only
 from proxy.api.answers import Form, answer, json_response
 from proxy.api.bodies import read_body
 from proxy.api.closing import CLOSED, offer
-from proxy.api.sessions import session_as_wire
+from proxy.api.session_wire import session_as_wire, session_of_wire
 from proxy.auth import SESSION_ID
 from proxy.errors import Conflict, NotFound, RequestError
 from proxy.services import Services
-from proxy.store.base import Intent, SessionInfo, SessionState
+from proxy.store.base import Intent, SessionState
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
 
 router = APIRouter(prefix="/sessions", dependencies=[Depends(admin_only)])
 
 
-class State(msgspec.Struct):
-    """A session as `session_as_wire` gives it."""
-
-    session_id: str
-    status: str
-    created_at: float
-    updated_at: float
-    closed_at: float | None
-    calls: int
-    task_id: str | None
-    group_id: str | None
-    group_size: int
-    metadata: dict[str, Any]
-    sampling: dict[str, Any]
-    reward: float | None
-    per_call: dict[str, float]
-    per_branch: dict[str, float]
-    reward_metadata: dict[str, Any]
-    error: str | None
-
-    def stored(self) -> SessionState:
-        info = SessionInfo(
-            session_id=self.session_id,
-            key_hash=b"",
-            created_at=self.created_at,
-            task_id=self.task_id,
-            group_id=self.group_id,
-            group_size=self.group_size,
-            metadata=self.metadata,
-            sampling=self.sampling,
-        )
-        return SessionState(
-            info=info,
-            status=self.status,
-            calls=self.calls,
-            reward=self.reward,
-            per_call=self.per_call,
-            per_branch=self.per_branch,
-            reward_metadata=self.reward_metadata,
-            error=self.error,
-            closed_at=self.closed_at,
-            updated_at=self.updated_at,
-        )
-
-
 class Restore(msgspec.Struct, forbid_unknown_fields=True):
     """A part of a session: `records` from number `start` on. The `last` part carries the marks and closes it. `deliver`: put it
     into its group, as if it had been closed now; otherwise no trainer is given it."""
 
-    session: State
+    session: dict[str, Any]
     start: int
     records: list[tuple[str, bytes]]
     last: bool
@@ -122,9 +77,8 @@ async def records(
 
 @router.post("/{session_id}/records")
 async def restore(request: Request, services: Served, session_id: str) -> Response:
-    part = _part(await read_body(request, services.settings.max_body_bytes))
-    _check(part, session_id)
-    state = part.session.stored()
+    part, state = _part(await read_body(request, services.settings.max_body_bytes))
+    _check(part, state, session_id)
     await services.archive.restore(state.info, part.start, part.records)
     if not part.last:
         return json_response({"session_id": session_id, "outcome": "part", "group": None})
@@ -154,18 +108,18 @@ def intents_as_wire(intents: list[Intent]) -> list[dict[str, Any]]:
     return wire
 
 
-def _part(raw: bytes) -> Restore:
+def _part(raw: bytes) -> tuple[Restore, SessionState]:
     try:
-        return msgspec.msgpack.decode(raw, type=Restore)
+        part = msgspec.msgpack.decode(raw, type=Restore)
+        return part, session_of_wire(part.session)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is no part of a session: {error}") from error
 
 
-def _check(part: Restore, session_id: str) -> None:
+def _check(part: Restore, state: SessionState, session_id: str) -> None:
     """Raise unless the part is one of a closed session of that id, and every record is a call of it."""
-    state = part.session
-    if state.session_id != session_id or not SESSION_ID.match(session_id):
-        raise RequestError(f"the part is of session {state.session_id!r}", param="session")
+    if state.info.session_id != session_id or not SESSION_ID.match(session_id):
+        raise RequestError(f"the part is of session {state.info.session_id!r}", param="session")
     if state.status not in CLOSED or state.closed_at is None:
         raise Conflict(f"session {session_id} was {state.status}: only closed sessions can be imported", param="session")
     for at, (call_id, record) in enumerate(part.records):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field, FiniteFloat, model_validator
@@ -16,6 +16,7 @@ from proxy.api.admission import open_session
 from proxy.api.answers import answer, form_of, json_response
 from proxy.api.bodies import Body, Metadata, body_of
 from proxy.api.closing import CLOSED, close_session, reward_session, withdraw_session
+from proxy.api.session_wire import session_as_wire
 from proxy.auth import SESSION_ID, mint_key
 from proxy.cursors import CallsCursor
 from proxy.errors import Conflict, NotFound
@@ -151,28 +152,6 @@ async def reward(services: Served, session_id: str, body: Annotated[Reward, Depe
 async def close(services: Served, session_id: str, body: Annotated[Close, Depends(body_of(Close))]) -> Response:
     state = await close_session(services, session_id, body.status, body.reward, body.error)
     return json_response(session_as_wire(state))
-
-
-def session_as_wire(state: SessionState) -> dict[str, Any]:
-    info = state.info
-    return {
-        "session_id": info.session_id,
-        "status": state.status,
-        "task_id": info.task_id,
-        "group_id": info.group_id,
-        "group_size": info.group_size,
-        "metadata": dict(info.metadata),
-        "sampling": dict(info.sampling),
-        "calls": state.calls,
-        "reward": state.reward,
-        "per_call": dict(state.per_call),
-        "per_branch": dict(state.per_branch),
-        "reward_metadata": dict(state.reward_metadata),
-        "error": state.error,
-        "created_at": info.created_at,
-        "updated_at": state.updated_at,
-        "closed_at": state.closed_at,
-    }
 
 
 def _base_urls(base: str, session_id: str) -> dict[str, str]:

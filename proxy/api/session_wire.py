@@ -1,0 +1,37 @@
+"""A session as the API shows it, and back: what is fixed at its creation and where it stands, in one flat object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from proxy.store.base import SessionState
+
+# Named one by one: a field that comes to be must not be shown by itself, and key_hash never.
+INFO_FIELDS = ("session_id", "created_at", "task_id", "group_id", "group_size", "metadata", "sampling")
+STATE_FIELDS = (
+    "status",
+    "calls",
+    "reward",
+    "per_call",
+    "per_branch",
+    "reward_metadata",
+    "error",
+    "closed_at",
+    "updated_at",
+)
+
+
+def session_as_wire(state: SessionState) -> dict[str, Any]:
+    shown = {name: getattr(state.info, name) for name in INFO_FIELDS}
+    return shown | {name: getattr(state, name) for name in STATE_FIELDS}
+
+
+def session_of_wire(wire: Mapping[str, Any]) -> SessionState:
+    """The session that was shown so; no key opens it. Raises msgspec.ValidationError when a field is missing or of a wrong type."""
+    if missing := [name for name in (*INFO_FIELDS, *STATE_FIELDS) if name not in wire]:
+        raise msgspec.ValidationError(f"session: {', '.join(missing)} missing")
+    info = {"key_hash": b"", **{name: wire[name] for name in INFO_FIELDS}}
+    return msgspec.convert({"info": info, **{name: wire[name] for name in STATE_FIELDS}}, SessionState)
