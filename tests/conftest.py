@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: real servers, each in a module of its own."""
+"""Fixtures shared by all tests: servers, each in a module of its own."""
 
 import os
 import threading
@@ -6,9 +6,21 @@ import threading
 import pytest
 from hypothesis import HealthCheck, settings
 from redis_server import redis_kind, redis_server, redis_url, store
+from scripted_fixtures import engine, service, token_service
 from vllm_server import tiny_model, vllm_server, vllm_url
 
-__all__ = ["redis_kind", "redis_server", "redis_url", "store", "tiny_model", "vllm_server", "vllm_url"]
+__all__ = [
+    "engine",
+    "redis_kind",
+    "redis_server",
+    "redis_url",
+    "service",
+    "store",
+    "tiny_model",
+    "token_service",
+    "vllm_server",
+    "vllm_url",
+]
 
 # Other tests run engines beside these: a slow example says nothing about the code.
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])

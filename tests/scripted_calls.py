@@ -75,16 +75,25 @@ class SamplingCalls:
         """The ids of a chat request. Raises Refused as vLLM would."""
         need(body, "messages")
         check_model(body)
-        window = self._engine.max_model_len
-        asked = body.get("max_completion_tokens") or body.get("max_tokens") or 0
-        if asked > window:
-            message = f"max_tokens={asked} cannot be greater than max_model_len={window}. Please request fewer output tokens."
-            raise Refused(bad(message, "max_tokens"))
+        self._check_asked(body.get("max_completion_tokens") or body.get("max_tokens") or 0)
         kwargs = {"add_generation_prompt": body.get("add_generation_prompt", True), **(body.get("chat_template_kwargs") or {})}
         try:
             ids = self._family.render(body["messages"], body.get("tools"), **kwargs)
         except jinja2.TemplateError as error:
             raise Refused(bad(str(error), None)) from error
+        self._check_fits(ids)
+        return ids
+
+    def _check_asked(self, max_tokens: int) -> None:
+        window = self._engine.max_model_len
+        if max_tokens > window:
+            message = (
+                f"max_tokens={max_tokens} cannot be greater than max_model_len={window}. Please request fewer output tokens."
+            )
+            raise Refused(bad(message, "max_tokens"))
+
+    def _check_fits(self, ids: Sequence[int]) -> None:
+        window = self._engine.max_model_len
         if len(ids) > window:
             message = (
                 f"This model's maximum context length is {window} tokens. However, your prompt contains at least {window + 1} "
@@ -92,7 +101,6 @@ class SamplingCalls:
                 "Please reduce the length of the input prompt."
             )
             raise Refused(bad(message, "input_tokens"))
-        return ids
 
     async def generate(self, exchange: Exchange, body: Any) -> None:
         try:

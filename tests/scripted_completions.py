@@ -81,22 +81,13 @@ class CompletionCalls(SamplingCalls):
     def _prompt_ids(self, body: Mapping[str, Any]) -> list[int]:
         """The ids of the one prompt. Raises Refused as vLLM would."""
         check_model(body)
-        prompt, window = body.get("prompt"), self._engine.max_model_len
+        prompt = body.get("prompt")
         if not prompt:
             message = "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)"
             raise Refused(bad(message, "prompt"))
-        asked = body.get("max_tokens") or 0
-        if asked > window:
-            message = f"max_tokens={asked} cannot be greater than max_model_len={window}. Please request fewer output tokens."
-            raise Refused(bad(message, "max_tokens"))
+        self._check_asked(body.get("max_tokens") or 0)
         ids = list(prompt) if isinstance(prompt, list) else self._tokenized(prompt, body.get("add_special_tokens", True))
-        if len(ids) > window:
-            message = (
-                f"This model's maximum context length is {window} tokens. However, your prompt contains at least {window + 1} "
-                "input tokens, which exceeds this limit even without any output tokens. "
-                "Please reduce the length of the input prompt."
-            )
-            raise Refused(bad(message, "input_tokens"))
+        self._check_fits(ids)
         return ids
 
     def _tokenized(self, text: str, special: bool) -> list[int]:

@@ -23,30 +23,15 @@ from openai import (
 from redis_server import RedisServer, running_redis
 from running_service import RunningService, Session, streamed_text, wait_until
 from scripted_engine import Drop, Fail, Hang, Say, ScriptedEngine
+from scripted_fixtures import Running, both_paths
 
 from proxy.store import keys
 
 
 @pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[tuple[ScriptedEngine, dict[str, RunningService]]]:
-    with redis_server.client() as client:
-        client.flushall()
-    with (
-        ScriptedEngine("qwen3", max_model_len=512) as engine,
-        RunningService(engine.url, redis_server.url, engine_api="token", max_body_bytes=20_000) as token,
-        RunningService(engine.url, redis_server.url, engine_api="chat", max_body_bytes=20_000) as chat,
-    ):
-        yield engine, {"token": token, "chat": chat}
-
-
-@pytest.fixture
-def engine(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> ScriptedEngine:
-    return running[0].reset()
-
-
-@pytest.fixture(params=["token", "chat"])
-def service(request: pytest.FixtureRequest, running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
-    return running[1][request.param]
+def running(redis_server: RedisServer) -> Iterator[Running]:
+    with both_paths(redis_server, max_model_len=512, max_body_bytes=20_000) as running:
+        yield running
 
 
 def post(session: Session, content: bytes | str, *, key: str | None = "", path: str = "/chat/completions") -> httpx.Response:
@@ -150,7 +135,7 @@ def test_a_second_turn_that_outgrows_the_window_leaves_the_first_as_it_was(
     assert len(session.calls) == 1
 
 
-def test_pictures_are_refused_on_the_token_path(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> None:
+def test_pictures_are_refused_on_the_token_path(running: Running) -> None:
     session = running[1]["token"].session()
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     with pytest.raises(BadRequestError, match="image_url"):
@@ -210,9 +195,7 @@ def test_a_deleted_session_is_not_found_also_where_it_was_in_memory(engine: Scri
         session.ask("again")
 
 
-def test_a_session_deleted_through_another_process_is_not_found(
-    engine: ScriptedEngine, running: tuple[ScriptedEngine, dict[str, RunningService]]
-) -> None:
+def test_a_session_deleted_through_another_process_is_not_found(engine: ScriptedEngine, running: Running) -> None:
     here, there = running[1]["token"], running[1]["chat"]
     session = here.session()
     session.ask("q")
@@ -348,9 +331,7 @@ def test_an_engine_that_hangs_is_given_up_after_the_timeout(redis_url: str) -> N
         assert session.answer("q")["content"] == "hello"
 
 
-def test_an_engine_that_cannot_parse_its_own_reply_loses_no_token(
-    engine: ScriptedEngine, running: tuple[ScriptedEngine, dict[str, RunningService]]
-) -> None:
+def test_an_engine_that_cannot_parse_its_own_reply_loses_no_token(engine: ScriptedEngine, running: Running) -> None:
     """The tokens were sampled: they are kept, and not trained, for no harness ever acted on them."""
     session = running[1]["token"].session()
     for stream in (False, True):
@@ -380,9 +361,7 @@ def test_an_engine_that_is_too_busy_is_asked_again_later(engine: ScriptedEngine,
     assert session.calls == []
 
 
-def test_a_render_that_fails_is_an_error_of_the_engine(
-    engine: ScriptedEngine, running: tuple[ScriptedEngine, dict[str, RunningService]]
-) -> None:
+def test_a_render_that_fails_is_an_error_of_the_engine(engine: ScriptedEngine, running: Running) -> None:
     session = running[1]["token"].session()
     for faults in ([Fail(500)], [Drop(), Drop()]):
         for fault in faults:
@@ -395,7 +374,7 @@ def test_a_render_that_fails_is_an_error_of_the_engine(
 
 @pytest.mark.parametrize("endpoint", ["/v1/chat/completions/render", "/v1/chat/completions/derender"])
 def test_a_connection_that_the_engine_had_just_closed_costs_a_second_try_and_not_the_call(
-    endpoint: str, engine: ScriptedEngine, running: tuple[ScriptedEngine, dict[str, RunningService]]
+    endpoint: str, engine: ScriptedEngine, running: Running
 ) -> None:
     """vLLM closes idle connections after five seconds; what may be asked twice is asked again."""
     session = running[1]["token"].session()

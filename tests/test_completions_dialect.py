@@ -19,6 +19,7 @@ from openai.types import Completion
 from redis_server import RedisServer
 from running_service import RunningService, Session, hanging_up, wait_until
 from scripted_engine import Fail, Say, ScriptedEngine, logprobs_of
+from scripted_fixtures import Running, both_paths
 
 from proxy.dialects.completions import CompletionsDialect, legacy_logprobs
 
@@ -26,34 +27,13 @@ END = "<|im_end|>"
 
 
 @pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[tuple[ScriptedEngine, dict[str, RunningService]]]:
-    with redis_server.client() as client:
-        client.flushall()
-    with (
-        ScriptedEngine("qwen3", max_model_len=512) as engine,
-        RunningService(engine.url, redis_server.url, engine_api="token") as token,
-        RunningService(engine.url, redis_server.url, engine_api="chat") as chat,
-    ):
-        yield engine, {"token": token, "chat": chat}
+def running(redis_server: RedisServer) -> Iterator[Running]:
+    with both_paths(redis_server, max_model_len=512) as running:
+        yield running
 
 
 @pytest.fixture
-def engine(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> ScriptedEngine:
-    return running[0].reset()
-
-
-@pytest.fixture(params=["token", "chat"])
-def service(request: pytest.FixtureRequest, running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
-    return running[1][request.param]
-
-
-@pytest.fixture
-def token_service(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
-    return running[1]["token"]
-
-
-@pytest.fixture
-def chat_service(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
+def chat_service(running: Running) -> RunningService:
     return running[1]["chat"]
 
 

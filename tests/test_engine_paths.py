@@ -14,6 +14,7 @@ from redis_server import RedisServer
 from running_service import RunningService, Session
 from scripted_calls import SamplingCalls
 from scripted_engine import ScriptedEngine
+from scripted_fixtures import Running
 from scripted_sampling import Say
 from test_flow import TOOLS, tool_result, turn
 
@@ -21,7 +22,7 @@ PIXEL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw
 
 
 @pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[tuple[ScriptedEngine, dict[str, RunningService]]]:
+def running(redis_server: RedisServer) -> Iterator[Running]:
     with redis_server.client() as client:
         client.flushall()
     with (
@@ -35,17 +36,7 @@ def running(redis_server: RedisServer) -> Iterator[tuple[ScriptedEngine, dict[st
 
 
 @pytest.fixture
-def engine(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> ScriptedEngine:
-    return running[0].reset()
-
-
-@pytest.fixture(params=["token", "chat"])
-def service(request: pytest.FixtureRequest, running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
-    return running[1][request.param]
-
-
-@pytest.fixture
-def services(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> dict[str, RunningService]:
+def services(running: Running) -> dict[str, RunningService]:
     return running[1]
 
 

@@ -19,6 +19,7 @@ from openai import BadRequestError, InternalServerError, NotFoundError
 from redis_server import RedisServer, running_redis
 from running_service import RunningService, Session, hanging_up, streamed_text, wait_until
 from scripted_engine import Fail, Generation, Say, ScriptedEngine, logprobs_of
+from scripted_fixtures import Running, both_paths
 
 from proxy.store import keys
 
@@ -43,30 +44,9 @@ def own_redis_url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[tuple[ScriptedEngine, dict[str, RunningService]]]:
-    with redis_server.client() as client:
-        client.flushall()
-    with (
-        ScriptedEngine("qwen3") as engine,
-        RunningService(engine.url, redis_server.url, engine_api="token") as token,
-        RunningService(engine.url, redis_server.url, engine_api="chat") as chat,
-    ):
-        yield engine, {"token": token, "chat": chat}
-
-
-@pytest.fixture
-def engine(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> ScriptedEngine:
-    return running[0].reset()
-
-
-@pytest.fixture(params=["token", "chat"])
-def service(request: pytest.FixtureRequest, running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
-    return running[1][request.param]
-
-
-@pytest.fixture
-def token_service(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
-    return running[1]["token"]
+def running(redis_server: RedisServer) -> Iterator[Running]:
+    with both_paths(redis_server) as running:
+        yield running
 
 
 def turn(role: str, content: str) -> dict[str, Any]:

@@ -16,32 +16,17 @@ from pydantic import BaseModel
 from redis_server import RedisServer
 from running_service import RunningService, Session
 from scripted_engine import Drop, Fail, Say, ScriptedEngine
+from scripted_fixtures import Running, both_paths
 
-Running = tuple[ScriptedEngine, dict[str, RunningService]]
 Clients = Callable[..., genai.Client]
 
 
 @pytest.fixture(scope="module")
 def running(redis_server: RedisServer) -> Iterator[Running]:
-    with redis_server.client() as client:
-        client.flushall()
-    more: dict[str, Any] = {"thinking": "retain", "keepalive_seconds": 0.3, "max_body_bytes": 200_000}
-    with (
-        ScriptedEngine("qwen3", max_model_len=2048) as engine,
-        RunningService(engine.url, redis_server.url, engine_api="token", **more) as token,
-        RunningService(engine.url, redis_server.url, engine_api="chat", **more) as chat,
-    ):
-        yield engine, {"token": token, "chat": chat}
-
-
-@pytest.fixture
-def engine(running: Running) -> ScriptedEngine:
-    return running[0].reset()
-
-
-@pytest.fixture(params=["token", "chat"])
-def service(request: pytest.FixtureRequest, running: Running) -> RunningService:
-    return running[1][request.param]
+    with both_paths(
+        redis_server, max_model_len=2048, thinking="retain", keepalive_seconds=0.3, max_body_bytes=200_000
+    ) as running:
+        yield running
 
 
 @pytest.fixture

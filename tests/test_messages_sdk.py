@@ -18,6 +18,7 @@ from pydantic import BaseModel, TypeAdapter
 from redis_server import RedisServer, running_redis
 from running_service import RunningService, Session, wait_until
 from scripted_engine import Drop, Fail, Say, ScriptedEngine
+from scripted_fixtures import Running, both_paths
 
 from proxy.minting import unseal
 
@@ -34,30 +35,9 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgG
 
 
 @pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[tuple[ScriptedEngine, dict[str, RunningService]]]:
-    with redis_server.client() as client:
-        client.flushall()
-    with (
-        ScriptedEngine("qwen3", max_model_len=2048) as engine,
-        RunningService(engine.url, redis_server.url, engine_api="token", max_body_bytes=60_000) as token,
-        RunningService(engine.url, redis_server.url, engine_api="chat", max_body_bytes=60_000) as chat,
-    ):
-        yield engine, {"token": token, "chat": chat}
-
-
-@pytest.fixture
-def engine(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> ScriptedEngine:
-    return running[0].reset()
-
-
-@pytest.fixture(params=["token", "chat"])
-def service(request: pytest.FixtureRequest, running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
-    return running[1][request.param]
-
-
-@pytest.fixture
-def token_service(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
-    return running[1]["token"]
+def running(redis_server: RedisServer) -> Iterator[Running]:
+    with both_paths(redis_server, max_model_len=2048, max_body_bytes=60_000) as running:
+        yield running
 
 
 class Harness:

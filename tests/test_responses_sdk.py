@@ -20,6 +20,7 @@ from redis_server import RedisServer
 from responses_client import ask, ask_stream, ask_whole, read_events
 from running_service import RunningService, Session, wait_until
 from scripted_engine import Fail, Say, ScriptedEngine
+from scripted_fixtures import Running, both_paths
 
 LOOKUP = {
     "type": "function",
@@ -38,30 +39,9 @@ SHELL = {"type": "local_shell"}
 
 
 @pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[tuple[ScriptedEngine, dict[str, RunningService]]]:
-    with redis_server.client() as client:
-        client.flushall()
-    with (
-        ScriptedEngine("qwen3") as engine,
-        RunningService(engine.url, redis_server.url, engine_api="token") as token,
-        RunningService(engine.url, redis_server.url, engine_api="chat") as chat,
-    ):
-        yield engine, {"token": token, "chat": chat}
-
-
-@pytest.fixture
-def engine(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> ScriptedEngine:
-    return running[0].reset()
-
-
-@pytest.fixture(params=["token", "chat"])
-def service(request: pytest.FixtureRequest, running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
-    return running[1][request.param]
-
-
-@pytest.fixture
-def token_service(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
-    return running[1]["token"]
+def running(redis_server: RedisServer) -> Iterator[Running]:
+    with both_paths(redis_server) as running:
+        yield running
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "streamed"])

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from redis_server import RedisServer
 from running_service import TRAINER, RunningService, Session, wait_until
 from scripted_engine import Fail, Say, ScriptedEngine
+from scripted_fixtures import Running
 
 from proxy.settings import Settings
 from reconstruct.forest import Forest
@@ -46,7 +47,7 @@ TITLE = "You are a title generator. You output ONLY a thread title."
 
 
 @pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[tuple[ScriptedEngine, dict[str, RunningService]]]:
+def running(redis_server: RedisServer) -> Iterator[Running]:
     with redis_server.client() as client:
         client.flushall()
     with (
@@ -60,17 +61,12 @@ def running(redis_server: RedisServer) -> Iterator[tuple[ScriptedEngine, dict[st
 
 
 @pytest.fixture
-def engine(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> ScriptedEngine:
-    return running[0].reset()
-
-
-@pytest.fixture
-def service(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
+def service(running: Running) -> RunningService:
     return running[1]["plain"]
 
 
 @pytest.fixture
-def ruled(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
+def ruled(running: Running) -> RunningService:
     """A service with a user's own rules, which trains the role main alone."""
     return running[1]["ruled"]
 
