@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cli.harness_options import HarnessName, ModelName, ServiceUrl, SessionId
 from cli.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -19,18 +20,9 @@ FORMATS = ("shell", "json")
 
 
 def env(
-    harness: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="aider, claude-code, codex, gemini-cli, mini-swe-agent, openai-agents, opencode, pi, qwen-code, shell, a "
-            "definition in the folder VERBATIM_HARNESSES, or the path of a .toml file.",
-        ),
-    ],
-    session_id: Annotated[str | None, typer.Option(metavar="ID", help="The new session's id. Default: a random one.")] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="M", help="The model to ask for. Default: the first one the service names.")
-    ] = None,
+    harness: HarnessName,
+    session_id: SessionId = None,
+    model: ModelName = None,
     home: Annotated[
         Path | None,
         typer.Option(
@@ -42,9 +34,7 @@ def env(
     output: Annotated[
         str, typer.Option("--format", metavar="shell|json", help="shell: lines for eval. json: one object with everything.")
     ] = "shell",
-    url: Annotated[
-        str | None, typer.Option(metavar="URL", help="Where the service is. Default: VERBATIM_URL, or http://127.0.0.1:8700.")
-    ] = None,
+    url: ServiceUrl = None,
 ) -> None:
     """Open a session and print what a harness needs to use it.
 

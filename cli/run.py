@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
+from cli.harness_options import HarnessName, ModelName, ServiceUrl, SessionId
 from cli.refusal import Refusal
 from cli.stop_signals import StopSignals
 
@@ -31,24 +32,13 @@ NOT_FOUND = 127
 
 
 def run(
-    harness: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="aider, claude-code, codex, gemini-cli, mini-swe-agent, openai-agents, opencode, pi, qwen-code, shell, a "
-            "definition in the folder VERBATIM_HARNESSES, or the path of a .toml file.",
-        ),
-    ],
+    harness: HarnessName,
     words: Annotated[
         list[str] | None, typer.Argument(metavar="-- PROMPT", help="The task, or for shell the command and its arguments.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="M", help="The model to ask for. Default: the first one the service names.")
-    ] = None,
-    url: Annotated[
-        str | None, typer.Option(metavar="URL", help="Where the service is. Default: VERBATIM_URL, or http://127.0.0.1:8700.")
-    ] = None,
-    session_id: Annotated[str | None, typer.Option(metavar="ID", help="The new session's id. Default: a random one.")] = None,
+    model: ModelName = None,
+    url: ServiceUrl = None,
+    session_id: SessionId = None,
     task_id: Annotated[str | None, typer.Option(metavar="ID", help="The task this is an attempt at.")] = None,
     group_id: Annotated[
         str | None, typer.Option(metavar="ID", help="The group of attempts that a trainer compares with each other.")
