@@ -103,12 +103,14 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
     loss_mask = np.zeros(len(token_ids), dtype=np.int8)
     logprobs = np.zeros(len(token_ids), dtype=np.float32)
     spans: list[Span] = []
+    places: dict[str, tuple[int, int]] = {}
     for call_id in path:
         if call_id not in own:
             continue
         node = forest.calls[call_id].node
         start = forest.prompt_length(call_id)
         end = start + len(node.completion_ids)
+        places[call_id] = (start, end)
         loss_mask[start:end] = 1
         logprobs[start:end] = node.logprobs
         spans.extend(Span(span.version, start + span.start, start + span.end) for span in node.spans)
@@ -128,7 +130,7 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
         call_ids=tuple(path),
         finish_reason=last.finish_reason,
         truncated=last.finish_reason in ("length", "abort"),
-        metadata=_metadata(context, [call_id for call_id in path if call_id in own]),
+        metadata=_metadata(context, places),
     )
 
 
@@ -143,10 +145,14 @@ def _reward(builder: str, context: RowContext, trajectory_id: str, last_call_id:
     return context.reward
 
 
-def _metadata(context: RowContext, trained: Sequence[str]) -> Mapping[str, Any]:
-    """The session's, with the rewards of the calls that this row trains: where rows share a call, one of them has its reward."""
-    given = {call_id: context.per_call[call_id] for call_id in trained if call_id in context.per_call}
-    return {**context.metadata, "per_call_rewards": given} if given else context.metadata
+def _metadata(context: RowContext, places: Mapping[str, tuple[int, int]]) -> Mapping[str, Any]:
+    """The session's; with rewards per call, also those of the calls that this row trains, and where each of its trained calls
+    starts and ends: where rows share a call, one of them has its reward."""
+    given = {call_id: context.per_call[call_id] for call_id in places if call_id in context.per_call}
+    if not given:
+        return context.metadata
+    spans = {call_id: list(place) for call_id, place in places.items()}
+    return {**context.metadata, "per_call_rewards": given, "per_call_spans": spans}
 
 
 def _trajectory_id(builder: str, session_id: str, path: Sequence[str]) -> str:

@@ -98,6 +98,19 @@ def test_packing_fills_the_first_sequence_with_room() -> None:
     assert first_fit_decreasing({0: 2, 1: 3, 2: 4, 3: 5, 4: 6}, 10) == [[4, 2], [3, 1, 0]]
 
 
+def test_a_row_that_is_asked_for_twice_is_there_twice() -> None:
+    (data,) = two_rows().packed(8, rows=[1, 1])
+    assert (data.token_ids.tolist(), data.row_index.tolist()) == ([9, 101, 9, 101], [1, 1])
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_that_holds_no_token_is_refused(limit: int) -> None:
+    with pytest.raises(ValueError, match="the limit is"):
+        two_rows().packed(limit, truncate=True)
+    with pytest.raises(ValueError, match="the limit is"):
+        two_rows().padded(max_length=limit, truncate=True)
+
+
 @pytest.mark.parametrize(
     "arguments", [{"side": "top"}, {"framework": "jax"}, {"max_length": 10, "multiple_of": 4}, {"advantages": [1.0]}]
 )
@@ -157,6 +170,20 @@ def test_unpacking_gives_the_rows_back(rows: list[Trajectory], budget: int) -> N
     for pack in packs:
         assert len(pack.token_ids) <= budget
         assert_holds_rows(pack, rows)
+
+
+@given(st.lists(row_strategy(), max_size=12), st.integers(1, 6))
+def test_what_packing_cuts_is_the_end_and_is_counted(rows: list[Trajectory], budget: int) -> None:
+    packs = Batch(groups(rows), weight_version=3).packed(budget, truncate=True)
+    assert sorted(int(at) for pack in packs for at in pack.row_index) == list(range(len(rows)))
+    for pack in packs:
+        assert len(pack.token_ids) <= budget
+        for at, ids, mask, cut in zip(
+            pack.row_index, pack.split(pack.token_ids), pack.split(pack.loss_mask), pack.cut_tokens, strict=True
+        ):
+            row = rows[at]
+            assert ids.tolist() == row.token_ids[:budget].tolist()
+            assert mask.sum() + cut == row.loss_mask.sum(), "every trained token is there or counted"
 
 
 def assert_holds_rows(pack: PackedBatch, rows: list[Trajectory]) -> None:

@@ -403,7 +403,11 @@ def test_rewards_of_single_calls_travel_with_the_rows_that_hold_them() -> None:
     talk.go_on("c2", "c1", [3], [4])
     talk.go_on("c3", "c1", [5], [6])
     rows = rows_of(talk.calls, reward=1.0, per_call={"c2": 0.25, "c9": 9.0}, metadata={"seed": 3})
-    assert [row.metadata for row in rows] == [{"seed": 3, "per_call_rewards": {"c2": 0.25}}, {"seed": 3}]
+    spans = {"c1": [1, 2], "c2": [3, 4]}
+    assert [row.metadata for row in rows] == [
+        {"seed": 3, "per_call_rewards": {"c2": 0.25}, "per_call_spans": spans},
+        {"seed": 3},
+    ]
     assert [row.reward for row in rows] == [1.0, 1.0]
 
 

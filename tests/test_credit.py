@@ -10,7 +10,7 @@ import pytest
 from running_service import TRAINER, RunningService, Session
 from scripted_engine import ScriptedEngine
 
-from trainer_client.advantages import dr_grpo, grpo, leave_one_out
+from trainer_client.advantages import dr_grpo, grpo, leave_one_out, turns_of
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
 
@@ -96,7 +96,12 @@ def test_a_branch_reward_reaches_its_row_and_a_call_reward_the_row_that_trains_t
     assert service.request("POST", f"/sessions/{session.session_id}/reward", json=rewards).status_code == 200
     by_last = {row["call_ids"][-1]: row for row in session.trajectories()[0]}
     assert {name: row["reward"] for name, row in by_last.items()} == {first: 1.0, second: -1.0}
-    assert by_last[first]["metadata"] == {"per_call_rewards": {plan: 0.5, first: 0.25}}
+    metadata = by_last[first]["metadata"]
+    assert metadata["per_call_rewards"] == {plan: 0.5, first: 0.25}
+    mask = np.zeros(len(by_last[first]["loss_mask"]), dtype=int)
+    for start, end in (metadata["per_call_spans"][call] for call in (plan, first)):
+        mask[start:end] = 1
+    assert mask.tolist() == by_last[first]["loss_mask"], "the calls lie where the sampled tokens are"
     assert by_last[second]["metadata"] == {}
     assert by_last[second]["call_ids"] == [plan, second]
     by_call = {row["call_ids"][0]: row["reward"] for row in session.trajectories("per_call")[0]}
@@ -107,6 +112,9 @@ def test_a_branch_reward_reaches_its_row_and_a_call_reward_the_row_that_trains_t
         first: 1.0,
         second: -1.0,
     }
+    turns = turns_of(batch.rows)
+    assert sorted(turns.number.tolist()) == [0, 1, 2]
+    np.testing.assert_array_equal(turns.reward[np.argsort(turns.number)], [0.5, 0.25, np.nan])
 
 
 def test_a_row_keeps_its_weight_when_it_comes_again(service: RunningService, trainer: TrainerClient) -> None:

@@ -56,10 +56,11 @@ def packed(
     framework: Framework,
 ) -> list[PackedBatch]:
     """The rows at `indexes` in as few sequences as first-fit decreasing finds; see `Batch.packed`."""
-    lengths = dict(zip(indexes, kept_lengths([rows[i] for i in indexes], token_budget, truncate=truncate), strict=True))
+    lengths = kept_lengths([rows[index] for index in indexes], token_budget, truncate=truncate)
+    # By their place in `indexes`: a row that is asked for twice is there twice.
     return [
-        _sequence(rows, columns, bin_, [lengths[i] for i in bin_], advantages).in_framework(framework)
-        for bin_ in first_fit_decreasing(lengths, token_budget)
+        _sequence(rows, columns, [indexes[at] for at in bin_], [lengths[at] for at in bin_], advantages).in_framework(framework)
+        for bin_ in first_fit_decreasing(dict(enumerate(lengths)), token_budget)
     ]
 
 

@@ -77,7 +77,10 @@ def padded(
 
 
 def kept_lengths(rows: Sequence[Trajectory], limit: int | None, *, truncate: bool) -> list[int]:
-    """How many tokens of each row are kept. Raises RowTooLong for a row over `limit` unless it may be cut."""
+    """How many tokens of each row are kept: all, or the first `limit`. Raises RowTooLong for a row over `limit` unless it may be
+    cut, ValueError for a limit that holds no token."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"the limit is {limit} tokens: a row has at least one")
     for row in rows:
         if limit is not None and len(row.token_ids) > limit and not truncate:
             raise RowTooLong(f"trajectory {row.trajectory_id!r} has {len(row.token_ids)} tokens, the limit is {limit}")

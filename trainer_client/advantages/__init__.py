@@ -1,0 +1,38 @@
+"""Advantages of rows from the rewards of their group: pure functions on numpy arrays.
+
+An estimator takes `rewards`, `group_index` and `rollout_index`, all of shape (rows,), as `Batch.advantages` hands them over, and
+returns float32 of shape (rows,). A rollout that became several rows counts once in its group's baseline and spread, with
+the mean of its rows' rewards; each row's advantage is measured from its own reward. A rollout alone in its group has
+nothing to be compared with: 0. A reward that is not finite raises ValueError: a row without a reward must be left out by
+whoever knows why it has none.
+
+    batch.advantages(grpo)
+    batch.advantages(agent_wise(grpo, agent_names(batch.rows)))                     # Dr. MAS
+    batch.advantages(among(grpo, kept))                                             # GRPO-RoC, `kept` by resample_on_correct
+
+Advantages per turn instead of per row (MT-GRPO): turns.py.
+"""
+
+from trainer_client.advantages.agents import agent_names, agent_wise
+from trainer_client.advantages.outcome import dr_grpo, grpo, leave_one_out
+from trainer_client.advantages.resampling import among, format_penalty, resample_on_correct, tool_error_penalty
+from trainer_client.advantages.rollouts import Advantages, Estimator
+from trainer_client.advantages.turns import Turns, turn_level, turn_returns, turns_of
+
+__all__ = [
+    "Advantages",
+    "Estimator",
+    "Turns",
+    "agent_names",
+    "agent_wise",
+    "among",
+    "dr_grpo",
+    "format_penalty",
+    "grpo",
+    "leave_one_out",
+    "resample_on_correct",
+    "tool_error_penalty",
+    "turn_level",
+    "turn_returns",
+    "turns_of",
+]
