@@ -12,13 +12,15 @@
 | verbatim_weight_version | gauge | | the pool's current version as this process knows it |
 | verbatim_store_groups | gauge | state | groups in the store by state; every process shows the same: take the max, not the sum |
 | verbatim_groups_total | counter | state | groups that came into a state or to which this happened, in all; the same everywhere |
-| verbatim_backpressure_total | counter | | sessions this process refused because too many groups were undelivered |
+| verbatim_backpressure_total | counter | | sessions this process refused because of what trainers have not taken yet |
+| verbatim_admission_versions_ahead | gauge | | versions until a group begun now is leased; only with `admission_staleness` |
 | verbatim_expired_sessions_total | counter | | sessions this process closed as timeout because they were idle |
 | verbatim_retained_sessions_total | counter | step (archived, deleted) | closed sessions this process took out of the store |
 | verbatim_sweep_age_seconds | gauge | sweep (sessions, retention) | since this process last ended that sweep well, or began to |
 
 States of groups: opened, filling, ready, leased, acked, dropped, dead, stale. What else is counted in verbatim_groups_total:
-expired and nacked leases, timed_out, retried, refused, and stale_kept, stale_dropped and stale_flagged.
+expired and nacked leases, timed_out, retried, refused and refused_stale
+(admissions), and stale_kept, stale_dropped and stale_flagged.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class StoredGroups(Collector):
     def __init__(self) -> None:
         self.counts: Mapping[str, int] = {}
         self.totals: Mapping[str, int] = {}
+        self.versions_ahead: int | None = None
 
     def collect(self) -> Iterator[Metric]:
         groups = GaugeMetricFamily("verbatim_store_groups", "Groups by state.", labels=["state"])
@@ -51,6 +54,9 @@ class StoredGroups(Collector):
         for state, number in sorted(self.totals.items()):
             moved.add_metric([state], number)
         yield moved
+        if self.versions_ahead is not None:
+            text = "Versions until a group that is begun now is leased."
+            yield GaugeMetricFamily("verbatim_admission_versions_ahead", text, value=self.versions_ahead)
 
 
 class Metrics:
@@ -72,9 +78,7 @@ class Metrics:
         )
         self._in_flight = Gauge("verbatim_calls_in_flight", "Calls under way in this process.", registry=self.registry)
         self._version = Gauge("verbatim_weight_version", "The pool's current weight version.", registry=self.registry)
-        self._held_back = Counter(
-            "verbatim_backpressure", "Sessions refused: too many undelivered groups.", registry=self.registry
-        )
+        self._held_back = Counter("verbatim_backpressure", "Sessions refused: too much is undelivered.", registry=self.registry)
         self._expired = Counter("verbatim_expired_sessions", "Sessions closed because they were idle.", registry=self.registry)
         self._retained = Counter(
             "verbatim_retained_sessions", "Closed sessions taken out of the store.", ("step",), registry=self.registry
@@ -125,9 +129,9 @@ class Metrics:
         ended_at = time.monotonic()
         self._sweep_age.labels(sweep).set_function(lambda: time.monotonic() - ended_at)
 
-    def stored_groups(self, counts: Mapping[str, int], totals: Mapping[str, int]) -> None:
+    def stored_groups(self, counts: Mapping[str, int], totals: Mapping[str, int], versions_ahead: int | None = None) -> None:
         """What the store counts; shown until it is given anew, and not at all before."""
-        self._groups.counts, self._groups.totals = counts, totals
+        self._groups.counts, self._groups.totals, self._groups.versions_ahead = counts, totals, versions_ahead
 
     def page(self) -> bytes:
         return generate_latest(self.registry)

@@ -165,6 +165,13 @@ class Settings(BaseSettings):
     """What a lease does with groups older than its max_staleness: keep them for others, drop them, or give them marked stale."""
     max_undelivered_groups: int = Field(0, ge=0)
     """Groups that may be open, filling or ready at once; a session that would begin another one gets 429. 0: any number."""
+    groups_per_version: int | None = Field(None, ge=1)
+    """Groups that the trainers take between two weight versions; for `admission_staleness`."""
+    admission_staleness: int | None = Field(None, ge=0)
+    """Most versions that a group begun now may probably lie behind when it is leased; a session that would begin one that lies
+    further behind gets 429. None: any number. 0: all groups of a version are trained before the next is begun."""
+    admission_hold_seconds: float = Field(0.0, ge=0, le=3600)
+    """How long a session that may not be opened now is held before it gets its 429."""
     lease_seconds: float = 600.0
     """How long a trainer holds a batch before it is given to another."""
     max_deliveries: int = 5
@@ -211,6 +218,13 @@ class Settings(BaseSettings):
         if chosen and not is_loopback(host):
             raise ValueError(f"the service would listen on {host}, where other machines reach it without a token")
         return chosen
+
+    @field_validator("admission_staleness")
+    @classmethod
+    def _knows_the_batch(cls, most_behind: int | None, others: ValidationInfo) -> int | None:
+        if most_behind is not None and others.data.get("groups_per_version") is None:
+            raise ValueError("say how many groups the trainers take between two versions (VERBATIM_GROUPS_PER_VERSION)")
+        return most_behind
 
     @field_validator("retain_seconds", "retain_bytes")
     @classmethod

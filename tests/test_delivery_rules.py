@@ -11,7 +11,7 @@ import pytest
 from redis_server import RedisKind, Store
 
 from proxy.errors import Conflict
-from proxy.store.base import GroupPolicy, Lease, Member, Nothing
+from proxy.store.base import Freshness, GroupPolicy, Lease, Member, Nothing
 
 ALL = GroupPolicy("require_all")
 DROP = GroupPolicy("drop")
@@ -462,6 +462,103 @@ async def test_stale_groups_that_nobody_takes_do_not_stop_the_rollouts(store: St
     await fill(store, "g", member("a", oldest=1))
     assert await given(store, "t", oldest_version=5) == []
     assert await admit(store, "h", "b", 1)
+
+
+# Freshness: how many versions will have come by the time a group is leased.
+
+
+async def ahead(store: Store, version: int, groups_per_version: int = 2) -> int:
+    return await store.delivery.versions_ahead(version, groups_per_version)
+
+
+async def begins(store: Store, group_id: str, session_id: str, version: int, most_behind: int) -> bool:
+    fresh = Freshness(version, most_behind, 2)
+    return (await store.delivery.admit(group_id, session_id, 0, ALL, 1.0, fresh)).granted
+
+
+async def lease_at(store: Store, version: int, groups: int = 2) -> Lease:
+    taken = await ask(store, "t", version=version, max_groups=groups)
+    assert isinstance(taken, Lease)
+    return taken
+
+
+async def test_with_no_staleness_a_version_is_trained_before_the_next_is_begun(store: Store) -> None:
+    assert await begins(store, "g0", "a", 0, 0)
+    assert await begins(store, "g1", "b", 0, 0)
+    assert not await begins(store, "g2", "c", 0, 0)
+    assert await begins(store, "g1", "d", 0, 0), "its group is there"
+    await fill(store, "g0", member("a"))
+    await fill(store, "g1", member("b"), member("d"))
+    lease = await lease_at(store, 0)
+    assert not await begins(store, "g2", "c", 0, 0)
+    await store.delivery.ack(lease.lease_id, 11.0)
+    assert not await begins(store, "g2", "c", 0, 0), "it is trained on, and the new weights are not there"
+    assert await begins(store, "g2", "c", 1, 0)
+
+
+async def test_groups_that_are_waiting_training_or_open_count(store: Store) -> None:
+    await ready(store, "a", "b", "c", "d", "e")
+    assert [await ahead(store, 0), await ahead(store, 0, 1), await ahead(store, 0, 5), await ahead(store, 0, 6)] == [2, 5, 1, 0]
+    lease = await lease_at(store, 0)
+    assert await ahead(store, 0, 1) == 5
+    await store.delivery.ack(lease.lease_id, 11.0)
+    assert [await ahead(store, 0, 1), await ahead(store, 1, 1)] == [5, 3]
+
+
+async def test_a_group_given_back_counts_once(store: Store) -> None:
+    await ready(store, "a", "b")
+    lease = await lease_at(store, 3)
+    await store.delivery.nack(lease.lease_id, 11.0)
+    assert await ahead(store, 3, 1) == 2
+    await store.delivery.ack((await lease_at(store, 3)).lease_id, 11.0)
+    assert await ahead(store, 3, 1) == 2
+    assert await ahead(store, 4, 1) == 0
+
+
+async def test_a_group_given_back_under_newer_weights_counts_once(store: Store) -> None:
+    await ready(store, "a", "b", "c")
+    old = await lease_at(store, 3, 1)
+    await store.delivery.ack((await lease_at(store, 4, 1)).lease_id, 11.0)
+    await store.delivery.nack(old.lease_id, 11.0)
+    assert await ahead(store, 4, 1) == 3, "two are ready, one is trained on"
+
+
+async def test_a_group_that_cannot_be_delivered_does_not_count(store: Store) -> None:
+    await ready(store, "a", "b")
+    lease = await lease_at(store, 0)
+    await store.delivery.bury(lease.lease_id, lease.groups[0].reference, "broken", 11.0)
+    assert await ahead(store, 0, 1) == 1
+
+
+async def test_a_trainer_that_fetches_ahead_keeps_what_it_holds_in_the_count(store: Store) -> None:
+    await ready(store, "a", "b", "c", "d")
+    first, _ = await lease_at(store, 0), await lease_at(store, 0)
+    await store.delivery.ack(first.lease_id, 11.0)
+    assert await ahead(store, 1) == 1, "the second batch is trained on under version 1"
+
+
+async def test_versions_of_any_size_are_told_apart(store: Store) -> None:
+    await ready(store, "a", "b")
+    version = 2**52 + 1
+    await store.delivery.ack((await lease_at(store, version)).lease_id, 11.0)
+    assert [await ahead(store, version, 1), await ahead(store, version + 1, 1)] == [2, 0]
+
+
+async def test_leases_that_say_no_version_are_not_counted_as_trained(store: Store) -> None:
+    await ready(store, "a")
+    taken = await ask(store, "t")
+    assert isinstance(taken, Lease)
+    assert await ahead(store, 0, 1) == 1
+    await store.delivery.ack(taken.lease_id, 11.0)
+    assert await ahead(store, 0, 1) == 0
+
+
+async def test_a_refusal_is_counted_once_however_often_it_is_asked_again(store: Store) -> None:
+    await ready(store, "a", "b")
+    for again in (False, True, True):
+        admission = await store.delivery.admit("h", "s", 0, ALL, 1.0, Freshness(0, 0, 2), again=again)
+        assert (admission.granted, admission.versions_ahead, admission.undelivered) == (False, 1, 2)
+    assert (await store.delivery.totals())["refused_stale"] == 1
 
 
 async def test_totals_count_what_befell_groups(store: Store) -> None:

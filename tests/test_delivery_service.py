@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,10 +14,13 @@ import numpy as np
 import pytest
 from recorded_calls import record
 from redis_server import RedisServer, Store
-from running_service import TRAINER, RunningService, hanging_up, wait_until
+from running_service import ADMIN, TRAINER, RunningService, hanging_up, wait_until
 from test_control_api import Service, running, said
 
+from proxy.settings import Settings
 from proxy.store.base import WeightState
+from reconstruct.codec import decode, encode
+from reconstruct.records import Span
 from trainer_client import TrainerClient
 
 NO_ENGINE = "http://127.0.0.1:9"
@@ -269,3 +273,84 @@ async def leased_sessions(service: Service) -> list[str]:
 async def service(redis_url: str) -> Any:
     async with running(redis_url) as made:
         yield made
+
+
+# Freshness.
+
+
+async def test_no_group_is_begun_that_would_be_too_old_when_it_is_leased(redis_url: str) -> None:
+    """Two groups a version, at most one version behind, two proxies: four groups are let in, and two more per push."""
+    rules = {"groups_per_version": 2, "admission_staleness": 1}
+    async with running(redis_url, **rules) as one, running(redis_url, **rules) as two:
+        for number in range(4):
+            await (one, two)[number % 2].finished(f"s{number}")
+        for service in (one, two):
+            refused = await service.admin.post("/sessions", json={"session_id": "more"})
+            assert said(refused)[:2] == (429, "backpressure")
+            assert "2 versions behind" in refused.json()["error"]["message"]
+            assert int(refused.headers["retry-after"]) >= 1
+        batch = await one.lease(max_groups=2)
+        assert batch is not None
+        assert said(await two.admin.post("/sessions", json={"session_id": "more"}))[0] == 429, (
+            "those leased are not in the weights"
+        )
+        await one.trainer.post(f"/batches/{batch['lease_id']}/ack")
+        page = (await two.admin.get("/metrics")).text
+        assert "verbatim_admission_versions_ahead 2.0" in page
+        assert 'verbatim_groups_total{state="refused_stale"} 3.0' in page
+        await one.services.weights.advance(WeightState(1))
+        assert "verbatim_admission_versions_ahead 1.0" in (await one.admin.get("/metrics")).text
+        await two.session("more", 7)
+        await one.session("still", 7)
+        assert said(await one.admin.post("/sessions", json={"session_id": "too"}))[0] == 429
+
+
+async def test_a_session_is_held_until_it_may_be_opened(redis_url: str) -> None:
+    rules = {"groups_per_version": 1, "admission_staleness": 0, "admission_hold_seconds": 600}
+    async with running(redis_url, **rules) as service:
+        await service.finished("s0")
+        held = asyncio.create_task(service.admin.post("/sessions", json={"session_id": "s1"}))
+        batch = await service.lease(wait_seconds=60)
+        assert batch is not None
+        await asyncio.sleep(1.2)
+        await service.services.weights.advance(WeightState(1))
+        await asyncio.sleep(0.6)
+        assert not held.done(), "under a lease that is not over it is not known whether the new weights hold the group"
+        await service.trainer.post(f"/batches/{batch['lease_id']}/ack")
+        assert (await asyncio.wait_for(held, 60)).status_code == 201
+        assert (await service.services.delivery.totals())["refused_stale"] == 1, "counted once, however long it was held"
+
+
+def test_a_held_session_whose_caller_hung_up_is_not_opened(redis_url: str) -> None:
+    rules = {"groups_per_version": 1, "admission_staleness": 0, "admission_hold_seconds": 600}
+    with RunningService(NO_ENGINE, redis_url, **rules) as service:
+        finished(redis_url, service, "s0")
+
+        def page_has(line: str) -> bool:
+            return line in service.request("GET", "/metrics").text
+
+        with hanging_up(f"{service.url}/sessions", {"session_id": "s1"}, ADMIN):
+            wait_until(lambda: page_has('state="refused_stale"} 1.0'), 60, "the session was held")
+        wait_until(lambda: page_has("verbatim_backpressure_total 1.0"), 60, "the service noticed that its caller hung up")
+        assert service.request("GET", "/sessions/s1").status_code == 404
+
+
+def test_a_staleness_without_the_size_of_a_version_is_refused() -> None:
+    with pytest.raises(ValueError, match="VERBATIM_GROUPS_PER_VERSION"):
+        Settings(admission_staleness=1)
+
+
+async def test_a_rollout_that_went_on_across_versions_is_as_old_as_its_oldest_span(redis_url: str) -> None:
+    """Sampled under 3, then 5. Under version 5 it is two versions behind, not none."""
+    async with running(redis_url) as service:
+        await service.session("s0")
+        call = decode(record("c1", "s0", prompt=[1, 2], sampled=[7, 8, 9]))
+        spans = (Span(3, 0, 1), Span(5, 1, 3))
+        made = replace(call, node=replace(call.node, spans=spans))
+        await service.services.sessions.commit("s0", "c1", {"c1": encode(made)})
+        await service.close("s0", "completed", reward=1.0)
+        await service.services.weights.advance(WeightState(5))
+        assert await service.lease(max_staleness=1) is None
+        batch = await service.lease(max_staleness=2)
+    assert batch is not None
+    assert batch["groups"][0]["trajectories"][0]["weight_versions"] == [[3, 2, 3], [5, 3, 5]]

@@ -1,32 +1,33 @@
 """Which sessions may be opened while the trainers are behind.
 
-With `max_undelivered_groups` set, the session that would begin one group too many is refused until a group was leased. Sessions
-of a group that is there already are let in, or it would never be whole.
+With `max_undelivered_groups` set, the session that would begin one group too many is refused until a group was leased; with
+`admission_staleness`, the one whose group would be too old by the time it is leased, until there are newer weights or fewer groups.
+Sessions of a group that is there already are let in, or it would never be whole. All that is counted lies in the store, so that all
+processes decide alike.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Awaitable, Callable
 
 from proxy.api.closing import group_ref, policy_of
 from proxy.errors import Backpressure
 from proxy.services import Services
-from proxy.store.base import SessionInfo
+from proxy.store.base import Admission, Freshness, SessionInfo
+
+LOOK_SECONDS = 0.5
+"""How often a session that is held asks again."""
 
 
-async def open_session(services: Services, info: SessionInfo) -> bool:
-    """False when another session has its id. Raises `Backpressure`."""
-    limit = services.settings.max_undelivered_groups
-    if not limit:
+async def open_session(services: Services, info: SessionInfo, hung_up: Callable[[], Awaitable[bool]]) -> bool:
+    """False when another session has its id. Held for at most `admission_hold_seconds`, then raises `Backpressure`."""
+    settings = services.settings
+    if not settings.max_undelivered_groups and settings.admission_staleness is None:
         return await services.sessions.create(info)
-    policy = policy_of(services.settings)
-    admission = await services.delivery.admit(group_ref(info), info.session_id, limit, policy, time.time())
-    if not admission.granted:
-        services.metrics.held_back()
-        raise Backpressure(
-            f"{admission.undelivered} groups wait for a trainer, of at most {limit}: try again when one was leased"
-        )
+    admission = await _admitted(services, info, hung_up)
     created = False
     try:
         created = await services.sessions.create(info)
@@ -34,3 +35,47 @@ async def open_session(services: Services, info: SessionInfo) -> bool:
         if admission.noted and not created:
             await asyncio.shield(services.delivery.dismiss(info.session_id))
     return created
+
+
+async def versions_ahead(services: Services) -> int | None:
+    """How many versions will probably have come when a group that is begun now is leased; None unless that is limited."""
+    per_version = services.settings.groups_per_version
+    if services.settings.admission_staleness is None or per_version is None:
+        return None
+    return await services.delivery.versions_ahead((await services.weights.current()).version, per_version)
+
+
+async def _admitted(services: Services, info: SessionInfo, hung_up: Callable[[], Awaitable[bool]]) -> Admission:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + services.settings.admission_hold_seconds
+    admission = await _ask(services, info, again=False)
+    while not admission.granted:
+        left = deadline - loop.time()
+        if left > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(services.stopping.wait(), min(left, LOOK_SECONDS))
+        # Whoever has hung up would leave an opened group behind that nobody fills.
+        if left <= 0 or services.stopping.is_set() or await hung_up():
+            services.metrics.held_back()
+            raise Backpressure(_why(services, admission))
+        admission = await _ask(services, info, again=True)
+    return admission
+
+
+async def _ask(services: Services, info: SessionInfo, *, again: bool) -> Admission:
+    settings, freshness = services.settings, None
+    if settings.admission_staleness is not None and settings.groups_per_version is not None:
+        version = (await services.weights.current()).version
+        freshness = Freshness(version, settings.admission_staleness, settings.groups_per_version)
+    group, limit, policy = group_ref(info), settings.max_undelivered_groups, policy_of(settings)
+    return await services.delivery.admit(group, info.session_id, limit, policy, time.time(), freshness, again=again)
+
+
+def _why(services: Services, admission: Admission) -> str:
+    limit, ahead = services.settings.max_undelivered_groups, admission.versions_ahead
+    if limit and admission.undelivered >= limit:
+        return f"{admission.undelivered} groups wait for a trainer, of at most {limit}: try again when one was leased"
+    return (
+        f"a group begun now would probably be {ahead} versions behind when it is leased, of at most "
+        f"{services.settings.admission_staleness}: try again when there are newer weights"
+    )

@@ -152,6 +152,7 @@ async def _take(services: Services, body: LeaseRequest, form: Form, *, waits: bo
             now=time.time(),
             waits=waits,
             stale_groups=settings.stale_groups,
+            version=version,
         )
         if isinstance(taken, Nothing):
             return taken

@@ -8,6 +8,7 @@ import contextlib
 from fastapi import APIRouter, Response
 
 from proxy.api.access import Served
+from proxy.api.admission import versions_ahead
 from proxy.api.answers import json_response
 from proxy.errors import StoreUnavailable
 
@@ -24,7 +25,7 @@ async def metrics(services: Served) -> Response:
     """Prometheus text; see proxy/metrics.py for what is measured. What the store counts is as old as the store's last answer."""
     with contextlib.suppress(StoreUnavailable):
         counts, totals = await asyncio.gather(services.delivery.counts(), services.delivery.totals())
-        services.metrics.stored_groups(counts, totals)
+        services.metrics.stored_groups(counts, totals, await versions_ahead(services))
     return Response(services.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

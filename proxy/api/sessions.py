@@ -82,7 +82,7 @@ async def create(request: Request, services: Served, body: Annotated[NewSession,
         metadata=body.metadata,
         sampling=body.sampling.model_dump(exclude_none=True) if body.sampling else {},
     )
-    if not await open_session(services, info):
+    if not await open_session(services, info, request.is_disconnected):
         raise Conflict(f"there is a session {session_id} already", param="session_id")
     base = services.settings.public_url or str(request.base_url)
     urls = _base_urls(base, session_id)

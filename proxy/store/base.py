@@ -248,11 +248,23 @@ class Nothing:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """`undelivered` counts the groups. `noted`: the session was unknown and counts now as one of an opened group."""
+    """`undelivered` counts the groups. `noted`: the session was unknown and counts now as one of an opened group. `versions_ahead`:
+    how many versions will probably have come when a group that is begun now is leased; None when nobody asked."""
 
     granted: bool
     undelivered: int
     noted: bool
+    versions_ahead: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Freshness:
+    """Begin no group that would probably be leased more than `most_behind` versions after `version`, the current one, when a
+    version takes `groups_per_version` groups."""
+
+    version: int
+    most_behind: int
+    groups_per_version: int
 
 
 class Arrivals(Protocol):
@@ -291,9 +303,26 @@ class DeliveryStore(Protocol):
         `Conflict` while it is leased."""
         ...
 
-    async def admit(self, group_id: str, session_id: str, limit: int, policy: GroupPolicy, now: float) -> Admission:
-        """Whether a session may be opened while at most `limit` groups may be undelivered: opened, filling or ready. A session
-        of a group that is there and has room is always let in."""
+    async def admit(
+        self,
+        group_id: str,
+        session_id: str,
+        limit: int,
+        policy: GroupPolicy,
+        now: float,
+        freshness: Freshness | None = None,
+        *,
+        again: bool = False,
+    ) -> Admission:
+        """Whether a session may be opened while at most `limit` groups (0: any number) may be undelivered: opened, filling or
+        ready. A session of a group that is there and has room is always let in. A refusal is counted unless it comes `again`."""
+        ...
+
+    async def versions_ahead(self, version: int, groups_per_version: int) -> int:
+        """As in `Admission`: (undelivered groups + groups leased and not yet in the weights) / groups_per_version, rounded down.
+
+        Source: the staleness control of Fu et al., "AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language
+        Reasoning", arXiv:2505.24298, counted from the current version instead of the first one."""
         ...
 
     async def dismiss(self, session_id: str) -> None:
@@ -317,6 +346,7 @@ class DeliveryStore(Protocol):
         now: float,
         waits: bool = False,
         stale_groups: str = "keep",
+        version: int | None = None,
     ) -> Lease | Nothing:
         """Take ready groups, oldest first, expired leases put back before. A group delivered `max_deliveries` times goes to the
         dead letters instead. `stale_groups`: a group with a span older than `oldest_version` is passed over and kept for
@@ -328,7 +358,7 @@ class DeliveryStore(Protocol):
         Who gets nothing has a claim; `waits` says that it will ask again as soon as something comes. Ready groups are dealt,
         oldest first, among all claims that can take them, each to the one with the fewest, the longest waiting of several;
         the caller gets its own. Claims end when groups are given, by `leave`, or soon after the last request, and those that
-        do not wait keep nobody from a last group."""
+        do not wait keep nobody from a last group. `version`, the current one, is what `versions_ahead` counts from."""
         ...
 
     def watch(self) -> AbstractAsyncContextManager[Arrivals]:

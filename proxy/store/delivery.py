@@ -14,6 +14,7 @@ from proxy.store.base import (
     Announced,
     CloseRequest,
     DeadLetter,
+    Freshness,
     GroupPolicy,
     Lease,
     LeasedGroup,
@@ -43,6 +44,7 @@ SETTLE = Script.read("settle", "_delivery")
 EXTEND = Script.read("extend", "_delivery")
 LEAVE = Script.read("leave", "_delivery")
 ADMIT = Script.read("admit", "_delivery")
+VERSIONS_AHEAD = Script.read("versions_ahead", "_delivery")
 DISMISS = Script.read("dismiss", "_delivery")
 TEND = Script.read("tend", "_delivery")
 BURY = Script.read("bury", "_delivery")
@@ -84,9 +86,25 @@ class RedisDeliveryStore:
         if await self._run(WITHDRAW, session_id, *_decision(policy)) == b"leased":
             raise Conflict(f"session {session_id} is leased by a trainer; delete it after the lease has ended")
 
-    async def admit(self, group_id: str, session_id: str, limit: int, policy: GroupPolicy, now: float) -> Admission:
-        granted, undelivered, noted = await self._run(ADMIT, group_id, session_id, limit, repr(now), policy.members)
-        return Admission(bool(granted), undelivered, bool(noted))
+    async def admit(
+        self,
+        group_id: str,
+        session_id: str,
+        limit: int,
+        policy: GroupPolicy,
+        now: float,
+        freshness: Freshness | None = None,
+        *,
+        again: bool = False,
+    ) -> Admission:
+        asked = freshness or Freshness(-1, -1, 1)
+        args = (int(not again), asked.version, asked.most_behind, asked.groups_per_version)
+        answer = await self._run(ADMIT, group_id, session_id, limit, repr(now), policy.members, *args)
+        granted, undelivered, noted, ahead = answer
+        return Admission(bool(granted), undelivered, bool(noted), ahead if freshness else None)
+
+    async def versions_ahead(self, version: int, groups_per_version: int) -> int:
+        return int(await self._run(VERSIONS_AHEAD, version, groups_per_version))
 
     async def dismiss(self, session_id: str) -> None:
         await self._run(DISMISS, session_id)
@@ -106,6 +124,7 @@ class RedisDeliveryStore:
         now: float,
         waits: bool = False,
         stale_groups: str = "keep",
+        version: int | None = None,
     ) -> Lease | Nothing:
         if max_groups is None and max_trajectories is None:
             max_groups = 1
@@ -113,7 +132,8 @@ class RedisDeliveryStore:
         limits = (-1 if limit is None else limit for limit in (max_groups, max_trajectories, oldest_version))
         times = (repr(now + lease_seconds), max_deliveries, repr(now), REMEMBERED_SECONDS)
         claimed_until = repr(now + (WAITING_CLAIM_SECONDS if waits else POLLED_CLAIM_SECONDS))
-        answer = await self._run(LEASE, lease_id, consumer, *limits, *times, stale_groups, claimed_until, int(waits))
+        seen = -1 if version is None else version
+        answer = await self._run(LEASE, lease_id, consumer, *limits, *times, stale_groups, claimed_until, int(waits), seen)
         if answer[0] == b"none":
             return Nothing(float(answer[1]) if answer[1] else None)
         return Lease(lease_id, float(answer[1]), [_leased_group(group) for group in answer[2:]])

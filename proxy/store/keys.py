@@ -33,7 +33,8 @@ acknowledged). A group id may be used again; each use is a round, and a group's 
     vb:{delivery}:deadlines  zset  lease_id of an active lease, by its deadline
     vb:{delivery}:ended      zset  lease_id of an ended lease, by its end
     vb:{delivery}:dead       zset  reference of a dead group, by its time of death
-    vb:{delivery}:counts     hash  state -> number of groups; `place` numbers the groups that became ready
+    vb:{delivery}:counts     hash  state -> number of groups; `place` numbers the groups that became ready; `taken` were
+                                   leased under `version_seen`, the newest weight version that was seen here
     vb:{delivery}:totals     hash  state or event -> how often, since the store began
     vb:{delivery}:filling    zset  reference of a filling group, by when its last member came
     vb:{delivery}:arrivals   stream one entry, new whenever a group became ready: waiting consumers read it

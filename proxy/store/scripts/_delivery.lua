@@ -1,7 +1,7 @@
 -- A group: {group_id, size, status, place, deliveries, oldest, rows, lease, since, members = {{id, usable, reward, rows, oldest}}}
 -- status: filling, ready, dropped, leased, acked, dead. A ready group that was passed over sits in `stale`.
 -- `since` is when its last member came, `given_up` that no more are waited for, `stale` that its lease asked for newer rows,
--- `passed` that it was counted as stale before, `final` that nothing changes it any more, `left` its sessions by then.
+-- `leased_at` the weight version it was leased under, `passed` that it was counted as stale before, `final` that nothing changes it any more, `left` its sessions by then.
 redis.replicate_commands()
 
 local groups, rounds, members, ready, stale = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -156,6 +156,49 @@ local function measure(group)
   group.oldest = group.oldest or 0
 end
 
+-- The groups that were leased under the newest version that a lease or an admission has seen: version_seen, taken.
+local function version_seen()
+  return tonumber(redis.call('HGET', counts, 'version_seen') or '-1')
+end
+
+local function see_version(version)
+  if version > version_seen() then
+    redis.call('HSET', counts, 'version_seen', version, 'taken', 0)
+  end
+end
+
+local function count_taken(group, version)
+  group.leased_at = version
+  if version >= 0 and version == version_seen() then
+    redis.call('HINCRBY', counts, 'taken', 1)
+  end
+end
+
+-- The group comes to nothing under the version it was leased under.
+local function uncount_taken(group)
+  if group.leased_at and group.leased_at >= 0 and group.leased_at == version_seen() then
+    redis.call('HINCRBY', counts, 'taken', -1)
+  end
+  group.leased_at = nil
+end
+
+-- Groups that some trainer has and that are not in the weights of `version` yet. One that acknowledges first and then publishes
+-- has none leased meanwhile; one that fetches ahead has more leased than it took under this version.
+local function in_training(version)
+  local taken = version >= 0 and version == version_seen() and tonumber(redis.call('HGET', counts, 'taken')) or 0
+  return math.max(taken, tonumber(redis.call('HGET', counts, 'leased') or '0'))
+end
+
+local function undelivered()
+  local opened = redis.call('HLEN', opening)
+  return tonumber(redis.call('HGET', counts, 'filling') or '0') + redis.call('ZCARD', ready) + opened
+end
+
+-- How many versions will have come by the time a group that is begun now is leased, when groups are taken in their order.
+local function versions_ahead(version, groups_per_version)
+  return math.floor((undelivered() + in_training(version)) / groups_per_version)
+end
+
 local function kill(ref, group, reason, now)
   group.reason, group.lease, group.stale = reason, nil, nil
   redis.call('ZADD', dead, now, ref)
@@ -172,6 +215,7 @@ end
 local function put_back(lease_id, lease, status, now)
   for _, ref in ipairs(lease.refs) do
     local group = load_packed(groups, ref)
+    uncount_taken(group)
     group.lease, group.stale = nil, nil
     group.fate = (status == 'expired' and 'lease expired' or 'given back') .. ' by ' .. lease.consumer
     tally(status)

@@ -1,8 +1,13 @@
--- ARGV: group id, session id, limit, now, policy.
--- {whether the session is let in, undelivered groups, whether it was noted}
-local group_id, session_id = ARGV[1], ARGV[2]
-local opened = redis.call('HLEN', opening)
-local undelivered = tonumber(redis.call('HGET', counts, 'filling') or '0') + redis.call('ZCARD', ready) + opened
+-- ARGV: group id, session id, limit or 0, now, policy, whether a refusal is counted, the weight version, most versions the group
+-- may lie behind or -1, groups a version.
+-- {whether the session is let in, undelivered groups, whether it was noted, versions ahead or -1}
+local group_id, session_id, limit = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local version, most_behind = tonumber(ARGV[7]), tonumber(ARGV[8])
+local waiting, behind = undelivered(), -1
+if most_behind >= 0 then
+  see_version(version)
+  behind = versions_ahead(version, tonumber(ARGV[9]))
+end
 
 local function note(entry)
   entry.ids[#entry.ids + 1] = session_id
@@ -11,20 +16,23 @@ local function note(entry)
 end
 
 if redis.call('HEXISTS', admitted, session_id) == 1 or redis.call('HEXISTS', members, session_id) == 1 then
-  return {1, undelivered, 0}
+  return {1, waiting, 0, behind}
 end
 local entry = load_packed(opening, group_id)
 if entry then
   note(entry)
-  return {1, undelivered, 1}
+  return {1, waiting, 1, behind}
 end
 local _, group = newcomers_round(group_id, ARGV[5])
 if group then
-  return {1, undelivered, 0}
+  return {1, waiting, 0, behind}
 end
-if undelivered >= tonumber(ARGV[3]) then
-  tally('refused')
-  return {0, undelivered, 0}
+local refused = limit > 0 and waiting >= limit and 'refused' or behind > most_behind and 'refused_stale'
+if refused then
+  if ARGV[6] == '1' then
+    tally(refused)
+  end
+  return {0, waiting, 0, behind}
 end
 note({at = tonumber(ARGV[4]), ids = {}})
-return {1, undelivered + 1, 1}
+return {1, waiting + 1, 1, behind}

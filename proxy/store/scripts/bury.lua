@@ -7,7 +7,9 @@ end
 local kept = {}
 for _, ref in ipairs(lease.refs) do
   if ref == ARGV[2] then
-    kill(ref, load_packed(groups, ref), ARGV[3], now)
+    local group = load_packed(groups, ref)
+    uncount_taken(group)
+    kill(ref, group, ARGV[3], now)
   else
     kept[#kept + 1] = ref
   end

@@ -1,9 +1,10 @@
 -- ARGV: lease id, consumer, max groups or -1, max rows or -1, oldest version or -1, deadline, max deliveries, now,
 -- how long an ended lease is remembered, what becomes of stale groups, until when the claim of who gets nothing lives,
--- whether it waits.
+-- whether it waits, the weight version or -1.
 -- {'leased', deadline, {reference, group id, deliveries, oldest version, stale, {session ids}}, ...}, or {'none', when
 -- something may be there by itself or ''}
 local lease_id, consumer, deadline, now = ARGV[1], ARGV[2], ARGV[6], tonumber(ARGV[8])
+local version = tonumber(ARGV[13])
 local oldest, max_deliveries, stale_groups = tonumber(ARGV[5]), tonumber(ARGV[7]), ARGV[10]
 
 -- Who else wants groups, and the asker, in the order in which they began to want; with what each is dealt here.
@@ -91,6 +92,7 @@ end
 local function take(ref, group)
   group.deliveries = group.deliveries + 1
   group.lease = lease_id
+  count_taken(group, version)
   group.stale = group.oldest < oldest
   if group.stale then
     tally('stale_flagged')
@@ -156,6 +158,7 @@ local held = load_packed(leases, lease_id)
 if held then
   return answer(held) -- the same request, sent again after its answer was lost
 end
+see_version(version)
 expire(now)
 forget_ended()
 revive_stale()
