@@ -78,13 +78,14 @@ def letters(control: Control, reason: str | None) -> Iterator[dict[str, Any]]:
 
 
 def letters_table(found: list[dict[str, Any]]) -> Table:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("letter", "sessions", "deliveries", "died", "reason")
     for letter in found:
         died_at = datetime.fromtimestamp(letter["died_at"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         sessions = str(len(letter["session_ids"]))
-        table.add_row(letter["letter_id"], sessions, str(letter["deliveries"]), died_at, letter["reason"])
+        table.add_row(escape(letter["letter_id"]), sessions, str(letter["deliveries"]), died_at, escape(letter["reason"]))
     return table
 
 

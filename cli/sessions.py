@@ -69,17 +69,20 @@ def all_calls(control: Control, session_id: str) -> list[dict[str, Any]]:
 
 
 def sessions_table(sessions: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
+    from rich.markup import escape
+    from rich.table import Column, Table
 
-    table = Table("session", "status", "calls", "reward", "group", "task", "created")
+    # An id that is cut cannot be copied.
+    session_id = Column("session", no_wrap=True, overflow="fold")
+    table = Table(session_id, Column("status", no_wrap=True), "calls", "reward", "group", "task", "created")
     for session in sessions:
         table.add_row(
             session["session_id"],
             session["status"],
             str(session["calls"]),
             _number(session.get("reward")),
-            session.get("group_id") or "",
-            session.get("task_id") or "",
+            escape(session.get("group_id") or ""),
+            escape(session.get("task_id") or ""),
             _time(session["created_at"]),
         )
     return table

@@ -186,3 +186,13 @@ def test_sessions_are_listed_and_shown(tmp_path: Path) -> None:
         assert "nobody" in refused("sessions", "show", "nobody", **service)
         wrong = {**service, "VERBATIM_ADMIN_TOKEN": "wrong"}
         assert "token" in refused("sessions", "ls", **wrong)
+
+
+def test_a_sessions_id_is_listed_whole_and_its_group_as_it_is_named(tmp_path: Path) -> None:
+    with Serving(*ENGINE, data_dir=tmp_path / "data") as serving:
+        session_id = serving.request("POST", "/sessions", json={"group_id": "[/x][red]", "task_id": "[t]"}).json()["session_id"]
+        service = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
+        assert session_id in verbatim("sessions", "ls", **service, COLUMNS="80").stdout
+        wide = verbatim("sessions", "ls", **service, COLUMNS="140")
+        assert wide.returncode == 0, wide.stderr
+        assert "[/x][red]" in wide.stdout and "[t]" in wide.stdout
