@@ -24,7 +24,7 @@ def agent_wise(estimator: Estimator, agents: Sequence[Hashable], *, each_row: bo
     so (a row stands for a step, which it is for rows of one call each); otherwise a rollout counts once for each agent, as in
     all estimators here. An agent that only one rollout of the group used gets 0; the paper does not say what it should get.
 
-    Source: Feng et al., "Dr. MAS: Stable Reinforcement Learning for Multi-Agent LLM Systems", arXiv:2602.08847, section 4;
+    Source: Feng et al., "Dr. MAS: Stable Reinforcement Learning for Multi-Agent LLM Systems", arXiv:2602.08847, equation 5;
     grouping by (question, agent) as in the authors' code.
     """
     agent_index = _numbered(agents)

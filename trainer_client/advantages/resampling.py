@@ -1,6 +1,6 @@
 """Resample on correct: of a group that was rolled out too often, keep any failures but mostly the cleaner successes.
 
-Source: Shang et al., "rStar2-Agent: Agentic Reasoning Technical Report", arXiv:2508.20722, section 2.3 (GRPO-RoC, equations 4
+Source: Shang et al., "rStar2-Agent: Agentic Reasoning Technical Report", arXiv:2508.20722 (GRPO-RoC, equations 4
 and 5). There 2G rollouts are made of which G are kept, half of the failures and half of the successes.
 """
 
