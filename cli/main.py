@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import audit, dead_letters, env, export, imports, run, serve, sessions
+from cli import audit, dead_letters, engines, env, export, imports, run, serve, sessions
 from cli.refusal import Refusal
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app.command("export")(export.export)
 app.command("import")(imports.import_sessions)
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(dead_letters.app, name="dead-letters")
+app.add_typer(engines.app, name="engines")
 
 
 def _print_version(wanted: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 
@@ -24,6 +23,7 @@ def serve(
         typer.Option(
             metavar="URL",
             help="Base URL of an engine, for example http://127.0.0.1:8000. Repeat it for every replica of the same model. "
+            "NAME=URL makes it a replica of the policy NAME; dns://NAME:PORT stands for all addresses of a name that is watched. "
             "An engine that is not up yet is no error: /readyz says what is missing and calls get 503 until it is there.",
         ),
     ] = None,
@@ -151,8 +151,11 @@ def read_settings(flags: dict[str, Any]) -> Settings:
         raise Refusal(
             f"{error}; lists in the environment are JSON, for example '[\"http://host:8000\"]'", exit_code=2
         ) from error
-    if not settings.engine:
-        raise Refusal("no engine given: pass --engine URL, or set VERBATIM_ENGINE to a JSON list of URLs", exit_code=2)
+    if not settings.engine and "engine" not in settings.model_fields_set:
+        raise Refusal(
+            "no engine given: pass --engine URL, or set VERBATIM_ENGINE to a JSON list of URLs, [] if they are added later",
+            exit_code=2,
+        )
     return settings.model_copy(update={"engine": [engine_url(url) for url in settings.engine]})
 
 
@@ -167,16 +170,12 @@ def _what_is_wrong(problem: Any) -> str:
 
 
 def engine_url(text: str) -> str:
-    """`text` without a trailing slash or /v1. Raises `Refusal` (exit code 2) when it is no http URL."""
-    url = text.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    """`text` without a trailing slash or /v1. Raises `Refusal` (exit code 2) when it names no engine."""
+    from proxy.engine.membership import engine_spec
+
     try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
-        usable = False
-    if not usable:
-        raise Refusal(f"--engine {text!r} is not a URL like http://127.0.0.1:8000", exit_code=2)
-    if "@" in parts.netloc:
-        # Engines are called by their URL in logs, errors and GET /weights.
-        raise Refusal("--engine must not hold a password: VERBATIM_ENGINE_API_KEY is sent to the engines", exit_code=2)
-    return url
+        return str(engine_spec(text))
+    except ValueError as error:
+        named = "" if "@" in text else f" {text!r}"
+        hint = ": VERBATIM_ENGINE_API_KEY is sent to the engines" if "@" in text else ""
+        raise Refusal(f"--engine{named} cannot be used: {error}{hint}", exit_code=2) from error

@@ -33,6 +33,7 @@ from proxy.settings import Settings
 from proxy.store.archive import RedisArchiveStore
 from proxy.store.connection import StoreConnection
 from proxy.store.delivery import RedisDeliveryStore
+from proxy.store.engines import RedisEngineStore
 from proxy.store.peers import RedisPeerStore
 from proxy.store.retention import RedisRetentionStore
 from proxy.store.sessions import RedisSessionStore
@@ -61,7 +62,8 @@ def create_app(settings: Settings) -> Harness:
 
 def build_services(settings: Settings, store: StoreConnection) -> Services:
     """What one process holds, not yet started."""
-    pool = EnginePool(settings)
+    engines, metrics = RedisEngineStore(store), Metrics()
+    pool = EnginePool(settings, engines, waited=metrics.waited)
     process, inflight = uuid.uuid4().hex, Inflight()
     sessions, weights = RedisSessionStore(store, process), RedisWeightStore(store)
     services = Services(
@@ -72,14 +74,16 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         sessions=sessions,
         delivery=RedisDeliveryStore(store),
         weights=weights,
+        engines=engines,
         archive=RedisArchiveStore(store, sessions),
         pool=pool,
         updater=WeightUpdater(pool, weights, settings),
         trees=SessionTrees(sessions, settings.session_cache, settings.volatile_lines),
         inflight=inflight,
         peers=Peers(process, RedisPeerStore(store), sessions, inflight, settings.close_wait_seconds),
-        metrics=Metrics(),
+        metrics=metrics,
     )
+    metrics.watch_engines(lambda: [*pool.replicas, *pool.draining], pool.seats.depths)
     services.metrics.watch(lambda: len(services.inflight), lambda: _version(pool))
     return services
 

@@ -8,6 +8,7 @@ commit (the reply's end) it does not.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping
 
@@ -15,10 +16,11 @@ from proxy.dialects.base import Choice, Delta, FirstToken, Reply, Request
 from proxy.engine.base import Engine, Job, Outcome, Rendered
 from proxy.engine.chat_api import ChatApi
 from proxy.engine.replica import Replica
+from proxy.engine.seats import Caller
 from proxy.engine.text_api import TextApi
 from proxy.engine.token_api import TokenApi
 from proxy.engine.wire import EngineHttp, Line
-from proxy.errors import Conflict, EngineFailed, NotFound, Unavailable, VerbatimError
+from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, StoreUnavailable, Unavailable, VerbatimError
 from proxy.inflight import Running
 from proxy.minting import minted_choice, minted_delta, new_call_id
 from proxy.plan import Continuation, continuation, place, plan_tokens
@@ -67,14 +69,10 @@ class Flow:
         self._services.inflight.leave(turn.running)
 
     async def call(self, turn: Turn) -> AsyncIterator[FirstToken | Delta | Reply]:
-        """Yields FirstToken and deltas where it is streamed, then the recorded reply. Raises VerbatimError; then nothing is half recorded,
-        and nothing was answered unless FirstToken came."""
-        await self._services.pool.admitted()
-        turn.replica = self._services.pool.pick(turn.session_id)
-        await self._plan(turn)
-        await self._begin(turn)
+        """Yields FirstToken and deltas where it is streamed, then the recorded reply. Raises VerbatimError; then nothing is half
+        recorded, and nothing was answered unless FirstToken came."""
         outcome = None
-        async for piece in self._sample(turn):
+        async for piece in self._reached(turn):
             if isinstance(piece, Outcome):
                 outcome = piece
             else:
@@ -87,9 +85,36 @@ class Flow:
             raise EngineFailed(outcome.broken)
         yield reply
 
+    async def _reached(self, turn: Turn) -> AsyncIterator[FirstToken | Delta | Outcome]:
+        """What the first replica that can be reached samples. Another one is tried only where nothing was sampled yet."""
+        caller = Caller(turn.session_id, turn.running.cut, lambda: self._check_open(turn))
+        async with self._services.pool.route(turn.request.model, caller) as route:
+            while True:
+                turn.go_to(await route.next())
+                answered = False
+                try:
+                    await self._plan(turn)
+                    await self._begin(turn)
+                    async for piece in self._sample(turn):
+                        answered = True
+                        yield piece
+                    return
+                except EngineUnavailable:
+                    if answered or turn.running.cut.is_set() or not route.another():
+                        raise
+
+    async def _check_open(self, turn: Turn) -> None:
+        """Raises Conflict when the session was closed, by whichever process, and NotFound when it was deleted."""
+        with contextlib.suppress(StoreUnavailable):
+            state = await self._services.sessions.load(turn.session_id)
+            if state is None or state.info.created_at != turn.tree.info.created_at:
+                raise NotFound(f"session '{turn.session_id}' does not exist")
+            if state.status != "open":
+                raise Conflict(f"session '{turn.session_id}' is {state.status}; it takes no more calls")
+
     async def count(self, tree: SessionTree, request: Request) -> int:
         """How many tokens the request's prompt has, as the engine counts them; nothing is recorded."""
-        replica = self._services.pool.pick(tree.info.session_id)
+        replica = self._services.pool.pick(tree.info.session_id, request.model)
         return await self._engine(replica, request).count(replica, request)
 
     def _engine(self, replica: Replica, request: Request) -> Engine:
@@ -259,6 +284,7 @@ class Flow:
                     engine_seconds=turn.engine_seconds,
                     own_seconds=own_seconds,
                     broken=outcome.broken is not None,
+                    frozen=self._services.pool.is_frozen(turn.replica, turn.request.model),
                     role=turn.role,
                     agent=turn.agent,
                     marks=turn.marks,

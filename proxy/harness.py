@@ -115,17 +115,13 @@ class Harness:
                 tree, lambda: self._dialects.responses.stored(route.path["response"], route.action, tree)
             )
         lists, created = self._dialects.lists(route.dialect), int(time.time())
-        models = self._models()
+        models = self._services.pool.catalogue()
         if route.action == "models":
             return lists.models(models, created)
         name = route.path["model"]
         if name not in models:
             raise NotFound(f"the model '{name}' does not exist; there are: {', '.join(models)}", param="model")
         return lists.model(name, models[name], created)
-
-    def _models(self) -> dict[str, int | None]:
-        serving = [replica for replica in self._services.pool.replicas if replica.healthy]
-        return {name: replica.max_model_len for replica in serving for name in replica.models}
 
     async def _knowing(self, tree: SessionTree, work: Callable[[], T]) -> T:
         """`work` on what this process knows of the session; once more on what the store knows, where that is not enough."""

@@ -10,6 +10,10 @@
 | verbatim_call_seconds | histogram | part (engine, own) | time of a call spent waiting for the engine, and the rest |
 | verbatim_calls_in_flight | gauge | | calls under way in this process |
 | verbatim_weight_version | gauge | | the pool's current version as this process knows it |
+| verbatim_engine_up | gauge | replica, policy | 1: it serves, 0: it does not |
+| verbatim_engine_calls_in_flight | gauge | replica, policy | calls under way there from this process |
+| verbatim_engine_queue | gauge | policy | calls of this process that wait for a replica with room |
+| verbatim_engine_queue_seconds | histogram | policy | how long calls waited for one, those that did not have to included |
 | verbatim_store_groups | gauge | state | groups in the store by state; every process shows the same: take the max, not the sum |
 | verbatim_groups_total | counter | state | groups that came into a state or to which this happened, in all; the same everywhere |
 | verbatim_backpressure_total | counter | | sessions this process refused because of what trainers have not taken yet |
@@ -26,12 +30,14 @@ expired and nacked leases, timed_out, retried, refused and refused_stale
 from __future__ import annotations
 
 import time
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from proxy.engine.replica import Replica
 from reconstruct.records import Call
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
@@ -57,6 +63,33 @@ class StoredGroups(Collector):
         if self.versions_ahead is not None:
             text = "Versions until a group that is begun now is leased."
             yield GaugeMetricFamily("verbatim_admission_versions_ahead", text, value=self.versions_ahead)
+
+
+class EngineNumbers(Collector):
+    """Gauges of the replicas that there are: one that is gone leaves no line behind."""
+
+    def __init__(self, replicas: Callable[[], Iterable[Replica]], waiting: Callable[[], Mapping[str, int]]) -> None:
+        self._replicas = replicas
+        self._waiting = waiting
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["replica", "policy"]
+        up = GaugeMetricFamily("verbatim_engine_up", "Whether a replica serves.", labels=labels)
+        calls = GaugeMetricFamily("verbatim_engine_calls_in_flight", "Calls under way at a replica.", labels=labels)
+        # One that returns while its earlier calls still drain is there twice.
+        serves: Tally[tuple[str, str]] = Tally()
+        in_flight: Tally[tuple[str, str]] = Tally()
+        for replica in self._replicas():
+            serves[replica.name, replica.policy] += replica.healthy
+            in_flight[replica.name, replica.policy] += replica.in_flight
+        for named, number in serves.items():
+            up.add_metric(named, number)
+        for named, number in in_flight.items():
+            calls.add_metric(named, number)
+        waiting = GaugeMetricFamily("verbatim_engine_queue", "Calls that wait for a replica.", labels=["policy"])
+        for policy, number in self._waiting().items():
+            waiting.add_metric([policy], number)
+        yield from (up, calls, waiting)
 
 
 class Metrics:
@@ -86,6 +119,13 @@ class Metrics:
         self._sweep_age = Gauge(
             "verbatim_sweep_age_seconds", "Seconds since the sweep last ended well.", ("sweep",), registry=self.registry
         )
+        self._queued = Histogram(
+            "verbatim_engine_queue_seconds",
+            "Seconds a call waited for a replica with room.",
+            ("policy",),
+            registry=self.registry,
+            buckets=_SECONDS,
+        )
         self._groups = StoredGroups()
         self.registry.register(self._groups)
 
@@ -93,6 +133,14 @@ class Metrics:
         """Where the gauges read their values when they are scraped."""
         self._in_flight.set_function(in_flight)
         self._version.set_function(version)
+
+    def watch_engines(self, replicas: Callable[[], Iterable[Replica]], waiting: Callable[[], Mapping[str, int]]) -> None:
+        """Where the gauges of engines read their values when they are scraped."""
+        self.registry.register(EngineNumbers(replicas, waiting))
+
+    def waited(self, policy: str, seconds: float) -> None:
+        """A call got a replica, or gave up waiting for one."""
+        self._queued.labels(policy).observe(seconds)
 
     def recorded(self, calls: Iterable[Call], seconds: float, engine_seconds: float) -> None:
         for call in calls:

@@ -16,6 +16,9 @@ from reconstruct.records import Call, Node, Sampling, pack_ids, pack_logprobs
 
 _encode = msgspec.json.Encoder().encode
 
+FROZEN = "frozen_model"
+"""Why a call of a model that is never trained is quarantined."""
+
 _NOTED = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
 """Engine parameters that bend the distribution and are kept with the call when they are not neutral."""
 
@@ -59,6 +62,7 @@ def call_record(
     engine_seconds: float,
     own_seconds: float,
     broken: bool,
+    frozen: bool,
     role: str,
     agent: str,
     marks: Mapping[str, str],
@@ -69,6 +73,8 @@ def call_record(
     if broken and sampled.finish_reason != "abort":
         # A whole reply that no harness was given: nothing came of it.
         quarantine = quarantine or "not_answered"
+    if frozen:
+        quarantine = quarantine or FROZEN
     status = "failed" if broken else "aborted" if sampled.finish_reason == "abort" else "finished"
     return Call(
         call_id=call_id,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
     from proxy.store.archive import RedisArchiveStore
     from proxy.store.base import DeliveryStore, SessionStore, WeightStore
+    from proxy.store.engines import EngineStore
     from proxy.tokens import Tokens
     from proxy.trees import SessionTrees
 
@@ -29,6 +30,7 @@ class Services:
     sessions: SessionStore
     delivery: DeliveryStore
     weights: WeightStore
+    engines: EngineStore
     archive: RedisArchiveStore
     pool: EnginePool
     updater: WeightUpdater

@@ -53,7 +53,8 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="VERBATIM_", extra="ignore", use_attribute_docstrings=True)
 
     engine: list[str] = Field(default_factory=list)
-    """Base URLs of the engine's replicas, without /v1."""
+    """Base URLs of the engines' replicas, without /v1. `NAME=URL` puts one into the policy NAME; `dns://name:port` stands for every
+    address of a name that is watched."""
     engine_api: Literal["auto", "token", "chat"] = "auto"
     """How to talk to them: token (vLLM with --enable-scale-out), chat (any OpenAI-compatible server), auto (probe)."""
     engine_api_key: SecretStr | None = None
@@ -62,6 +63,22 @@ class Settings(BaseSettings):
     """Longest silence of an engine within one call."""
     engine_connect_seconds: float = 5.0
     """Longest wait for a connection to an engine."""
+    engine_max_calls: int = Field(0, ge=0)
+    """Calls under way at once at one replica, of each process; more go to the session's next replica, or wait. 0: any number."""
+    queue_seconds: float = Field(300.0, ge=0)
+    """How long a call may wait for a replica with room, then it gets 503; 0: for ever."""
+    engine_watch_seconds: float = Field(3.0, gt=0)
+    """How often watched names are resolved again, and engines that were added at run time looked up."""
+    engine_failures: int = Field(3, ge=1)
+    """Calls that break, or probes that fail, in a row until a replica gets no more calls. A refused connection needs only one, and
+    broken calls never take out the last replica of a policy."""
+    engine_return_probes: int = Field(3, ge=1)
+    """Good probes in a row until a replica that fails repeatedly gets calls again; one that failed once needs one."""
+    engine_flap_seconds: float = Field(60.0, ge=0)
+    """How close two failures of a replica must be to count as repeated."""
+    frozen_models: list[str] = Field(default_factory=list)
+    """Models whose tokens are never trained, judges for example: names of policies or of served models. Their calls are recorded and
+    quarantined."""
 
     redis: str | None = None
     """URL of the store: redis://, redis+cluster://, redis+sentinel://, each also with rediss; none: an embedded redis-server in

@@ -32,6 +32,7 @@ class Turn:
     plan: TokenPlan | None = None
     replica: Replica | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    asked: dict[str, Any] | None = None
     role: str = "main"
     agent: str = ""
     marks: dict[str, str] = field(default_factory=dict)
@@ -39,6 +40,12 @@ class Turn:
     @property
     def session_id(self) -> str:
         return self.tree.info.session_id
+
+    def go_to(self, replica: Replica) -> None:
+        """The call begins at this replica; what was planned for another one does not hold."""
+        self.asked = self.sampling if self.asked is None else self.asked
+        self.replica, self.plan, self.sampling = replica, None, dict(self.asked)
+        self.running.ask_engine = None
 
 
 def marks_of(request: Request, headers: Mapping[str, str]) -> Marks:

@@ -74,7 +74,7 @@ class SamplingCalls:
     def _rendered(self, body: Mapping[str, Any]) -> list[int]:
         """The ids of a chat request. Raises Refused as vLLM would."""
         need(body, "messages")
-        check_model(body)
+        check_model(body, self._engine.model)
         self._check_asked(body.get("max_completion_tokens") or body.get("max_tokens") or 0)
         kwargs = {"add_generation_prompt": body.get("add_generation_prompt", True), **(body.get("chat_template_kwargs") or {})}
         try:
@@ -105,7 +105,7 @@ class SamplingCalls:
     async def generate(self, exchange: Exchange, body: Any) -> None:
         try:
             need(body, "token_ids", "sampling_params")
-            check_model(body)
+            check_model(body, self._engine.model)
             window, count = self._engine.max_model_len, len(body["token_ids"])
             if count > window:
                 raise Refused(bad(f"Input length ({count}) exceeds model's maximum context length ({window}).", None))
@@ -285,9 +285,9 @@ def need(body: Mapping[str, Any], *names: str) -> None:
             raise Refused(_missing(name))
 
 
-def check_model(body: Mapping[str, Any]) -> None:
-    if body.get("model") not in (None, MODEL):
-        message = f"The model `{body['model']}` does not exist. Valid aliases: {MODEL}."
+def check_model(body: Mapping[str, Any], served: str) -> None:
+    if body.get("model") not in (None, served):
+        message = f"The model `{body['model']}` does not exist. Valid aliases: {served}."
         raise Refused(Fail(404, message, "NotFoundError", "model"))
 
 

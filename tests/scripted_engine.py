@@ -107,7 +107,7 @@ Route = Callable[[Exchange, Any], Awaitable[None]]
 
 class ScriptedEngine:
     """`plain`: knows only /v1/chat/completions and returns neither ids nor logprobs. `ids=False`: vLLM's routes but no
-    ids on the chat route. `updatable=False`: no routes for weights."""
+    ids on the chat route. `updatable=False`: no routes for weights. `model` is the one name it serves under."""
 
     def __init__(
         self,
@@ -116,10 +116,12 @@ class ScriptedEngine:
         plain: bool = False,
         ids: bool = True,
         updatable: bool = True,
+        model: str = MODEL,
         max_model_len: int = 8192,
         default: Callable[[Generation, int], Reply] | None = None,
     ) -> None:
         self.family = FAMILIES[family] if isinstance(family, str) else family
+        self.model = model
         self.url = ""
         self.received: list[Received] = []
         self.generations: list[Generation] = []
@@ -201,7 +203,7 @@ class ScriptedEngine:
                 await exchange.fail(Fail(400, f"malformed request: {error!r}", "BadRequestError"))
 
     async def _models(self, exchange: Exchange, body: Any) -> None:
-        await exchange.answer(model_list(MODEL, self.max_model_len))
+        await exchange.answer(model_list(self.model, self.max_model_len))
 
     async def _health(self, exchange: Exchange, body: Any) -> None:
         await exchange.answer(None)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from proxy.api import archive, batches, dead_letters, health, sessions, weights
+from proxy.api import archive, batches, dead_letters, engines, health, sessions, weights
 
 
 def control_router() -> APIRouter:
-    """Sessions, batches, weights and health. Its errors need `proxy.api.errors.install_error_handlers(app)`."""
+    """Sessions, batches, weights, engines and health. Its errors need `proxy.api.errors.install_error_handlers(app)`."""
     router = APIRouter()
-    for part in (sessions, archive, dead_letters, batches, weights, health):
+    for part in (sessions, archive, dead_letters, batches, weights, engines, health):
         router.include_router(part.router)
     return router

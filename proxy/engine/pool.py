@@ -2,25 +2,35 @@
 
 Every replica has one watch task, which finds the engine at start, notices its death and its return, and asks the keeper
 (`WeightUpdater`) on each visit whether the replica's weights are known and current. A replica serves when it answers and the
-keeper lets it; `reason` says why it does not. A session stays on one replica (rendezvous hashing), so that the engine's prefix
-cache helps, and moves only when that replica stops serving.
+keeper lets it; `reason` says why it does not. One more task follows the membership: a replica that comes is watched, one that is
+gone drains, which means that it gets no new call and those in flight end. A session stays on one replica as long as that serves
+and has room (`routing`, `seats`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
-from hashlib import blake2b
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import aiohttp
 
-from proxy.engine.replica import Replica, contact, replica_at
+from proxy.engine import policies
+from proxy.engine.connections import open_connections
+from proxy.engine.gate import Gate
+from proxy.engine.health import Health, HealthRule
+from proxy.engine.membership import Member, Membership, Resolver, system_resolver
+from proxy.engine.replica import NotListening, Replica, contact, replica_at
+from proxy.engine.route import Route
+from proxy.engine.routing import preference
+from proxy.engine.seats import Caller, Seats
 from proxy.errors import EngineUnavailable, VerbatimError
 from proxy.settings import Settings
+from proxy.store.engines import EngineStore
 
 __all__ = ["EnginePool", "Replica", "WeightKeeper"]
 
@@ -28,12 +38,6 @@ log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 2.0
 RETRY_SECONDS = 1.0
-_IDLE_SECONDS = 4.0
-"""How long an idle connection is kept: vLLM's server closes it after 5 seconds, and a request sent into that would be lost."""
-
-_PROBE_AFTER_SECONDS = 30
-_PROBE_EVERY_SECONDS = 10
-_PROBES = 3
 
 
 class WeightKeeper(Protocol):
@@ -44,22 +48,41 @@ class WeightKeeper(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """`wake` makes the next visit come now, `visited` is set after the first."""
+
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    visited: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def _nobody_counts(policy: str, seconds: float) -> None:
+    pass
+
+
 class EnginePool:
-    def __init__(self, settings: Settings) -> None:
+    """`store` holds the engines that were added at run time; `waited` is told how long each call waited for a seat."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: EngineStore | None = None,
+        resolver: Resolver = system_resolver,
+        waited: Callable[[str, float], None] = _nobody_counts,
+    ) -> None:
         self._settings = settings
+        self._rule = HealthRule(settings.engine_failures, settings.engine_return_probes, settings.engine_flap_seconds)
         self._http: aiohttp.ClientSession | None = None
-        self._watches: list[asyncio.Task[None]] = []
-        self._wake: dict[str, asyncio.Event] = {}
-        self._open = asyncio.Event()
-        self._open.set()
-        self._holds = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watches: dict[Replica, _Watch] = {}
+        self._gate = Gate()
         self._stopping = False
+        self._leaving: list[Replica] = []
+        self._looking = asyncio.Lock()
         self.keeper: WeightKeeper | None = None
-        self.replicas: list[Replica] = []
-        for url in settings.engine:
-            replica = replica_at(url)
-            if all(replica.name != other.name for other in self.replicas):
-                self.replicas.append(replica)
+        self.membership = Membership(settings.engine, store, resolver)
+        self.replicas: list[Replica] = [self._made(member) for member in self.membership.members()]
+        self.seats = Seats(self.of, settings.queue_seconds, waited)
 
     @property
     def http(self) -> aiohttp.ClientSession:
@@ -70,25 +93,25 @@ class EnginePool:
 
     async def start(self) -> None:
         """Begin watching. Waits for a first answer of every replica, at most `engine_connect_seconds`; never fails."""
-        self._http = _open_session(self._settings)
-        first = [asyncio.Event() for _ in self.replicas]
-        for replica, visited in zip(self.replicas, first, strict=True):
-            self._wake[replica.name] = asyncio.Event()
-            self._watches.append(asyncio.create_task(self._watch(replica, visited)))
-        if first:
-            waits = [asyncio.create_task(visited.wait()) for visited in first]
-            _, late = await asyncio.wait(waits, timeout=self._settings.engine_connect_seconds)
-            for task in late:
-                task.cancel()
+        self._http = open_connections(self._settings)
+        for replica in self.replicas:
+            self._begin(replica)
+        looked = asyncio.Event()
+        self._spawn(self._follow(looked))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.engine_connect_seconds):
+                await looked.wait()
+                for watch in list(self._watches.values()):
+                    await watch.visited.wait()
 
     async def stop(self) -> None:
         self._stopping = True
-        for wake in self._wake.values():
-            wake.set()
-        for task in self._watches:
+        for watch in self._watches.values():
+            watch.wake.set()
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
-        self._watches.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._http is not None:
             await self._http.close()
 
@@ -96,61 +119,139 @@ class EnginePool:
         """The replicas of one policy, serving or not; "" is the default one."""
         return [replica for replica in self.replicas if replica.policy == policy]
 
-    def pick(self, session_id: str) -> Replica:
-        """The replica that serves this session. Raises EngineUnavailable with every replica's reason."""
-        serving = [replica for replica in self.replicas if replica.healthy]
+    @property
+    def draining(self) -> list[Replica]:
+        """Replicas that left the pool and have calls to end."""
+        self._leaving = [replica for replica in self._leaving if replica.in_flight]
+        return list(self._leaving)
+
+    def policy_for(self, model: str) -> str:
+        """The policy that a call for `model` goes to. Raises NotFound."""
+        named = {spec.policy for spec in self.membership.specs}
+        return policies.policy_for(model, self.replicas, named)
+
+    def pick(self, session_id: str, model: str = "") -> Replica:
+        """The replica that serves this session, whether it has room or not. Raises EngineUnavailable with every replica's reason,
+        and NotFound for a model that there is not."""
+        policy = self.policy_for(model)
+        serving = [replica for replica in self.of(policy) if replica.healthy]
         if not serving:
-            raise EngineUnavailable(f"no engine can take the call: {self.ready()[1]}")
-        return max(serving, key=lambda replica: _weight(session_id, replica.name))
+            raise EngineUnavailable(f"no engine can take the call: {self._reasons(self.of(policy))}")
+        return preference(session_id, serving)[0]
+
+    def route(self, model: str, caller: Caller) -> Route:
+        """The way of one call to a replica that has room for it and can be reached."""
+        return Route(self, model, caller)
+
+    def is_frozen(self, replica: Replica, model: str) -> bool:
+        """Whether what the replica samples for `model` is never trained."""
+        return policies.is_frozen(replica, model, self._settings.frozen_models)
 
     def ready(self) -> tuple[bool, str]:
         """Whether a replica serves, and if none does, why."""
         if any(replica.healthy for replica in self.replicas):
             return True, ""
-        if not self.replicas:
-            return False, "no engine is configured"
-        return False, "; ".join(f"{replica.name}: {replica.reason}" for replica in self.replicas)
+        return False, self._reasons(self.replicas)
 
     async def models(self) -> list[str]:
         """The models that serving replicas name, in order, each once."""
-        return list(dict.fromkeys(model for replica in self.replicas if replica.healthy for model in replica.models))
+        return list(self.catalogue())
+
+    def catalogue(self) -> Mapping[str, int | None]:
+        """What harnesses may ask for now, and the window of each in tokens."""
+        return policies.catalogue(self.replicas)
 
     def mark_failed(self, replica: Replica, reason: str) -> None:
         """Stop sending calls there; its watch looks at once whether it answers again."""
         self._down(replica, reason)
-        if replica.name in self._wake:
-            self._wake[replica.name].set()
+        self._look_at(replica)
 
     def mark_serving(self, replica: Replica) -> None:
-        """Its weights were just made current: send calls there again."""
-        self._up(replica)
+        """Its weights were just made current: send calls there again, unless it still has to show that it lives."""
+        if replica.health.recovered:
+            self._up(replica)
 
-    async def admitted(self) -> None:
-        """Wait until no weight update holds calls back."""
-        await self._open.wait()
+    def call_failed(self, replica: Replica, reason: str, *, refused: bool) -> None:
+        """A call there broke: a connection that was refused takes the replica out, otherwise too many in a row do, if another one
+        of its policy serves."""
+        many = replica.health.call_failed()
+        others = any(other.healthy for other in self.of(replica.policy) if other is not replica)
+        if refused or (many and others):
+            self._eject(replica, reason)
+        self._look_at(replica)
 
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Inside, calls that arrive wait in `admitted`; those in flight go on."""
-        self._holds += 1
-        self._open.clear()
-        try:
-            yield
-        finally:
-            self._holds -= 1
-            if self._holds == 0:
-                self._open.set()
+    async def admitted(self, policy: str = policies.DEFAULT) -> None:
+        """Wait until no weight update holds the policy's calls back."""
+        await self._gate.passed(policy)
 
-    async def _watch(self, replica: Replica, visited: asyncio.Event) -> None:
-        wake = self._wake[replica.name]
-        # Not only until cancelled: before Python 3.12 asyncio.wait_for, which redis-py sends with, can swallow a cancellation.
+    def hold(self, policy: str | None = None) -> AbstractContextManager[None]:
+        """Inside, calls that arrive wait in `admitted`, those of one policy or (None) all; those in flight go on."""
+        return self._gate.hold(policy)
+
+    async def look(self) -> None:
+        """Learn which replicas there should be now, and take in and let go accordingly."""
+        async with self._looking:
+            await self.membership.refresh()
+            self._reconcile({member.name: member for member in self.membership.members()})
+
+    async def _follow(self, looked: asyncio.Event) -> None:
         while not self._stopping:
-            wake.clear()
-            await self._visit(replica)
-            visited.set()
             try:
-                async with asyncio.timeout(WATCH_SECONDS if replica.healthy else RETRY_SECONDS):
-                    await wake.wait()
+                await self.look()
+            except Exception:
+                log.exception("which engines there are cannot be told")
+            looked.set()
+            await asyncio.sleep(self._settings.engine_watch_seconds)
+
+    def _reconcile(self, wanted: dict[str, Member]) -> None:
+        stay = {replica.name for replica in self.replicas if _is(replica, wanted.get(replica.name))}
+        gone = [replica for replica in self.replicas if replica.name not in stay]
+        new = [self._made(member) for name, member in wanted.items() if name not in stay]
+        self.replicas = [*(replica for replica in self.replicas if replica.name in stay), *new]
+        for replica in gone:
+            self._retire(replica)
+        for replica in new:
+            log.info("engine %s joins (%s)", replica.name, replica.source)
+            self._begin(replica)
+
+    def _retire(self, replica: Replica) -> None:
+        log.info("engine %s leaves; %d calls in flight end there", replica.name, replica.in_flight)
+        replica.draining = True
+        self._down(replica, "it left the pool")
+        self._leaving.append(replica)
+        self._look_at(replica)
+        self._watches.pop(replica, None)
+
+    def _made(self, member: Member) -> Replica:
+        replica = replica_at(member.url)
+        replica.policy, replica.source = member.policy, member.source
+        replica.max_calls, replica.health = self._settings.engine_max_calls, Health(self._rule)
+        return replica
+
+    def _begin(self, replica: Replica) -> None:
+        watch = self._watches[replica] = _Watch()
+        self._spawn(self._watch(replica, watch))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _look_at(self, replica: Replica) -> None:
+        """Have its watch visit it now."""
+        if replica in self._watches:
+            self._watches[replica].wake.set()
+
+    async def _watch(self, replica: Replica, watch: _Watch) -> None:
+        # Not only until cancelled: before Python 3.12 asyncio.wait_for, which redis-py sends with, can swallow a cancellation.
+        while not self._stopping and not replica.draining:
+            watch.wake.clear()
+            await self._visit(replica)
+            watch.visited.set()
+            calm = replica.healthy and not replica.health.doubtful
+            try:
+                async with asyncio.timeout(WATCH_SECONDS if calm else RETRY_SECONDS):
+                    await watch.wake.wait()
             except TimeoutError:
                 continue
             # Woken by a failed call: a moment's pause, so that calls failing in a row do not become a busy loop.
@@ -160,10 +261,10 @@ class EnginePool:
         try:
             await contact(self.http, replica, self._settings.engine_api)
         except EngineUnavailable as error:
-            replica.alive = False
-            self._down(replica, error.message)
+            self._probe_failed(replica, error)
             return
         replica.alive = True
+        replica.health.probe_worked()
         try:
             if self.keeper is not None:
                 await self.keeper.admit(replica)
@@ -173,48 +274,48 @@ class EnginePool:
             log.exception("engine %s: the check of its weights failed", replica.name)
             self._down(replica, "the check of its weights failed; the log says why")
         else:
+            self._admit(replica)
+
+    def _admit(self, replica: Replica) -> None:
+        if replica.draining:
+            return
+        if replica.health.recovered:
             self._up(replica)
+        else:
+            self._down(replica, f"it failed repeatedly; {replica.health.missing_probes} more good probes and it serves again")
+
+    def _probe_failed(self, replica: Replica, error: EngineUnavailable) -> None:
+        many = replica.health.probe_failed()
+        if replica.healthy and not many and not isinstance(error, NotListening):
+            log.info("engine %s: a probe failed: %s", replica.name, error.message)
+            return
+        replica.alive = False
+        self._eject(replica, error.message)
+
+    def _eject(self, replica: Replica, reason: str) -> None:
+        if replica.healthy:
+            replica.health.ejected()
+        self._down(replica, reason)
 
     def _up(self, replica: Replica) -> None:
+        if replica.draining:
+            return
         if not replica.healthy:
             log.info("engine %s serves (%s, weights %s)", replica.name, replica.api, replica.weight_version)
         replica.healthy, replica.reason = True, ""
+        self.seats.serve(replica.policy)
 
     def _down(self, replica: Replica, reason: str) -> None:
         if replica.healthy or replica.reason != reason:
             log.warning("engine %s does not serve: %s", replica.name, reason)
         replica.healthy, replica.reason = False, reason
 
-
-def _open_session(settings: Settings) -> aiohttp.ClientSession:
-    key = settings.engine_api_key
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_probing_socket),
-        headers={"Authorization": f"Bearer {key.get_secret_value()}"} if key else None,
-        timeout=aiohttp.ClientTimeout(
-            total=None, sock_connect=settings.engine_connect_seconds, sock_read=settings.engine_timeout_seconds
-        ),
-    )
+    def _reasons(self, replicas: Sequence[Replica]) -> str:
+        if replicas:
+            return "; ".join(f"{replica.name}: {replica.reason}" for replica in replicas)
+        watched = [spec for spec in self.membership.specs if spec.watched]
+        return f"no address of {', '.join(spec.url for spec in watched)} is known yet" if watched else "no engine is configured"
 
 
-def _probing_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket that asks its other end for a sign of life: a machine that vanished breaks the call within a minute or so, where an
-    engine that thinks for an hour does not."""
-    family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    longest_seconds = _PROBE_AFTER_SECONDS + _PROBES * _PROBE_EVERY_SECONDS
-    # Not every system has all of them. The last is for what was sent and never acknowledged, when no probe is sent.
-    for name, value in (
-        ("TCP_KEEPIDLE", _PROBE_AFTER_SECONDS),
-        ("TCP_KEEPINTVL", _PROBE_EVERY_SECONDS),
-        ("TCP_KEEPCNT", _PROBES),
-        ("TCP_USER_TIMEOUT", longest_seconds * 1000),
-    ):
-        if hasattr(socket, name):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return made
-
-
-def _weight(session_id: str, name: str) -> bytes:
-    return blake2b(f"{session_id}\0{name}".encode(), digest_size=8).digest()
+def _is(replica: Replica, member: Member | None) -> bool:
+    return member is not None and (member.url, member.policy) == (replica.url, replica.policy)

@@ -1,17 +1,19 @@
 """Replica: one engine as the pool knows it, and `contact`, the probe that finds out.
 
-A probe posts `{}` to the routes it asks about: an engine that has the route answers 400 or 422, one that has not answers
-404 or 405. So it needs no OpenAPI page and costs the engine nothing.
+A probe asks for the models and for `/health`. One that meets an engine for the first time also posts `{}` to the routes it asks
+about: an engine that has the route answers 400 or 422, one that has not answers 404 or 405. So it needs no OpenAPI page and costs
+the engine nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import aiohttp
 
+from proxy.engine.health import Health
 from proxy.errors import EngineUnavailable
 
 # A busy engine may think for a while about a small question; a dead one refuses the connection at once.
@@ -27,6 +29,9 @@ class Replica:
     `adapter` is the LoRA adapter that stands before the base model, if the engine was started with one. `updatable`: it has
     the routes that take new weights. `weight_version` is that of its weights, None while unknown; 0 is whatever the engine
     was started with, before any push. `policy` names the model whose pool and version line it belongs to; "" is the default one.
+    `names` are all models it answers to, adapters included. `source` says where it comes from: settings, api or a watched name.
+    `draining`: it left the pool and only ends its calls. `in_flight` are this process's calls there, at most `max_calls` (0: any
+    number).
     """
 
     name: str
@@ -41,11 +46,29 @@ class Replica:
     max_model_len: int | None = None
     updatable: bool = False
     weight_version: int | None = None
+    names: tuple[str, ...] = ()
+    source: str = "settings"
+    draining: bool = False
+    in_flight: int = 0
+    max_calls: int = 0
+    health: Health = field(default_factory=Health)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may take another call."""
+        return not self.max_calls or self.in_flight < self.max_calls
 
     def model_for(self, asked: str) -> str:
         """What to send as "model" when the harness asked for `asked`: the adapter in the place of its base model, which is not
         what the replica's weight version speaks of. A name the engine does not know stays, for the engine to refuse."""
-        return self.adapter if self.adapter and asked in self.models else asked
+        name = self.served_as(asked)
+        return self.adapter if self.adapter and name in self.models else name
+
+    def served_as(self, asked: str) -> str:
+        """The engine's own name for `asked`: the policy's name, where the engine does not know it, means the model it serves."""
+        if not asked or asked != self.policy or asked in self.names or not self.models:
+            return asked
+        return self.models[0]
 
     def version_of(self, label: str | None) -> int | None:
         """The weight version that an engine's label on a span means, or None: such tokens must not reach a trainer.
@@ -58,6 +81,10 @@ class Replica:
         return None if self.updatable else self.weight_version
 
 
+class NotListening(EngineUnavailable):
+    """No connection could be made: nothing answers at the engine's address."""
+
+
 def replica_at(url: str) -> Replica:
     """A replica not yet contacted. `url` may carry a trailing slash or /v1; the name is its host, port and path."""
     base = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
@@ -66,16 +93,18 @@ def replica_at(url: str) -> Replica:
 
 
 async def contact(http: aiohttp.ClientSession, replica: Replica, engine_api: str) -> None:
-    """Learn what the engine is: models, api, routes for weights. Raises EngineUnavailable with the reason it cannot serve."""
+    """Learn what the engine is: models, api, routes for weights. Raises EngineUnavailable with the reason it cannot serve,
+    NotListening when no connection could be made."""
     try:
         await _list_models(http, replica)
+        await _check_health(http, replica)
         if not replica.alive or replica.api is None:
             replica.api = await _find_api(http, replica, engine_api)
             replica.updatable = await _status(http, "GET", f"{replica.url}/weight_info") == 200
     except TimeoutError as error:
         raise EngineUnavailable(f"no answer within {PROBE_TIMEOUT.total:g} seconds") from error
     except aiohttp.ClientConnectorError as error:
-        raise EngineUnavailable(f"cannot connect: {error.strerror or error.os_error}") from error
+        raise NotListening(f"cannot connect: {error.strerror or error.os_error}") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise EngineUnavailable(str(error) or type(error).__name__) from error
 
@@ -94,11 +123,19 @@ async def _list_models(http: aiohttp.ClientSession, replica: Replica) -> None:
         raise ValueError("GET /v1/models answered something else than a list of models") from error
 
 
+async def _check_health(http: aiohttp.ClientSession, replica: Replica) -> None:
+    # vLLM's answers 503 when the engine behind the server is dead. A server without the route says nothing by it.
+    status = await _status(http, "GET", f"{replica.url}/health")
+    if status >= 500:
+        raise EngineUnavailable(f"GET /health answered HTTP {status}")
+
+
 def _read_cards(replica: Replica, cards: list[dict[str, Any]]) -> None:
     base = [card for card in cards if not card.get("parent")]
     adapters = [str(card["id"]) for card in cards if card.get("parent")]
     lengths = [int(card["max_model_len"]) for card in base if card.get("max_model_len")]
     replica.models = tuple(str(card["id"]) for card in base)
+    replica.names = tuple(str(card["id"]) for card in cards)
     replica.adapter = adapters[0] if adapters else None
     replica.max_model_len = min(lengths) if lengths else None
 

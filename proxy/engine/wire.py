@@ -112,22 +112,26 @@ class EngineHttp:
     ) -> T:
         """The decoded answer. Raises RequestError for the engine's 4xx, EngineFailed or EngineUnavailable for the rest."""
         try:
-            data = await self._exchange(replica, path, _encode(body), _json(headers), line)
+            data = await self._exchange(replica, path, _encoded(replica, body), _json(headers), line)
         except asyncio.CancelledError:
             if line is None or not line.hung_up:
                 raise
             raise line.absorb() from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._broken(replica, error) from error
+            raise self._broken(replica, error, line) from error
         return _decoded(replica, path, data, answer)
 
     async def ask(self, replica: Replica, path: str, body: Any, answer: type[T]) -> T:
-        """As `post`, for what may be asked twice: a connection that the engine had just closed costs a second try, not the call."""
-        data = _encode(body)
+        """As `post`, for what may be asked twice: a connection that the engine had just closed costs a second try, not the call.
+        It samples nothing, so when that one breaks, too, another replica may be asked: EngineUnavailable."""
+        data = _encoded(replica, body)
         try:
-            raw = await self._exchange(replica, path, data, _json(None), None)
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-            return await self.post(replica, path, body, answer)
+            try:
+                raw = await self._exchange(replica, path, data, _json(None), None)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                raw = await self._exchange(replica, path, data, _json(None), None)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            raise EngineUnavailable(self._broken(replica, error).message) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._broken(replica, error) from error
         return _decoded(replica, path, raw, answer)
@@ -139,6 +143,7 @@ class EngineHttp:
             answer = await response.read()
             if response.status != 200:
                 raise refusal(replica, path, response.status, answer)
+            replica.health.call_worked()
             return answer
 
     async def events(
@@ -146,23 +151,26 @@ class EngineHttp:
     ) -> AsyncIterator[bytes]:
         """The data of each event up to [DONE]. Raises as `post`; EngineFailed when the stream ends without [DONE] or the
         line is hung up."""
-        decoder = EventDecoder()
+        decoder, data = EventDecoder(), _encoded(replica, body)
         try:
-            async with self._pool.http.post(replica.url + path, data=_encode(body), headers=_json(headers)) as response:
+            async with self._pool.http.post(replica.url + path, data=data, headers=_json(headers)) as response:
                 line.connected(response)
                 if response.status != 200:
                     raise refusal(replica, path, response.status, await response.read())
                 async for chunk in response.content.iter_any():
-                    for data in decoder.feed(chunk):
-                        if data == b"[DONE]":
+                    for event in decoder.feed(chunk):
+                        if event == b"[DONE]":
+                            replica.health.call_worked()
                             return
-                        yield data
+                        yield event
         except asyncio.CancelledError:
             if not line.hung_up:
                 raise
             raise line.absorb() from None
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise self._broken(replica, error) from error
+            raise self._broken(replica, error, line) from error
+        if not line.hung_up:
+            self._pool.call_failed(replica, "streams end without their end", refused=False)
         raise EngineFailed(f"engine {replica.name} broke off in the middle of a reply")
 
     async def answers(
@@ -201,9 +209,12 @@ class EngineHttp:
             return None
         return replica.version_of(label)
 
-    def _broken(self, replica: Replica, error: Exception) -> VerbatimError:
-        if isinstance(error, (aiohttp.ClientConnectorError, ConnectionRefusedError)):
-            self._pool.mark_failed(replica, f"cannot connect: {error}")
+    def _broken(self, replica: Replica, error: Exception, line: Line | None = None) -> VerbatimError:
+        refused = isinstance(error, (aiohttp.ClientConnectorError, ConnectionRefusedError))
+        if line is None or not line.hung_up:
+            what = f"cannot connect: {error}" if refused else f"calls break off: {error or type(error).__name__}"
+            self._pool.call_failed(replica, what, refused=refused)
+        if refused:
             return EngineUnavailable(f"engine {replica.name} cannot be reached")
         if isinstance(error, asyncio.TimeoutError):
             return EngineFailed(f"engine {replica.name} did not answer in time")
@@ -215,6 +226,20 @@ def _decoded(replica: Replica, path: str, data: bytes, answer: type[T]) -> T:
         return msgspec.json.decode(data, type=answer)
     except msgspec.DecodeError as error:
         raise EngineFailed(f"engine {replica.name} answered {path} with something else than expected: {error}") from error
+
+
+def _encoded(replica: Replica, body: Any) -> bytes:
+    """The body as JSON, with the model by the engine's own name, also in a request that it quotes."""
+    return _encode(_addressed(replica, body))
+
+
+def _addressed(replica: Replica, body: Any) -> Any:
+    if not replica.policy or not isinstance(body, dict):
+        return body
+    named = {key: _addressed(replica, value) for key, value in body.items() if isinstance(value, dict) and "model" in value}
+    if isinstance(body.get("model"), str):
+        named["model"] = replica.served_as(body["model"])
+    return {**body, **named}
 
 
 def _json(headers: dict[str, str] | None) -> dict[str, str]:

@@ -50,6 +50,10 @@ Weights, all in the slot of `{weights}`, kept for good:
     vb:{weights}:history   list    WeightState (msgpack), newest first, at most a thousand
     vb:{weights}:lock      string  owner of the one push; expires
 
+Engines that were added at run time, in a slot of its own; kept until they are removed:
+
+    vb:engines             hash    name -> StoredEngine (msgpack): URL or watched name, policy
+
 Retention, in a slot of its own:
 
     vb:{retention}:lock    string  owner of the one right to archive and delete; expires
@@ -61,6 +65,7 @@ SESSIONS = "vb:sessions"
 UNCLOSED = "vb:unclosed"
 
 PROCESSES = "vb:processes"
+ENGINES = "vb:engines"
 CUTS = "vb:cuts"
 
 DELIVERY = tuple(

@@ -1,0 +1,82 @@
+"""`verbatim engines`: the replicas of a running service, and engines added to it and removed from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="The engines of a running service: who serves, and engines that come and go (VERBATIM_URL, VERBATIM_ADMIN_TOKEN).",
+)
+
+
+@app.command("list")
+def list_() -> None:
+    """List the replicas with what they serve, and why one does not."""
+    from rich.console import Console
+
+    from cli.control import Control
+
+    found = Control().get("/engines")
+    console = Console()
+    console.print(replicas_table(found["replicas"]))
+    for policy, calls in found["waiting"].items():
+        if calls:
+            console.print(f"{calls} calls wait for a replica of {policy or 'the default policy'}")
+    silent = {engine["url"] for engine in found["engines"]} - {replica[key] for replica in found["replicas"] for key in _OF}
+    for url in sorted(silent):
+        console.print(f"{url}: no address is known")
+
+
+@app.command("add")
+def add(
+    url: Annotated[str, typer.Argument(metavar="URL", help="http://HOST:PORT, or dns://NAME:PORT for all its addresses.")],
+    policy: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="The policy whose replica it is. Left out: the default one. NAME=URL says it, too."),
+    ] = "",
+) -> None:
+    """Add an engine. It takes calls once it answers and has the current weights; a restart of the service keeps it."""
+    from cli.control import Control
+
+    added = Control().post("/engines", {"url": url, "policy": policy})
+    typer.echo(f"{added['name']} added to {added['policy'] or 'the default policy'}")
+
+
+@app.command("remove")
+def remove(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name in the list of engines: HOST:PORT, or dns:NAME:PORT.")],
+) -> None:
+    """Remove an engine that was added. Calls in flight end there."""
+    from cli.control import Control
+
+    Control().delete(f"/engines/{quote(name, safe='')}")
+    typer.echo(f"{name} removed; calls in flight end there")
+
+
+_OF = ("url", "source")
+
+
+def replicas_table(found: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table("replica", "policy", "status", "weights", "calls", "models", "from", "reason")
+    for replica in found:
+        most = f" of {replica['max_calls']}" if replica["max_calls"] else ""
+        table.add_row(
+            replica["name"],
+            replica["policy"] or "(default)",
+            replica["status"],
+            "" if replica["weight_version"] is None else str(replica["weight_version"]),
+            f"{replica['in_flight']}{most}",
+            ", ".join(replica["models"]),
+            replica["source"],
+            replica["reason"] or "",
+        )
+    return table

@@ -1,0 +1,108 @@
+"""Engines: the replicas there are, and those that are added and removed while the service runs. For the admin.
+
+What is added here is in the store: every process serves through it a few seconds later, and a restart keeps it. What the settings
+name is theirs, and cannot be removed here.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Response
+from pydantic import Field
+
+from proxy.api.access import Served, admin_only
+from proxy.api.answers import json_response
+from proxy.api.bodies import Body, body_of
+from proxy.engine.membership import EngineSpec, engine_spec
+from proxy.engine.replica import Replica
+from proxy.errors import Conflict, NotFound, RequestError
+from proxy.services import Services
+from proxy.store.engines import StoredEngine
+
+router = APIRouter(prefix="/engines", dependencies=[Depends(admin_only)])
+
+
+class Addition(Body):
+    url: str = Field(min_length=1, max_length=2048)
+    policy: str = Field("", max_length=200)
+
+
+@router.get("")
+async def listing(services: Served) -> Response:
+    """What was given (`engines`) and the replicas that came of it, as this process sees them."""
+    stored = await services.engines.engines()
+    fixed = services.pool.membership.fixed
+    given = [_given(spec, "settings") for spec in fixed]
+    given += [_given(spec, "api") for spec in (EngineSpec(each.url, each.policy) for each in stored) if spec not in fixed]
+    replicas = [*services.pool.replicas, *services.pool.draining]
+    return json_response(
+        {
+            "engines": given,
+            "replicas": [_replica(replica) for replica in replicas],
+            "waiting": dict(services.pool.seats.depths()),
+        }
+    )
+
+
+@router.post("")
+async def add(services: Served, body: Annotated[Addition, Depends(body_of(Addition))]) -> Response:
+    """201 with what was added, also when it was there already. It takes calls once it answers and has the current weights."""
+    try:
+        spec = engine_spec(body.url, body.policy)
+    except ValueError as error:
+        raise RequestError(f"{body.url!r} cannot be an engine: {error}", param="url") from error
+    if any(spec.name == fixed.name for fixed in services.pool.membership.fixed):
+        raise Conflict(f"engine {spec.name} is in the settings", param="url")
+    _check_name_is_free(services, spec.policy)
+    await services.engines.add(StoredEngine(spec.name, spec.url, spec.policy, time.time()))
+    await services.pool.look()
+    return json_response(_given(spec, "api"), 201)
+
+
+@router.delete("/{name:path}")
+async def remove(services: Served, name: str) -> Response:
+    """It gets no more calls; those in flight end. 404 when there is no such engine, 409 when it is in the settings."""
+    found = await services.engines.remove(name)
+    if not found:
+        _refuse(services, name)
+    await services.pool.look()
+    return json_response({"name": name, "removed": True})
+
+
+def _check_name_is_free(services: Services, policy: str) -> None:
+    """Raises Conflict when calls for that name go to another policy's engines now: sessions would go on under other weights."""
+    for replica in services.pool.replicas:
+        if policy and policy in replica.names and replica.policy != policy:
+            raise Conflict(f"calls for the model {policy!r} go to engine {replica.name}, which serves it", param="policy")
+
+
+def _refuse(services: Services, name: str) -> None:
+    if any(name == spec.name for spec in services.pool.membership.fixed):
+        raise Conflict(f"engine {name} is in the settings of the service: take it out there")
+    for replica in services.pool.replicas:
+        if replica.name == name:
+            raise Conflict(f"engine {name} is an address of {replica.source}: remove that name, or the address from it")
+    raise NotFound(f"there is no engine {name!r}")
+
+
+def _given(spec: EngineSpec, source: str) -> dict[str, Any]:
+    return {"name": spec.name, "url": spec.url, "policy": spec.policy, "source": source}
+
+
+def _replica(replica: Replica) -> dict[str, Any]:
+    return {
+        "name": replica.name,
+        "url": replica.url,
+        "policy": replica.policy,
+        "source": replica.source,
+        "status": "draining" if replica.draining else "serving" if replica.healthy else "down",
+        "reason": replica.reason or None,
+        "api": replica.api,
+        "models": list(replica.models),
+        "max_model_len": replica.max_model_len,
+        "weight_version": replica.weight_version,
+        "in_flight": replica.in_flight,
+        "max_calls": replica.max_calls,
+    }

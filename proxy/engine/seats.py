@@ -1,0 +1,111 @@
+"""Seats: which call may use which replica now, and the calls that wait because none has room.
+
+A call takes a seat on the first replica in its session's preference that has room: its own one, or when that is saturated the next
+by the same hash. When all are, it waits in its policy's fair queue. The numbers are this process's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from proxy.engine.queue import FairQueue, Waiting
+from proxy.engine.replica import Replica
+from proxy.engine.routing import preference
+from proxy.errors import EngineFailed, EngineUnavailable
+
+LOOK_SECONDS = 2.0
+"""How often a waiting call looks whether anybody still wants it."""
+RETRY_AFTER_SECONDS = 5.0
+"""What a call that waited in vain is told: the engines are busy for longer than a moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who wants a seat. `cut` is set when the call must end; `look` raises when nobody can want it any more."""
+
+    session_id: str
+    cut: asyncio.Event
+    look: Callable[[], Awaitable[None]]
+
+
+class Seats:
+    def __init__(
+        self,
+        replicas_of: Callable[[str], Sequence[Replica]],
+        queue_seconds: float,
+        waited: Callable[[str, float], None],
+    ) -> None:
+        self._replicas_of = replicas_of
+        self._queue_seconds = queue_seconds
+        self._waited = waited
+        self._queues: dict[str, FairQueue] = {}
+
+    def depths(self) -> Mapping[str, int]:
+        """Waiting calls by policy."""
+        return {policy: len(queue) for policy, queue in self._queues.items()}
+
+    async def take(self, policy: str, caller: Caller, tried: set[Replica]) -> Replica:
+        """A replica, one that was not tried if any of those serves, with a seat on it that `free` gives back.
+
+        Raises EngineUnavailable when none has room in time, EngineFailed when the call is cut, and what `caller.look` raises."""
+        call = Waiting(caller.session_id, tried)
+        queue = self._queues.setdefault(policy, FairQueue())
+        started = time.monotonic()
+        queue.join(call)
+        self.serve(policy)
+        try:
+            if not call.given.done():
+                await self._wait(call, caller, policy)
+        except BaseException:
+            queue.leave(call)
+            if call.given.done():
+                self.free(call.given.result())
+            raise
+        finally:
+            self._waited(policy, time.monotonic() - started)
+        return call.given.result()
+
+    def free(self, replica: Replica) -> None:
+        replica.in_flight -= 1
+        self.serve(replica.policy)
+
+    def serve(self, policy: str) -> None:
+        """Hand out what seats there are: after one was freed, and when a replica came or returned."""
+        queue = self._queues.get(policy)
+        if not queue:
+            return
+        serving = [replica for replica in self._replicas_of(policy) if replica.healthy]
+
+        def choose(call: Waiting) -> Replica | None:
+            untried = [replica for replica in serving if replica not in call.tried] or serving
+            free = [replica for replica in untried if replica.has_room]
+            return preference(call.session_id, free)[0] if free else None
+
+        while any(replica.has_room for replica in serving) and queue.serve(choose):
+            pass
+
+    async def _wait(self, call: Waiting, caller: Caller, policy: str) -> None:
+        cut = asyncio.ensure_future(caller.cut.wait())
+        try:
+            async with asyncio.timeout(self._queue_seconds or None):
+                while True:
+                    await asyncio.wait((call.given, cut), timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                    if cut.done():
+                        raise EngineFailed("the call was cut before it was sampled")
+                    if call.given.done():
+                        return
+                    await caller.look()
+        except TimeoutError as error:
+            raise self._late(policy) from error
+        finally:
+            cut.cancel()
+
+    def _late(self, policy: str) -> EngineUnavailable:
+        error = EngineUnavailable(
+            f"no engine had room for the call within {self._queue_seconds:g} seconds; waiting: {len(self._queues[policy])}"
+        )
+        error.retry_after_seconds = RETRY_AFTER_SECONDS
+        return error
