@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -47,6 +49,20 @@ class Control:
     def delete(self, path: str) -> dict[str, Any]:
         """The answer to DELETE `path`. Raises `Refusal`."""
         return self._ask("DELETE", path)
+
+    def lines(self, path: str, body: dict[str, Any], *, silence_seconds: float) -> Iterator[dict[str, Any]]:
+        """What POST `path` tells line by line, with at most so long between two. Raises `Refusal`."""
+        headers = {"Authorization": f"Bearer {self._token}", "Accept": "application/x-ndjson"}
+        timeout = httpx.Timeout(TIMEOUT_SECONDS, read=silence_seconds)
+        try:
+            with httpx.stream("POST", self._url + path, json=body, headers=headers, timeout=timeout) as response:
+                if response.is_error:
+                    response.read()
+                    raise Refusal(complaint(response))
+                for line in response.iter_lines():
+                    yield json.loads(line)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Refusal(f"the connection to {self._url} broke off: {error}") from error
 
     def _ask(self, method: str, path: str, **more: Any) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._token}"}

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import audit, dead_letters, engines, env, export, imports, run, serve, sessions
+from cli import audit, dead_letters, engines, env, export, imports, run, serve, sessions, weights
 from cli.refusal import Refusal
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ app.command("import")(imports.import_sessions)
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(engines.app, name="engines")
+app.add_typer(weights.app, name="weights")
 
 
 def _print_version(wanted: bool) -> None:

@@ -21,6 +21,7 @@ from proxy.api.errors import install_error_handlers
 from proxy.api.expiry import expire_idle, sweep_seconds
 from proxy.engine.pool import EnginePool
 from proxy.engine.updates import WeightUpdater
+from proxy.engine.weight_metrics import WeightMetrics
 from proxy.errors import StoreUnavailable
 from proxy.harness import Harness
 from proxy.inflight import Inflight
@@ -77,19 +78,15 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         engines=engines,
         archive=RedisArchiveStore(store, sessions),
         pool=pool,
-        updater=WeightUpdater(pool, weights, settings),
+        updater=WeightUpdater(pool, weights, settings, WeightMetrics(metrics.registry, lambda: pool.replicas)),
         trees=SessionTrees(sessions, settings.session_cache, settings.volatile_lines),
         inflight=inflight,
         peers=Peers(process, RedisPeerStore(store), sessions, inflight, settings.close_wait_seconds),
         metrics=metrics,
     )
     metrics.watch_engines(lambda: [*pool.replicas, *pool.draining], pool.seats.depths)
-    services.metrics.watch(lambda: len(services.inflight), lambda: _version(pool))
+    metrics.watch(lambda: len(services.inflight))
     return services
-
-
-def _version(pool: EnginePool) -> float:
-    return max((replica.weight_version or 0 for replica in pool.replicas), default=0)
 
 
 @contextlib.asynccontextmanager

@@ -9,7 +9,6 @@
 | verbatim_tools_dropped_total | counter | dialect, kind | tools offered that no engine can serve |
 | verbatim_call_seconds | histogram | part (engine, own) | time of a call spent waiting for the engine, and the rest |
 | verbatim_calls_in_flight | gauge | | calls under way in this process |
-| verbatim_weight_version | gauge | | the pool's current version as this process knows it |
 | verbatim_engine_up | gauge | replica, policy | 1: it serves, 0: it does not |
 | verbatim_engine_calls_in_flight | gauge | replica, policy | calls under way there from this process |
 | verbatim_engine_queue | gauge | policy | calls of this process that wait for a replica with room |
@@ -25,6 +24,8 @@
 States of groups: opened, filling, ready, leased, acked, dropped, dead, stale. What else is counted in verbatim_groups_total:
 expired and nacked leases, timed_out, retried, refused and refused_stale
 (admissions), and stale_kept, stale_dropped and stale_flagged.
+
+Those of weight updates are in proxy/engine/weight_metrics.py.
 """
 
 from __future__ import annotations
@@ -110,7 +111,6 @@ class Metrics:
             "verbatim_call_seconds", "Seconds of a call by part.", ("part",), registry=self.registry, buckets=_SECONDS
         )
         self._in_flight = Gauge("verbatim_calls_in_flight", "Calls under way in this process.", registry=self.registry)
-        self._version = Gauge("verbatim_weight_version", "The pool's current weight version.", registry=self.registry)
         self._held_back = Counter("verbatim_backpressure", "Sessions refused: too much is undelivered.", registry=self.registry)
         self._expired = Counter("verbatim_expired_sessions", "Sessions closed because they were idle.", registry=self.registry)
         self._retained = Counter(
@@ -129,10 +129,9 @@ class Metrics:
         self._groups = StoredGroups()
         self.registry.register(self._groups)
 
-    def watch(self, in_flight: Callable[[], float], version: Callable[[], float]) -> None:
-        """Where the gauges read their values when they are scraped."""
+    def watch(self, in_flight: Callable[[], float]) -> None:
+        """Where the gauge reads its value when it is scraped."""
         self._in_flight.set_function(in_flight)
-        self._version.set_function(version)
 
     def watch_engines(self, replicas: Callable[[], Iterable[Replica]], waiting: Callable[[], Mapping[str, int]]) -> None:
         """Where the gauges of engines read their values when they are scraped."""

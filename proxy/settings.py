@@ -212,6 +212,8 @@ class Settings(BaseSettings):
     """Folders that a weight push may read from; empty: any path (the engines open it, not the proxy)."""
     weights_timeout_seconds: float = 600.0
     """Longest time one replica may take for one step of a weight update."""
+    weights_lock_seconds: float = Field(30.0, gt=0)
+    """How long the right to push outlives a process that died in the middle of a push; then another puts right what it left."""
 
     @field_validator("admin_token", "trainer_token", "admin_tokens", "trainer_tokens")
     @classmethod

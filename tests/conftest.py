@@ -1,6 +1,8 @@
 """Fixtures shared by all tests: servers, each in a module of its own."""
 
 import os
+import shutil
+import subprocess
 import threading
 
 import pytest
@@ -32,7 +34,29 @@ def _left_running() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
 
 
+def _gpus() -> int:
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+_LEFT_OUT = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked gpu are left out where there are not two: what no machine of the project has is no failure of its tests."""
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if wanting and _gpus() < 2:
+        items[:] = [item for item in items if item not in wanting]
+        config.hook.pytest_deselected(items=wanting)
+        config.stash[_LEFT_OUT] = len(wanting)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if left_out := terminalreporter.config.stash.get(_LEFT_OUT, 0):
+        terminalreporter.write_line(f"left out: {left_out} tests that need two GPUs, this machine has {_gpus()}")
     if left := _left_running():
         terminalreporter.write_line(f"ERROR: tests left threads running: {', '.join(left)}", red=True)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from scripted_sampling import Fail, Sampler
 
@@ -11,8 +15,22 @@ if TYPE_CHECKING:
     from scripted_engine import Exchange, Route
 
 
+Step = Literal["check", "pause", "start", "update", "finish", "resume"]
+
+
+@dataclass
+class Hold:
+    """A step that waits: before it is done, or after it is done and before it is answered. `reached` when it waits."""
+
+    step: Step
+    done: bool
+    reached: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
+
+
 class ScriptedWeights:
-    """`loaded` is what the workers report. `refuse_check` and `refuse_update` make the next update fail with that sentence."""
+    """`loaded` is what the workers report. `refuse_check` and `refuse_update` make the next update fail with that sentence.
+    `hold` makes the next such step wait. As vLLM does, it breaks when weights change while it samples: `broken` says how."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -21,6 +39,13 @@ class ScriptedWeights:
         self.loaded: dict[str, Any] = {"whole": True, "path": None, "version": None, "updates": 0, "error": None}
         self.refuse_check: str | None = None
         self.refuse_update: str | None = None
+        self.broken: list[str] = []
+        self.workers = 1
+        self.joined: list[dict[str, Any]] = []
+        self.labels: list[str] = []
+        self._received = False
+        self._claims = ScriptedClaims()
+        self._holds: list[Hold] = []
         self.routes: dict[tuple[str, str], Route] = {
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
@@ -28,6 +53,7 @@ class ScriptedWeights:
             ("POST", "/abort_requests"): self._abort,
             ("GET", "/weight_info"): self._info,
             ("POST", "/update_weight_version"): self._set_version,
+            ("GET", "/get_world_size"): self._world_size,
             ("POST", "/init_weight_transfer_engine"): self._init,
             ("POST", "/start_weight_update"): self._start,
             ("POST", "/update_weights"): self._update,
@@ -35,18 +61,41 @@ class ScriptedWeights:
             ("POST", "/collective_rpc"): self._rpc,
         }
 
+    def hold(self, step: Step, *, done: bool) -> Hold:
+        self._holds.append(Hold(step, done))
+        return self._holds[-1]
+
+    @property
+    def label(self) -> str:
+        return self._sampler.version
+
+    async def _held(self, step: Step, *, done: bool) -> None:
+        for hold in [hold for hold in self._holds if (hold.step, hold.done) == (step, done)]:
+            self._holds.remove(hold)
+            hold.reached.set()
+            while not hold.released.is_set():
+                await asyncio.sleep(0.005)
+
+    def _relabel(self, label: str) -> None:
+        self._sampler.version = label
+        self.labels.append(label)
+
     async def _pause(self, exchange: Exchange, body: Any) -> None:
         mode = exchange.query.get("mode", "abort")
         if mode not in ("abort", "wait", "keep"):
             await exchange.fail(Fail(400, f"mode: {mode!r} is not one of 'abort', 'wait', 'keep'", "Bad Request", "query.mode"))
             return
+        await self._held("pause", done=False)
         await self._sampler.pause(mode)
         self.paused = True
+        await self._held("pause", done=True)
         await exchange.answer({"status": "paused"})
 
     async def _resume(self, exchange: Exchange, body: Any) -> None:
+        await self._held("resume", done=False)
         self.paused = False
         self._sampler.resume()
+        await self._held("resume", done=True)
         await exchange.answer({"status": "resumed"})
 
     async def _is_paused(self, exchange: Exchange, body: Any) -> None:
@@ -59,48 +108,104 @@ class ScriptedWeights:
         await exchange.answer({"weight_version": self._sampler.version})
 
     async def _set_version(self, exchange: Exchange, body: Any) -> None:
-        self._sampler.version = body["new_version"]
+        self._relabel(body["new_version"])
         await exchange.answer({"success": True, "new_version": body["new_version"]})
 
+    async def _world_size(self, exchange: Exchange, body: Any) -> None:
+        await exchange.answer({"world_size": self.workers})
+
     async def _init(self, exchange: Exchange, body: Any) -> None:
+        info = body["init_info"]
+        self.joined.append(info["nccl"])
+        self.loaded = {**self.loaded, "group": info["group"]}
         await exchange.answer({"message": "Weight transfer initialized"})
 
     async def _start(self, exchange: Exchange, body: Any) -> None:
+        await self._held("start", done=False)
         if self.updating:
-            await exchange.fail(Fail(500, "A weight update is already active."))
-        elif not self.paused:
+            await exchange.fail(Fail(500, "start_weight_update called while a weight update is already active."))
+            return
+        if not self.paused:
+            self.broken.append("start")
             await exchange.fail(Fail(500, "start_weight_update without a pause"))
-        else:
-            self.updating = True
-            await exchange.answer({"message": "Weight update started"})
+            return
+        self.updating, self._received = True, False
+        await self._held("start", done=True)
+        await exchange.answer({"message": "Weight update started"})
 
     async def _update(self, exchange: Exchange, body: Any) -> None:
         info = body["update_info"]
-        error = self.refuse_update or _missing(info["path"])
+        await self._held("update", done=False)
+        error = self._claims.refusal(info.get("owner", ""), info.get("fence", 0))
+        error = error or self.refuse_update or (None if "transfer" in info else _missing(info["path"]))
+        if not error and not (self.paused and self.updating):
+            self.broken.append("update")
         self.refuse_update = None
         if error:
             self.loaded = {**self.loaded, "error": error}
+            self.updating = False
             await exchange.fail(Fail(500, error))
             return
         updates = self.loaded["updates"] + 1
-        loaded = {"whole": True, "path": info["path"], "version": info.get("version"), "updates": updates, "error": None}
-        self.loaded = loaded
+        loaded = {"whole": True, "path": info.get("path"), "version": info.get("version"), "updates": updates, "error": None}
+        loaded |= {"group": self.loaded["group"]} if "group" in self.loaded else {}
+        self.loaded, self._received = loaded, True
+        await self._held("update", done=True)
         await exchange.answer({"message": "Weights updated"})
 
     async def _finish(self, exchange: Exchange, body: Any) -> None:
-        self.updating = False
+        await self._held("finish", done=False)
+        if not self._received:
+            await exchange.fail(Fail(500, "no weights came since the update was started"))
+            return
+        self.updating = self._received = False
         if body.get("weight_version") is not None:
-            self._sampler.version = body["weight_version"]
+            self._relabel(body["weight_version"])
+        await self._held("finish", done=True)
         await exchange.answer({"message": "Weight update finished"})
 
     async def _rpc(self, exchange: Exchange, body: Any) -> None:
+        holder = self._claims.holder
         if body.get("method") == "verbatim_weights":
-            await exchange.answer({"results": [self.loaded]})
+            await exchange.answer({"results": [self.loaded | ({"claimed_by": holder} if holder else {})]})
+        elif body.get("method") == "verbatim_claim":
+            await exchange.answer({"results": [{"error": self._claims.take(*body["args"])}]})
+        elif body.get("method") == "verbatim_check_transfer":
+            outside = body["args"][0]["group"] != self.loaded.get("group")
+            error, self.refuse_check = self.refuse_check, None
+            await exchange.answer({"results": [{"error": "the engine is not in the group" if outside else error}]})
         elif body.get("method") == "verbatim_check":
+            await self._held("check", done=False)
             error, self.refuse_check = self.refuse_check or _missing(body["args"][0]), None
             await exchange.answer({"results": [{"error": error}]})
         else:
             await exchange.fail(Fail(500, f"Call to collective_rpc method failed: {body.get('method')}"))
+
+
+class ScriptedClaims:
+    """The rules of `proxy.engine.vllm_backend.Claims`, which imports vLLM."""
+
+    def __init__(self) -> None:
+        self._fences: dict[str, int] = {}
+        self._owner, self._until = "", 0.0
+
+    def take(self, owner: str, fence: int, seconds: float) -> str | None:
+        if refused := self.refusal(owner, fence):
+            return refused
+        self._fences[owner] = fence
+        self._owner, self._until = owner, time.monotonic() + seconds
+        return None
+
+    def refusal(self, owner: str, fence: int) -> str | None:
+        if owner and self.holder not in (None, owner):
+            return "another service changes this engine's weights"
+        if owner and fence < self._fences.get(owner, 0):
+            return "another process has taken over since this push began"
+        return None
+
+    @property
+    def holder(self) -> str | None:
+        return self._owner if time.monotonic() < self._until else None
 
 
 def _missing(path: str) -> str | None:

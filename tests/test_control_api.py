@@ -48,7 +48,8 @@ class ScriptedUpdater:
     pushes: list[tuple[int, str, str, str]] = field(default_factory=list)
     failure: Exception | None = None
 
-    async def push(self, version: int, path: str, kind: str, mode: str) -> dict[str, Any]:
+    async def push(self, version: int, path: str, kind: str, mode: str, *, policy: str, **_: Any) -> dict[str, Any]:
+        assert policy == ""
         if self.failure is not None:
             raise self.failure
         self.pushes.append((version, path, kind, mode))

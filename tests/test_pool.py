@@ -111,7 +111,11 @@ class ScriptedWeights:
         return self._set_label({"new_version": body["weight_version"]})
 
     def _call(self, body: dict[str, Any]) -> dict[str, Any]:
-        worker = self.loaded if body["method"] == "verbatim_weights" else {"error": self.refuses}
+        worker = (
+            self.loaded
+            if body["method"] == "verbatim_weights"
+            else {"error": self.refuses if body["method"] == "verbatim_check" else None}
+        )
         return {"results": [worker]}
 
 

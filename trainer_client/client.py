@@ -30,7 +30,8 @@ from trainer_client.errors import (
     VersionConflict,
 )
 from trainer_client.lease import Lease
-from trainer_client.publish import WeightPush, prune_versions, push_of, write_weights
+from trainer_client.publish import WeightPush, prune_versions, push_of, what_failed, write_weights
+from trainer_client.publish_nccl import NcclPublisher
 from trainer_client.transport import Transport, never_started
 from trainer_client.wire import ACCEPT, body_of, groups_of
 
@@ -122,8 +123,9 @@ class TrainerClient:
         keep_last: int | None = None,
         shard_bytes: int = 5 * 10**9,
         push_seconds: float = 3600.0,
+        model: str = "",
     ) -> WeightPush:
-        """The result of every replica, all of which now serve `weights` as `version`.
+        """The result of every replica of `model` ("": the default one), all of which now serve `weights` as `version`.
 
         `weights` is a state dict of torch tensors, written to `directory/version-<version>` first, or a path the engines can
         read. `mode` is what becomes of calls in flight: keep (they go on under the new weights), wait or abort. `keep_last`
@@ -131,16 +133,34 @@ class TrainerClient:
         Raises: VersionConflict, UnpublishableWeights, ReplicaFailed, and ConnectionFailed: then `weights()` tells whether
         the push happened, because it is not repeated once it may have begun.
         """
-        path = self._path_of(weights, version, kind, directory, shard_bytes)
-        push = self._push({"version": version, "path": path, "kind": kind, "mode": mode}, push_seconds)
+        path = self._path_of(weights, version, kind, directory, shard_bytes, model)
+        body = {"version": version, "path": path, "kind": kind, "mode": mode}
+        push = self._push(body | ({"model": model} if model else {}), push_seconds)
         if push.failed or not push.applied:
-            raise ReplicaFailed(_what_failed(push), push=push)
+            raise ReplicaFailed(what_failed(push), push=push)
         if keep_last is not None and directory is not None:
             prune_versions(directory, version, keep_last)
         return push
 
+    def nccl(
+        self,
+        weights: Any,
+        *,
+        master_address: str,
+        master_port: int,
+        packed: bool = True,
+        model: str = "",
+        rank: int = 0,
+        push_seconds: float = 3600.0,
+    ) -> NcclPublisher:
+        """Publishes `weights`, a torch module, from its GPU to the engines' without a file: see `publish_nccl`. The engines connect
+        to `master_address:master_port`, where this trainer's rank 0 listens."""
+        where = {"master_address": master_address, "master_port": master_port, "packed": packed}
+        return NcclPublisher(self._transport, weights, where, model=model, rank=rank, push_seconds=push_seconds)
+
     def weights(self) -> dict[str, Any]:
-        """What the service serves: `{current: {version, path, kind, updated_at}, history, updating, replicas}`."""
+        """What the service serves: `{current: {version, path, kind, updated_at}, history, updating, frozen, replicas}` of the default
+        model, and under `models` the same of each other one."""
         answer = body_of(self._transport.request("GET", "/weights"))
         try:
             int(answer["current"]["version"])
@@ -198,6 +218,7 @@ class TrainerClient:
         kind: Kind,
         directory: str | os.PathLike[str] | None,
         shard_bytes: int,
+        model: str,
     ) -> str:
         if not isinstance(weights, Mapping):
             return str(Path(weights).absolute())
@@ -206,7 +227,8 @@ class TrainerClient:
         if kind == "lora":
             raise UnpublishableWeights("an adapter needs its adapter_config.json: save it whole and publish its path")
         # Asked before writing: a folder of a version that is being served must not be replaced by other values.
-        current = int(self.weights()["current"]["version"])
+        line = self.weights()
+        current = int((line["models"][model] if model else line)["current"]["version"])
         if version <= current:
             raise VersionConflict(f"version {version} is not greater than {current}, which is being served", status=409)
         return str(write_weights(weights, directory, version, shard_bytes=shard_bytes))
@@ -222,9 +244,3 @@ class TrainerClient:
             error.add_note("The push may have happened: weights() tells the version that is served.")
             raise
         return push_of(body_of(response), body["version"], body["path"])
-
-
-def _what_failed(push: WeightPush) -> str:
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in push.failed.items())
-    state = "is served by the others" if push.applied else "is served by none, nothing has changed"
-    return f"version {push.version} failed on {len(push.failed)} of {len(push.replicas)} replicas and {state}: {reasons}"

@@ -54,6 +54,13 @@ def push_of(answer: Any, version: int, path: str) -> WeightPush:
         raise InvalidAnswer(f"the answer to a push is not readable: {error!r}") from error
 
 
+def what_failed(push: WeightPush) -> str:
+    """One sentence on a push that did not reach every engine."""
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in push.failed.items())
+    state = "is served by the others" if push.applied else "is served by none, nothing has changed"
+    return f"version {push.version} failed on {len(push.failed)} of {len(push.replicas)} replicas and {state}: {reasons}"
+
+
 def write_weights(
     state_dict: Mapping[str, Any], directory: str | os.PathLike[str], version: int, *, shard_bytes: int = 5 * 10**9
 ) -> Path:

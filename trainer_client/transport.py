@@ -6,6 +6,7 @@ most `retry_seconds` in all. Never repeated: any other error, because asking aga
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,6 +85,24 @@ class Transport:
             except ServiceError as error:
                 error.attempts = retrying.statistics["attempt_number"]
                 raise
+
+    def lines(self, path: str, body: Any, *, answer_seconds: float) -> Iterator[dict[str, Any]]:
+        """What POST `path` answers line by line, with at most `answer_seconds` beyond the usual timeout between two. Not repeated.
+
+        Raises: ServiceError or one of its subclasses, ConnectionFailed, ClientClosed.
+        """
+        read = httpx.Timeout(self.timeout_seconds, read=self.timeout_seconds + answer_seconds)
+        headers = {"Accept": "application/x-ndjson"}
+        with self.in_use():
+            try:
+                with self._http.stream("POST", path, json=body, headers=headers, timeout=read) as response:
+                    if response.status_code >= 300:
+                        response.read()
+                        raise service_error("POST", path, response)
+                    for line in response.iter_lines():
+                        yield json.loads(line)
+            except httpx.TransportError as error:
+                raise ConnectionFailed(f"POST {path}: {error or type(error).__name__}", sent=True) from error
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

@@ -1,56 +1,103 @@
-"""One replica's weight update: pause, load, label, commit, resume; and what may be done with it when a step fails."""
+"""One replica's weight update: claim, check, pause, load, label, commit, resume; and what may be done with it when a step fails."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 from proxy.engine.replica import Replica
-from proxy.engine.weight_api import SETUP, Loaded, StepRefused, WeightApi
+from proxy.engine.weight_api import SETUP, Loaded, StepRefused, Transfer, WeightApi
 from proxy.errors import EngineFailed, StoreUnavailable, VerbatimError
 
-Kind = Literal["full", "lora"]
+Kind = Literal["full", "lora", "nccl"]
 Mode = Literal["keep", "wait", "abort"]
+Step = Literal["checking", "pausing", "paused", "loading", "loaded", "resumed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
+    """`path` is what the engines read; for nccl, which reads none, a copy of the same weights for engines that come later, if
+    there is one. `transfer` says what nccl sends."""
+
     version: int
-    path: str
+    path: str | None
     kind: Kind = "full"
     mode: Mode = "keep"
+    policy: str = ""
+    transfer: Transfer | None = None
+
+
+async def _at_once() -> None:
+    """Nobody has to be waited for, nothing to be made current."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What an update asks of whoever runs it. `check` raises when the push lock is lost; `together` returns when every replica
+    that must load at the same time is ready to; `commit` makes the version current; `tell` hears of each step."""
+
+    check: Callable[[], None]
+    commit: Callable[[], Awaitable[None]] = _at_once
+    together: Callable[[], Awaitable[None]] = _at_once
+    tell: Callable[[Step], None] = lambda step: None
 
 
 class ReplicaLeft(EngineFailed):
     """The update failed and the replica stays paused: its weights are not whole, not known or not committed."""
 
 
-async def update_replica(
-    api: WeightApi, replica: Replica, push: Push, check: Callable[[], None], commit: Callable[[], Awaitable[None]]
-) -> None:
-    """Return when the replica runs on the new weights and says so.
+async def update_replica(api: WeightApi, replica: Replica, push: Push, guard: Guard) -> None:
+    """Return when the replica runs on the new weights and says so; they are made current before any token of them is sampled.
 
-    `check` raises when the push lock is lost; `commit` makes the version the pool's current one, before any token of it is
-    sampled. Raises ReplicaLeft, or another VerbatimError with the replica resumed on its old, whole weights.
+    Raises ReplicaLeft, or another VerbatimError with the replica resumed on its old, whole weights.
     """
-    before = await _prepare(api, replica, push)
-    check()
+    if not replica.updatable:
+        raise EngineFailed(f"the engine has no routes for weights; {SETUP}")
+    guard.tell("checking")
+    # An engine for adapters need not have the backend, which keeps the claim.
+    async with claimed(api, required=push.kind != "lora"):
+        before = await _prepare(api, replica, push)
+        guard.check()
+        try:
+            guard.tell("pausing")
+            await api.pause(push.mode)
+            guard.tell("paused")
+            await guard.together()
+            guard.check()
+            guard.tell("loading")
+            await _load(api, push)
+            guard.tell("loaded")
+        except VerbatimError as error:
+            await _resume_intact(api, before, error)
+            guard.tell("resumed")
+            raise
+        await _finish(api, push, guard)
+
+
+@asynccontextmanager
+async def claimed(api: WeightApi, *, required: bool) -> AsyncIterator[None]:
+    """The engine is this service's to change inside, and after it when it is left paused. Not `required`: also one that cannot
+    keep a claim. Raises Claimed."""
     try:
-        await api.pause(push.mode)
-        check()
-        await _load(api, push)
-    except VerbatimError as error:
-        await _resume_intact(api, before, error)
+        await api.claim()
+    except StepRefused:
+        if required:
+            raise
+    try:
+        yield
+    except ReplicaLeft:
         raise
-    await _finish(api, push, check, commit)
+    except VerbatimError:
+        await api.release()
+        raise
+    await api.release()
 
 
 async def _prepare(api: WeightApi, replica: Replica, push: Push) -> Loaded | None:
     """What is loaded now. Raises while the replica is untouched and goes on serving."""
-    if not replica.updatable:
-        raise EngineFailed(f"the engine has no routes for weights; {SETUP}")
     if push.kind == "lora":
         if replica.adapter is None:
             raise EngineFailed(
@@ -59,15 +106,20 @@ async def _prepare(api: WeightApi, replica: Replica, push: Push) -> Loaded | Non
             )
         return None
     before = await api.loaded()
-    await api.check(push.path)
+    if push.transfer is not None:
+        await api.check_transfer(push.transfer)
+    else:
+        await api.check(str(push.path))
     return before
 
 
 async def _load(api: WeightApi, push: Push) -> None:
-    if push.kind == "lora":
-        await api.load_adapter(push.path)
+    if push.transfer is not None:
+        await api.load_transfer(push.transfer, push.version)
+    elif push.kind == "lora":
+        await api.load_adapter(str(push.path))
     else:
-        await api.load_full(push.path, push.version)
+        await api.load_full(str(push.path), push.version)
 
 
 async def _resume_intact(api: WeightApi, before: Loaded | None, error: VerbatimError) -> None:
@@ -86,15 +138,17 @@ async def _resume_intact(api: WeightApi, before: Loaded | None, error: VerbatimE
     raise await _left(api, error.message) from error
 
 
-async def _finish(api: WeightApi, push: Push, check: Callable[[], None], commit: Callable[[], Awaitable[None]]) -> None:
+async def _finish(api: WeightApi, push: Push, guard: Guard) -> None:
     try:
-        check()
+        guard.check()
         if push.kind == "lora":
             await api.set_label(push.version)
         else:
             await api.finish_full(push.version)
-        await commit()
+        await guard.commit()
+        guard.check()
         await api.resume()
+        guard.tell("resumed")
     except VerbatimError as error:
         raise await _left(api, error.message) from error
 

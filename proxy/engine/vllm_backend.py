@@ -9,12 +9,18 @@ its headers are read, and a *rehearsal* sends its names and shapes through the m
 counting what lands where. It must fill exactly what the engine's original checkpoint fills. So a bad checkpoint costs nothing:
 the old weights still serve and the update can be repeated. `verbatim_check` tells beforehand, without a pause. Only a read
 error halfway can tear the weights; `verbatim_weights` says so until the next whole update.
+
+The update may also come from a trainer's GPUs: after `init_weight_transfer_engine {"group", "nccl"}` has joined the trainer's NCCL
+group, update {"transfer": {"group", "names", "dtype_names", "shapes"}, "version"} receives the parameters with vLLM's own engine.
+
+`verbatim_claim` keeps those apart who would change the weights: see `Claims`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,15 +131,52 @@ def read_tensors(headers: Headers) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
+class Claims:
+    """Who may change the weights: one owner at a time, and of an owner only the bearer of its greatest fence."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._fences: dict[str, int] = {}
+        self._owner, self._until = "", 0.0
+
+    def take(self, owner: str, fence: int, seconds: float) -> str | None:
+        """Why it cannot be had, or None. 0 seconds give it back."""
+        if refused := self.refusal(owner, fence):
+            return refused
+        self._fences[owner] = fence
+        self._owner, self._until = owner, self._clock() + seconds
+        return None
+
+    def refusal(self, owner: str, fence: int) -> str | None:
+        """Why an update of this owner must not be taken. One without an owner never claims and is not refused."""
+        if owner and self.holder not in (None, owner):
+            return f"another service changes this engine's weights, for {self._until - self._clock():.0f} seconds at most"
+        if owner and fence < self._fences.get(owner, 0):
+            return "another process has taken over since this push began"
+        return None
+
+    @property
+    def holder(self) -> str | None:
+        return self._owner if self._clock() < self._until else None
+
+
 @dataclass
 class VerbatimInit(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """`nccl` are the fields of vLLM's NCCLWeightTransferInitInfo; `group` is what the trainer calls the group."""
+
+    group: str
+    nccl: dict[str, Any]
 
 
 @dataclass
 class VerbatimUpdate(WeightTransferUpdateInfo):
-    path: str
+    """A checkpoint's `path`, or the `transfer` of one; `owner` and `fence` as claimed."""
+
+    path: str | None = None
+    transfer: dict[str, Any] | None = None
     version: int | None = None
+    owner: str = ""
+    fence: int = 0
 
 
 class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
@@ -147,18 +190,54 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
         self._original = _original_headers(self.vllm_config)
         self._expected: dict[str, int] | None = None
         self._accepted: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
-        self.state: dict[str, Any] = {"whole": True, "path": None, "version": None, "updates": 0, "error": None}
+        self.claims = Claims()
+        self._nccl: Any = None
+        self._received = False
+        self.state: dict[str, Any] = {
+            "whole": True,
+            "path": None,
+            "version": None,
+            "updates": 0,
+            "error": None,
+            "group": None,
+        }
 
     def init_transfer_engine(self, init_info: VerbatimInit) -> None:
-        del init_info
+        """Join the trainer's NCCL group, in the place of one joined before. Raises BadCheckpoint on an engine without a GPU."""
+        try:
+            self._join(init_info)
+        except Exception as error:
+            self.state = {**self.state, "group": None, "error": str(error)}
+            if self.parallel_config.world_size == 1:
+                raise
+            logger.error("%s", error)
+
+    def _join(self, init_info: VerbatimInit) -> None:
+        if self.device.type != "cuda":
+            raise BadCheckpoint(f"nccl needs engines on GPUs, this one runs on {self.device.type}")
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferInitInfo
+
+        self.shutdown()
+        self._nccl = NCCLWeightTransferEngine(self.config, self.vllm_config, self.device, self.model)
+        self._nccl.init_transfer_engine(NCCLWeightTransferInitInfo(**init_info.nccl))
+        self.state = {**self.state, "group": init_info.group, "error": None}
 
     def start_weight_update(self) -> None:
-        """Nothing yet: the model is first touched when the checkpoint has been checked."""
+        """The model is not touched before the checkpoint has been checked."""
+        self._received = False
 
     def receive_weights(self, update_info: VerbatimUpdate) -> None:
         """Load the checkpoint. Raises BadCheckpoint with the model as it was, or TornWeights."""
         try:
-            self._load(self.checked(update_info.path), update_info.path)
+            if refused := self.claims.refusal(update_info.owner, update_info.fence):
+                raise BadCheckpoint(refused)
+            if update_info.transfer is not None:
+                self._receive(update_info.transfer)
+            elif update_info.path is not None:
+                self._load(self.checked(update_info.path), update_info.path)
+            else:
+                raise BadCheckpoint("an update needs a path or a transfer")
+            self._received = True
         except (BadCheckpoint, TornWeights) as error:
             self.state = {**self.state, "error": str(error)}
             # With several workers vLLM takes the answer of the first that failed and leaves the others' in their queues,
@@ -169,6 +248,7 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
             return
         updates = self.state["updates"] + 1
         self.state = {
+            **self.state,
             "whole": True,
             "path": update_info.path,
             "version": update_info.version,
@@ -183,11 +263,29 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
         self._check_coverage(headers, path)
         return headers
 
+    def checked_transfer(self, transfer: dict[str, Any]) -> None:
+        """Raises BadCheckpoint unless the group is the one that was joined and the parameters fill the model."""
+        if transfer["group"] != self.state["group"]:
+            raise BadCheckpoint("the engine is not in the trainer's NCCL group: the trainer has to connect again")
+        described = zip(transfer["names"], transfer["dtype_names"], transfer["shapes"], strict=True)
+        headers = {name: Header(Path(), tuple(shape), getattr(torch, dtype)) for name, dtype, shape in described}
+        if len(headers) < len(transfer["names"]):
+            raise BadCheckpoint("the trainer names a parameter twice")
+        if twice := [name for name, first in self._tied.items() if name in headers and first in headers]:
+            raise BadCheckpoint(f"the trainer sends {twice[0]} beside the weight that this model ties it to")
+        self._check_shapes(headers, "the trainer's model")
+        self._check_coverage(headers, "the trainer's model")
+
     def finish_weight_update(self) -> None:
-        """Nothing left: an update is complete when `receive_weights` returns."""
+        """An update is complete when `receive_weights` returns; without one there is nothing to finish, and no new label."""
+        if not self._received:
+            raise BadCheckpoint("no weights came since the update was started")
+        self._received = False
 
     def shutdown(self) -> None:
-        """No connection is held."""
+        if self._nccl is not None:
+            self._nccl.shutdown()
+            self._nccl = None
 
     def _untied(self, headers: Headers, path: str) -> Headers:
         """Without the second name of tied weights, which must say the same as the first."""
@@ -237,6 +335,25 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
                 self._retie()
         except Exception as error:
             raise TornWeights(f"reading {path} broke off, the weights are torn: {error}") from error
+
+    def _receive(self, transfer: dict[str, Any]) -> None:
+        """Raises BadCheckpoint before anything is received, TornWeights after. Waits for the trainer for as long as NCCL does."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+
+        self.checked_transfer(transfer)
+        info = NCCLWeightTransferUpdateInfo(transfer["names"], transfer["dtype_names"], transfer["shapes"])
+        self.state = {**self.state, "whole": False}
+        try:
+            with torch.device(self.device):
+                self._nccl.start_weight_update()
+                try:
+                    self._nccl.receive_weights(info)
+                    torch.accelerator.synchronize()
+                finally:
+                    self._nccl.finish_weight_update()
+                self._retie()
+        except Exception as error:
+            raise TornWeights(f"the transfer broke off, the weights are torn: {error}") from error
 
     def _retie(self) -> None:
         # On a CPU vLLM packs each linear layer's weight for its kernel. The reload packs the embedding anew but not the
@@ -357,19 +474,35 @@ class VerbatimWorker:
 
     def verbatim_weights(self) -> dict[str, Any]:
         """`whole`: False while the weights are torn; `path`, `version` of the last whole update, `updates` how many; `error`
-        of the last update if it failed."""
-        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        if not isinstance(engine, VerbatimEngine):
-            raise RuntimeError(f'start vLLM with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\'')
-        return dict(engine.state)
+        of the last update if it failed; `claimed_by`: who is changing them; `group`: the NCCL group that was joined."""
+        engine = self._verbatim()
+        return {**engine.state, "claimed_by": engine.claims.holder}
+
+    def verbatim_claim(self, owner: str, fence: int, seconds: float) -> dict[str, Any]:
+        """`error`: why the weights cannot be this owner's to change for so long, None when they are."""
+        return {"error": self._verbatim().claims.take(owner, fence, seconds)}
 
     def verbatim_check(self, path: str) -> dict[str, Any]:
         """`error`: why the checkpoint at `path` cannot be loaded, None when it can. Safe while requests run."""
-        try:
-            self.weight_transfer_engine.checked(path)  # type: ignore[attr-defined]
-        except BadCheckpoint as error:
-            return {"error": str(error)}
-        return {"error": None}
+        return _error_of(self._verbatim().checked, path)
+
+    def verbatim_check_transfer(self, transfer: dict[str, Any]) -> dict[str, Any]:
+        """`error`: why the trainer's parameters cannot be received, None when they can. Safe while requests run."""
+        return _error_of(self._verbatim().checked_transfer, transfer)
+
+    def _verbatim(self) -> VerbatimEngine:
+        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        if not isinstance(engine, VerbatimEngine):
+            raise RuntimeError(f'start vLLM with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\'')
+        return engine
+
+
+def _error_of(check: Callable[[Any], object], what: Any) -> dict[str, Any]:
+    try:
+        check(what)
+    except BadCheckpoint as error:
+        return {"error": str(error)}
+    return {"error": None}
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

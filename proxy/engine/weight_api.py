@@ -6,9 +6,10 @@ The checkpoint route needs the backend of `vllm_backend.py` in the engine; LoRA 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import aiohttp
@@ -32,26 +33,55 @@ class StepRefused(EngineFailed):
     """The engine answered a step with an error; any other EngineFailed leaves open whether it took the step."""
 
 
+class Claimed(EngineFailed):
+    """The engine is another's to change: of a service on another store, or of a process that has taken over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Who changes the engine's weights: the store's identity, the push lock's fence, and for how many seconds at most."""
+
+    owner: str
+    fence: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What a trainer sends through the NCCL group `group`: its parameters in order, each with its torch dtype and full shape."""
+
+    group: str
+    world_size: int
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What a replica's workers hold: `whole` when all of them hold the same complete weights, from the update of `path`
     (None: what the engine was started with) as `version`; `updates` counts the whole updates since the engine started;
-    `error` is what the last update failed with."""
+    `error` is what the last update failed with; `claimed_by` who is changing them now; `group` the NCCL group that it joined."""
 
     whole: bool
     path: str | None
     version: int | None
     updates: int
     error: str | None = field(default=None, compare=False)
+    claimed_by: str | None = field(default=None, compare=False)
+    group: str | None = field(default=None, compare=False)
 
 
 class WeightApi:
-    """One replica's weight routes. Every method raises EngineFailed, with a sentence that names what the engine said."""
+    """One replica's weight routes. Every method raises EngineFailed, with a sentence that names what the engine said.
 
-    def __init__(self, http: aiohttp.ClientSession, replica: Replica, step_seconds: float) -> None:
+    With a `claim` the engine's workers load nothing that comes under an older one."""
+
+    def __init__(self, http: aiohttp.ClientSession, replica: Replica, step_seconds: float, claim: Claim | None = None) -> None:
         self._http = http
         self._replica = replica
         self._step_seconds = step_seconds
+        self._claim = claim
 
     async def label(self) -> str:
         answer = await self._ask("GET", "/weight_info", seconds=PROBE_SECONDS)
@@ -70,11 +100,41 @@ class WeightApi:
         except StepRefused as error:
             raise StepRefused(f"the engine has no backend for checkpoints ({error.message}); {SETUP}") from error
 
+    async def claim(self) -> None:
+        """Raises Claimed when another has the engine, StepRefused when it has no backend that could say."""
+        if self._claim is None:
+            return
+        claim = self._claim
+        for answer in await self._call_workers(
+            "verbatim_claim", claim.owner, claim.fence, claim.seconds, seconds=PROBE_SECONDS
+        ):
+            if answer.get("error"):
+                raise Claimed(str(answer["error"]))
+
+    async def release(self) -> None:
+        """Others may change the engine again. A claim that cannot be given back ends by itself."""
+        if self._claim is not None:
+            with contextlib.suppress(EngineFailed):
+                await self._call_workers("verbatim_claim", self._claim.owner, self._claim.fence, 0.0, seconds=PROBE_SECONDS)
+
     async def check(self, path: str) -> None:
         """Raises StepRefused when the checkpoint does not fit. Nothing is paused or changed."""
-        for answer in await self._call_workers("verbatim_check", path):
-            if answer.get("error"):
-                raise StepRefused(str(answer["error"]))
+        self._raise_any(await self._call_workers("verbatim_check", path))
+
+    async def check_transfer(self, transfer: Transfer) -> None:
+        """Raises StepRefused when the engine is not in that group or the parameters do not fit. Nothing is paused or changed."""
+        self._raise_any(await self._call_workers("verbatim_check_transfer", asdict(transfer)))
+
+    async def world_size(self) -> int:
+        """The workers of this engine, over all its parallel ranks."""
+        return int((await self._ask("GET", "/get_world_size", seconds=PROBE_SECONDS)).get("world_size", 0))
+
+    async def join(self, group: str, nccl: dict[str, Any]) -> None:
+        """Returns when every worker has joined the trainer's NCCL group; the trainer must be joining it meanwhile."""
+        await self._ask("POST", "/init_weight_transfer_engine", {"init_info": {"group": group, "nccl": nccl}})
+        joined = await self.loaded()
+        if joined.group != group:
+            raise StepRefused(joined.error or "not every worker of the engine has joined the group")
 
     async def pause(self, mode: str) -> None:
         """After it nothing runs. The cache is cleared in every mode: `keep` freezes the requests in flight and computes
@@ -86,6 +146,15 @@ class WeightApi:
 
     async def load_full(self, path: str, version: int) -> None:
         """Return when every worker holds all of the checkpoint. To be called while paused."""
+        await self._update({"path": path, "version": version})
+
+    async def load_transfer(self, transfer: Transfer, version: int) -> None:
+        """Return when every worker holds what the trainer sends. To be called while paused, in all the group's engines at once."""
+        await self._update({"transfer": asdict(transfer), "version": version})
+
+    async def _update(self, update_info: dict[str, Any]) -> None:
+        claim = {"owner": self._claim.owner, "fence": self._claim.fence} if self._claim else {}
+        await self.claim()
         before = await self.loaded()
         try:
             await self._ask("POST", "/start_weight_update")
@@ -93,7 +162,7 @@ class WeightApi:
             # A push that was killed between start and update left it begun; the next checkpoint may go right in.
             if "already active" not in error.message:
                 raise
-        await self._ask("POST", "/update_weights", {"update_info": {"path": path, "version": version}})
+        await self._ask("POST", "/update_weights", {"update_info": {**update_info, **claim}})
         after = await self.loaded()
         if not after.whole or after.updates != before.updates + 1:
             raise StepRefused(after.error or "the engine's workers hold different weights")
@@ -108,7 +177,12 @@ class WeightApi:
     async def abort_all(self) -> None:
         await self._ask("POST", "/abort_requests", {}, seconds=PROBE_SECONDS)
 
-    async def _call_workers(self, method: str, *args: str, seconds: float | None = None) -> list[dict[str, Any]]:
+    def _raise_any(self, answers: list[dict[str, Any]]) -> None:
+        for answer in answers:
+            if answer.get("error"):
+                raise StepRefused(str(answer["error"]))
+
+    async def _call_workers(self, method: str, *args: Any, seconds: float | None = None) -> list[dict[str, Any]]:
         """One answer per worker of the engine."""
         answer = await self._ask("POST", "/collective_rpc", {"method": method, "args": args}, seconds=seconds)
         results = answer.get("results")
@@ -138,7 +212,9 @@ def _loaded(workers: list[dict[str, Any]]) -> Loaded:
     first = workers[0]
     whole = all(worker.get("whole") is True and worker.get("updates") == first.get("updates") for worker in workers)
     error = next((str(worker["error"]) for worker in workers if worker.get("error")), None)
-    return Loaded(whole, first.get("path"), first.get("version"), int(first.get("updates", 0)), error)
+    claimed_by = next((str(worker["claimed_by"]) for worker in workers if worker.get("claimed_by")), None)
+    group = first.get("group") if all(worker.get("group") == first.get("group") for worker in workers) else None
+    return Loaded(whole, first.get("path"), first.get("version"), int(first.get("updates", 0)), error, claimed_by, group)
 
 
 def _object(data: bytes) -> dict[str, Any]:

@@ -44,11 +44,13 @@ acknowledged). A group id may be used again; each use is a round, and a group's 
     vb:{delivery}:announced  zset  session_id on its way into a group or to its deletion, by time; until filled or retracted
     vb:{delivery}:requests   hash  session_id -> CloseRequest (msgpack) of the announcement
 
-Weights, all in the slot of `{weights}`, kept for good:
+Weights, all in the slot of `{weights}`, kept for good. Those of the default policy; another one's have `:<policy>` behind them:
 
     vb:{weights}:current   string  WeightState (msgpack)
     vb:{weights}:history   list    WeightState (msgpack), newest first, at most a thousand
     vb:{weights}:lock      string  owner of the one push; expires
+    vb:{weights}:fence     string  the greatest fencing token that a holder of the lock was given
+    vb:{weights}:identity  string  name of this store among those whose services update the same engine; one for all policies
 
 Engines that were added at run time, in a slot of its own; kept until they are removed:
 
@@ -60,6 +62,8 @@ Retention, in a slot of its own:
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 SESSIONS = "vb:sessions"
 UNCLOSED = "vb:unclosed"
@@ -95,9 +99,7 @@ DELIVERY = tuple(
 GROUP_TOTALS = "vb:{delivery}:totals"
 ARRIVALS = "vb:{delivery}:arrivals"
 
-WEIGHTS_CURRENT = "vb:{weights}:current"
-WEIGHTS_HISTORY = "vb:{weights}:history"
-WEIGHTS_LOCK = "vb:{weights}:lock"
+WEIGHTS_IDENTITY = "vb:{weights}:identity"
 RETENTION_LOCK = "vb:{retention}:lock"
 
 
@@ -123,6 +125,10 @@ def delivered(session_id: str) -> str:
 
 def group_sessions(group_id: str) -> str:
     return f"vb:{{g:{group_id}}}:sessions"
+
+
+def weights(name: Literal["current", "history", "lock", "fence"], policy: str) -> str:
+    return f"vb:{{weights}}:{name}:{policy}" if policy else f"vb:{{weights}}:{name}"
 
 
 def listing_member(created_at: float, session_id: str) -> str:

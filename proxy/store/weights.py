@@ -1,17 +1,19 @@
-"""The pool's weight version in Redis: the current one, its history, and the lock that keeps two pushes apart."""
+"""The weight versions in Redis, a line per policy: the current one, its history, and the lock that keeps two pushes apart."""
 
 from __future__ import annotations
 
+import uuid
+
 from proxy.errors import Conflict
+from proxy.store import keys
 from proxy.store.base import WeightState
 from proxy.store.connection import Script, StoreConnection
-from proxy.store.keys import WEIGHTS_CURRENT, WEIGHTS_HISTORY, WEIGHTS_LOCK
 from proxy.store.packing import pack_versioned, unpack_versioned
 
 KEPT = 1000
 
 ADVANCE = Script.read("advance")
-LOCK = Script.read("lock")
+LOCK = Script.read("push_lock")
 UNLOCK = Script.read("unlock")
 
 
@@ -21,22 +23,30 @@ class RedisWeightStore:
     def __init__(self, connection: StoreConnection) -> None:
         self._redis = connection
 
-    async def current(self) -> WeightState:
-        blob = await self._redis.execute("GET", WEIGHTS_CURRENT)
+    async def current(self, policy: str = "") -> WeightState:
+        blob = await self._redis.execute("GET", keys.weights("current", policy))
         return WeightState() if blob is None else unpack_versioned(blob, WeightState)
 
-    async def history(self, limit: int = 100) -> list[WeightState]:
-        blobs = await self._redis.execute("LRANGE", WEIGHTS_HISTORY, 0, limit - 1)
+    async def history(self, policy: str = "", limit: int = 100) -> list[WeightState]:
+        blobs = await self._redis.execute("LRANGE", keys.weights("history", policy), 0, limit - 1)
         return [unpack_versioned(blob, WeightState) for blob in blobs]
 
-    async def advance(self, state: WeightState) -> None:
-        args = (state.version, pack_versioned(state), KEPT)
-        moved, *detail = await self._redis.run(ADVANCE, (WEIGHTS_CURRENT, WEIGHTS_HISTORY), args)
-        if not moved:
+    async def advance(self, state: WeightState, policy: str = "", fence: int | None = None) -> None:
+        named = (keys.weights("current", policy), keys.weights("history", policy), keys.weights("fence", policy))
+        args = (state.version, pack_versioned(state), KEPT, fence or 0)
+        outcome, *detail = await self._redis.run(ADVANCE, named, args)
+        if outcome < 0:
+            raise Conflict(f"another process has taken over since the push of version {state.version} began", param="version")
+        if outcome == 0:
             raise Conflict(f"weight version {state.version} is not greater than the current {detail[0]}", param="version")
 
-    async def lock(self, owner: str, seconds: float) -> bool:
-        return bool(await self._redis.run(LOCK, (WEIGHTS_LOCK,), (owner, int(seconds * 1000))))
+    async def lock(self, owner: str, seconds: float, policy: str = "", fence: int = 0) -> int:
+        named = (keys.weights("lock", policy), keys.weights("fence", policy))
+        return int(await self._redis.run(LOCK, named, (owner, int(seconds * 1000), fence)))
 
-    async def unlock(self, owner: str) -> None:
-        await self._redis.run(UNLOCK, (WEIGHTS_LOCK,), (owner,))
+    async def unlock(self, owner: str, policy: str = "") -> None:
+        await self._redis.run(UNLOCK, (keys.weights("lock", policy),), (owner,))
+
+    async def identity(self) -> str:
+        await self._redis.execute("SET", keys.WEIGHTS_IDENTITY, uuid.uuid4().hex, "NX")
+        return str((await self._redis.execute("GET", keys.WEIGHTS_IDENTITY)).decode())

@@ -1,5 +1,10 @@
--- KEYS: current, history. ARGV: version, state, how many to keep. {1}, or {0, current version}
+-- KEYS: current, history, fence. ARGV: version, state, how many to keep, fence or 0.
+-- {1}, {0, current version}, or {-1} when the lock was given to another owner since
 redis.replicate_commands()
+local fence = tonumber(ARGV[4])
+if fence > 0 and tonumber(redis.call('GET', KEYS[3]) or 0) ~= fence then
+  return {-1}
+end
 local current = redis.call('GET', KEYS[1])
 local version = current and cmsgpack.unpack(current)[2].version or 0
 if tonumber(ARGV[1]) <= version then

@@ -1,0 +1,157 @@
+"""WeightKeeper: lets only replicas with known, current weights serve, and puts right what a restart or a killed push left.
+
+Version 0 is whatever the engines were started with, before any push. An engine without routes for weights keeps those, so it is
+version 0 as long as nothing was pushed; after that it cannot follow and leaves the pool. An engine that restarts has lost what
+was pushed: it comes back labelled "default" and is given the current checkpoint again before it serves. So no token carries a
+version whose weights it was not sampled under, and none goes without.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from proxy.engine.pool import EnginePool
+from proxy.engine.push_lock import PushLock
+from proxy.engine.replica import Replica
+from proxy.engine.replica_update import Guard, Push, claimed, update_replica
+from proxy.engine.weight_api import SETUP, Claim, Loaded, StepRefused, WeightApi
+from proxy.engine.weight_metrics import WeightMetrics
+from proxy.errors import Conflict, EngineFailed
+from proxy.settings import Settings
+from proxy.store.base import WeightState, WeightStore
+
+log = logging.getLogger(__name__)
+
+REPAIR_SECONDS = 30.0
+"""Pause between two attempts to give a replica the current weights."""
+
+
+class WeightKeeper:
+    """Implements `proxy.engine.pool.WeightKeeper`. `updating` are the replicas that this process is pushing into."""
+
+    def __init__(self, pool: EnginePool, weights: WeightStore, settings: Settings, metrics: WeightMetrics) -> None:
+        self.updating: set[str] = set()
+        self._pool = pool
+        self._weights = weights
+        self._settings = settings
+        self._metrics = metrics
+        self._repair_after: dict[str, tuple[float, str]] = {}
+
+    def api(self, replica: Replica, identity: str = "", fence: int = 0) -> WeightApi:
+        """The replica's weight routes; with an identity, for changing what it holds."""
+        # Claimed anew before the load, the longest of the steps.
+        seconds = 2 * self._settings.weights_timeout_seconds
+        claim = Claim(identity, fence, seconds) if identity else None
+        return WeightApi(self._pool.http, replica, self._settings.weights_timeout_seconds, claim)
+
+    def lock(self, policy: str, wait_seconds: float) -> PushLock:
+        return PushLock(self._weights, policy, self._settings.weights_lock_seconds, wait_seconds)
+
+    def repaired(self, replica: Replica) -> None:
+        """What failed before is of no account: the replica has whole, current weights."""
+        self._repair_after.pop(replica.name, None)
+
+    async def admit(self, replica: Replica) -> None:
+        """See `proxy.engine.pool.WeightKeeper.admit`."""
+        if replica.name in self.updating:
+            return _stay(replica)
+        current = await self._weights.current(replica.policy)
+        if not replica.updatable:
+            if current.version > 0:
+                raise EngineFailed(f"weights {current.version} were pushed and it cannot take them; {SETUP}")
+            replica.weight_version = 0
+            return None
+        if await _runs_on(self.api(replica), current.version):
+            replica.weight_version = current.version
+            return None
+        try:
+            async with self.lock(replica.policy, 0.0) as lock:
+                await self._settle(replica, lock)
+        except Conflict:
+            return _stay(replica)
+
+    async def _settle(self, replica: Replica, lock: PushLock) -> None:
+        """With the lock held nobody on this store is pushing: bring the replica to the policy's current weights."""
+        api = self.api(replica, await self._weights.identity(), lock.fence)
+        # Its pause, if it has one, may be that of a service on another store, whose claim then refuses this one; and a process
+        # that was stopped in the middle of a push must not load into it when it goes on.
+        async with claimed(api, required=False):
+            await self._bring_up(replica, api, lock)
+
+    async def _bring_up(self, replica: Replica, api: WeightApi, lock: PushLock) -> None:
+        policy, loaded = replica.policy, await _loaded_if_known(api)
+        current, label, paused = await self._weights.current(policy), await api.label(), await api.paused()
+        version = int(label) if label.isdecimal() else None
+        if version is None and current.version == 0 and (loaded is None or loaded.updates == 0):
+            await api.set_label(0)
+            version = 0
+        whole = loaded is None or (loaded.whole and _is_of(label, loaded, replica))
+        if whole and version is not None and version > current.version:
+            # The engine outlived the store, or someone updates it directly: its weights are newer, and versions only grow.
+            path = loaded.path if loaded is not None and loaded.version == version else None
+            current = WeightState(version, path, "full", time.time())
+            await self._weights.advance(current, policy, lock.fence)
+        if whole and version == current.version and (loaded is None or (loaded.version or 0) <= version):
+            if paused:
+                lock.check()
+                await api.resume()
+                self._metrics.taken_over(policy)
+            replica.weight_version = version
+            return
+        await self._repair(replica, api, lock, current, label)
+
+    async def _repair(self, replica: Replica, api: WeightApi, lock: PushLock, current: WeightState, label: str) -> None:
+        """Load the current weights into a replica that holds others."""
+        after, reason = self._repair_after.get(replica.name, (0.0, ""))
+        if time.monotonic() < after:
+            raise EngineFailed(reason)
+        try:
+            pushes = await self._chain(current, replica.policy)
+            if any(push.path is None for push in pushes):
+                raise EngineFailed(f"it holds weights {label!r}, not {current.version}, and no path to load those from")
+            for push in pushes:
+                await update_replica(api, replica, push, Guard(lock.check))
+        except EngineFailed as error:
+            reason = f"it lacks weights {current.version}, and loading them failed: {error.message}"
+            self._repair_after[replica.name] = (time.monotonic() + REPAIR_SECONDS, reason)
+            self._metrics.repaired(replica.policy, "failed")
+            raise type(error)(reason) from error
+        log.info("engine %s held weights %s and was given %d", replica.name, label, current.version)
+        self._metrics.repaired(replica.policy, "done")
+        replica.weight_version = current.version
+
+    async def _chain(self, current: WeightState, policy: str) -> list[Push]:
+        """What to load, in order, to arrive at `current`: the last full weights and, before or after them, the last adapter."""
+        latest: dict[bool, WeightState] = {}
+        for state in [current, *await self._weights.history(policy)]:
+            if 0 < state.version <= current.version:
+                latest.setdefault(state.kind == "lora", state)
+        latest.setdefault(current.kind == "lora", current)
+        states = sorted(latest.values(), key=lambda state: state.version)
+        return [Push(state.version, state.path, "lora" if state.kind == "lora" else "full", policy=policy) for state in states]
+
+
+def _is_of(label: str, loaded: Loaded, replica: Replica) -> bool:
+    """Whether the label can be that of what is loaded. Beside an adapter it is the adapter's, which no worker reports."""
+    return loaded.version is None or replica.adapter is not None or label == str(loaded.version)
+
+
+async def _runs_on(api: WeightApi, version: int) -> bool:
+    try:
+        return await api.label() == str(version) and not await api.paused()
+    except EngineFailed:
+        # A large checkpoint going in, pushed by another process, keeps the engine from answering: the lock tells.
+        return False
+
+
+async def _loaded_if_known(api: WeightApi) -> Loaded | None:
+    try:
+        return await api.loaded()
+    except StepRefused:
+        return None
+
+
+def _stay(replica: Replica) -> None:
+    if not replica.healthy:
+        raise EngineFailed("a weight update is running")

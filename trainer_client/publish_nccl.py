@@ -1,0 +1,197 @@
+"""New weights straight from the trainer's GPU into the engines', over NCCL, by vLLM's own weight-transfer engine.
+
+    publisher = client.nccl(model, master_address="10.0.0.5", master_port=29600)
+    publisher.publish(version)                          # as often as you like
+
+The trainer needs `vllm` beside torch, and a GPU of its own. It is rank 0 of one NCCL group; the workers of all replicas of the
+model are the others, joined when the first version is published and again whenever the engines have changed. The service pauses
+every replica, says when all are ready to receive, and makes the version current as `publish` of a checkpoint does.
+
+A broadcast needs all its members. Whatever can be known before is checked before anything is paused, but an engine that dies while
+it receives leaves the others, and the trainer, waiting inside NCCL: those engines have to be restarted. A replica that comes later
+is given the checkpoint at `path`, if the last push named one; otherwise it serves from the next push on.
+Written against vLLM 0.32 (`vllm/distributed/weight_transfer/nccl_engine.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Protocol
+
+from trainer_client.errors import ReplicaFailed, ServiceError, UnpublishableWeights, VersionConflict
+from trainer_client.publish import WeightPush, push_of, what_failed
+from trainer_client.transport import Transport
+from trainer_client.wire import body_of
+
+NO_VLLM = "nccl needs vllm in the trainer's environment (pip install vllm); without it publish a checkpoint"
+NO_GPU = "nccl needs a GPU in the trainer, and torch sees none; without one publish a checkpoint"
+
+
+class Sender(Protocol):
+    """vLLM's `TrainerWeightTransferEngine`, as far as it is used here. `source` yields the parameters, by name, in order."""
+
+    source: Any
+
+    def send_weights(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+OpenSender = Callable[[dict[str, Any], "Control", Any], Sender]
+"""Makes the trainer's end of the group from NCCLTrainerInitInfo's fields; called on every rank of the trainer."""
+
+
+class NcclPublisher:
+    """Made by `TrainerClient.nccl`. In a distributed trainer every rank makes one and publishes at the same time; rank 0 sends."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        weights: Any,
+        where: Mapping[str, Any],
+        *,
+        model: str = "",
+        rank: int = 0,
+        push_seconds: float = 3600.0,
+        open_sender: OpenSender | None = None,
+    ) -> None:
+        self._control = Control(transport, model, push_seconds)
+        self._weights = weights
+        self._where = dict(where)
+        self._rank = rank
+        self._open = open_sender or _open_vllm
+        self._sender: Sender | None = None
+
+    def publish(
+        self, version: int, *, mode: Literal["keep", "wait", "abort"] = "keep", path: str | None = None
+    ) -> WeightPush | None:
+        """The result of every replica, all of which now serve the weights as `version`; None on ranks other than 0.
+
+        `path`: a checkpoint of the same weights, for replicas that come later.
+        Raises: VersionConflict, UnpublishableWeights (no GPU, no vLLM), ReplicaFailed, ServiceError, ConnectionFailed.
+        """
+        sender = self._connected()
+        if self._rank != 0:
+            sender.send_weights()
+            return None
+        self._control.announce(version, mode, path, sender.source.metadata())
+        sender.send_weights()
+        return self._control.result()
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._sender is not None:
+            self._sender.shutdown()
+            self._sender = None
+
+    def _connected(self) -> Sender:
+        if self._sender is None or (self._rank == 0 and self._control.engines_changed()):
+            self.close()
+            world_size = self._control.world_size() if self._rank == 0 else 0
+            init = {**self._where, "world_size": world_size, "rank": self._rank}
+            self._sender = self._open(init, self._control, self._weights)
+        return self._sender
+
+
+class Control:
+    """What vLLM's sender calls for the engines' side, turned into requests to the service. Implements vLLM's
+    `VLLMWeightSyncClient`."""
+
+    def __init__(self, transport: Transport, model: str, push_seconds: float) -> None:
+        self._transport = transport
+        self._model = model
+        self._push_seconds = push_seconds
+        self._group: dict[str, Any] | None = None
+        self._body: dict[str, Any] = {}
+        self._lines: Iterator[dict[str, Any]] = iter(())
+        self._result: dict[str, Any] | None = None
+
+    def world_size(self) -> int:
+        """Members that the group would have now, the trainer included."""
+        return int(self._plan()["world_size"])
+
+    def engines_changed(self) -> bool:
+        """Whether the engines are others than those that joined."""
+        return self._group is None or any(self._plan()[name] != self._group[name] for name in ("world_size", "replicas"))
+
+    def announce(self, version: int, mode: str, path: str | None, metadata: Any) -> None:
+        """What the next `send_weights` sends; `metadata` has name, dtype and shape of every parameter in order."""
+        assert self._group is not None, "the engines join first"
+        transfer = {
+            "group": self._group["group"],
+            "world_size": self._group["world_size"],
+            "names": [entry.name for entry in metadata],
+            "dtype_names": [str(entry.dtype).removeprefix("torch.") for entry in metadata],
+            "shapes": [list(entry.shape) for entry in metadata],
+        }
+        self._body = {"version": version, "kind": "nccl", "mode": mode, "model": self._model, "transfer": transfer}
+        if path is not None:
+            self._body["path"] = path
+        self._result = None
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have the engines join; the service gives each its place behind the trainer."""
+        body = {name: value for name, value in init_info.items() if name != "rank_offset"} | {"model": self._model}
+        response = self._transport.request("POST", "/weights/group", body=body, answer_seconds=self._push_seconds, retry=None)
+        self._group = body_of(response)
+
+    def start_weight_update(self) -> None:
+        """Returns when every replica is paused and about to receive: only then may the broadcast begin."""
+        self._lines = self._transport.lines("/weights", self._body, answer_seconds=self._push_seconds)
+        for line in self._lines:
+            if line.get("step") == "receiving":
+                return
+            self._take(line)
+            if self._result is not None:
+                break
+        self.result()
+        raise ReplicaFailed("the push ended before anything was sent", push=self._pushed())
+
+    def update_weights(self, update_info: Any) -> None:
+        """Returns when the push has ended. Runs beside the broadcast."""
+        announced = self._body["transfer"]
+        if any(update_info[name] != announced[name] for name in ("names", "dtype_names", "shapes")):
+            raise UnpublishableWeights("the trainer's parameters changed between their announcement and the transfer")
+        for line in self._lines:
+            self._take(line)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Nothing: the service labels each replica once it holds everything."""
+
+    def result(self) -> WeightPush:
+        """Raises ReplicaFailed, also when the service never said how the push ended."""
+        push = self._pushed()
+        if push.failed or not push.applied:
+            raise ReplicaFailed(what_failed(push), push=push)
+        return push
+
+    def _pushed(self) -> WeightPush:
+        ended = self._result or {"applied": False, "seconds": 0.0, "replicas": {}}
+        return push_of(ended, self._body["version"], self._body.get("path", ""))
+
+    def _take(self, line: dict[str, Any]) -> None:
+        if "result" in line:
+            self._result = line["result"]
+        elif "status" in line:
+            kind = VersionConflict if line["status"] == 409 else ServiceError
+            raise kind(line["error"]["message"], status=line["status"], code=line["error"]["code"])
+
+    def _plan(self) -> dict[str, Any]:
+        where = f"/weights/group?model={self._model}" if self._model else "/weights/group"
+        return dict(body_of(self._transport.request("GET", where)))
+
+
+def _open_vllm(init: dict[str, Any], control: Control, weights: Any) -> Sender:
+    """vLLM's own sender over a torch module, or over a `WeightSource` of vLLM's. Raises UnpublishableWeights."""
+    try:
+        from vllm.distributed.weight_transfer.base import ModuleSource
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+    except ImportError as error:
+        raise UnpublishableWeights(f"{NO_VLLM}: {error}") from error
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnpublishableWeights(NO_GPU)
+    source = ModuleSource(weights) if isinstance(weights, torch.nn.Module) else weights
+    sender: Sender = NCCLTrainerWeightTransferEngine.trainer_init(NCCLTrainerInitInfo(**init), client=control, source=source)
+    return sender
