@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,11 @@ with TrainerClient(url, token) as client:
 """
 
 
+def trained(command: list[str]) -> subprocess.CompletedProcess[str]:
+    env = environment(CUDA_VISIBLE_DEVICES="1")
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+
+
 @pytest.fixture
 def engine(tiny_model: Path, tmp_path: Path) -> Iterator[str]:
     """On the first GPU; the trainer gets the second, since NCCL refuses two members on one."""
@@ -52,9 +58,7 @@ async def test_a_trainers_weights_arrive_over_nccl(engine: str, redis_url: str, 
     with RunningService(engine, redis_url) as service:
         arguments = [service.url, TRAINER, str(free_port()), *map(str, checkpoints)]
         command = [sys.executable, "-c", TRAINER_PROGRAM, *arguments]
-        done = subprocess.run(
-            command, env=environment(CUDA_VISIBLE_DEVICES="1"), capture_output=True, text=True, timeout=240, check=False
-        )
+        done = await asyncio.to_thread(trained, command)
         assert done.returncode == 0, done.stderr
         said = await generate(engine, PROMPT, 24)
     assert said.spans == [("2", 0, 24)]

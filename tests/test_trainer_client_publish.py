@@ -219,3 +219,14 @@ def test_writing_a_version_again_replaces_it_and_what_a_crash_left(tmp_path: Pat
     folder = write_weights({"w": torch.ones(2)}, tmp_path, 1)
     assert load_file(folder / "model.safetensors")["w"].tolist() == [1, 1]
     assert [path.name for path in tmp_path.rglob("*")] == ["version-1", "model.safetensors"]
+
+
+def test_another_model_has_a_version_line_of_its_own(service: ScriptedService, client: TrainerClient, tmp_path: Path) -> None:
+    """The default one is at version 3, the critic at 7."""
+    line = {"current": {"version": 7}, "replicas": {}}
+    service.script(CURRENT, json_answer({"current": {"version": 3}, "replicas": {}, "models": {"critic": line}}))
+    with pytest.raises(VersionConflict, match="version 7 is not greater than 7"):
+        client.publish(small_state(), 7, directory=tmp_path, model="critic")
+    client.publish(small_state(), 8, directory=tmp_path, model="critic")
+    path = str(tmp_path / "version-8")
+    assert pushes(service) == [{"version": 8, "path": path, "kind": "full", "mode": "keep", "model": "critic"}]
