@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal, Self
 
@@ -19,6 +20,7 @@ from proxy.engine.weight_api import Transfer
 from proxy.errors import VerbatimError
 from proxy.services import Services
 
+log = logging.getLogger(__name__)
 router = APIRouter(prefix="/weights", dependencies=[Depends(trainer_only)])
 
 LINES = "application/x-ndjson"
@@ -99,7 +101,11 @@ async def _lines(services: Services, body: Push) -> AsyncIterator[bytes]:
         try:
             events.put_nowait({"result": await _push(services, body, events.put_nowait)})
         except VerbatimError as error:
-            events.put_nowait({"error": {"code": error.code, "message": error.message}, "status": error.status})
+            events.put_nowait(_last_line(error))
+        except Exception:
+            # The answer has begun: without a last line its reader would wait for ever.
+            log.exception("a push of weights failed")
+            events.put_nowait(_last_line(VerbatimError("the push failed; the log of the service says why")))
 
     running = asyncio.create_task(run())
     try:
@@ -110,3 +116,7 @@ async def _lines(services: Services, body: Push) -> AsyncIterator[bytes]:
     finally:
         # The push itself goes on when the one who watches is gone.
         running.cancel()
+
+
+def _last_line(error: VerbatimError) -> dict[str, Any]:
+    return {"error": {"code": error.code, "message": error.message}, "status": error.status}
