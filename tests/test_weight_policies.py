@@ -42,10 +42,9 @@ async def serving_policies(
     weights: WeightStore, engines: list[ScriptedEngine], policies: list[str], **settings: Any
 ) -> AsyncIterator[tuple[Service, CollectorRegistry]]:
     """Engine i belongs to policy i."""
-    options, registry = Settings(engine=[engine.url for engine in engines], **settings), CollectorRegistry()
+    urls = [f"{policy}={engine.url}" if policy else engine.url for engine, policy in zip(engines, policies, strict=True)]
+    options, registry = Settings(engine=urls, **settings), CollectorRegistry()
     pool = EnginePool(options)
-    for replica, policy in zip(pool.replicas, policies, strict=True):
-        replica.policy = policy
     updater = WeightUpdater(pool, weights, options, WeightMetrics(registry, lambda: pool.replicas))
     await pool.start()
     try:

@@ -135,7 +135,7 @@ class WeightUpdater:
         commit = Commit(self._weights, push, lock.fence)
         identity = await self._weights.identity()
         meeting = Meeting([replica.name for replica in replicas], watch) if push.transfer else None
-        with self._pool.hold():
+        with self._pool.hold(push.policy):
             outcomes = await asyncio.gather(
                 *(self._push_one(replica, push, lock, commit, identity, meeting, watch) for replica in replicas)
             )

@@ -23,6 +23,8 @@ from proxy.store.base import WeightState, WeightStore
 
 log = logging.getLogger(__name__)
 
+TURN_SECONDS = 1.0
+"""How long a replica waits while others of its policy are put right: several may come up at once."""
 REPAIR_SECONDS = 30.0
 """Pause between two attempts to give a replica the current weights."""
 
@@ -66,7 +68,7 @@ class WeightKeeper:
             replica.weight_version = current.version
             return None
         try:
-            async with self.lock(replica.policy, 0.0) as lock:
+            async with self.lock(replica.policy, TURN_SECONDS) as lock:
                 await self._settle(replica, lock)
         except Conflict:
             return _stay(replica)
