@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -126,6 +127,32 @@ def test_a_call_whose_engine_refuses_it_unsampled_goes_to_the_next_one(redis_url
         assert {call["status"] for call in calls} == {"finished"}
         assert len(other.generations) == 4
         assert [item for item in session.trajectories()[1]["quarantined"] if item["reason"] == "dangling"] == []
+
+
+def test_an_engine_that_does_not_even_accept_a_connection_costs_no_call(redis_url: str) -> None:
+    """Its machine is gone, or its queue of connections is full: nothing was sent, so the next replica takes the call."""
+    with running(redis_url, 2, engine_connect_seconds=0.3) as (engines, service):
+        session = service.session()
+        first, other = home_first(service, session, engines)
+        first.stop()
+        with clogged(first.port):
+            session.ask("q")
+        assert session.calls[-1]["replica"] == name(other)
+
+
+@contextmanager
+def clogged(port: int) -> Iterator[None]:
+    """A port where connections are neither accepted nor refused."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        yield
 
 
 def test_a_call_of_which_a_token_may_have_been_sampled_is_not_tried_again(redis_url: str) -> None:

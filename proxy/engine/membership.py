@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from proxy.errors import StoreUnavailable
 from proxy.store.engines import EngineStore
+from proxy.store.packing import StoredValueError
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +136,8 @@ class Membership:
                 self._added = tuple(EngineSpec(engine.url, engine.policy) for engine in stored)
             except StoreUnavailable as error:
                 log.debug("the engines that were added cannot be read: %s", error.message)
+            except StoredValueError as error:
+                log.warning("the engines that were added cannot be read: %s", error)
         await asyncio.gather(*(self._resolve(spec.url) for spec in self.specs if spec.watched))
 
     def _members_of(self, spec: EngineSpec) -> list[Member]:

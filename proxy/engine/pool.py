@@ -133,11 +133,14 @@ class EnginePool:
     def pick(self, session_id: str, model: str = "") -> Replica:
         """The replica that serves this session, whether it has room or not. Raises EngineUnavailable with every replica's reason,
         and NotFound for a model that there is not."""
-        policy = self.policy_for(model)
+        return preference(session_id, self.serving(self.policy_for(model)))[0]
+
+    def serving(self, policy: str) -> list[Replica]:
+        """The policy's replicas that serve, at least one. Raises EngineUnavailable with every replica's reason."""
         serving = [replica for replica in self.of(policy) if replica.healthy]
         if not serving:
             raise EngineUnavailable(f"no engine can take the call: {self._reasons(self.of(policy))}")
-        return preference(session_id, serving)[0]
+        return serving
 
     def route(self, model: str, caller: Caller) -> Route:
         """The way of one call to a replica that has room for it and can be reached."""

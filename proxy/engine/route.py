@@ -44,7 +44,7 @@ class Route:
         while True:
             policy = self._pool.policy_for(self._model)
             await self._pool.admitted(policy)
-            self._pool.pick(self._caller.session_id, self._model)
+            self._pool.serving(policy)
             seat = self._seat = await self._pool.seats.take(policy, self._caller, self._tried)
             # Weights may have changed while it waited, and the replica may have failed over them.
             await self._pool.admitted(policy)

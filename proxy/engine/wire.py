@@ -214,7 +214,7 @@ class EngineHttp:
         if line is None or not line.hung_up:
             what = f"cannot connect: {error}" if refused else f"calls break off: {error or type(error).__name__}"
             self._pool.call_failed(replica, what, refused=refused)
-        if refused:
+        if refused or isinstance(error, aiohttp.ConnectionTimeoutError):
             return EngineUnavailable(f"engine {replica.name} cannot be reached")
         if isinstance(error, asyncio.TimeoutError):
             return EngineFailed(f"engine {replica.name} did not answer in time")
