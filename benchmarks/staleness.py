@@ -55,8 +55,8 @@ AGENTIC = Work(32, 8, 8, 300, 0.8, 8000, 5.0, 1.2)
 CASES = (
     Case("CPU, RLVR", "RLVR", MEASURED, CPU, Work(8, 8, 1, 400, 1.0, 8000)),
     Case("CPU, agentic", "agentic", MEASURED, CPU, Work(8, 8, 6, 60, 0.8, 2000, 1.0, 1.2)),
-    Case("GPU, RLVR", "RLVR", ASSUMED, GPU, RLVR),
-    Case("GPU, agentic", "agentic", ASSUMED, replace(GPU, train_token_seconds=0.0001), AGENTIC),
+    Case("GPU (assumed), RLVR", "RLVR", ASSUMED, GPU, RLVR),
+    Case("GPU (assumed), agentic", "agentic", ASSUMED, replace(GPU, train_token_seconds=0.0001), AGENTIC),
 )
 
 
