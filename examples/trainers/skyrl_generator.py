@@ -1,0 +1,31 @@
+"""SkyRL's generator: each training batch is made of leased groups; the prompts of SkyRL's dataset only say how many.
+
+Hand `VerbatimGenerator` to the trainer where an entry point makes its generator (`BasePPOExp.get_generator`), with
+`generator.step_wise_trajectories=true`. The groups must be filled with `generator.n_samples_per_prompt` rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from trainer_client import TrainerClient
+from trainer_client.adapters.skyrl import generator_output
+from trainer_client.adapters.steps import Steps
+
+
+class VerbatimGenerator:
+    """Has the one method of SkyRL's GeneratorInterface. A step is acknowledged when the next one is asked for."""
+
+    def __init__(self, client: TrainerClient, groups: int, trajectory_id_type: Any, *, max_length: int | None = None) -> None:
+        """`groups` is SkyRL's `trainer.train_batch_size`, `trajectory_id_type` its TrajectoryID."""
+        self._steps = Steps(client, groups)
+        self._trajectory_id_type = trajectory_id_type
+        self._max_length = max_length
+
+    async def generate(self, input_batch: Any) -> dict[str, Any]:
+        """A GeneratorOutput of one step."""
+        batch = await asyncio.to_thread(self._steps.take)
+        return generator_output(
+            batch, self._trajectory_id_type, max_length=self._max_length, truncate=self._max_length is not None
+        )

@@ -1,0 +1,97 @@
+"""slime and miles: a batch as `Sample`s, as a rollout function returns them.
+
+Written against slime 0.3.1 (THUDM/slime, commit 624b824) and miles 0.1.0 (radixark/miles, commit 31f1ca9); the two classes
+have the fields used here in common.
+
+    from slime.utils.types import Sample          # or miles.utils.types
+    return RolloutFnTrainOutput(samples=samples(batch, Sample))
+
+**Baselines.** Every row of a rollout carries the same `rollout_id`, which both use to weigh the loss once per rollout.
+miles also counts a rollout once in the baseline, and refuses rows of one rollout that have different rewards. slime
+normalises by position and knows no rollouts there: give it `--custom-reward-post-process-path
+trainer_client.adapters.slime.post_process_rewards` (miles takes it too), or hand `advantages` over, which then are the
+`reward`, together with `--disable-rewards-normalization`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainer_client.adapters.split_rows import (
+    SplitRow,
+    by_rollout,
+    per_row,
+    rewards_of,
+    split_rows,
+    weight_versions,
+)
+from trainer_client.advantages import dr_grpo, grpo
+from trainer_client.batch import Batch
+
+
+def samples(
+    batch: Batch, sample_type: Any, *, max_length: int | None = None, truncate: bool = False, advantages: Any = None
+) -> list[list[list[Any]]]:
+    """`sample_type`s nested as groups, their rollouts, and the rows of each: the shape both know for one rollout that became
+    several samples.
+
+    `tokens` is the row; `loss_mask` and `rollout_log_probs` have `response_length` entries, from the first sampled token on.
+    `group_index`, `rollout_id` and `index` are counted over the batch, so make the samples of one step from one batch
+    (`Batch([*a.groups, *b.groups], version)` joins two). `weight_versions` has one entry per span. `metadata` has
+    `trajectory_id`, `session_id`, `task_id`, `role`, `staleness`, `weight_spans` ([version, start, end] in `tokens`),
+    `cut_tokens` and `raw_reward`. With `advantages` (one per row) they are the `reward`.
+
+    A row over `max_length` tokens raises RowTooLong, or loses its end with `truncate`. Raises: RowTooLong, ValueError.
+    """
+    raw = rewards_of(batch)
+    rewards = raw if advantages is None else per_row(batch, advantages)
+    rows = split_rows(batch, max_length=max_length, truncate=truncate)
+
+    def sample(index: int) -> Any:
+        return _sample(sample_type, batch, rows[index], float(rewards[index]), float(raw[index]))
+
+    return [[[sample(index) for index in members] for members in rollouts] for rollouts in by_rollout(batch)]
+
+
+def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
+    """(rewards as they came, advantages), per sample: the hook `--custom-reward-post-process-path`.
+
+    trainer_client.advantages.grpo, or dr_grpo with `args.grpo_std_normalization` false, over `group_index` and `rollout_id`,
+    whatever the order and the number of samples.
+    """
+    estimator = grpo if args.grpo_std_normalization else dr_grpo
+    raw = [float(sample.get_reward_value(args)) for sample in samples]
+    groups = [sample.group_index for sample in samples]
+    return raw, estimator(raw, groups, [sample.rollout_id for sample in samples]).tolist()
+
+
+def _sample(sample_type: Any, batch: Batch, split: SplitRow, reward: float, raw_reward: float) -> Any:
+    status = sample_type.Status.TRUNCATED if split.truncated else sample_type.Status.COMPLETED
+    return sample_type(
+        group_index=int(batch.columns.group_index[split.index]),
+        index=split.index,
+        rollout_id=int(batch.columns.rollout_index[split.index]),
+        tokens=split.row.token_ids[: split.end].tolist(),
+        response_length=len(split.response_ids),
+        reward=reward,
+        loss_mask=split.loss_mask.tolist(),
+        weight_versions=[str(version) for version in weight_versions(split.row)],
+        rollout_log_probs=split.logprobs.tolist(),
+        status=status,
+        metadata=_metadata(batch, split, raw_reward),
+    )
+
+
+def _metadata(batch: Batch, split: SplitRow, raw_reward: float) -> dict[str, Any]:
+    row = split.row
+    return {
+        "trajectory_id": row.trajectory_id,
+        "session_id": row.session_id,
+        "task_id": row.task_id,
+        "role": row.role,
+        "staleness": int(batch.staleness[split.index]),
+        "weight_spans": [[span.version, span.start, span.end] for span in row.weight_versions],
+        "cut_tokens": split.cut_tokens,
+        "raw_reward": raw_reward,
+    }

@@ -1,0 +1,176 @@
+"""verl: a batch as a `DataProto`, as its agent loop hands one to the trainer. Written against verl 0.9.0.
+
+    from verl import DataProto
+    with batch:
+        data = data_proto(batch, DataProto, pad_id=tokenizer.pad_token_id, advantages=batch.advantages(grpo))
+
+**Baselines.** `compute_advantage` groups rows by `uid` and counts every row: when each rollout became one row, it may be
+called on the result and gives what trainer_client.advantages gives (except for a rollout alone in its group, where verl
+keeps the reward itself). When a rollout became several rows, hand `advantages` over and leave `compute_advantage` out, or
+call verl's `compute_advantage_for_multi_trajectories` with `batch_keys(batch)`, which takes the reward of one row per
+rollout.
+
+**Old logprobs.** `rollout_log_probs` is what the engine said. `old_log_probs` is for the trainer to set: to the same tensor
+(`algorithm.rollout_correction.bypass_mode`) or to the actor's own, with rollout correction between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer_client.adapters.split_rows import (
+    SplitRow,
+    by_rollout,
+    group_names,
+    per_row,
+    rewards_of,
+    sampled_runs,
+    split_rows,
+    weight_versions,
+)
+from trainer_client.batch import Batch
+from trainer_client.errors import RowTooLong
+
+Values = Callable[[SplitRow], NDArray[Any]]
+
+
+def data_proto(
+    batch: Batch,
+    proto_type: Any,
+    *,
+    pad_id: int,
+    prompt_length: int | None = None,
+    response_length: int | None = None,
+    max_length: int | None = None,
+    truncate: bool = False,
+    advantages: Any = None,
+) -> Any:
+    """A `proto_type` (verl.DataProto) with all rows in their order, on the CPU.
+
+    Prompts are padded on the left to `prompt_length` and responses on the right to `response_length` (default: the longest
+    of the batch; give both for batches that are to be concatenated). Tensors of shape (rows, response): `responses`,
+    `response_mask`, `rollout_log_probs`, `weight_versions` (-1 where not sampled), `token_level_scores` and
+    `token_level_rewards` (the reward at the response's last token), and with `advantages` (one per row) also `advantages`
+    and `returns`, 0 where the mask is 0. Of shape (rows, prompt): `prompts`; of both: `input_ids`, `attention_mask`,
+    `position_ids`. Not tensors, one per row: `uid` (the group), `rollout_id`, `trajectory_id`, `staleness`,
+    `min_global_steps` and `max_global_steps` (oldest and newest weight version; None without sampled tokens) and
+    `__num_turns__` (sampled stretches).
+
+    A row over `max_length` tokens, or with a response over `response_length`, raises RowTooLong or loses its end with
+    `truncate`; a prompt over `prompt_length` always raises it. Raises: RowTooLong, ValueError.
+    """
+    rewards = rewards_of(batch)
+    rows = split_rows(batch, max_length=max_length, truncate=truncate)
+    if response_length is not None:
+        rows = [_shortened(row, response_length, truncate=truncate) for row in rows]
+    prompts = _Rectangle(rows, "left", _width("prompt", [len(row.prompt_ids) for row in rows], prompt_length))
+    responses = _Rectangle(rows, "right", _width("response", [len(row.response_ids) for row in rows], response_length))
+    tensors = _tensors(prompts, responses, pad_id, rewards)
+    if advantages is not None:
+        values = per_row(batch, advantages)
+        tensors["advantages"] = responses.fill(0, np.float32, lambda row: values[row.index] * row.loss_mask)
+        tensors["returns"] = tensors["advantages"].copy()
+    return proto_type.from_dict(
+        tensors={name: _tensor(table) for name, table in tensors.items()}, non_tensors=_non_tensors(batch, rows)
+    )
+
+
+def batch_keys(batch: Batch) -> list[str]:
+    """Per row `{uid}_{rollout}_{row of the rollout}`, for verl's `compute_advantage_for_multi_trajectories`.
+
+    That function takes the advantage of a rollout from its row with the highest number and from a token with mask 1, so rows
+    that train nothing come first.
+    """
+    uids, keys = group_names(batch), [""] * len(batch.rows)
+    for rollouts in by_rollout(batch):
+        for number, members in enumerate(rollouts):
+            for at, index in enumerate(sorted(members, key=lambda index: bool(batch.rows[index].loss_mask.any()))):
+                keys[index] = f"{uids[index]}_{number}_{at}"
+    return keys
+
+
+class _Rectangle:
+    """Tables of one line per row, `width` wide, with the row's values at `side` (padding stands on that side)."""
+
+    def __init__(self, rows: Sequence[SplitRow], side: Literal["left", "right"], width: int) -> None:
+        self._rows, self._side, self._width = rows, side, width
+
+    def fill(self, padding: Any, dtype: Any, values: Values) -> NDArray[Any]:
+        table = np.full((len(self._rows), self._width), padding, dtype=dtype)
+        for line, row in zip(table, self._rows, strict=True):
+            found = values(row)
+            line[self._width - len(found) if self._side == "left" else 0 :][: len(found)] = found
+        return table
+
+
+def _tensors(prompts: _Rectangle, responses: _Rectangle, pad_id: int, rewards: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+    prompt_ids = prompts.fill(pad_id, np.int64, lambda row: row.prompt_ids)
+    response_ids = responses.fill(pad_id, np.int64, lambda row: row.response_ids)
+    prompt_there = prompts.fill(0, np.int64, lambda row: np.ones(len(row.prompt_ids)))
+    response_there = responses.fill(0, np.int64, lambda row: np.ones(len(row.response_ids)))
+    attention_mask = np.concatenate([prompt_there, response_there], axis=1)
+    scores = responses.fill(0, np.float32, lambda row: _at_the_end(float(rewards[row.index]), len(row.response_ids)))
+    return {
+        "prompts": prompt_ids,
+        "responses": response_ids,
+        "input_ids": np.concatenate([prompt_ids, response_ids], axis=1),
+        "attention_mask": attention_mask,
+        "position_ids": np.maximum(np.cumsum(attention_mask, axis=1) - 1, 0),
+        "response_mask": responses.fill(0, np.int64, lambda row: row.loss_mask),
+        "rollout_log_probs": responses.fill(0, np.float32, lambda row: row.logprobs),
+        "weight_versions": responses.fill(-1, np.int32, lambda row: row.versions),
+        "token_level_scores": scores,
+        "token_level_rewards": scores.copy(),
+    }
+
+
+def _non_tensors(batch: Batch, rows: Sequence[SplitRow]) -> dict[str, NDArray[Any]]:
+    versions = [weight_versions(row.row) for row in rows]
+    return {
+        "uid": _objects(group_names(batch)),
+        "rollout_id": _objects([row.row.rollout_id for row in rows]),
+        "trajectory_id": _objects([row.row.trajectory_id for row in rows]),
+        "staleness": _objects(batch.staleness.tolist()),
+        "min_global_steps": _objects([min(spans, default=None) for spans in versions]),
+        "max_global_steps": _objects([max(spans, default=None) for spans in versions]),
+        "__num_turns__": np.array([sum(run[2] for run in sampled_runs(row.loss_mask)) for row in rows], dtype=np.int32),
+    }
+
+
+def _shortened(row: SplitRow, limit: int, *, truncate: bool) -> SplitRow:
+    length = row.end - row.start
+    if length <= limit:
+        return row
+    if not truncate:
+        raise RowTooLong(f"trajectory {row.row.trajectory_id!r} has a response of {length} tokens, the limit is {limit}")
+    end = row.start + limit
+    return SplitRow(row.row, row.index, row.start, end, int(row.row.loss_mask[end:].sum()))
+
+
+def _width(what: str, lengths: Sequence[int], fixed: int | None) -> int:
+    longest = max(lengths, default=0)
+    if fixed is not None and longest > fixed:
+        raise RowTooLong(f"a {what} has {longest} tokens, the limit is {fixed}")
+    return longest if fixed is None else fixed
+
+
+def _at_the_end(value: float, length: int) -> NDArray[np.float32]:
+    line = np.zeros(length, dtype=np.float32)
+    line[-1] = value
+    return line
+
+
+def _objects(values: Sequence[Any]) -> NDArray[Any]:
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array
+
+
+def _tensor(table: NDArray[Any]) -> Any:
+    import torch
+
+    return torch.from_numpy(table)
