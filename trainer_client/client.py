@@ -10,6 +10,7 @@ with TrainerClient("http://127.0.0.1:8700", token) as client:
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -111,6 +112,12 @@ class TrainerClient:
         """
         wanted = self._wanted(max_groups, max_trajectories, max_staleness, wait_seconds, lease_seconds)
         return self._lease(wanted, keep, until=self._transport.closing.is_set)
+
+    def held(self, lease_id: str, *, lease_seconds: float = 600.0) -> Lease:
+        """A lease by its id, to be ended or extended by one who does not hold its batch, in another process perhaps.
+
+        Its `expires_at` is not a number until it is extended, by `lease_seconds` unless told otherwise."""
+        return Lease(self._transport, lease_id, math.nan, lease_seconds=lease_seconds, keep=False)
 
     def publish(
         self,

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,18 +72,35 @@ def write_weights(
     call it on one rank, with full tensors. Raises: UnpublishableWeights.
     """
     tensors = _checked(state_dict)
+    shards = list(_shards(tensors, shard_bytes))
+    names = _file_names(len(shards))
+    with version_folder(directory, version) as folder:
+        for name, shard in zip(names, shards, strict=True):
+            _write_shard(folder.unfinished / name, {key: tensors[key] for key in shard})
+        if len(shards) > 1:
+            _write_index(folder.unfinished, tensors, dict(zip(names, shards, strict=True)))
+    return folder.path
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFolder:
+    """`path` is where the version will be, absolute; `unfinished` is where it is written meanwhile."""
+
+    path: Path
+    unfinished: Path
+
+
+@contextmanager
+def version_folder(directory: str | os.PathLike[str], version: int) -> Iterator[VersionFolder]:
+    """A hidden, empty folder that becomes `directory/version-<version>` when the block ends well, replacing one that is there."""
     target = Path(directory).resolve() / f"version-{version}"
     unfinished = target.with_name(f".version-{version}.writing")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    shards = list(_shards(tensors, shard_bytes))
-    names = _file_names(len(shards))
-    for name, shard in zip(names, shards, strict=True):
-        _write_shard(unfinished / name, {key: tensors[key] for key in shard})
-    if len(shards) > 1:
-        _write_index(unfinished, tensors, dict(zip(names, shards, strict=True)))
+    yield VersionFolder(target, unfinished)
+    for file in unfinished.iterdir():
+        _flush(file)
     _rename_into_place(unfinished, target)
-    return target
 
 
 def prune_versions(directory: str | os.PathLike[str], version: int, keep_last: int) -> list[Path]:
@@ -149,7 +167,6 @@ def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         own[name] = whole.clone() if memory in seen else whole
         seen.add(memory)
     save_file(own, path, metadata={"format": "pt"})
-    _flush(path)
 
 
 def _write_index(folder: Path, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Sequence[str]]) -> None:
@@ -157,7 +174,6 @@ def _write_index(folder: Path, tensors: Mapping[str, torch.Tensor], shards: Mapp
     weight_map = {name: file for file, names in shards.items() for name in names}
     path = folder / "model.safetensors.index.json"
     path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-    _flush(path)
 
 
 def _rename_into_place(unfinished: Path, target: Path) -> None:
