@@ -30,9 +30,18 @@ def serve(
     engine_api: Annotated[
         str | None,
         typer.Option(
-            metavar="auto|token|chat",
+            metavar="auto|token|completions|sglang|chat",
             help="How to talk to the engines. token: vLLM started with --enable-scale-out; token ids go in and out, and every "
-            "token knows its weights. chat: any server that knows /v1/chat/completions. auto (default): probe each engine.",
+            "token knows its weights. completions: an older vLLM's /v1/completions with ids; sglang: SGLang's /generate; both "
+            "need --renderer. chat: any server that knows /v1/chat/completions. auto (default): probe each engine.",
+        ),
+    ] = None,
+    renderer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Hugging Face name or folder of the model whose chat format is rendered here, for engines that take token ids "
+            "but no messages. VERBATIM_RENDERER_OPTIONS says which renderer, where the name does not.",
         ),
     ] = None,
     redis: Annotated[
@@ -123,6 +132,7 @@ def serve(
     flags = {
         "engine": engine or None,
         "engine_api": engine_api,
+        "renderer": renderer,
         "redis": redis,
         "data_dir": data_dir,
         "fsync": fsync,

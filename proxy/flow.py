@@ -15,8 +15,11 @@ from collections.abc import AsyncIterator, Mapping
 from proxy.dialects.base import Choice, Delta, FirstToken, Reply, Request
 from proxy.engine.base import Engine, Job, Outcome, Rendered
 from proxy.engine.chat_api import ChatApi
+from proxy.engine.ids_api import IdsApi
+from proxy.engine.local_renderer import LocalRenderer
 from proxy.engine.replica import Replica
 from proxy.engine.seats import Caller
+from proxy.engine.sglang_api import SglangApi
 from proxy.engine.text_api import TextApi
 from proxy.engine.token_api import TokenApi
 from proxy.engine.wire import EngineHttp, Line
@@ -51,7 +54,9 @@ class Flow:
         self._token_api = TokenApi(http)
         self._rules = (*services.settings.role_rules, *BUILT_IN)
         self._text_api = TextApi(http, self._token_api)
+        self._local = LocalRenderer(services.settings.renderer, services.settings.renderer_options)
         self._engines: dict[str, Engine] = {"token": self._token_api, "chat": ChatApi(http)}
+        self._engines |= {"completions": IdsApi(http, self._local), "sglang": SglangApi(http, self._local)}
 
     def admit(self, tree: SessionTree, request: Request, body: bytes, headers: Mapping[str, str]) -> Turn:
         """The call enters: from here on closing the session or the service ends it properly. `leave` must follow."""
@@ -123,16 +128,17 @@ class Flow:
         return self._engines[replica.api or "chat"]
 
     async def _plan(self, turn: Turn) -> None:
-        """Find the parent; on the token path make the prompt's ids and the sampling that fits the window."""
+        """Find the parent; except on the chat path make the prompt's ids and the sampling that fits the window."""
         assert turn.replica is not None
         turn.found = _found(turn)
-        if turn.replica.api != "token":
+        if turn.replica.api in (None, "chat"):
             return
         clock = time.perf_counter()
         if turn.request.prompt is None:
             await self._plan_messages(turn, turn.found, turn.replica)
         else:
-            tokenizer = self._text_api.tokenizer(turn.replica, turn.request, self._token_api.id_text(turn.session_id))
+            tokenizes = self._text_api if turn.replica.api == "token" else self._local
+            tokenizer = tokenizes.tokenizer(turn.replica, turn.request, self._token_api.id_text(turn.session_id))
             turn.plan = await plan_prompt(turn.tree, turn.found, turn.request, tokenizer)
         turn.engine_seconds += time.perf_counter() - clock
         assert turn.plan is not None
@@ -143,7 +149,8 @@ class Flow:
         id_text = self._token_api.id_text(turn.session_id)
 
         async def render(rendering: Rendering) -> Rendered:
-            return await self._token_api.render(replica, turn.request, rendering, id_text)
+            renderer = self._token_api if replica.api == "token" else self._local
+            return await renderer.render(replica, turn.request, rendering, id_text)
 
         turn.plan, close = await plan_tokens(
             turn.tree,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -55,8 +55,14 @@ class Settings(BaseSettings):
     engine: list[str] = Field(default_factory=list)
     """Base URLs of the engines' replicas, without /v1. `NAME=URL` puts one into the policy NAME; `dns://name:port` stands for every
     address of a name that is watched."""
-    engine_api: Literal["auto", "token", "chat"] = "auto"
-    """How to talk to them: token (vLLM with --enable-scale-out), chat (any OpenAI-compatible server), auto (probe)."""
+    engine_api: Literal["auto", "token", "completions", "sglang", "chat"] = "auto"
+    """How to talk to them: token (vLLM with --enable-scale-out), completions (vLLM's /v1/completions with token ids), sglang
+    (SGLang's /generate), chat (any OpenAI-compatible server), auto (probe). completions and sglang need `renderer`."""
+    renderer: str | None = Field(None, validate_default=True)
+    """The model whose chat format this service renders and reads for engines that take token ids only: a Hugging Face name or a
+    folder with its tokenizer."""
+    renderer_options: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the renderers package's configuration, for example {"name": "qwen3"} for a model it does not know by its name."""
     engine_api_key: SecretStr | None = None
     """Sent to the engines as a bearer token."""
     engine_timeout_seconds: float = 3600.0
@@ -214,6 +220,17 @@ class Settings(BaseSettings):
     """Longest time one replica may take for one step of a weight update."""
     weights_lock_seconds: float = Field(30.0, gt=0)
     """How long the right to push outlives a process that died in the middle of a push; then another puts right what it left."""
+
+    @field_validator("renderer")
+    @classmethod
+    def _can_render(cls, model: str | None, others: ValidationInfo) -> str | None:
+        if model is None and others.data.get("engine_api") in ("completions", "sglang"):
+            raise ValueError(
+                f"engines of the {others.data['engine_api']} API render no messages: say whose chat format is rendered here"
+            )
+        if model is not None and find_spec("renderers") is None:
+            raise ValueError("the renderers package is missing: pip install 'verbatim-rl[renderers]'")
+        return model
 
     @field_validator("admin_token", "trainer_token", "admin_tokens", "trainer_tokens")
     @classmethod

@@ -82,7 +82,7 @@ def fit_window(turn: Turn, prompt_length: int) -> None:
 
 def refuse_media(request: Request, found: Continuation) -> None:
     """Raise RequestError for content parts that the token path cannot carry. What it has carried before is not looked at again."""
-    carried = found.reply_at + 1 if found.parent is not None and found.parent.api == "token" else 0
+    carried = found.reply_at + 1 if found.parent is not None and found.parent.api != "chat" else 0
     for position in range(carried, len(request.history)):
         content = request.history[position].message.get("content")
         for part in content if isinstance(content, list) else ():

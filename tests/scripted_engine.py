@@ -71,6 +71,10 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": content})
 
+    async def answer_empty(self) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await self._send({"type": "http.response.body", "body": b""})
+
     async def fail(self, fault: Fail) -> None:
         await self.answer(error_body(fault.status, fault.message, fault.type, fault.param), fault.status)
 

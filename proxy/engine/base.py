@@ -1,8 +1,9 @@
 """An engine as the flow sees it: render what must be rendered, sample, abort.
 
-Two implementations, `token_api` (vLLM's token-in token-out endpoints) and `chat_api` (any OpenAI-compatible server that returns
-token ids). Streaming, both yield `FirstToken` and `Delta`s while text becomes certain; at the end one `Outcome`. A
-reply cut by an abort or a broken connection is an Outcome too, with what was sampled until then.
+Implementations: `token_api` (vLLM's token-in token-out endpoints), `ids_api` and `sglang_api` (engines that take and return ids, and
+are rendered for here) and `chat_api` (any OpenAI-compatible server). Streaming, they yield `FirstToken`, and `Delta`s while text
+becomes certain, where they can; at the end one `Outcome`. A reply cut by an abort or a broken connection is an Outcome too, with what
+was sampled until then.
 """
 
 from __future__ import annotations

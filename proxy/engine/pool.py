@@ -262,7 +262,7 @@ class EnginePool:
 
     async def _visit(self, replica: Replica) -> None:
         try:
-            await contact(self.http, replica, self._settings.engine_api)
+            await contact(self.http, replica, self._settings.engine_api, renders=self._settings.renderer is not None)
         except EngineUnavailable as error:
             self._probe_failed(replica, error)
             return

@@ -1,25 +1,19 @@
 """Replica: one engine as the pool knows it, and `contact`, the probe that finds out.
 
-A probe asks for the models and for `/health`. One that meets an engine for the first time also posts `{}` to the routes it asks
-about: an engine that has the route answers 400 or 422, one that has not answers 404 or 405. So it needs no OpenAPI page and costs
-the engine nothing.
+A probe asks for the models and for `/health`; one that meets an engine for the first time also finds out which API it speaks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
+from proxy.engine.detection import PROBE_TIMEOUT, Api, find_api
 from proxy.engine.health import Health
 from proxy.errors import EngineUnavailable
-
-# A busy engine may think for a while about a small question; a dead one refuses the connection at once.
-PROBE_TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
-
-TOKEN_ROUTES = ("/inference/v1/generate", "/v1/chat/completions/render", "/v1/chat/completions/derender")
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +31,7 @@ class Replica:
     name: str
     url: str
     policy: str = ""
-    api: Literal["token", "chat"] | None = None
+    api: Api | None = None
     healthy: bool = False
     reason: str = "it was not reached yet"
     alive: bool = False
@@ -92,15 +86,15 @@ def replica_at(url: str) -> Replica:
     return Replica(name=f"{parts.netloc}{parts.path}" or base, url=base)
 
 
-async def contact(http: aiohttp.ClientSession, replica: Replica, engine_api: str) -> None:
-    """Learn what the engine is: models, api, routes for weights. Raises EngineUnavailable with the reason it cannot serve,
-    NotListening when no connection could be made."""
+async def contact(http: aiohttp.ClientSession, replica: Replica, engine_api: str, *, renders: bool = False) -> None:
+    """Learn what the engine is: models, api (see `find_api`), routes for weights. Raises EngineUnavailable with the reason it
+    cannot serve, NotListening when no connection could be made."""
     try:
         await _list_models(http, replica)
         await _check_health(http, replica)
         if not replica.alive or replica.api is None:
-            replica.api = await _find_api(http, replica, engine_api)
-            replica.updatable = await _status(http, "GET", f"{replica.url}/weight_info") == 200
+            found = await find_api(http, replica.url, engine_api, renders=renders)
+            replica.api, replica.updatable = found.api, found.updatable
     except TimeoutError as error:
         raise EngineUnavailable(f"no answer within {PROBE_TIMEOUT.total:g} seconds") from error
     except aiohttp.ClientConnectorError as error:
@@ -125,9 +119,9 @@ async def _list_models(http: aiohttp.ClientSession, replica: Replica) -> None:
 
 async def _check_health(http: aiohttp.ClientSession, replica: Replica) -> None:
     # vLLM's answers 503 when the engine behind the server is dead. A server without the route says nothing by it.
-    status = await _status(http, "GET", f"{replica.url}/health")
-    if status >= 500:
-        raise EngineUnavailable(f"GET /health answered HTTP {status}")
+    async with http.get(f"{replica.url}/health", timeout=PROBE_TIMEOUT) as response:
+        if response.status >= 500:
+            raise EngineUnavailable(f"GET /health answered HTTP {response.status}")
 
 
 def _read_cards(replica: Replica, cards: list[dict[str, Any]]) -> None:
@@ -138,21 +132,3 @@ def _read_cards(replica: Replica, cards: list[dict[str, Any]]) -> None:
     replica.names = tuple(str(card["id"]) for card in cards)
     replica.adapter = adapters[0] if adapters else None
     replica.max_model_len = min(lengths) if lengths else None
-
-
-async def _find_api(http: aiohttp.ClientSession, replica: Replica, engine_api: str) -> Literal["token", "chat"]:
-    if engine_api == "chat":
-        return "chat"
-    statuses = [await _status(http, "POST", replica.url + route) for route in TOKEN_ROUTES]
-    missing = [route for route, status in zip(TOKEN_ROUTES, statuses, strict=True) if status not in (400, 422)]
-    if not missing:
-        return "token"
-    if engine_api == "token":
-        raise EngineUnavailable(f"it has no {missing[0]}; start vLLM with --enable-scale-out, or use the chat API")
-    return "chat"
-
-
-async def _status(http: aiohttp.ClientSession, method: str, url: str) -> int:
-    body: dict[str, str] | None = {} if method == "POST" else None
-    async with http.request(method, url, json=body, timeout=PROBE_TIMEOUT) as response:
-        return response.status

@@ -30,7 +30,9 @@ _WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check the s
 
 
 class StepRefused(EngineFailed):
-    """The engine answered a step with an error; any other EngineFailed leaves open whether it took the step."""
+    """The engine answered a step with an error, `http_status`; any other EngineFailed leaves open whether it took the step."""
+
+    http_status: int | None = None
 
 
 class Claimed(EngineFailed):
@@ -204,7 +206,9 @@ class WeightApi:
         except (aiohttp.ClientError, OSError) as error:
             raise EngineFailed(f"{_step(route)} broke off: {error or type(error).__name__}") from error
         if response.status != 200:
-            raise StepRefused(_sentence(route, response.status, data))
+            refused = StepRefused(_sentence(route, response.status, data))
+            refused.http_status = response.status
+            raise refused
         return _object(data)
 
 

@@ -15,6 +15,7 @@ from proxy.engine.pool import EnginePool
 from proxy.engine.push_lock import PushLock
 from proxy.engine.replica import Replica
 from proxy.engine.replica_update import Guard, Push, claimed, update_replica
+from proxy.engine.sglang_weights import SglangWeightApi
 from proxy.engine.weight_api import SETUP, Claim, Loaded, StepRefused, WeightApi
 from proxy.engine.weight_metrics import WeightMetrics
 from proxy.errors import Conflict, EngineFailed
@@ -45,7 +46,8 @@ class WeightKeeper:
         # Claimed anew before the load, the longest of the steps.
         seconds = 2 * self._settings.weights_timeout_seconds
         claim = Claim(identity, fence, seconds) if identity else None
-        return WeightApi(self._pool.http, replica, self._settings.weights_timeout_seconds, claim)
+        routes = SglangWeightApi if replica.api == "sglang" else WeightApi
+        return routes(self._pool.http, replica, self._settings.weights_timeout_seconds, claim)
 
     def lock(self, policy: str, wait_seconds: float) -> PushLock:
         return PushLock(self._weights, policy, self._settings.weights_lock_seconds, wait_seconds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
@@ -209,6 +209,25 @@ class EngineHttp:
             return None
         return replica.version_of(label)
 
+    async def label(self, replica: Replica, routes: Sequence[str]) -> str | None:
+        """The replica's weight version as the engine writes it, from the first of the routes that it has; None where none tells."""
+        for route in routes:
+            try:
+                async with self._pool.http.get(replica.url + route) as response:
+                    if response.status == 200:
+                        label = (await response.json(content_type=None)).get("weight_version")
+                        return None if label is None else str(label)
+            except (TimeoutError, aiohttp.ClientError, OSError, ValueError, AttributeError):
+                return None
+        return None
+
+    async def order(self, replica: Replica, path: str, body: Any) -> None:
+        """As `ask`, where nothing is answered."""
+        try:
+            await self._exchange(replica, path, _encode(body), _json(None), None)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._broken(replica, error) from error
+
     def _broken(self, replica: Replica, error: Exception, line: Line | None = None) -> VerbatimError:
         refused = isinstance(error, (aiohttp.ClientConnectorError, ConnectionRefusedError))
         if line is None or not line.hung_up:
@@ -265,14 +284,18 @@ def refusal(replica: Replica, path: str, status: int, data: bytes) -> VerbatimEr
 
 
 def is_context_overflow(message: str) -> bool:
-    """vLLM's wording for a prompt that does not fit, on its chat, render and generate endpoints."""
-    return "maximum context length" in message or "longer than the maximum model length" in message
+    """vLLM's wording for a prompt that does not fit, on its chat, render and generate endpoints, SGLang's and llama.cpp's."""
+    wordings = (
+        *("maximum context length", "longer than the maximum model length"),
+        *("longer than the model's context length", "exceeds the available context size"),
+    )
+    return any(wording in message for wording in wordings)
 
 
 _PROMPT_TOKENS = re.compile(
-    r"(?:Input length \(|prompt \(length |contains (?:at least )?|resulted in )(\d+)(?:\)| input tokens| tokens)"
+    r"(?:Input length \(|The input \(|prompt \(length |contains (?:at least )?|resulted in )(\d+)(?:\)| input tokens| tokens)"
 )
-_WINDOW_TOKENS = re.compile(r"maximum (?:context|model) length (?:is |of |\()(\d+)")
+_WINDOW_TOKENS = re.compile(r"(?:maximum (?:context|model)|model's context) length (?:is |of |\()(\d+)")
 
 
 def _too_long(message: str) -> ContextTooLong:

@@ -1,0 +1,147 @@
+"""`/v1/completions` with token ids: vLLM without `--enable-scale-out`, since 0.10.2, which has `return_token_ids`.
+
+The prompt is ids, rendered by LocalRenderer, and the reply is ids, read by it. The engine repeats the ids it sampled after; another
+prompt than the one it was given is an error. It reports no weight versions: the version is the replica's before the call, if it is
+still the same after it, and unknown otherwise. Checked against vLLM 0.32.
+
+The engine is always asked for a stream: most versions can be told to end a call only by hanging up, and what was sampled until then
+must be known. The harness is told the reply when it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from proxy.dialects.base import Delta, Request
+from proxy.engine.base import Job, Outcome
+from proxy.engine.id_reply import IdChoice, check_prompt, choice_at, outcome
+from proxy.engine.local_renderer import LocalRenderer
+from proxy.engine.replica import Replica
+from proxy.engine.wire import EngineHttp
+from proxy.errors import EngineFailed, RequestError, VerbatimError
+from reconstruct.records import Span
+
+_PATH = "/v1/completions"
+
+_FORWARDED = (
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens", "logit_bias", "ignore_eos"),
+    *("response_format", "structured_outputs", "bad_words", "allowed_token_ids", "priority"),
+)
+"""Fields that mean the same on the chat endpoint, for which harnesses write them; others would be ignored or change the prompt."""
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class IdsApi:
+    api = "completions"
+
+    def __init__(self, http: EngineHttp, renderer: LocalRenderer) -> None:
+        self._http = http
+        self._renderer = renderer
+
+    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Delta | Outcome]:
+        """Yields one Outcome; see `Engine.sample`."""
+        before = await self._http.version(replica)
+        choices = [IdChoice(index) for index in range(job.request.n)]
+        proven, cached, broken = False, 0, None
+        try:
+            async for event in self._events(replica, job):
+                for piece in event.choices:
+                    proven = check_prompt(job, piece.prompt_token_ids) or proven
+                    _add(choice_at(choices, piece.index), piece)
+                if event.usage is not None and event.usage.prompt_tokens_details is not None:
+                    cached = event.usage.prompt_tokens_details.cached_tokens or 0
+        except VerbatimError as error:
+            if not any(choice.token_ids or choice.text for choice in choices):
+                raise
+            broken = error.message
+        version = before if before == await self._http.version(replica) else None
+        spans = [_spans(version, len(choice.token_ids)) for choice in choices]
+        yield await outcome(self._renderer, job, choices, spans, proven=proven, cached_tokens=cached, broken=broken)
+
+    async def abort(self, replica: Replica, job: Job) -> bool:
+        try:
+            await self._http.ask(replica, "/abort_requests", {"request_ids": [f"cmpl-{job.call_id}-0"]}, dict[str, Any])
+        except VerbatimError:
+            return False
+        return True
+
+    async def count(self, replica: Replica, request: Request) -> int:
+        return await self._renderer.count(replica, request)
+
+    async def _events(self, replica: Replica, job: Job) -> AsyncIterator[_Event]:
+        headers = {"x-request-id": job.call_id}
+        async for data in self._http.events(replica, _PATH, _body(replica, job), job.line, headers):
+            try:
+                event = msgspec.json.decode(data, type=_Event)
+            except msgspec.DecodeError as error:
+                raise EngineFailed(f"engine {replica.name} streamed something else than expected: {error}") from error
+            if event.error:
+                raise EngineFailed(f"engine {replica.name} broke off: {str(event.error)[:300]}")
+            yield event
+
+
+def _body(replica: Replica, job: Job) -> dict[str, Any]:
+    assert job.body is not None
+    forward = job.request.forward
+    body = {**job.body["sampling_params"], **{key: forward[key] for key in _FORWARDED if key in forward}, **job.sampling}
+    if "max_tokens" not in body:
+        raise RequestError(f"engine {replica.name} does not tell its window: say 'max_tokens'", param="max_tokens")
+    body["stop_token_ids"] = [*body.get("stop_token_ids", ()), *forward.get("stop_token_ids", ())]
+    return {
+        **body,
+        "model": replica.model_for(job.request.model),
+        "prompt": job.prompt_json,
+        "n": job.request.n,
+        "logprobs": job.request.top_logprobs or 0,
+        "return_token_ids": True,
+        "skip_special_tokens": False,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def _add(choice: IdChoice, piece: _Choice) -> None:
+    ids, told = piece.token_ids or [], piece.logprobs or _Logprobs()
+    if ids and len(told.token_logprobs) != len(ids):
+        raise EngineFailed(f"the engine gave {len(told.token_logprobs)} logprobs for {len(ids)} tokens")
+    choice.token_ids.extend(ids)
+    choice.logprobs.extend(told.token_logprobs)
+    choice.tops.extend(list((top or {}).items()) for top in told.top_logprobs or [None] * len(ids))
+    choice.text += piece.text or ""
+    choice.finish_reason = piece.finish_reason or choice.finish_reason
+    choice.stop_reason = piece.stop_reason if piece.stop_reason is not None else choice.stop_reason
+
+
+def _spans(version: int | None, count: int) -> tuple[Span, ...]:
+    return (Span(version, 0, count),) if version is not None and count else ()

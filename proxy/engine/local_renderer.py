@@ -1,0 +1,151 @@
+"""LocalRenderer: prompts rendered and replies read in this process, for engines whose own API does neither.
+
+It gives the flow what the token path's engine gives it (`render`, `tokenizer`), so that a prompt is planned and its bridge proven
+the same way. The work is done in threads, one job at a time: tokenizers are not made for more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from proxy.dialects.base import Request
+from proxy.engine.base import Job, Rendered
+from proxy.engine.chat_format import ChatFormat
+from proxy.engine.id_text import IdText
+from proxy.engine.parser import cut_at_stop
+from proxy.engine.replica import Replica
+from proxy.engine.text_api import Tokenizer
+from proxy.errors import EngineFailed, RequestError
+from reconstruct.bridge import Rendering
+from reconstruct.records import Ids, pack_ids
+
+T = TypeVar("T")
+
+_DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+"""Said with every call: what an engine would take from the model's generation config cannot be asked for here."""
+
+_SEED_IDS = 64
+"""How many ids before those to be spelled out are looked at."""
+
+_UNSUPPORTED = ("chat_template", "documents")
+
+
+class LocalRenderer:
+    """The renderer of `model` (see ChatFormat), loaded when it is first needed; None: there is none, and every use fails."""
+
+    def __init__(self, model: str | None, options: Mapping[str, Any]) -> None:
+        self._model = model
+        self._options = options
+        self._format: ChatFormat | None = None
+        self._turn = asyncio.Lock()
+
+    async def render(self, replica: Replica, request: Request, rendering: Rendering, id_text: IdText) -> Rendered:
+        """The ids of `rendering.messages` under the request's tools and template kwargs, and the sampling that stops at the end
+        of a turn. Raises RequestError for what the chat format does not take or no such engine can do."""
+        _refuse_unsupported(request)
+
+        def work(chat: ChatFormat) -> Rendered:
+            kwargs = _kwargs(chat, request)
+            ids = chat.render(rendering.messages, request.tools, kwargs, rendering.add_generation_prompt)
+            return Rendered(pack_ids(ids), {"sampling_params": {**_DEFAULTS, "stop_token_ids": list(chat.stop_ids)}})
+
+        return await self._do(work)
+
+    async def message(self, job: Job, said: Sequence[int], stop: str | None) -> dict[str, Any]:
+        """The message that the sampled ids make; of a request with a prompt, their text. `stop` is the text that ended it."""
+        assert job.prompt_ids is not None
+        request, prompt_ids = job.request, job.prompt_ids
+        calls = bool(request.tools) and request.forward.get("tool_choice") != "none"
+
+        def work(chat: ChatFormat) -> dict[str, Any]:
+            if request.prompt is not None:
+                return {"role": "assistant", "content": chat.decode(said, special=not _skips_special(request))}
+            return chat.parse(prompt_ids.tolist(), list(said), request.tools, _kwargs(chat, request), calls=calls)
+
+        message = await self._do(work)
+        if stop is not None:
+            cut_at_stop(message, stop)
+        if request.forward.get("parallel_tool_calls") is False and message.get("tool_calls"):
+            message["tool_calls"] = message["tool_calls"][:1]
+        return message
+
+    async def end_id(self) -> int | None:
+        """The id of the tokenizer's own end of a text."""
+        return await self._do(lambda chat: chat.end_id)
+
+    async def spell(self, ids: Sequence[int]) -> list[str]:
+        """The text of each id by itself."""
+        return await self._do(lambda chat: [chat.decode([token], special=True) for token in ids])
+
+    async def encode(self, text: str) -> list[int]:
+        """The ids of a text that is no whole prompt."""
+        return await self._do(lambda chat: chat.encode(text, special=False))
+
+    async def count(self, replica: Replica, request: Request) -> int:
+        """The tokens of the request's prompt."""
+        if isinstance(request.prompt, str):
+            return len((await self.tokenizer(replica, request, IdText()).tokenize(request.prompt, whole=True)).ids)
+        if request.prompt is not None:
+            return len(request.prompt)
+        return len((await self.render(replica, request, Rendering(request.messages, True), IdText())).ids)
+
+    def tokenizer(self, replica: Replica, request: Request, id_text: IdText) -> Tokenizer:
+        return _Tokenizer(self._do)
+
+    async def _do(self, work: Callable[[ChatFormat], T]) -> T:
+        async with self._turn:
+            return await asyncio.to_thread(self._work, work)
+
+    def _work(self, work: Callable[[ChatFormat], T]) -> T:
+        if self._format is None:
+            if self._model is None:
+                raise EngineFailed("no renderer is set: VERBATIM_RENDERER names the model whose chat format it renders")
+            self._format = ChatFormat(self._model, self._options)
+        return work(self._format)
+
+
+class _Tokenizer:
+    """proxy.engine.text_api.Tokenizer over the tokenizer of the chat format."""
+
+    def __init__(self, do: Callable[[Callable[[ChatFormat], Any]], Any]) -> None:
+        self._do = do
+
+    async def tokenize(self, text: str, *, whole: bool) -> Rendered:
+        ids = await self._do(lambda chat: chat.encode(text, special=whole))
+        return Rendered(pack_ids(ids), {"sampling_params": dict(_DEFAULTS)})
+
+    async def parameters(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        return {"sampling_params": dict(_DEFAULTS)}
+
+    async def spell(self, before: Ids, ids: Ids) -> str:
+        def work(chat: ChatFormat) -> str:
+            seed = before[-_SEED_IDS:].tolist()
+            return chat.decode([*seed, *ids.tolist()], special=True)[len(chat.decode(seed, special=True)) :].rstrip("\ufffd")
+
+        text: str = await self._do(work)
+        return text
+
+
+def _kwargs(chat: ChatFormat, request: Request) -> dict[str, Any]:
+    """The template kwargs; the effort is one where the format looks at it."""
+    effort = request.forward.get("reasoning_effort")
+    seen = {"reasoning_effort": effort} if effort is not None and chat.accepts("reasoning_effort") else {}
+    return {**seen, **request.template_kwargs}
+
+
+def _skips_special(request: Request) -> bool:
+    return bool(request.forward.get("skip_special_tokens", True))
+
+
+def _refuse_unsupported(request: Request) -> None:
+    for name in _UNSUPPORTED:
+        if request.forward.get(name) is not None:
+            raise RequestError(f"'{name}' needs an engine that renders messages itself", param=name)
+    choice = request.forward.get("tool_choice")
+    if isinstance(choice, dict) or choice == "required":
+        raise RequestError(
+            "'tool_choice' can be auto or none: the engine samples after token ids and cannot force a tool call",
+            param="tool_choice",
+        )

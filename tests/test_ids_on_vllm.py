@@ -1,0 +1,63 @@
+"""A real vLLM by its `/v1/completions`, as one without `--enable-scale-out` would be used: what is recorded is recomputed.
+
+The model is a random one; its chat template is rendered here, by the renderers package, and its replies are read here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_format import TEMPLATE, require_renderers
+from test_end_to_end import TOOLS, Session, assert_true, balanced, opened, tool_turns
+from verbatim_process import Serving, wait_until
+
+from proxy.engine.vllm_launch import VllmServer
+
+require_renderers()
+pytestmark = pytest.mark.engine
+
+__all__ = ["opened"]
+
+
+@pytest.fixture(scope="module")
+def serving(vllm_server: VllmServer, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    args = ("--engine", vllm_server.url, "--engine-api", "completions", "--renderer", str(tiny_model))
+    options = {"VERBATIM_RENDERER_OPTIONS": json.dumps(TEMPLATE)}
+    with Serving(*args, data_dir=tmp_path_factory.mktemp("data"), **options) as service:
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
+        yield service
+
+
+def test_every_row_of_a_conversation_has_the_logprobs_that_its_context_gives(
+    opened: Callable[..., Session], serving: Serving, tiny_model: Path
+) -> None:
+    session = opened(serving)
+    tool_turns(session, 4)
+    rows, accounting = session.trajectories()
+    assert balanced(accounting)
+    assert accounting["exported_tokens"] == accounting["sampled_tokens"]
+    assert len(rows) < 4
+    assert_true(rows, tiny_model)
+
+
+def test_the_prompt_is_the_one_that_the_engine_would_have_rendered(
+    opened: Callable[..., Session], serving: Serving, vllm_server: VllmServer, tmp_path: Path
+) -> None:
+    """The same conversation over both paths, with the same seed: the same ids in, the same ids out."""
+    with Serving("--engine", vllm_server.url, data_dir=tmp_path) as token:
+        wait_until(lambda: token.request("GET", "/readyz").status_code == 200, 30, "ready")
+        ours, theirs = opened(serving), opened(token)
+        for session in (ours, theirs):
+            messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say it."}]
+            for turn in range(2):
+                reply = session.ask(messages, tools=TOOLS, max_tokens=24, seed=turn)
+                messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "Again."}]
+        for one, other in itertools.zip_longest(ours.calls, theirs.calls):
+            for name in ("prompt_ids", "completion_ids", "finish_reason", "stop_reason", "weight_versions"):
+                assert one[name] == other[name], name
+            assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)
