@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from template_families import FAMILIES
 
+from proxy.engine.chat_format import ChatFormat
+
 QWEN3: dict[str, Any] = {"name": "qwen3"}
 TEMPLATE: dict[str, Any] = {"name": "default", "tool_parser": "qwen3", "reasoning_parser": "think"}
 """The model's own chat template, read as Qwen3 writes."""
@@ -31,4 +33,6 @@ def write_format(family: str, folder: Path) -> Path:
     template = Path(__file__).parent / "chat_templates" / f"{family}.jinja"
     tokenizer.chat_template = template.read_text(encoding="utf-8")
     tokenizer.save_pretrained(folder)
+    # The libraries are loaded here: no call of a test has to wait for them.
+    ChatFormat(str(folder), TEMPLATE)
     return folder

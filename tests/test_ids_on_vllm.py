@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from local_format import TEMPLATE, require_renderers
-from test_end_to_end import TOOLS, Session, assert_true, balanced, opened, tool_turns
+from test_end_to_end import TOOLS, Session, assert_true, balanced, never, opened, tool_turns
 from verbatim_process import Serving, wait_until
 
 from proxy.engine.vllm_launch import VllmServer
@@ -23,6 +23,8 @@ pytestmark = pytest.mark.engine
 
 __all__ = ["opened"]
 
+A_CALL = r'<tool_call>\n\{"name": "guess", "arguments": \{"number": [1-9]\}\}\n</tool_call>'
+
 
 @pytest.fixture(scope="module")
 def serving(vllm_server: VllmServer, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
@@ -31,6 +33,30 @@ def serving(vllm_server: VllmServer, tiny_model: Path, tmp_path_factory: pytest.
     with Serving(*args, data_dir=tmp_path_factory.mktemp("data"), **options) as service:
         wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
         yield service
+
+
+def test_a_session_of_tool_calls_is_one_row(opened: Callable[..., Session], serving: Serving, tiny_model: Path) -> None:
+    """A grammar makes the random model call the tool, and a bias write markup and end in the tokens made for them; the reply to the
+    tool's result is free, and has the logprobs that its context gives."""
+    session = opened(serving)
+    messages: list[Any] = [{"role": "user", "content": "Find the number."}]
+    bias = dict.fromkeys(never(tiny_model, "<tool_call>", "</tool_call>", "<|im_end|>"), 100.0)
+    forced = {"structured_outputs": {"regex": A_CALL}, "chat_template_kwargs": {"enable_thinking": False}}
+    reply = session.ask(messages, tools=TOOLS, max_tokens=64, seed=1, logit_bias=bias, extra_body=forced).choices[0].message
+    (call,) = reply.tool_calls
+    assert call.function.name == "guess"
+    messages += [reply.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "too low"}]
+    session.ask(messages, tools=TOOLS, max_tokens=32, seed=2)
+    first, second = session.calls
+    seen = first["prompt_ids"] + first["completion_ids"]
+    assert second["prompt_ids"][: len(seen)] == seen
+    assert {one["api"] for one in (first, second)} == {"completions"}
+    rows, accounting = session.trajectories()
+    assert len(rows) == 1
+    assert rows[0].token_ids.tolist() == second["prompt_ids"] + second["completion_ids"]
+    assert balanced(accounting)
+    assert accounting["exported_tokens"] == accounting["sampled_tokens"]
+    assert_true([row for row in session.trajectories("per_call")[0] if row.call_ids == (second["call_id"],)], tiny_model)
 
 
 def test_every_row_of_a_conversation_has_the_logprobs_that_its_context_gives(
