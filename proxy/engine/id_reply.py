@@ -47,12 +47,6 @@ def check_prompt(job: Job, ids: Sequence[int] | None) -> bool:
     return True
 
 
-def choice_at(choices: Sequence[IdChoice], index: int) -> IdChoice:
-    if not 0 <= index < len(choices):
-        raise EngineFailed(f"the engine answered choice {index} of {len(choices)}")
-    return choices[index]
-
-
 async def outcome(
     renderer: LocalRenderer,
     job: Job,

@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Delta, Request
-from proxy.engine.base import Job, Outcome
-from proxy.engine.id_reply import IdChoice, check_prompt, choice_at, outcome
+from proxy.dialects.base import Delta, FirstToken, Request
+from proxy.engine.base import Job, Outcome, at
+from proxy.engine.id_reply import IdChoice, check_prompt, outcome
 from proxy.engine.local_renderer import LocalRenderer
 from proxy.engine.replica import Replica
-from proxy.engine.wire import EngineHttp
+from proxy.engine.wire import EngineHttp, Told
 from proxy.errors import EngineFailed, RequestError, VerbatimError
 from reconstruct.records import Span
 
@@ -56,10 +56,9 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
+class _Event(Told):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
     usage: _Usage | None = None
-    error: Any = None
 
 
 class IdsApi:
@@ -69,16 +68,20 @@ class IdsApi:
         self._http = http
         self._renderer = renderer
 
-    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Delta | Outcome]:
-        """Yields one Outcome; see `Engine.sample`."""
+    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
+        """Streaming, yields FirstToken; then one Outcome. See `Engine.sample`."""
         before = await self._http.version(replica)
         choices = [IdChoice(index) for index in range(job.request.n)]
-        proven, cached, broken = False, 0, None
+        proven, cached, broken, begun = False, 0, None, not stream
         try:
-            async for event in self._events(replica, job):
+            body, headers = _body(replica, job), {"x-request-id": job.call_id}
+            async for event in self._http.answers(replica, _PATH, body, _Event, job.line, stream=True, headers=headers):
+                if not begun:
+                    begun = True
+                    yield FirstToken()
                 for piece in event.choices:
                     proven = check_prompt(job, piece.prompt_token_ids) or proven
-                    _add(choice_at(choices, piece.index), piece)
+                    _add(at(choices, piece.index), piece)
                 if event.usage is not None and event.usage.prompt_tokens_details is not None:
                     cached = event.usage.prompt_tokens_details.cached_tokens or 0
         except VerbatimError as error:
@@ -98,17 +101,6 @@ class IdsApi:
 
     async def count(self, replica: Replica, request: Request) -> int:
         return await self._renderer.count(replica, request)
-
-    async def _events(self, replica: Replica, job: Job) -> AsyncIterator[_Event]:
-        headers = {"x-request-id": job.call_id}
-        async for data in self._http.events(replica, _PATH, _body(replica, job), job.line, headers):
-            try:
-                event = msgspec.json.decode(data, type=_Event)
-            except msgspec.DecodeError as error:
-                raise EngineFailed(f"engine {replica.name} streamed something else than expected: {error}") from error
-            if event.error:
-                raise EngineFailed(f"engine {replica.name} broke off: {str(event.error)[:300]}")
-            yield event
 
 
 def _body(replica: Replica, job: Job) -> dict[str, Any]:

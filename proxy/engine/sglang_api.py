@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Delta, Request
-from proxy.engine.base import Job, Outcome
+from proxy.dialects.base import Delta, FirstToken, Request
+from proxy.engine.base import Job, Outcome, at
 from proxy.engine.generated import Version
-from proxy.engine.id_reply import IdChoice, check_prompt, choice_at, outcome
+from proxy.engine.id_reply import IdChoice, check_prompt, outcome
 from proxy.engine.local_renderer import LocalRenderer
 from proxy.engine.replica import Replica
 from proxy.engine.wire import EngineHttp, refusal
@@ -71,6 +71,7 @@ class _Told:
     """One choice as far as it is told."""
 
     def __init__(self, index: int) -> None:
+        self.index = index
         self.choice = IdChoice(index)
         self.labels: set[str] = set()
         self.versions: list[Version] | None = None
@@ -133,15 +134,18 @@ class SglangApi:
         self._http = http
         self._renderer = renderer
 
-    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[Delta | Outcome]:
-        """Yields one Outcome; see `Engine.sample`."""
+    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
+        """Streaming, yields FirstToken; then one Outcome. See `Engine.sample`."""
         before = await self._http.label(replica, LABEL_ROUTES)
         end_id = await self._renderer.end_id()
         told = [_Told(index) for index in range(job.request.n)]
-        broken = None
+        broken, begun = None, not stream
         try:
             async for answer in self._answers(replica, job, stream):
-                _told_at(told, answer.index).add(job, answer, end_id)
+                if not begun:
+                    begun = True
+                    yield FirstToken()
+                at(told, answer.index).add(job, answer, end_id)
         except VerbatimError as error:
             if not any(item.choice.token_ids for item in told):
                 raise
@@ -243,8 +247,3 @@ def _grammar(forward: Any) -> dict[str, Any]:
         for name, value in outputs.items()
         if value is not None
     }
-
-
-def _told_at(told: Sequence[_Told], index: int) -> _Told:
-    choice_at([item.choice for item in told], index)
-    return told[index]
