@@ -6,7 +6,7 @@
 
 `--rollout-batch-size` groups make a step; the groups must be filled with `--n-samples-per-prompt` rollouts. Set
 VERBATIM_STEPS_AHEAD=1 for `train_async.py`, which asks for a step before it trains on the last. New weights reach the service
-as the saved Hugging Face checkpoints: `TrainerClient.publish(path, version)`.
+as saved Hugging Face checkpoints (`--save-hf`): `TrainerClient.publish(path, version)`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@
 groups nor rollouts: right when every group has that many rollouts of one row each. Otherwise hand `advantages` over: they are
 then the `rewards`, and also stand per token in `advantages` and `returns`. Through the experience maker with
 `--rollout.n_samples_per_prompt 1 --algo.advantage.estimator reinforce` (gamma 1, no KL in the reward) they become each
-token's return, from which that estimator subtracts the mean over the batch's tokens; to train on exactly what was handed
-over, restore `advantages` and `returns` afterwards.
+token's return, from which that estimator subtracts the mean over the batch's tokens (and, without
+`--algo.advantage.no_std_norm`, divides by their deviation); to train on exactly what was handed over, restore `advantages`
+and `returns` afterwards.
 """
 
 from __future__ import annotations
