@@ -64,7 +64,7 @@ def create_app(settings: Settings) -> Harness:
 def build_services(settings: Settings, store: StoreConnection) -> Services:
     """What one process holds, not yet started."""
     engines, metrics = RedisEngineStore(store), Metrics()
-    pool = EnginePool(settings, engines, waited=metrics.waited)
+    pool = EnginePool(settings, engines, observer=metrics)
     process, inflight = uuid.uuid4().hex, Inflight()
     sessions, weights = RedisSessionStore(store, process), RedisWeightStore(store)
     services = Services(

@@ -13,6 +13,8 @@
 | verbatim_engine_calls_in_flight | gauge | replica, policy | calls under way there from this process |
 | verbatim_engine_queue | gauge | policy | calls of this process that wait for a replica with room |
 | verbatim_engine_queue_seconds | histogram | policy | how long calls waited for one, those that did not have to included |
+| verbatim_engine_retries_total | counter | policy | calls that a replica did not take and that went to another one |
+| verbatim_engine_ejections_total | counter | policy | replicas that served and were taken out because they failed |
 | verbatim_store_groups | gauge | state | groups in the store by state; every process shows the same: take the max, not the sum |
 | verbatim_groups_total | counter | state | groups that came into a state or to which this happened, in all; the same everywhere |
 | verbatim_backpressure_total | counter | | sessions this process refused because of what trainers have not taken yet |
@@ -126,6 +128,10 @@ class Metrics:
             registry=self.registry,
             buckets=_SECONDS,
         )
+        self._retries = Counter(
+            "verbatim_engine_retries", "Calls offered to another replica.", ("policy",), registry=self.registry
+        )
+        self._ejections = Counter("verbatim_engine_ejections", "Replicas taken out.", ("policy",), registry=self.registry)
         self._groups = StoredGroups()
         self.registry.register(self._groups)
 
@@ -140,6 +146,12 @@ class Metrics:
     def waited(self, policy: str, seconds: float) -> None:
         """A call got a replica, or gave up waiting for one."""
         self._queued.labels(policy).observe(seconds)
+
+    def tried_again(self, policy: str) -> None:
+        self._retries.labels(policy).inc()
+
+    def ejected(self, policy: str) -> None:
+        self._ejections.labels(policy).inc()
 
     def recorded(self, calls: Iterable[Call], seconds: float, engine_seconds: float) -> None:
         for call in calls:

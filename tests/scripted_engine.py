@@ -231,6 +231,10 @@ class ScriptedEngine:
         async def serve() -> None:
             self._loop = asyncio.get_running_loop()
             await server.serve(sockets=[listener])
+            # Connections that came after the others were broken; aborting one takes a turn of the loop.
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()  # type: ignore[union-attr]
+            await asyncio.sleep(0)
 
         asyncio.run(serve())
 

@@ -26,7 +26,7 @@ def running(redis_url: str, count: int, **settings: Any) -> Iterator[Pool]:
     with ExitStack() as stack:
         engines = [stack.enter_context(ScriptedEngine("qwen3")) for _ in range(count)]
         service = stack.enter_context(RunningService([engine.url for engine in engines], redis_url, **settings))
-        wait_until(lambda: number(service, "verbatim_engine_up") == count, 20, "all serve")
+        wait_until(lambda: number(service, "verbatim_engine_up") == count, 60, "all serve")
         yield engines, service
 
 
@@ -56,7 +56,7 @@ def test_one_of_three_replicas_is_killed_and_returns_and_no_harness_notices(redi
     """Dozens of sessions talk the while. A call that had begun to be sampled fails with a 502, which every SDK tries again; one
     that had not goes to another replica inside the service."""
     with running(redis_url, 3) as (engines, service):
-        sessions = [service.session(max_retries=4) for _ in range(36)]
+        sessions = [service.session(max_retries=4) for _ in range(24)]
         dead, turns = engines[0], [0] * len(sessions)
         stop = threading.Event()
 
@@ -126,12 +126,14 @@ def test_a_call_whose_engine_refuses_it_unsampled_goes_to_the_next_one(redis_url
         assert [call["replica"] for call in calls] == [name(first), *[name(other)] * 4]
         assert {call["status"] for call in calls} == {"finished"}
         assert len(other.generations) == 4
+        assert number(service, "verbatim_engine_retries_total") >= 3
+        wait_until(lambda: number(service, "verbatim_engine_ejections_total") == 1, 60, "it was found to be gone")
         assert [item for item in session.trajectories()[1]["quarantined"] if item["reason"] == "dangling"] == []
 
 
 def test_an_engine_that_does_not_even_accept_a_connection_costs_no_call(redis_url: str) -> None:
     """Its machine is gone, or its queue of connections is full: nothing was sent, so the next replica takes the call."""
-    with running(redis_url, 2, engine_connect_seconds=0.3) as (engines, service):
+    with running(redis_url, 2, engine_connect_seconds=2.0) as (engines, service):
         session = service.session()
         first, other = home_first(service, session, engines)
         first.stop()
@@ -177,7 +179,8 @@ def test_when_every_replica_refuses_the_call_it_fails_as_one_engine_would(redis_
         with pytest.raises(InternalServerError, match="too busy") as busy:
             session.ask("q")
         assert (busy.value.status_code, busy.value.response.headers["retry-after"]) == (503, "1")
-        assert sum(engine.paths().count(GENERATE) for engine in engines) - 4 == 3, "three were asked, beside the four probes"
+        asked = [request for engine in engines for request in engine.received if request.path == GENERATE and request.body]
+        assert len(asked) == 3
         session.ask("q")
 
 
@@ -208,7 +211,7 @@ def test_a_full_replica_gives_its_sessions_to_their_second_choice_then_calls_wai
         with ThreadPoolExecutor(8) as pool, gated(engines) as gate:
             before = sampling(engines)
             asked = [pool.submit(session.ask, f"question {place}") for place in range(6)]
-            wait_until(lambda: sampling(engines) - before == 4 and queued(service) == 2, 20, "four are sampled, two wait")
+            wait_until(lambda: sampling(engines) - before == 4 and queued(service) == 2, 60, "four are sampled, two wait")
             assert number(service, "verbatim_engine_calls_in_flight") == 4
             gate.set()
             for answer in asked:
@@ -233,9 +236,9 @@ def test_a_session_with_many_calls_does_not_keep_another_waiting(redis_url: str)
         engine.script = script
         try:
             asked = [pool.submit(greedy.ask, f"greedy {place}") for place in range(9)]
-            wait_until(lambda: queued(service) == 8, 20, "eight wait")
+            wait_until(lambda: queued(service) == 8, 60, "eight wait")
             asked.append(pool.submit(modest.ask, "modest"))
-            wait_until(lambda: queued(service) == 9, 20, "and one more")
+            wait_until(lambda: queued(service) == 9, 60, "and one more")
         finally:
             gates["first"].set()
             gates["all"].set()
@@ -266,7 +269,7 @@ def test_a_stream_that_waits_is_kept_alive_and_leaves_when_its_harness_hangs_up(
         while heard.count(b"data:") < 3:
             heard += connection.recv(4096)
         assert heard.startswith(b"HTTP/1.1 200") and queued(service) == 1
-    wait_until(lambda: queued(service) == 0, 10, "it left")
+    wait_until(lambda: queued(service) == 0, 60, "it left")
     assert not holding.done() and session.calls == [] and len(engine.generations) == 1
 
 
@@ -275,10 +278,10 @@ def test_a_call_that_waits_ends_when_its_session_is_closed(full: tuple[ScriptedE
     session = service.session()
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(session.ask, "q")
-        wait_until(lambda: queued(service) == 1, 10, "it waits")
+        wait_until(lambda: queued(service) == 1, 60, "it waits")
         session.close("cancelled")
         with pytest.raises(InternalServerError, match="cut before it was sampled"):
-            asked.result(timeout=20)
+            asked.result(timeout=60)
     assert queued(service) == 0 and session.calls == [] and not holding.done()
 
 
@@ -289,11 +292,11 @@ def test_a_call_that_waits_in_another_process_ends_too_when_its_session_is_close
     session = service.session()
     with RunningService(service.settings.engine, service.settings.redis or redis_url) as other, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(session.ask, "q")
-        wait_until(lambda: queued(service) == 1, 10, "it waits")
+        wait_until(lambda: queued(service) == 1, 60, "it waits")
         closed = other.request("POST", f"/sessions/{session.session_id}/close", json={"status": "cancelled"})
         assert closed.status_code == 200
         with pytest.raises(APIStatusError) as refused:
-            asked.result(timeout=20)
+            asked.result(timeout=60)
     assert refused.value.status_code in (409, 502)
     assert queued(service) == 0
 
@@ -330,7 +333,7 @@ def policies(redis_url: str, **settings: Any) -> Iterator[tuple[dict[str, Script
         critic = stack.enter_context(ScriptedEngine("qwen3"))
         engines = [default.url, f"judge={judge.url}", f"critic={critic.url}"]
         service = stack.enter_context(RunningService(engines, redis_url, **settings))
-        wait_until(lambda: number(service, "verbatim_engine_up") == 3, 20, "all serve")
+        wait_until(lambda: number(service, "verbatim_engine_up") == 3, 60, "all serve")
         yield {"": default, "judge": judge, "critic": critic}, service
 
 

@@ -24,6 +24,20 @@ def caller(session_id: str, cut: asyncio.Event | None = None) -> Caller:
     return Caller(session_id, cut or asyncio.Event(), nobody_closes)
 
 
+class Observed:
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def waited(self, policy: str, seconds: float) -> None:
+        self.waits.append(seconds)
+
+    def tried_again(self, policy: str) -> None:
+        raise AssertionError("seats try nothing again")
+
+    def ejected(self, policy: str) -> None:
+        raise AssertionError("seats take nobody out")
+
+
 class Pool:
     """Two replicas of the default policy with room for `room` calls each, and what is waited for."""
 
@@ -31,8 +45,8 @@ class Pool:
         self.replicas = [replica_at(f"http://10.0.0.{number}:8000") for number in range(count)]
         for replica in self.replicas:
             replica.max_calls, replica.healthy = room, True
-        self.waits: list[float] = []
-        self.seats = Seats(self._of, queue_seconds, lambda policy, seconds: self.waits.append(seconds))
+        self.observed = Observed()
+        self.seats = Seats(self._of, queue_seconds, self.observed)
 
     def _of(self, policy: str) -> Sequence[Replica]:
         return [replica for replica in self.replicas if replica.policy == policy]
@@ -95,7 +109,7 @@ async def test_a_seat_that_is_freed_goes_to_the_session_whose_turn_it_is() -> No
         order.append(name)
         del calls[name]
     assert order == ["a1", "b1", "a2", "a3"]
-    assert (pool.replicas[0].in_flight, pool.seats.depths(), len(pool.waits)) == (1, {"": 0}, 5)
+    assert (pool.replicas[0].in_flight, pool.seats.depths(), len(pool.observed.waits)) == (1, {"": 0}, 5)
 
 
 async def test_who_comes_while_others_wait_does_not_get_before_them() -> None:

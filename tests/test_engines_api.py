@@ -45,10 +45,10 @@ def test_an_engine_that_is_added_serves_everywhere_and_after_a_restart_until_it_
         assert added.json() == {"name": name(engine), "url": engine.url, "policy": "", "source": "api"}
         assert one.request("POST", "/engines", json={"url": engine.url}).status_code == 201
         for service in (one, other):
-            wait_until(lambda: serves(service, engine), 20, "it serves")  # noqa: B023
+            wait_until(lambda: serves(service, engine), 60, "it serves")  # noqa: B023
             service.session().ask("hello")
     with RunningService([], redis_url, engine_watch_seconds=0.1) as again:
-        wait_until(lambda: serves(again, engine), 20, "the store knows it")
+        wait_until(lambda: serves(again, engine), 60, "the store knows it")
         removed = again.request("DELETE", f"/engines/{name(engine)}")
         assert (removed.status_code, removed.json()) == (200, {"name": name(engine), "removed": True})
         assert replicas(again) == {} and again.request("GET", "/engines").json()["engines"] == []
@@ -57,7 +57,7 @@ def test_an_engine_that_is_added_serves_everywhere_and_after_a_restart_until_it_
 
 def test_a_replica_says_all_about_itself(engine: ScriptedEngine, redis_url: str) -> None:
     with RunningService([f"judge={engine.url}"], redis_url, engine_max_calls=4) as service:
-        wait_until(lambda: serves(service, engine), 20, "it serves")
+        wait_until(lambda: serves(service, engine), 60, "it serves")
         assert replicas(service)[name(engine)] == {
             "name": name(engine),
             "url": engine.url,
@@ -75,7 +75,7 @@ def test_a_replica_says_all_about_itself(engine: ScriptedEngine, redis_url: str)
         given = service.request("GET", "/engines").json()
         assert given["engines"] == [{"name": name(engine), "url": engine.url, "policy": "judge", "source": "settings"}]
         engine.stop()
-        wait_until(lambda: not serves(service, engine), 20, "it died")
+        wait_until(lambda: not serves(service, engine), 60, "it died")
         assert "cannot connect" in replicas(service)[name(engine)]["reason"]
 
 
@@ -84,7 +84,7 @@ def test_a_name_is_added_and_its_addresses_come_and_go_with_it(engine: ScriptedE
         watched = f"dns://localhost:{engine.port}"
         added = service.request("POST", "/engines", json={"url": watched, "policy": "judge"})
         assert (added.status_code, added.json()["name"]) == (201, f"dns:localhost:{engine.port}")
-        wait_until(lambda: serves(service, engine), 20, "an address serves")
+        wait_until(lambda: serves(service, engine), 60, "an address serves")
         assert (replicas(service)[name(engine)]["policy"], replicas(service)[name(engine)]["source"]) == ("judge", watched)
         refusal = service.request("DELETE", f"/engines/{name(engine)}")
         assert refusal.status_code == 409 and watched in refusal.json()["error"]["message"]
@@ -115,7 +115,7 @@ def test_what_cannot_be_added_is_refused_with_the_reason(body: dict[str, Any], s
 def test_no_policy_takes_over_the_calls_for_a_model_that_an_engine_serves(engine: ScriptedEngine, redis_url: str) -> None:
     """Sessions that are under way would go on under other weights."""
     with RunningService([engine.url], redis_url) as service:
-        wait_until(lambda: serves(service, engine), 20, "it serves")
+        wait_until(lambda: serves(service, engine), 60, "it serves")
         refused = service.request("POST", "/engines", json={"url": NOBODY, "policy": "policy"})
         assert refused.status_code == 409
         assert f"'policy' go to engine {name(engine)}" in refused.json()["error"]["message"]
@@ -133,7 +133,7 @@ def test_the_command_line_lists_adds_and_removes(engine: ScriptedEngine, redis_u
         where = {"VERBATIM_URL": service.url, "VERBATIM_ADMIN_TOKEN": ADMIN, "COLUMNS": "200"}
         added = verbatim("engines", "add", f"judge={engine.url}", **where)
         assert (added.returncode, added.stdout) == (0, f"{name(engine)} added to judge\n"), added.stderr
-        wait_until(lambda: serves(service, engine), 20, "it serves")
+        wait_until(lambda: serves(service, engine), 60, "it serves")
         listed = verbatim("engines", "list", **where)
         assert listed.returncode == 0, listed.stderr
         rows = {line.split()[1]: line for line in listed.stdout.splitlines() if "127.0.0.1" in line}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,7 +27,7 @@ from proxy.engine.membership import Member, Membership, Resolver, system_resolve
 from proxy.engine.replica import NotListening, Replica, contact, replica_at
 from proxy.engine.route import Route
 from proxy.engine.routing import preference
-from proxy.engine.seats import Caller, Seats
+from proxy.engine.seats import Caller, PoolObserver, Seats
 from proxy.errors import EngineUnavailable, VerbatimError
 from proxy.settings import Settings
 from proxy.store.engines import EngineStore
@@ -56,19 +56,26 @@ class _Watch:
     visited: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-def _nobody_counts(policy: str, seconds: float) -> None:
-    pass
+class _Unobserved:
+    def waited(self, policy: str, seconds: float) -> None:
+        pass
+
+    def tried_again(self, policy: str) -> None:
+        pass
+
+    def ejected(self, policy: str) -> None:
+        pass
 
 
 class EnginePool:
-    """`store` holds the engines that were added at run time; `waited` is told how long each call waited for a seat."""
+    """`store` holds the engines that were added at run time; `observer` is told what happens."""
 
     def __init__(
         self,
         settings: Settings,
         store: EngineStore | None = None,
         resolver: Resolver = system_resolver,
-        waited: Callable[[str, float], None] = _nobody_counts,
+        observer: PoolObserver | None = None,
     ) -> None:
         self._settings = settings
         self._rule = HealthRule(settings.engine_failures, settings.engine_return_probes, settings.engine_flap_seconds)
@@ -82,7 +89,8 @@ class EnginePool:
         self.keeper: WeightKeeper | None = None
         self.membership = Membership(settings.engine, store, resolver)
         self.replicas: list[Replica] = [self._made(member) for member in self.membership.members()]
-        self.seats = Seats(self.of, settings.queue_seconds, waited)
+        self.observer = observer or _Unobserved()
+        self.seats = Seats(self.of, settings.queue_seconds, self.observer)
 
     @property
     def http(self) -> aiohttp.ClientSession:
@@ -298,6 +306,7 @@ class EnginePool:
     def _eject(self, replica: Replica, reason: str) -> None:
         if replica.healthy:
             replica.health.ejected()
+            self.observer.ejected(replica.policy)
         self._down(replica, reason)
 
     def _up(self, replica: Replica) -> None:

@@ -56,8 +56,12 @@ class Route:
         """Whether the call, which the replica it was given did not take, may try another one."""
         if self._seat is not None:
             self._tried.add(self._seat)
-        left = [replica for replica in self._pool.of(self._pool.policy_for(self._model)) if replica not in self._tried]
-        return len(self._tried) < REPLICAS_TRIED and any(replica.healthy for replica in left)
+        policy = self._pool.policy_for(self._model)
+        left = any(replica.healthy for replica in self._pool.of(policy) if replica not in self._tried)
+        if not left or len(self._tried) >= REPLICAS_TRIED:
+            return False
+        self._pool.observer.tried_again(policy)
+        return True
 
     def _leave(self) -> None:
         if self._seat is not None:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from proxy.engine.queue import FairQueue, Waiting
 from proxy.engine.replica import Replica
@@ -20,6 +21,22 @@ LOOK_SECONDS = 2.0
 """How often a waiting call looks whether anybody still wants it."""
 RETRY_AFTER_SECONDS = 5.0
 """What a call that waited in vain is told: the engines are busy for longer than a moment."""
+
+
+class PoolObserver(Protocol):
+    """Is told what the pool does, by policy."""
+
+    def waited(self, policy: str, seconds: float) -> None:
+        """A call got a seat, or gave up waiting for one."""
+        ...
+
+    def tried_again(self, policy: str) -> None:
+        """A call that a replica did not take goes to another one."""
+        ...
+
+    def ejected(self, policy: str) -> None:
+        """A replica that served was taken out: it failed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +53,11 @@ class Seats:
         self,
         replicas_of: Callable[[str], Sequence[Replica]],
         queue_seconds: float,
-        waited: Callable[[str, float], None],
+        observer: PoolObserver,
     ) -> None:
         self._replicas_of = replicas_of
         self._queue_seconds = queue_seconds
-        self._waited = waited
+        self._observer = observer
         self._queues: dict[str, FairQueue] = {}
 
     def depths(self) -> Mapping[str, int]:
@@ -65,7 +82,7 @@ class Seats:
                 self.free(call.given.result())
             raise
         finally:
-            self._waited(policy, time.monotonic() - started)
+            self._observer.waited(policy, time.monotonic() - started)
         return call.given.result()
 
     def free(self, replica: Replica) -> None:
