@@ -19,6 +19,7 @@ from proxy.api.closing import policy_of, sweep
 from proxy.api.control import control_router
 from proxy.api.errors import install_error_handlers
 from proxy.api.expiry import expire_idle, sweep_seconds
+from proxy.engine.local_renderer import LocalRenderer
 from proxy.engine.pool import EnginePool
 from proxy.engine.updates import WeightUpdater
 from proxy.engine.weight_metrics import WeightMetrics
@@ -78,6 +79,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         engines=engines,
         archive=RedisArchiveStore(store, sessions),
         pool=pool,
+        renderer=LocalRenderer(settings.renderer, settings.renderer_options),
         updater=WeightUpdater(pool, weights, settings, WeightMetrics(metrics.registry, lambda: pool.replicas)),
         trees=SessionTrees(sessions, settings.session_cache, settings.volatile_lines),
         inflight=inflight,
@@ -92,6 +94,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
 @contextlib.asynccontextmanager
 async def _lifespan(services: Services, store: StoreConnection, harness: Harness) -> AsyncIterator[None]:
     services.peers.start()
+    preparing = asyncio.create_task(services.renderer.prepare())
     await services.pool.start()
     sweeper = asyncio.create_task(_sweep_forever(services))
     # Beside the sweep, which must not wait while an archive is written.
@@ -99,6 +102,7 @@ async def _lifespan(services: Services, store: StoreConnection, harness: Harness
     try:
         yield
     finally:
+        preparing.cancel()
         sweeper.cancel()
         retention.cancel()
         # The server has waited drain_seconds for answers to go out; what is still under way is cut and recorded.

@@ -16,7 +16,6 @@ from proxy.dialects.base import Choice, Delta, FirstToken, Reply, Request
 from proxy.engine.base import Engine, Job, Outcome, Rendered
 from proxy.engine.chat_api import ChatApi
 from proxy.engine.ids_api import IdsApi
-from proxy.engine.local_renderer import LocalRenderer
 from proxy.engine.replica import Replica
 from proxy.engine.seats import Caller
 from proxy.engine.sglang_api import SglangApi
@@ -54,7 +53,7 @@ class Flow:
         self._token_api = TokenApi(http)
         self._rules = (*services.settings.role_rules, *BUILT_IN)
         self._text_api = TextApi(http, self._token_api)
-        self._local = LocalRenderer(services.settings.renderer, services.settings.renderer_options)
+        self._local = services.renderer
         self._engines: dict[str, Engine] = {"token": self._token_api, "chat": ChatApi(http)}
         self._engines |= {"completions": IdsApi(http, self._local), "sglang": SglangApi(http, self._local)}
 

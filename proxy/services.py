@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from proxy.engine.local_renderer import LocalRenderer
     from proxy.engine.pool import EnginePool
     from proxy.engine.updates import WeightUpdater
     from proxy.inflight import Inflight
@@ -33,6 +34,7 @@ class Services:
     engines: EngineStore
     archive: RedisArchiveStore
     pool: EnginePool
+    renderer: LocalRenderer
     updater: WeightUpdater
     trees: SessionTrees
     inflight: Inflight

@@ -316,3 +316,30 @@ def test_an_engine_that_samples_after_another_prompt_is_an_error(redis_server: R
         with pytest.raises(openai.InternalServerError, match="other tokens than it was given"):
             session.ask("q")
         assert session.calls == []
+
+
+@pytest.mark.parametrize(
+    ("renderer", "options", "reason"),
+    [
+        ("/no/such/folder", QWEN3, "the renderer of '/no/such/folder' cannot be had"),
+        (None, {}, "say which of its renderers fits"),
+        (None, {"name": "no-such-renderer"}, "no-such-renderer"),
+        (None, {"name": "qwen3", "enable_thinking": "perhaps"}, "enable_thinking"),
+    ],
+    ids=["no model", "not known by its name", "no such renderer", "no such option"],
+)
+def test_a_renderer_that_cannot_be_had_is_named_by_every_call(
+    model: Path, caplog: pytest.LogCaptureFixture, renderer: str | None, options: dict[str, Any], reason: str
+) -> None:
+    with (
+        ScriptedEngine("qwen3") as engine,
+        running_redis() as redis,
+        RunningService(
+            engine.url, redis.url, engine_api="completions", renderer=renderer or str(model), renderer_options=options
+        ) as service,
+    ):
+        wait_until(lambda: "cannot be used" in caplog.text, 60, "the log says it at the start")
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError, match=reason):
+                service.session().ask("q")
+        assert engine.generations == []

@@ -12,6 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from proxy.errors import EngineFailed, RequestError
 
 _FORMATS_REMEMBERED = 64
@@ -93,8 +95,6 @@ class ChatFormat:
         return kwarg in self._accepts
 
     def _configuration(self, model: str, options: Mapping[str, Any]) -> Any:
-        from pydantic import TypeAdapter
-
         known = self._package.base.MODEL_RENDERER_MAP
         name = options.get("name", "auto")
         if name == "auto":
@@ -141,6 +141,10 @@ def _package() -> Any:
 
 
 def _said(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        # Its text names every configuration that the package has.
+        problem = error.errors()[0]
+        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"[:500]
     return (str(error) or type(error).__name__)[:500]
 
 

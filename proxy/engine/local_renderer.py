@@ -7,6 +7,7 @@ the same way. The work is done in threads, one job at a time: tokenizers are not
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ from proxy.errors import EngineFailed, RequestError
 from reconstruct.bridge import Rendering
 from reconstruct.records import Ids, pack_ids
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
@@ -33,13 +36,21 @@ _UNSUPPORTED = ("chat_template", "documents")
 
 
 class LocalRenderer:
-    """The renderer of `model` (see ChatFormat), loaded when it is first needed; None: there is none, and every use fails."""
+    """The renderer of `model` (see ChatFormat), loaded by `prepare` or the first call; None: there is none, and every use fails."""
 
     def __init__(self, model: str | None, options: Mapping[str, Any]) -> None:
         self._model = model
         self._options = options
         self._format: ChatFormat | None = None
         self._turn = asyncio.Lock()
+
+    async def prepare(self) -> None:
+        """Load the renderer, so that no call waits for it; a name that is wrong is told in the log, and by every call."""
+        try:
+            if self._model is not None:
+                await self._do(lambda chat: None)
+        except EngineFailed as error:
+            log.error("engines that take token ids only cannot be used: %s", error.message)
 
     async def render(self, replica: Replica, request: Request, rendering: Rendering, id_text: IdText) -> Rendered:
         """The ids of `rendering.messages` under the request's tools and template kwargs, and the sampling that stops at the end
