@@ -52,8 +52,13 @@ CONTROL = {
     ("POST", "/batches/{lease_id}/extend"): "trainer",
     ("POST", "/weights"): "trainer",
     ("GET", "/weights"): "trainer",
+    ("GET", "/engines"): "admin",
+    ("POST", "/engines"): "admin",
+    ("DELETE", "/engines/{name:path}"): "admin",
 }
 """Every endpoint of the control side and who may call it. A new one has to be entered here."""
+
+PLACES = ("{session_id}", "{lease_id}", "{group:path}", "{name:path}")
 
 BODILESS = {"/batches/{lease_id}/ack", "/batches/{lease_id}/nack", "/batches/dead/{group:path}/retry"}
 """Endpoints that take POST and read no body."""
@@ -168,7 +173,9 @@ def test_the_control_side_opens_to_its_role_alone(service: RunningService, endpo
     needed, secret = CONTROL[endpoint], secret_of(caller, session, other)
     allowed = needed == "anyone" or caller == "admin" or caller == needed
     refusal = 401 if caller in ("malformed", "missing") else 403
-    path = endpoint[1].replace("{session_id}", "nowhere").replace("{lease_id}", "nowhere").replace("{group:path}", "nowhere")
+    path = endpoint[1]
+    for place in PLACES:
+        path = path.replace(place, "nowhere")
     for headers, query in carriers(secret):
         answer = ask(service, endpoint[0], path, headers=headers, params=query)
         assert answer.status_code < 500, answer.text
@@ -318,7 +325,7 @@ def test_a_name_in_a_path_is_a_name_and_leads_nowhere(service: RunningService, s
         if role == "anyone" or "{" not in path:
             continue
         body = {"status": "completed", "reward": 1} if method == "POST" else None
-        for place in ("{session_id}", "{lease_id}", "{group:path}"):
+        for place in PLACES:
             path = path.replace(place, name)
         answer = raw_path(service, method, path, ADMIN, body)
         assert answer.status_code in (200, 307, 400, 404, 405), (path, answer.text)

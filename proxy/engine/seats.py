@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,9 +68,20 @@ class Seats:
         """A replica, one that was not tried if any of those serves, with a seat on it that `free` gives back.
 
         Raises EngineUnavailable when none has room in time, EngineFailed when the call is cut, and what `caller.look` raises."""
-        call = Waiting(caller.session_id, tried)
         queue = self._queues.setdefault(policy, FairQueue())
+        replica = None if queue else _first_free(self._serving(policy), caller.session_id, tried)
+        if replica is not None:
+            replica.in_flight += 1
+            self._observer.waited(policy, 0.0)
+            return replica
         started = time.monotonic()
+        try:
+            return await self._queued(queue, policy, caller, tried)
+        finally:
+            self._observer.waited(policy, time.monotonic() - started)
+
+    async def _queued(self, queue: FairQueue, policy: str, caller: Caller, tried: set[Replica]) -> Replica:
+        call = Waiting(caller.session_id, tried)
         queue.join(call)
         self.serve(policy)
         try:
@@ -81,8 +92,6 @@ class Seats:
             if call.given.done():
                 self.free(call.given.result())
             raise
-        finally:
-            self._observer.waited(policy, time.monotonic() - started)
         return call.given.result()
 
     def free(self, replica: Replica) -> None:
@@ -94,15 +103,16 @@ class Seats:
         queue = self._queues.get(policy)
         if not queue:
             return
-        serving = [replica for replica in self._replicas_of(policy) if replica.healthy]
+        serving = self._serving(policy)
 
         def choose(call: Waiting) -> Replica | None:
-            untried = [replica for replica in serving if replica not in call.tried] or serving
-            free = [replica for replica in untried if replica.has_room]
-            return preference(call.session_id, free)[0] if free else None
+            return _first_free(serving, call.session_id, call.tried)
 
         while any(replica.has_room for replica in serving) and queue.serve(choose):
             pass
+
+    def _serving(self, policy: str) -> list[Replica]:
+        return [replica for replica in self._replicas_of(policy) if replica.healthy]
 
     async def _wait(self, call: Waiting, caller: Caller, policy: str) -> None:
         cut = asyncio.ensure_future(caller.cut.wait())
@@ -126,3 +136,12 @@ class Seats:
         )
         error.retry_after_seconds = RETRY_AFTER_SECONDS
         return error
+
+
+def _first_free(serving: Sequence[Replica], session_id: str, tried: Container[Replica]) -> Replica | None:
+    """The session's first choice with room, among those that were not tried if any of them serves."""
+    untried = [replica for replica in serving if replica not in tried] or serving
+    free = [replica for replica in untried if replica.has_room]
+    if len(free) < 2:
+        return free[0] if free else None
+    return preference(session_id, free)[0]
