@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -43,6 +44,7 @@ class LocalRenderer:
         self._options = options
         self._format: ChatFormat | None = None
         self._turn = asyncio.Lock()
+        self._working = threading.Lock()
 
     async def prepare(self) -> None:
         """Load the renderer, so that no call waits for it; a name that is wrong is told in the log, and by every call."""
@@ -82,9 +84,10 @@ class LocalRenderer:
             message["tool_calls"] = message["tool_calls"][:1]
         return message
 
-    async def end_id(self) -> int | None:
-        """The id of the tokenizer's own end of a text."""
-        return await self._do(lambda chat: chat.end_id)
+    @property
+    def end_id(self) -> int | None:
+        """The id of the tokenizer's own end of a text; None before anything was rendered."""
+        return self._format.end_id if self._format is not None else None
 
     async def spell(self, ids: Sequence[int]) -> list[str]:
         """The text of each id by itself."""
@@ -110,11 +113,13 @@ class LocalRenderer:
             return await asyncio.to_thread(self._work, work)
 
     def _work(self, work: Callable[[ChatFormat], T]) -> T:
-        if self._format is None:
-            if self._model is None:
-                raise EngineFailed("no renderer is set: VERBATIM_RENDERER names the model whose chat format it renders")
-            self._format = ChatFormat(self._model, self._options)
-        return work(self._format)
+        # A caller that is cancelled gives up its turn while its thread still works.
+        with self._working:
+            if self._format is None:
+                if self._model is None:
+                    raise EngineFailed("no renderer is set: VERBATIM_RENDERER names the model whose chat format it renders")
+                self._format = ChatFormat(self._model, self._options)
+            return work(self._format)
 
 
 class _Tokenizer:

@@ -137,7 +137,6 @@ class SglangApi:
     async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
         """Streaming, yields FirstToken; then one Outcome. See `Engine.sample`."""
         before = await self._http.label(replica, LABEL_ROUTES)
-        end_id = await self._renderer.end_id()
         told = [_Told(index) for index in range(job.request.n)]
         broken, begun = None, not stream
         try:
@@ -145,7 +144,7 @@ class SglangApi:
                 if not begun:
                     begun = True
                     yield FirstToken()
-                at(told, answer.index).add(job, answer, end_id)
+                at(told, answer.index).add(job, answer, self._renderer.end_id)
         except VerbatimError as error:
             if not any(item.choice.token_ids for item in told):
                 raise

@@ -20,7 +20,7 @@ from proxy.engine.weight_api import PROBE_SECONDS, Claim, Loaded, StepRefused, T
 
 _PAUSES = {"keep": "retract", "abort": "abort"}
 """`retract` puts the calls in flight back into the queue and computes their context again under the new weights; `in_place` would
-mix a cache of the old ones in."""
+mix a cache of the old ones in. 0.5.5 knows no modes: every pause is an `abort`."""
 
 _NO_TRANSFER = "weights go to SGLang by path, not over NCCL"
 
