@@ -27,7 +27,7 @@ from trainer_client.adapters.torch_dataset import LeasedRows
 from trainer_client.advantages import grpo
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
-from trainer_client.errors import UnpublishableWeights, VersionConflict
+from trainer_client.errors import ClientClosed, UnpublishableWeights, VersionConflict
 from trainer_client.recompute import recompute
 
 # A trainer's machine has no vLLM. Where there is one TRL imports it, which takes long, and warns of versions it does not know.
@@ -269,6 +269,22 @@ def test_rows_that_do_not_fit_are_in_the_next_batch_and_given_back_if_there_is_n
     trainer_of(folder, rows, tmp_path, callbacks=[watch], max_steps=2, per_device_train_batch_size=2).train()
     assert [states for _, states, _ in watch.seen] == [{"leased": 1, "ready": 1}] * 3 + [{"leased": 2}] * 3
     assert groups(service) == {"acked": 1, "ready": 1}
+
+
+def test_rows_that_are_closed_end_the_training_with_an_error(
+    folder: Path, service: RunningService, rows: LeasedRows, tmp_path: Path
+) -> None:
+    class Closes(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            rows.close()
+
+    finish(service, "g", [1.0, 0.0])
+    settings = {"max_steps": 2, "per_device_train_batch_size": 2}
+    trainer = trainer_of(folder, rows, tmp_path, **settings)
+    trainer.add_callback(Closes())
+    with pytest.raises(ClientClosed, match="closed while the training went on"):
+        trainer.train()
+    assert groups(service) == {"acked": 1}
 
 
 def test_settings_that_cannot_be_right_are_refused(folder: Path, rows: LeasedRows, tmp_path: Path) -> None:

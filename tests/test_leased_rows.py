@@ -108,6 +108,16 @@ def test_what_is_acknowledged_after_the_loop_has_been_given_back(service: Runnin
             rows.ack(part)
 
 
+def test_rows_may_be_asked_for_again_after_a_loop(service: RunningService) -> None:
+    finish(service, "g", [1.0])
+    with leased(service) as rows:
+        for _ in range(2):
+            [micro] = islice(rows.loader(), 1)
+        rows.close()
+        [part] = islice(rows, 1)
+        assert torch.equal(part.data.token_ids, micro.token_ids)
+
+
 def test_a_row_that_does_not_fit_is_given_back_and_told(service: RunningService) -> None:
     finish(service, "g", [1.0])
     with pytest.raises(RowTooLong), leased(service, Rows(max_length=8)) as rows:

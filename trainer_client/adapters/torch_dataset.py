@@ -183,6 +183,7 @@ class LeasedRows(IterableDataset[Part]):
             self._stop.set()
             self._handed, self._acked = [], Counter()
             _run_out(parts)
+            self._stop = None
 
     @contextmanager
     def _leasing(self) -> Iterator[_Desk]:

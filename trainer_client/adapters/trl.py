@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trainer_client.adapters.microbatches import Rows
 from trainer_client.adapters.torch_dataset import LeasedRows, Part
 from trainer_client.client import Mode, TrainerClient
-from trainer_client.errors import UnpublishableWeights, VersionConflict
+from trainer_client.errors import ClientClosed, UnpublishableWeights, VersionConflict
 from trainer_client.packing import PackedBatch
 from trainer_client.publish import version_folder
 
@@ -160,7 +161,9 @@ class LeasedGRPOTrainer(GRPOTrainer):
             self._rows.ack(*trained)
 
     def _lease_rows(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        self._batch = [next(self._leased) for _ in prompts]
+        self._batch = list(islice(self._leased, len(prompts)))
+        if len(self._batch) < len(prompts):
+            raise ClientClosed("the rows were closed while the training went on")
         uses = self.args.steps_per_generation * self.num_iterations
         self._untrained.append((self._step + uses, self._batch))
         return rollouts_of(_rows(self._batch))
