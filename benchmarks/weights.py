@@ -1,9 +1,11 @@
 """What a push of new weights costs the harnesses: seconds without a token, by mode, over real replicas under load.
 
 Two vLLMs with a tiny model behind the service; clients stream replies without a pause, and a trainer pushes checkpoints, one after the
-other, in each mode. Per push: the longest time in which no client saw a token (`silent`; the same outside pushes is the base line),
-the time that the replicas stood paused, and the tokens that were missing against the rate before, as seconds of that rate (`lost`).
-A call counts as failed when it gets an error or breaks off; one that `abort` cuts ends with what it has and counts as cut.
+other, in each mode. Per push: the time that the replicas stood paused, in which they sample nothing (`paused`, the mean over them); and
+what the clients saw of it: the longest time in which none of them got any text (`silent`), and the text events that were missing
+against the rate before, as seconds of that rate (`lost`). Text is told in pieces, so there is silence without a push, too: the same
+over the seconds before it is the base line. A call counts as failed when it gets an error or breaks off; one that `abort` cuts ends
+with what it has.
 
     python -m benchmarks.weights [--pushes 5] [--clients 8] [--replicas 2] [--json FILE]
 """
@@ -34,7 +36,7 @@ from proxy.engine.vllm_launch import VllmServer, free_port, vllm_command
 
 MODES = ("keep", "wait", "abort")
 TOKENS = 160
-"""Length of a reply at most."""
+"""Length of a reply that is not cut."""
 STEADY_SECONDS = 8.0
 """Load before each push, over which its rate is taken."""
 
@@ -51,11 +53,11 @@ class Pushed:
 
 
 class Load:
-    """Clients that stream one reply after the other. `seen` are the moments at which tokens arrived, of all of them."""
+    """Clients that stream one reply after the other. `seen` are the moments at which text arrived, of all of them."""
 
     def __init__(self, url: str, clients: int) -> None:
         self.seen: list[float] = []
-        self.calls = self.failed = self.cut = 0
+        self.calls = self.failed = 0
         self._url = url
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(clients)]
@@ -85,7 +87,6 @@ class Load:
             except (OSError, http.client.HTTPException, ValueError):
                 reason = None
             self.failed += reason is None
-            self.cut += reason not in (None, "stop", "length", "tool_calls")
 
     def _ask(self, session: dict[str, Any], question: str) -> str | None:
         """The reply's finish reason; None when it got an error or never ended."""
@@ -93,6 +94,8 @@ class Load:
         assert where.hostname is not None
         connection = http.client.HTTPConnection(where.hostname, where.port, timeout=300)
         body = {"model": "policy", "messages": [{"role": "user", "content": question}], "max_tokens": TOKENS, "stream": True}
+        # A random model soon samples its end.
+        body["ignore_eos"] = True
         headers = {"authorization": f"Bearer {session['api_key']}", "content-type": "application/json"}
         try:
             connection.request("POST", f"{where.path}/chat/completions", json.dumps(body), headers)
@@ -113,7 +116,7 @@ class Load:
                 return None
             for choice in event.get("choices", ()):
                 reason = choice.get("finish_reason") or reason
-                if choice.get("delta", {}).get("content") or choice.get("delta", {}).get("reasoning"):
+                if choice.get("delta", {}).get("content"):
                     self.seen.append(time.monotonic())
         return None
 
@@ -130,9 +133,9 @@ def measure(url: str, load: Load, version: int, checkpoint: Path, mode: str) -> 
     answer = request(url, "POST", "/weights", {"version": version, "path": str(checkpoint), "mode": mode})
     end = time.monotonic()
     # Until tokens flow again, which is what a harness waits for.
-    while not load.between(end, time.monotonic()):
+    while not (after := load.between(end, time.monotonic())):
         time.sleep(0.01)
-    resumed = load.between(end, time.monotonic())[0]
+    resumed = after[0]
     before, during = load.between(began, start), load.between(start, resumed)
     rate = len(before) / (start - began)
     replicas = answer["replicas"].values()
@@ -154,7 +157,8 @@ def replicas(model: Path, count: int, folder: Path) -> Iterator[list[str]]:
         servers = []
         for number in range(count):
             port = free_port()
-            argv, env = vllm_command(model, port, reasoning_parser="qwen3")
+            # Without parsers every token is text at once; the parser of reasoning would hold a random model's back.
+            argv, env = vllm_command(model, port, tool_parser=None)
             server = VllmServer(argv, env, f"http://127.0.0.1:{port}", folder / f"vllm-{number}.log", deadline_seconds=900)
             server.start()
             stack.callback(server.stop)
@@ -177,8 +181,7 @@ def run(pushes: int, clients: int, count: int) -> dict[str, Any]:
             for number in range(pushes * len(MODES)):
                 checkpoint = checkpoints[(number + 1) % 2]
                 measured.append(measure(url, load, number + 1, checkpoint, MODES[number % len(MODES)]))
-        # A call that the end of the run cuts is none of the pushes': the clients end between calls.
-        calls = {"calls": load.calls, "failed": load.failed, "cut": load.cut, "tokens_seen": len(load.seen)}
+        calls = {"calls": load.calls, "failed": load.failed, "events_seen": len(load.seen)}
     setup = {"replicas": count, "clients": clients, "pushes_per_mode": pushes, "tokens_per_reply": TOKENS}
     return {"machine": machine(), **setup, **calls, "modes": summary(measured), "pushes": [asdict(item) for item in measured]}
 
