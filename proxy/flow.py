@@ -207,6 +207,11 @@ class Flow:
                 raise EngineFailed("the call was cut before it was sampled")
             async for piece in engine.sample(turn.replica, job, stream=turn.request.stream):
                 yield piece
+        except asyncio.CancelledError:
+            # Hung up on while the engine was asked something else than to sample.
+            if not job.line.hung_up:
+                raise
+            raise job.line.absorb() from None
         except VerbatimError:
             if not job.line.hung_up:
                 await self._services.sessions.drop_intent(turn.session_id, turn.call_ids[0])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -17,6 +19,8 @@ from scripted_engine import ScriptedEngine
 from scripted_fixtures import Running
 from scripted_sampling import Say
 from test_flow import TOOLS, tool_result, turn
+
+from proxy.engine.wire import EngineHttp
 
 PIXEL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 
@@ -239,3 +243,23 @@ def test_a_stream_begins_with_the_first_token_though_nothing_of_it_is_certain(
     finally:
         gate.set()
     assert [chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1] == "tool_calls"
+
+
+def test_a_call_that_is_cut_before_its_engine_was_asked_is_answered(
+    engine: ScriptedEngine, services: dict[str, RunningService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chat path asks for the weights' version first: an engine that hangs there is hung up on, too."""
+    asked = threading.Event()
+
+    async def hang(*_: Any) -> None:
+        asked.set()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(EngineHttp, "version", hang)
+    session = services["chat"].session()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(session.ask, "q", timeout=25)
+        assert asked.wait(20)
+        session.close("cancelled")
+        with pytest.raises(openai.APIStatusError):
+            answer.result()
