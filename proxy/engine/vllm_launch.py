@@ -121,6 +121,12 @@ class VllmServer:
         _signal_group(self._process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(20)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group, as if its machine were gone. It may be started again."""
+        if self._process is None:
+            return
         _signal_group(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
