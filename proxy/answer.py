@@ -12,7 +12,7 @@ from typing import Any
 
 from proxy.asgi import JSON, Headers, Receive, Send, send_part, send_whole
 from proxy.dialects.base import Delta, Dialect, FirstToken, Reply, StreamRenderer
-from proxy.errors import Conflict, NotFound, RequestError, VerbatimError
+from proxy.errors import Conflict, EngineFailed, NotFound, RequestError, VerbatimError
 from proxy.flow import Flow
 from proxy.services import Services
 from proxy.turn import Turn
@@ -47,7 +47,8 @@ class Answering:
             raise
         finally:
             leaving.cancel()
-            await asyncio.shield(work)
+            # Not awaited itself: its end is what counts, however it ended.
+            await asyncio.wait((work,))
         if answered and not turn.running.cut.is_set():
             self._in_background(self._services.sessions.mark_delivered(turn.session_id, turn.call_ids))
 
@@ -75,6 +76,10 @@ class Answering:
             items.put_nowait(error)
         except RecursionError:
             items.put_nowait(RequestError(TOO_DEEP))
+        except asyncio.CancelledError:
+            # Whoever waits for the answer must not wait for ever.
+            items.put_nowait(EngineFailed("the call was cut"))
+            raise
         except Exception:
             log.exception("session %s: call %s failed inside the service", turn.session_id, turn.call_ids[0])
             items.put_nowait(VerbatimError("the service failed inside; its log says where"))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from proxy.dialects.base import Choice, Delta, FirstToken, Reply, Request
 from proxy.engine.base import Engine, Job, Outcome, Rendered
@@ -37,6 +38,8 @@ from reconstruct.codec import encode
 from reconstruct.messages import hash_bytes
 from reconstruct.records import Call, Ids, pack_ids
 from reconstruct.roles import BUILT_IN, role_of
+
+T = TypeVar("T")
 
 _BEGIN_TRIES = 50
 """How often a call starts over because other calls of its session were recorded meanwhile."""
@@ -94,10 +97,10 @@ class Flow:
         caller = Caller(turn.session_id, turn.running.cut, lambda: self._check_open(turn))
         async with self._services.pool.route(turn.request.model, caller) as route:
             while True:
-                turn.go_to(await route.next())
+                turn.go_to(await self._unless_cut(turn, route.next()))
                 answered = False
                 try:
-                    await self._plan(turn)
+                    await self._unless_cut(turn, self._plan(turn))
                     await self._begin(turn)
                     async for piece in self._sample(turn):
                         answered = True
@@ -106,6 +109,26 @@ class Flow:
                 except EngineUnavailable:
                     if answered or turn.running.cut.is_set() or not route.another():
                         raise
+
+    async def _unless_cut(self, turn: Turn, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` gives, which is broken off when the call is cut meanwhile. Raises EngineFailed then."""
+        line = Line()
+
+        async def hang_up() -> None:
+            line.hang_up()
+
+        if turn.running.cut.is_set():
+            work.close()
+            raise EngineFailed("the call was cut before it was sampled")
+        turn.running.ask_engine = hang_up
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not line.hung_up:
+                raise
+            raise line.absorb() from None
+        finally:
+            turn.running.ask_engine = None
 
     async def _check_open(self, turn: Turn) -> None:
         """Raises Conflict when the session was closed, by whichever process, and NotFound when it was deleted."""
@@ -213,6 +236,7 @@ class Flow:
                 raise
             raise job.line.absorb() from None
         except VerbatimError:
+            job.line.over()
             if not job.line.hung_up:
                 await self._services.sessions.drop_intent(turn.session_id, turn.call_ids[0])
             raise

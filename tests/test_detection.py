@@ -9,9 +9,11 @@ import aiohttp
 import pytest
 from pydantic import ValidationError
 from scripted_engine import Exchange, ScriptedEngine
+from scripted_sampling import Fail
 from shaped_sglang import ShapedSglang
 
-from proxy.engine.detection import Found, find_api
+from proxy.engine.detection import TOKEN_ROUTES, Found, find_api
+from proxy.engine.replica import contact, replica_at
 from proxy.errors import EngineUnavailable
 from proxy.settings import Settings
 
@@ -108,3 +110,43 @@ async def test_an_api_that_is_not_there_is_named(engine: ScriptedEngine, asked: 
 def test_an_api_without_messages_needs_a_renderer(asked: Any) -> None:
     with pytest.raises(ValidationError, match="say whose chat format is rendered here"):
         Settings(engine_api=asked)
+
+
+class Busy(ScriptedEngine):
+    """Too busy for one of the token routes until it is `free`."""
+
+    def __init__(self, route: str, status: int) -> None:
+        super().__init__("qwen3")
+        self.free, self._status = False, status
+        self._usual = self._routes["POST", route]
+        self._routes["POST", route] = self._answer_later
+
+    async def _answer_later(self, exchange: Exchange, body: Any) -> None:
+        if self.free:
+            await self._usual(exchange, body)
+        else:
+            await exchange.fail(Fail(self._status))
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_an_engine_that_is_too_busy_to_be_known_is_asked_again(status: int) -> None:
+    for route in TOKEN_ROUTES:
+        with Busy(route, status) as engine:
+            with pytest.raises(EngineUnavailable, match=f"{route} answered HTTP {status}"):
+                await found(engine, "auto", False)
+            engine.free = True
+            assert await found(engine, "auto", False) == Found("token", True)
+
+
+async def test_an_engine_that_tells_no_models_any_more_is_not_taken_for_one_without() -> None:
+    """Its adapter forgotten, calls for the base model would go to the base model, under the adapter's version."""
+    with ScriptedEngine("qwen3") as engine:
+        replica = replica_at(engine.url)
+        async with aiohttp.ClientSession() as http:
+            await contact(http, replica, "auto")
+            known = replica.names
+            engine.fault("/v1/models", Fail(404))
+            with pytest.raises(EngineUnavailable, match="HTTP 404"):
+                await contact(http, replica, "auto")
+            assert known == replica.names != ()
+            await contact(http, replica, "auto")

@@ -17,9 +17,11 @@ from running_service import RunningService, Session
 from scripted_calls import SamplingCalls
 from scripted_engine import ScriptedEngine
 from scripted_fixtures import Running
-from scripted_sampling import Say
+from scripted_sampling import Fail, Say
 from test_flow import TOOLS, tool_result, turn
 
+from proxy.engine.pool import EnginePool
+from proxy.engine.token_api import TokenApi
 from proxy.engine.wire import EngineHttp
 
 PIXEL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
@@ -245,21 +247,43 @@ def test_a_stream_begins_with_the_first_token_though_nothing_of_it_is_certain(
     assert [chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1] == "tool_calls"
 
 
-def test_a_call_that_is_cut_before_its_engine_was_asked_is_answered(
-    engine: ScriptedEngine, services: dict[str, RunningService], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("path", "owner", "method"),
+    [("chat", EngineHttp, "version"), ("token", TokenApi, "render"), ("token", EnginePool, "admitted")],
+    ids=["weights", "render", "gate"],
+)
+def test_a_call_that_is_cut_before_its_engine_samples_is_answered(
+    engine: ScriptedEngine,
+    services: dict[str, RunningService],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    owner: type,
+    method: str,
 ) -> None:
-    """The chat path asks for the weights' version first: an engine that hangs there is hung up on, too."""
+    """Where the weights' version is asked for, where the prompt is rendered, and where a weight update holds calls back."""
     asked = threading.Event()
 
     async def hang(*_: Any) -> None:
         asked.set()
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(EngineHttp, "version", hang)
-    session = services["chat"].session()
-    with ThreadPoolExecutor(1) as pool:
+    session = services[path].session()
+    with monkeypatch.context() as patched, ThreadPoolExecutor(1) as pool:
+        patched.setattr(owner, method, hang)
         answer = pool.submit(session.ask, "q", timeout=25)
         assert asked.wait(20)
         session.close("cancelled")
         with pytest.raises(openai.APIStatusError):
             answer.result()
+    assert not any(call["completion_ids"] for call in session.calls)
+
+
+def test_an_engine_that_reports_an_error_with_status_200_is_not_believed(
+    engine: ScriptedEngine, service: RunningService
+) -> None:
+    session = service.session()
+    for route in ("/inference/v1/generate", "/v1/chat/completions"):
+        engine.fault(route, Fail(200, "out of memory"))
+    with pytest.raises(openai.APIStatusError, match="out of memory"):
+        session.ask("q")
+    assert session.calls == []

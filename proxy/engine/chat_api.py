@@ -147,6 +147,7 @@ class ChatApi:
             raise RequestError(f"engine {replica.name} takes no prompts without messages", param="prompt") from error
         except (ContextTooLong, RequestError) as error:
             limit = await self._room(replica, body, error)
+            job.line.redial()
             job.sampling["max_tokens"] = body["max_tokens"] = limit
             async for answer in self._ask(replica, body, headers, job.line, stream):
                 yield answer

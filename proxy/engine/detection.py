@@ -24,6 +24,9 @@ PROBE_TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
 
 TOKEN_ROUTES = ("/inference/v1/generate", "/v1/chat/completions/render", "/v1/chat/completions/derender")
 
+_LATER = (429, 502, 503, 504)
+"""Answers that say nothing of a route but that it should be asked later."""
+
 _RETURNS_IDS_SINCE = (0, 10, 2)
 """The vLLM version whose `/v1/completions` has `return_token_ids`."""
 
@@ -99,4 +102,6 @@ class _Probe:
     async def _status(self, method: str, route: str) -> int:
         body: dict[str, str] | None = {} if method == "POST" else None
         async with self._http.request(method, self._url + route, json=body, timeout=PROBE_TIMEOUT) as response:
+            if response.status in _LATER:
+                raise EngineUnavailable(f"{route} answered HTTP {response.status}: what it can do is not known yet")
             return response.status

@@ -109,6 +109,8 @@ async def _list_models(http: aiohttp.ClientSession, replica: Replica) -> None:
             raise EngineUnavailable(f"it refuses the engine API key (HTTP {response.status})")
         if response.status >= 500:
             raise EngineUnavailable(f"GET /v1/models answered HTTP {response.status}")
+        if response.status != 200 and replica.names:
+            raise EngineUnavailable(f"GET /v1/models answered HTTP {response.status}, and told its models before")
         # A plain server may know only /v1/chat/completions: then any answer is a sign of life.
         answer = await response.json(content_type=None) if response.status == 200 else {}
     try:

@@ -64,6 +64,16 @@ class Line:
     def connected(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
 
+    def redial(self) -> None:
+        """The request was refused and is made again. Raises EngineFailed when it was hung up on meanwhile."""
+        self._response = None
+        if self.hung_up:
+            raise EngineFailed("the call was hung up")
+
+    def over(self) -> None:
+        """Nothing is left to hang up on: the task goes on to other things."""
+        self._response, self._task = None, None
+
     def hang_up(self) -> None:
         """End the request now: the engine sees a client that went away, the reader an EngineFailed."""
         if self.hung_up:
@@ -187,16 +197,14 @@ class EngineHttp:
         """The answer, or each event of it where it is streamed. Raises as `post` and `events`; EngineFailed for an event in which
         the engine says that it failed."""
         if not stream:
-            yield await self.post(replica, path, body, answer, headers, line)
+            yield _whole(replica, await self.post(replica, path, body, answer, headers, line))
             return
         async for data in self.events(replica, path, body, line, headers):
             try:
                 event = msgspec.json.decode(data, type=answer)
             except msgspec.DecodeError as error:
                 raise EngineFailed(f"engine {replica.name} streamed something else than expected: {error}") from error
-            if event.error:
-                raise EngineFailed(f"engine {replica.name} broke off: {str(event.error)[:300]}")
-            yield event
+            yield _whole(replica, event)
 
     async def version(self, replica: Replica) -> int | None:
         """The version of the replica's weights now: asked of engines that take new ones, else the one they started with."""
@@ -259,6 +267,13 @@ def _addressed(replica: Replica, body: Any) -> Any:
     if isinstance(body.get("model"), str):
         named["model"] = replica.served_as(body["model"])
     return {**body, **named}
+
+
+def _whole(replica: Replica, answer: A) -> A:
+    """Raises EngineFailed for an answer in which the engine says that it failed."""
+    if answer.error:
+        raise EngineFailed(f"engine {replica.name} broke off: {str(answer.error)[:300]}")
+    return answer
 
 
 def _json(headers: dict[str, str] | None) -> dict[str, str]:
