@@ -56,8 +56,7 @@ class WeightUpdater:
         reached), StoreUnavailable (nothing was begun), EngineFailed (the store was lost in the middle; `status` tells once it is back).
         """
         push = checked(self._settings, version, path, kind, mode, policy, transfer)
-        if policy and not self._pool.of(policy):
-            raise NotFound(f"there is no model {policy!r}", param="model")
+        self._check_known(policy)
         if frozen := self._frozen(policy):
             raise Conflict(f"model {frozen!r} is frozen: its weights never change", param="model")
         task = asyncio.create_task(self._push(push, watch))
@@ -71,10 +70,17 @@ class WeightUpdater:
 
     async def join_group(self, policy: str, world_size: int, nccl: Mapping[str, Any]) -> dict[str, Any]:
         """Have the policy's engines join the trainer's NCCL group: see `nccl_group.join`. No push runs meanwhile."""
+        self._check_known(policy)
         async with self._keeper.lock(policy, self._settings.weights_timeout_seconds):
             return await nccl_group.join(self._apis(policy), world_size, nccl)
 
+    def _check_known(self, policy: str) -> None:
+        """Raises NotFound for a policy without replicas."""
+        if policy and not self._pool.of(policy):
+            raise NotFound(f"there is no model {policy!r}", param="model")
+
     def _apis(self, policy: str) -> dict[str, WeightApi]:
+        self._check_known(policy)
         return {replica.name: self._keeper.api(replica) for replica in self._pool.of(policy) if replica.alive}
 
     async def stop(self) -> None:
