@@ -291,6 +291,37 @@ async def test_a_leased_session_is_not_withdrawn(store: Store) -> None:
     assert await counted(store) == {"acked": 1}
 
 
+async def test_deleting_a_session_of_a_dropped_group_does_not_open_the_group_again(store: Store) -> None:
+    """A group that was whole and dropped used to fill again, with members of two times in one baseline."""
+    await fill(store, "g", member("a"), member("b"), member("c"), policy=VARIED)
+    await store.delivery.withdraw("a", VARIED)
+    assert await counted(store) == {"dropped": 1}
+    assert await fill(store, "g", member("d"), size=3, policy=VARIED) == "filling"
+    assert await counted(store) == {"dropped": 1, "filling": 1}
+    assert await store.delivery.tend(VARIED, 5.0, 100.0) == 1, "only the newcomer's group is waited for"
+    ((letter,), _) = await store.delivery.dead_letters()
+    assert list(letter.session_ids) == ["d"]
+    for session in ("b", "c", "d"):
+        await store.delivery.withdraw(session, VARIED)
+    assert await counted(store) == {"dropped": 1}
+
+
+async def test_deleting_a_session_of_a_group_dropped_as_stale_does_not_make_it_ready_again(store: Store) -> None:
+    some = partial(1)
+    await fill(store, "g", member("a", oldest=1), member("b", oldest=5), size=3, policy=some)
+    assert await store.delivery.tend(some, 5.0, 10.0) == 1
+    assert await lease(store, oldest_version=3, stale_groups="drop") is None
+    await store.delivery.withdraw("a", some)
+    assert await counted(store) == {"dropped": 1}
+    assert await lease(store) is None
+
+
+async def test_deleting_the_failed_member_of_a_dropped_group_that_is_not_whole_frees_its_place(store: Store) -> None:
+    assert await fill(store, "g", failed("a"), member("b"), size=3, policy=DROP) == "dropped"
+    await store.delivery.withdraw("a", DROP)
+    assert await fill(store, "g", member("c"), member("d"), size=3, policy=DROP) == "ready"
+
+
 async def test_withdrawing_the_last_member_leaves_nothing(store: Store) -> None:
     await fill(store, "g", member("a"), size=2)
     await store.delivery.withdraw("a", ALL)

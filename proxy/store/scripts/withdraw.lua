@@ -40,6 +40,9 @@ if group.final then
 elseif #kept == 0 then
   redis.call('HINCRBY', counts, group.status, -1)
   forget()
+elseif group.status == 'dropped' and (group.given_up or #kept + 1 >= group.size) then
+  -- One member less, it would pass for a group that still fills, or for one that is ready.
+  finish(ref, group, 'dropped')
 elseif group.status == 'dead' then
   save_group(ref, group)
 else
