@@ -28,7 +28,7 @@ from proxy.settings import Settings
 from proxy.store import keys
 from proxy.store.base import CloseRequest, Intent, WeightState
 from proxy.store.connection import StoreConnection
-from proxy.store.packing import pack
+from proxy.store.packing import SCHEMA, pack
 
 
 @dataclass
@@ -422,6 +422,24 @@ async def test_a_session_is_deleted_unless_a_trainer_holds_it(service: Service) 
     await service.trainer.post(f"/batches/{batch['lease_id']}/ack")
     assert (await service.admin.delete("/sessions/s0")).status_code == 204
     assert await service.lease() is None
+
+
+async def test_a_group_that_this_build_cannot_read_goes_to_the_dead_letters_and_the_next_is_leased(
+    service: Service, redis_url: str
+) -> None:
+    """A damaged value, or one of a newer build, used to fail every lease: the group was given back to the head of the line."""
+    for name in ("broken", "newer", "good"):
+        await service.finished(name)
+    connection = StoreConnection(redis_url)
+    await connection.execute("HSET", keys.intents("broken"), "c", b"\x93\x01")
+    await connection.execute("HSET", keys.state("newer"), "info", pack((SCHEMA + 1, {})))
+    await connection.close()
+    batch = await service.lease(max_groups=3)
+    assert batch is not None and [group["group_id"] for group in batch["groups"]] == ["good"]
+    overview = (await service.trainer.get("/batches")).json()
+    reasons = {letter["group_id"]: letter["reason"] for letter in overview["dead_letters"]}
+    assert reasons.keys() == {"broken", "newer"}
+    assert "cannot be read" in reasons["broken"] and f"has schema {SCHEMA + 1}" in reasons["newer"]
 
 
 async def test_a_group_whose_session_vanished_goes_to_the_dead_letters_and_the_next_is_leased(service: Service) -> None:

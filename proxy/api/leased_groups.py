@@ -23,6 +23,7 @@ from proxy.api.closing import group_name
 from proxy.errors import NotFound
 from proxy.services import Services
 from proxy.store.base import Lease, LeasedGroup
+from proxy.store.packing import StoredValueError
 from reconstruct.errors import ReconstructError
 from reconstruct.trajectory import Trajectory, as_wire
 
@@ -72,13 +73,13 @@ class Batch:
 
 
 async def encode_groups(services: Services, taken: Lease, form: Form) -> list[EncodedGroup]:
-    """The leased groups with their rows. One that cannot be read goes to the dead letters, or it would come up again and
-    again."""
+    """The leased groups with their rows. One that cannot be read, by this build at least, goes to the dead letters, or it would
+    come up again and again."""
     groups = []
     for group in taken.groups:
         try:
             encoded = await _encode_group(services, group, form)
-        except (NotFound, ReconstructError) as error:
+        except (NotFound, ReconstructError, StoredValueError) as error:
             log.error("group %s cannot be delivered: %s", group_name(group.group_id), error)
             await services.delivery.bury(taken.lease_id, group.reference, str(error), time.time())
             continue
