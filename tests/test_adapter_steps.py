@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from examples.trainers import slime_rollout
 from examples.trainers.skyrl_generator import VerbatimGenerator
 from trainer_client import TrainerClient
 from trainer_client.adapters.steps import Steps
-from trainer_client.errors import ClientClosed, InvalidAnswer, LeaseLost
+from trainer_client.errors import ClientClosed, InvalidAnswer, LeaseLost, Unavailable
 
 LEASE = "POST /batches/lease"
 
@@ -95,6 +96,19 @@ def test_one_lost_lease_is_told_and_the_others_are_acknowledged(service: Scripte
     with pytest.raises(LeaseLost, match="'l0' expired"):
         steps.take()
     assert "l1/ack" in ended(service)
+
+
+def test_a_lease_that_cannot_be_acknowledged_is_told_and_the_others_are_no_longer_held(service: ScriptedService) -> None:
+    """The parts behind it used to be forgotten unended, while their threads went on extending them."""
+    before = set(threading.enumerate())
+    service.script("POST /batches/l0/ack", error_answer(503, "store_unavailable", "Redis is down"))
+    with TrainerClient(service.url, "trainer-token", retry_seconds=0) as impatient:
+        steps = Steps(impatient, 3)
+        steps.take()
+        with pytest.raises(Unavailable, match="Redis is down"):
+            steps.finish()
+    assert ended(service) == ["l0/ack", "l0/nack", "l1/ack"]
+    assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("lease-keeper")]
 
 
 def test_a_client_that_is_closed_while_a_step_is_joined_gives_the_parts_back(

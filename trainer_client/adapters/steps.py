@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
-from trainer_client.errors import ClientClosed, InvalidAnswer, LeaseLost
+from trainer_client.errors import ClientClosed, InvalidAnswer, TrainerClientError
 
 
 class Steps:
@@ -31,8 +31,9 @@ class Steps:
     def take(self) -> Batch:
         """The next step, waiting for it: a batch without a lease of its own, whose version is the newest of its parts.
 
-        Raises LeaseLost when a step that is now over was not this trainer's any more (it may be learnt twice), ClientClosed
-        when the client was closed, and what `TrainerClient.lease` raises; groups leased for the new step are given back then.
+        Raises LeaseLost when a step that is now over was not this trainer's any more (it may be learnt twice), ConnectionFailed
+        or Unavailable when it could not be acknowledged (likewise), ClientClosed when the client was closed, and what
+        `TrainerClient.lease` raises; groups leased for the new step are given back then.
         """
         while len(self._out) >= self._behind:
             _acknowledge(self._out.popleft())
@@ -45,12 +46,12 @@ class Steps:
         return Batch([group for part in parts for group in part.groups], max(part.weight_version for part in parts))
 
     def finish(self) -> None:
-        """Acknowledges all that is out: the trainer has ended well. Raises LeaseLost."""
+        """Acknowledges all that is out: the trainer has ended well. Raises LeaseLost, ConnectionFailed or Unavailable."""
         while self._out:
             _acknowledge(self._out.popleft())
 
     def give_back(self) -> None:
-        """Gives back all that is out: the trainer stops before it has learnt from it. Raises LeaseLost."""
+        """Gives back all that is out: the trainer stops before it has learnt from it. Raises LeaseLost, ConnectionFailed or Unavailable."""
         while self._out:
             _end(self._out.popleft(), Batch.nack)
 
@@ -69,14 +70,14 @@ def _acknowledge(parts: list[Batch]) -> None:
 
 
 def _end(parts: list[Batch], action: Callable[[Batch], None]) -> None:
-    # A lost lease must not keep the others from being ended as they should be.
-    lost: list[LeaseLost] = []
+    # One that fails must not keep the others from being ended: nobody would see them again, and they go on being extended.
+    failed: list[TrainerClientError] = []
     for part in parts:
         try:
             with ExitStack() as opened:
                 opened.push(part)
                 action(part)
-        except LeaseLost as error:
-            lost.append(error)
-    if lost:
-        raise lost[0]
+        except TrainerClientError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
