@@ -156,6 +156,18 @@ def test_the_keys_of_a_rollout_end_with_a_row_that_trains() -> None:
     assert batch_keys(batch_of(rows)) == ["g1:0_0_1", "g1:0_0_0", "g1:0_1_0"]
 
 
+def test_the_keys_of_a_rollout_that_was_cut_end_with_a_row_that_still_trains() -> None:
+    """Row long keeps nothing but its prompt: as the rollout's last row it would give every row of it an advantage of 0."""
+    rows = [trajectory("short", session="a"), trajectory("long", session="a", prompt=(1, 2, 3, 4, 5))]
+    batch = batch_of(rows, [trajectory("b")])
+    assert batch_keys(batch)[:2] == ["g1:0_0_0", "g1:0_0_1"]
+    mask = proto_of(batch, max_length=4, truncate=True).batch["response_mask"]
+    assert mask.tolist() == [[1, 1], [0, 0], [1, 1]]
+    assert batch_keys(batch, mask) == ["g1:0_0_1", "g1:0_0_0", "g2:1_0_0"]
+    with pytest.raises(ValueError, match="2 lines for 3 rows"):
+        batch_keys(batch, mask[:2])
+
+
 def test_two_groups_of_one_name_stay_two() -> None:
     batch = batch_of([trajectory("a")], [trajectory("b")])
     renamed = Batch([replace(group, group_id="same") for group in batch.groups], 9)

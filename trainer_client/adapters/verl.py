@@ -7,8 +7,8 @@
 **Baselines.** `compute_advantage` groups rows by `uid` and counts every row: when each rollout became one row, it may be
 called on the result and gives what trainer_client.advantages gives (except for a rollout alone in its group, where verl
 keeps the reward itself). When a rollout became several rows, hand `advantages` over and leave `compute_advantage` out, or
-call verl's `compute_advantage_for_multi_trajectories` with `batch_keys(batch)`, which takes the reward of one row per
-rollout.
+call verl's `compute_advantage_for_multi_trajectories` with `batch_keys(batch, data.batch["response_mask"])`, which takes the
+reward of one row per rollout.
 
 **Old logprobs.** `rollout_log_probs` is what the engine said. `old_log_probs` is for the trainer to set: to the same tensor
 (`algorithm.rollout_correction.bypass_mode`) or to the actor's own, with rollout correction between the two.
@@ -79,18 +79,28 @@ def data_proto(
     )
 
 
-def batch_keys(batch: Batch) -> list[str]:
+def batch_keys(batch: Batch, response_mask: Any = None) -> list[str]:
     """Per row `{uid}_{rollout}_{row of the rollout}`, for verl's `compute_advantage_for_multi_trajectories`.
 
     That function takes the advantage of a rollout from its row with the highest number and from a token with mask 1, so rows
-    that train nothing come first.
+    that train nothing come first. Where rows were truncated, give the result's `response_mask`: a row that lost all its
+    sampled tokens trains nothing either. Raises: ValueError for a mask of another number of rows.
     """
+    trains = _train(batch, response_mask)
     uids, keys = group_names(batch), [""] * len(batch.rows)
     for rollouts in by_rollout(batch):
         for number, members in enumerate(rollouts):
-            for at, index in enumerate(sorted(members, key=lambda index: bool(batch.rows[index].loss_mask.any()))):
+            for at, index in enumerate(sorted(members, key=lambda index: trains[index])):
                 keys[index] = f"{uids[index]}_{number}_{at}"
     return keys
+
+
+def _train(batch: Batch, response_mask: Any) -> list[bool]:
+    if response_mask is None:
+        return [bool(row.loss_mask.any()) for row in batch.rows]
+    if len(response_mask) != len(batch.rows):
+        raise ValueError(f"response_mask has {len(response_mask)} lines for {len(batch.rows)} rows")
+    return [bool(line.any()) for line in response_mask]
 
 
 class _Rectangle:
