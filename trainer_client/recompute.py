@@ -31,7 +31,8 @@ class Difference:
 
     def __add__(self, other: Difference) -> Difference:
         tokens = self.tokens + other.tokens
-        worst = self if self.largest >= other.largest else other
+        # A NaN is not greater than anything: once it is there, it must not pass for a small difference.
+        worst = self if self.largest >= other.largest or np.isnan(self.largest) else other
         mean = (self.mean * self.tokens + other.mean * other.tokens) / tokens if tokens else 0.0
         return Difference(tokens, worst.largest, mean, worst.trajectory_id, worst.position)
 

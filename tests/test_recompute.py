@@ -1,0 +1,22 @@
+"""Differences between stored and recomputed logprobs, joined over rows."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations
+
+from trainer_client.recompute import Difference
+
+
+def test_a_difference_that_is_no_number_stays_the_largest_wherever_it_comes() -> None:
+    """It used to be forgotten when a row with a number came after it, and the whole passed for near."""
+    nan = Difference(1, math.nan, math.nan, "broken", 3)
+    for order in permutations((nan, Difference(2, 0.1, 0.05, "a", 1), Difference(2, 0.2, 0.1, "b", 4))):
+        total = sum(order, Difference())
+        assert math.isnan(total.largest) and math.isnan(total.mean)
+        assert (total.tokens, total.trajectory_id, total.position) == (5, "broken", 3)
+
+
+def test_the_largest_of_several_rows_is_named_and_the_mean_is_over_tokens() -> None:
+    total = Difference(1, 0.2, 0.2, "a", 1) + Difference(3, 0.5, 0.4, "b", 2) + Difference()
+    assert total == Difference(4, 0.5, (0.2 + 3 * 0.4) / 4, "b", 2)
