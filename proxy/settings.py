@@ -189,7 +189,8 @@ class Settings(BaseSettings):
     max_undelivered_groups: int = Field(0, ge=0)
     """Groups that may be open, filling or ready at once; a session that would begin another one gets 429. 0: any number."""
     groups_per_version: int | None = Field(None, ge=1)
-    """Groups that the trainers take between two weight versions; for `admission_staleness`."""
+    """The most groups that the trainers take between two weight versions, those acknowledged untrained included; for
+    `admission_staleness`. With fewer than a step needs, trainer and rollouts can wait for each other for ever."""
     admission_staleness: int | None = Field(None, ge=0)
     """Most versions that a group begun now may probably lie behind when it is leased; a session that would begin one that lies
     further behind gets 429. None: any number. 0: all groups of a version are trained before the next is begun."""

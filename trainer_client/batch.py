@@ -126,7 +126,7 @@ class Batch:
             self._lease.nack()
 
     def extend(self, lease_seconds: float | None = None) -> float | None:
-        """The new `expires_at`, `lease_seconds` from now (default: as long as it was leased for). Raises LeaseLost."""
+        """The new `expires_at`, `lease_seconds` from now (default: as long as the last time). Raises LeaseLost."""
         return self._lease.extend(lease_seconds) if self._lease else None
 
     def __enter__(self) -> Self:

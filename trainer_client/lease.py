@@ -40,7 +40,7 @@ class Lease:
         self._end("nack", "nacked")
 
     def extend(self, lease_seconds: float | None = None) -> float:
-        """The new `expires_at`: `lease_seconds` from now, or as long as the lease was first given. Raises LeaseLost."""
+        """The new `expires_at`: `lease_seconds` from now, or for as long as the last time. Raises LeaseLost."""
         return self._extend(lease_seconds, retry=is_transient)
 
     def due_seconds(self) -> float:

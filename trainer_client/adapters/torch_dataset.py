@@ -7,8 +7,8 @@
             rows.ack()                                  # all that was handed out has been learnt from
 
 Each DataLoader worker leases for itself, and extends its leases until they are acknowledged. A lease is acknowledged once all
-its parts are. What is not acknowledged when the loop ends, well or with an error, is given back and will be delivered again,
-whole: rows are trained at least once.
+its parts are. What is not acknowledged when the `with` block ends or `loader` is called again is given back and will be delivered
+again, whole: rows are trained at least once. A `break` alone gives nothing back.
 """
 
 from __future__ import annotations
