@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 from recorded_calls import record
 
-from proxy.api.closing import sweep, withdraw_session
+from proxy.api.closing import reward_session, sweep, withdraw_session
 from proxy.api.control import control_router
 from proxy.api.errors import install_error_handlers
 from proxy.app import build_services
@@ -548,6 +548,35 @@ async def test_a_delete_cut_short_at_any_step_is_finished_by_the_sweep(
     assert (await service.admin.get("/sessions")).json()["sessions"] == []
     assert await service.lease() is None
     assert sum((await service.services.delivery.counts()).values()) == 0
+
+
+@pytest.mark.parametrize(("inside", "interrupting"), [("delete", "reward"), ("reward", "delete")])
+async def test_a_late_reward_does_not_bring_a_session_back_that_is_being_deleted(
+    service: Service, monkeypatch: pytest.MonkeyPatch, inside: str, interrupting: str
+) -> None:
+    """Filled in between the delete's steps or after them, it made a whole group of one session that is gone: a dead letter."""
+    await service.finished("s0", 7, group_id="g", group_size=2)
+    await service.session("s1", 7, group_id="g", group_size=2)
+    await service.close("s1")
+    steps = {
+        "delete": lambda: withdraw_session(service.services, "s1"),
+        "reward": lambda: reward_session(service.services, "s1", 1.0, {}, {}, {}),
+    }
+    at = (service.services.sessions, "delete") if inside == "delete" else (service.services.delivery, "fill")
+    last = getattr(*at)
+
+    async def interrupted(*given: Any) -> Any:
+        monkeypatch.undo()
+        await steps[interrupting]()
+        return await last(*given)
+
+    monkeypatch.setattr(*at, interrupted)
+    await steps[inside]()
+    assert {state: number for state, number in (await service.services.delivery.counts()).items() if number} == {"filling": 1}
+    await service.finished("s2", 7, group_id="g", group_size=2)
+    batch = await service.lease()
+    assert batch is not None
+    assert [row["session_id"] for row in batch["groups"][0]["trajectories"]] == ["s0", "s2"]
 
 
 @pytest.mark.parametrize("step", DELETE_STEPS)

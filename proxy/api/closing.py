@@ -8,6 +8,7 @@ A delete is announced in the same way, and the announcement is taken away when t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -71,9 +72,12 @@ async def offer(services: Services, state: SessionState) -> str:
         await services.delivery.retract(session_id)
         return "waiting"
     member = await _member(services, state)
-    return await services.delivery.fill(
+    status = await services.delivery.fill(
         group_ref(state.info), state.info.group_size, member, policy_of(services.settings), time.time()
     )
+    if await services.sessions.load(session_id) is None:
+        await _take_out(services, session_id)
+    return status
 
 
 async def sweep(services: Services, *, older_than_seconds: float = SWEEP_AGE_SECONDS, limit: int = 100) -> int:
@@ -136,8 +140,16 @@ async def _finish_withdrawal(services: Services, session_id: str) -> None:
         await services.delivery.retract(session_id)
         raise
     await services.sessions.delete(session_id)
+    await _take_out(services, session_id)
     await services.delivery.retract(session_id)
     services.trees.forget(session_id)
+
+
+async def _take_out(services: Services, session_id: str) -> None:
+    """A deleted session out of the group that a reward or a close under way at the same time has filled it into again. Its group
+    stays as it is once a trainer has it: the group will be a dead letter."""
+    with contextlib.suppress(Conflict):
+        await services.delivery.withdraw(session_id, policy_of(services.settings))
 
 
 async def _finish_close(
