@@ -34,7 +34,8 @@ class Shaped:
 
 
 class ShapedSglang(ScriptedEngine):
-    """`newer`: 0.5.23, else 0.5.5. `label`: its weight version; `model_path`: the checkpoint it says it loaded."""
+    """`newer`: 0.5.23, else 0.5.5. `label`: its weight version; `model_path`: the checkpoint it says it loaded. `refuses`: what the next
+    load is refused with."""
 
     def __init__(self, *, newer: bool = True, incremental: bool = False, label: str = "0", window: int | None = 8192) -> None:
         super().__init__("qwen3", plain=True, updatable=False)
@@ -166,8 +167,9 @@ class ShapedSglang(ScriptedEngine):
         await exchange.answer({"success": True, "message": message, "new_version": self.label})
 
     async def _load(self, exchange: Exchange, body: Any) -> None:
-        if self.refuses:
-            return await exchange.answer({"success": False, "message": self.refuses, "num_paused_requests": 0}, 400)
+        message, self.refuses = self.refuses, ""
+        if message:
+            return await exchange.answer({"success": False, "message": message, "num_paused_requests": 0}, 400)
         self.model_path, self.label = body["model_path"], body["weight_version"]
         message = f"Succeeded to update model weights. Weight version updated to {self.label}."
         return await exchange.answer({"success": True, "message": message, "num_paused_requests": 0})

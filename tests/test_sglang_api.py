@@ -292,6 +292,25 @@ def test_a_checkpoint_that_was_rolled_back_leaves_the_engine_out(opened: Callabl
     pushed = service.request("POST", "/weights", json={"version": 1, "path": "/models/torn"})
     assert not pushed.json()["applied"]
     assert engine.paused
+    assert engine.label == "torn"
+    assert service.request("GET", "/readyz").status_code == 503
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_an_engine_that_rolled_back_is_given_the_current_weights_before_it_serves(
+    opened: Callable[..., Opened], mode: str
+) -> None:
+    """It calls what it fell back to by the old version, and under `wait` it is not even paused."""
+    engine, service = opened(label="default")
+    assert service.request("POST", "/weights", json={"version": 1, "path": "/models/1"}).json()["applied"]
+    engine.refuses = "Failed to update weights: torn.\nRolling back to original weights."
+    engine.received.clear()
+    pushed = service.request("POST", "/weights", json={"version": 2, "path": "/models/torn", "mode": mode})
+    assert not pushed.json()["applied"]
+    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 20, "ready")
+    loads = [request.body["model_path"] for request in engine.received if request.path == "/update_weights_from_disk"]
+    assert loads == ["/models/torn", "/models/1"]
+    assert (engine.label, engine.paused) == ("1", False)
 
 
 def test_an_adapter_is_not_exchanged(opened: Callable[..., Opened]) -> None:

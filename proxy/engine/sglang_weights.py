@@ -1,7 +1,8 @@
 """SGLang's routes for new weights, one function each: what `WeightApi` is for vLLM.
 
 A checkpoint is loaded from disk and labelled in one step. SGLang does not say what its workers hold; it says which checkpoint it
-loaded last, and rolls back one that fails in the middle, each worker for itself: after such a failure its weights count as not whole.
+loaded last, and rolls back one that fails in the middle, each worker for itself and from the path it was just told: after such a failure
+its weights count as not whole, which its label says, for it is all that the next who looks has to go by.
 An adapter cannot be exchanged in place.
 
 Written from SGLang's source, versions 0.5.5 and 0.5.23 (`/ready`, which tells of a pause, is of the latter), and tested against
@@ -16,7 +17,8 @@ import aiohttp
 
 from proxy.engine.replica import Replica
 from proxy.engine.sglang_api import LABEL_ROUTES
-from proxy.engine.weight_api import PROBE_SECONDS, Claim, Loaded, StepRefused, Transfer, WeightApi
+from proxy.engine.weight_api import PROBE_SECONDS, TORN, Claim, Loaded, StepRefused, Transfer, WeightApi
+from proxy.errors import EngineFailed
 
 _PAUSES = {"keep": "retract", "abort": "abort"}
 """`retract` puts the calls in flight back into the queue and computes their context again under the new weights; `in_place` would
@@ -43,7 +45,7 @@ class SglangWeightApi(WeightApi):
     async def label(self) -> str:
         return str((await self._model_info()).get("weight_version"))
 
-    async def set_label(self, version: int) -> None:
+    async def set_label(self, version: int | str) -> None:
         body = {"new_version": str(version), "abort_all_requests": False}
         await self._ask("POST", "/update_weight_version", body, seconds=PROBE_SECONDS)
 
@@ -58,7 +60,7 @@ class SglangWeightApi(WeightApi):
     async def loaded(self) -> Loaded:
         info = await self._model_info()
         label = str(info.get("weight_version"))
-        return Loaded(self._whole, info.get("model_path"), int(label) if label.isdecimal() else None, 0)
+        return Loaded(self._whole and label != TORN, info.get("model_path"), int(label) if label.isdecimal() else None, 0)
 
     async def check(self, path: str) -> None:
         """Nothing: SGLang looks at a checkpoint when it loads it."""
@@ -85,8 +87,10 @@ class SglangWeightApi(WeightApi):
         body = {"model_path": path, "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
         try:
             await self._ask("POST", "/update_weights_from_disk", body)
-        except StepRefused as error:
-            self._whole = _ROLLED_BACK not in error.message
+        except EngineFailed as error:
+            if not isinstance(error, StepRefused) or _ROLLED_BACK in error.message:
+                self._whole = False
+                await self.set_label(TORN)
             raise
 
     async def finish_full(self, version: int) -> None:

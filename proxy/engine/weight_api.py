@@ -18,6 +18,8 @@ from proxy.engine.replica import Replica
 from proxy.errors import EngineFailed
 
 PROBE_SECONDS = 30.0
+TORN = "torn"
+"""The label of weights that are not, or may not be, all of one version: no version, so nothing sampled under them is trained."""
 SETUP = (
     "start vLLM with VLLM_SERVER_DEV_MODE=1, --worker-extension-cls proxy.engine.vllm_backend.VerbatimWorker and "
     '--weight-transfer-config \'{"backend": "verbatim"}\''
@@ -89,7 +91,7 @@ class WeightApi:
         answer = await self._ask("GET", "/weight_info", seconds=PROBE_SECONDS)
         return str(answer.get("weight_version"))
 
-    async def set_label(self, version: int) -> None:
+    async def set_label(self, version: int | str) -> None:
         await self._ask("POST", "/update_weight_version", {"new_version": str(version)}, seconds=PROBE_SECONDS)
 
     async def paused(self) -> bool:

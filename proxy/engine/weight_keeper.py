@@ -16,7 +16,7 @@ from proxy.engine.push_lock import PushLock
 from proxy.engine.replica import Replica
 from proxy.engine.replica_update import Guard, Push, claimed, update_replica
 from proxy.engine.sglang_weights import SglangWeightApi
-from proxy.engine.weight_api import SETUP, Claim, Loaded, StepRefused, WeightApi
+from proxy.engine.weight_api import SETUP, TORN, Claim, Loaded, StepRefused, WeightApi
 from proxy.engine.weight_metrics import WeightMetrics
 from proxy.errors import Conflict, EngineFailed
 from proxy.settings import Settings
@@ -87,10 +87,10 @@ class WeightKeeper:
         policy, loaded = replica.policy, await _loaded_if_known(api)
         current, label, paused = await self._weights.current(policy), await api.label(), await api.paused()
         version = int(label) if label.isdecimal() else None
-        if version is None and current.version == 0 and (loaded is None or loaded.updates == 0):
+        if version is None and current.version == 0 and label != TORN and (loaded is None or loaded.updates == 0):
             await api.set_label(0)
             version = 0
-        whole = loaded is None or (loaded.whole and _is_of(label, loaded, replica))
+        whole = label != TORN and (loaded is None or (loaded.whole and _is_of(label, loaded, replica)))
         if whole and version is not None and version > current.version:
             # The engine outlived the store, or someone updates it directly: its weights are newer, and versions only grow.
             path = loaded.path if loaded is not None and loaded.version == version else None
