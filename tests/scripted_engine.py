@@ -111,7 +111,8 @@ Route = Callable[[Exchange, Any], Awaitable[None]]
 
 class ScriptedEngine:
     """`plain`: knows only /v1/chat/completions and returns neither ids nor logprobs. `ids=False`: vLLM's routes but no
-    ids on the chat route. `updatable=False`: no routes for weights. `model` is the one name it serves under."""
+    ids on the chat route. `updatable=False`: no routes for weights. `model` is the one name it serves under.
+    `adapter`: the name of a LoRA adapter that it was started with."""
 
     def __init__(
         self,
@@ -121,11 +122,13 @@ class ScriptedEngine:
         ids: bool = True,
         updatable: bool = True,
         model: str = MODEL,
+        adapter: str | None = None,
         max_model_len: int = 8192,
         default: Callable[[Generation, int], Reply] | None = None,
     ) -> None:
         self.family = FAMILIES[family] if isinstance(family, str) else family
         self.model = model
+        self.adapter = adapter
         self.url = ""
         self.received: list[Received] = []
         self.generations: list[Generation] = []
@@ -207,7 +210,10 @@ class ScriptedEngine:
                 await exchange.fail(Fail(400, f"malformed request: {error!r}", "BadRequestError"))
 
     async def _models(self, exchange: Exchange, body: Any) -> None:
-        await exchange.answer(model_list(self.model, self.max_model_len))
+        answer = model_list(self.model, self.max_model_len)
+        if self.adapter is not None:
+            answer["data"].append({**answer["data"][0], "id": self.adapter, "parent": self.model})
+        await exchange.answer(answer)
 
     async def _health(self, exchange: Exchange, body: Any) -> None:
         await exchange.answer(None)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from scripted_engine import Exchange, Route
 
 
-Step = Literal["check", "pause", "start", "update", "finish", "resume"]
+Step = Literal["check", "pause", "start", "update", "finish", "adapter", "resume"]
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Hold:
 
 class ScriptedWeights:
     """`loaded` is what the workers report. `refuse_check` and `refuse_update` make the next update fail with that sentence.
+    `adapter`: the path of the LoRA adapter that was loaded last.
     `hold` makes the next such step wait. As vLLM does, it breaks when weights change while it samples: `broken` says how."""
 
     def __init__(self, sampler: Sampler) -> None:
@@ -43,6 +44,7 @@ class ScriptedWeights:
         self.workers = 1
         self.joined: list[dict[str, Any]] = []
         self.labels: list[str] = []
+        self.adapter: str | None = None
         self._received = False
         self._claims = ScriptedClaims()
         self._holds: list[Hold] = []
@@ -59,6 +61,7 @@ class ScriptedWeights:
             ("POST", "/update_weights"): self._update,
             ("POST", "/finish_weight_update"): self._finish,
             ("POST", "/collective_rpc"): self._rpc,
+            ("POST", "/v1/load_lora_adapter"): self._load_adapter,
         }
 
     def hold(self, step: Step, *, done: bool) -> Hold:
@@ -163,6 +166,17 @@ class ScriptedWeights:
             self._relabel(body["weight_version"])
         await self._held("finish", done=True)
         await exchange.answer({"message": "Weight update finished"})
+
+    async def _load_adapter(self, exchange: Exchange, body: Any) -> None:
+        await self._held("adapter", done=False)
+        if error := _missing(body["lora_path"]):
+            await exchange.fail(Fail(404, error))
+            return
+        if not self.paused:
+            self.broken.append("adapter")
+        self.adapter = body["lora_path"]
+        await self._held("adapter", done=True)
+        await exchange.answer("Success: LoRA adapter added successfully.")
 
     async def _rpc(self, exchange: Exchange, body: Any) -> None:
         holder = self._claims.holder

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from proxy.engine.replica import Replica
-from proxy.engine.weight_api import SETUP, Loaded, StepRefused, Transfer, WeightApi
-from proxy.errors import EngineFailed, StoreUnavailable, VerbatimError
+from proxy.engine.weight_api import SETUP, TORN, Loaded, StepRefused, Transfer, WeightApi
+from proxy.errors import EngineFailed, VerbatimError
 
 Kind = Literal["full", "lora", "nccl"]
 Mode = Literal["keep", "wait", "abort"]
@@ -68,7 +68,7 @@ async def update_replica(api: WeightApi, replica: Replica, push: Push, guard: Gu
             await guard.together()
             guard.check()
             guard.tell("loading")
-            await _load(api, push)
+            await _load(api, push, before)
             guard.tell("loaded")
         except VerbatimError as error:
             await _resume_intact(api, before, error)
@@ -96,15 +96,15 @@ async def claimed(api: WeightApi, *, required: bool) -> AsyncIterator[None]:
     await api.release()
 
 
-async def _prepare(api: WeightApi, replica: Replica, push: Push) -> Loaded | None:
-    """What is loaded now. Raises while the replica is untouched and goes on serving."""
+async def _prepare(api: WeightApi, replica: Replica, push: Push) -> Loaded | str:
+    """What is loaded now; of adapters, which no worker reports, the label. Raises while the replica is untouched and goes on serving."""
     if push.kind == "lora":
         if replica.adapter is None:
             raise EngineFailed(
                 "the engine has no LoRA adapter; start vLLM with --enable-lora, --lora-modules NAME=PATH and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             )
-        return None
+        return await api.label()
     before = await api.loaded()
     if push.transfer is not None:
         await api.check_transfer(push.transfer)
@@ -113,21 +113,31 @@ async def _prepare(api: WeightApi, replica: Replica, push: Push) -> Loaded | Non
     return before
 
 
-async def _load(api: WeightApi, push: Push) -> None:
+async def _load(api: WeightApi, push: Push, before: Loaded | str) -> None:
     if push.transfer is not None:
         await api.load_transfer(push.transfer, push.version)
-    elif push.kind == "lora":
-        await api.load_adapter(str(push.path))
+    elif isinstance(before, str):
+        await _load_adapter(api, str(push.path), before)
     else:
         await api.load_full(str(push.path), push.version)
 
 
-async def _resume_intact(api: WeightApi, before: Loaded | None, error: VerbatimError) -> None:
+async def _load_adapter(api: WeightApi, path: str, label: str) -> None:
+    # Should nobody hear how it ended, the next who looks must not take the new adapter for the old one.
+    await api.set_label(label if label.startswith(TORN) else f"{TORN}-{label}")
+    try:
+        await api.load_adapter(path)
+    except StepRefused:
+        # vLLM reads an adapter before it replaces the old one, so a refusal leaves the old one in place.
+        await api.set_label(label)
+        raise
+
+
+async def _resume_intact(api: WeightApi, before: Loaded | str, error: VerbatimError) -> None:
     """Resume a replica whose old weights are provably whole. Raises ReplicaLeft where they are not."""
     try:
-        if before is None:
-            # vLLM reads an adapter before it replaces the old one, so a refusal leaves the old one in place.
-            intact = isinstance(error, (StepRefused, StoreUnavailable))
+        if isinstance(before, str):
+            intact = await api.label() == before and not before.startswith(TORN)
         else:
             intact = before.whole and await api.loaded() == before
         if intact:

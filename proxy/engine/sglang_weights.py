@@ -60,7 +60,9 @@ class SglangWeightApi(WeightApi):
     async def loaded(self) -> Loaded:
         info = await self._model_info()
         label = str(info.get("weight_version"))
-        return Loaded(self._whole and label != TORN, info.get("model_path"), int(label) if label.isdecimal() else None, 0)
+        return Loaded(
+            self._whole and not label.startswith(TORN), info.get("model_path"), int(label) if label.isdecimal() else None, 0
+        )
 
     async def check(self, path: str) -> None:
         """Nothing: SGLang looks at a checkpoint when it loads it."""

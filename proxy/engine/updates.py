@@ -16,7 +16,7 @@ from proxy.engine.push_lock import PushLock
 from proxy.engine.push_request import checked
 from proxy.engine.replica import Replica
 from proxy.engine.replica_update import Guard, Push, ReplicaLeft, update_replica
-from proxy.engine.weight_api import Transfer, WeightApi
+from proxy.engine.weight_api import TORN, Transfer, WeightApi
 from proxy.engine.weight_keeper import WeightKeeper
 from proxy.engine.weight_metrics import WeightMetrics
 from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, StoreUnavailable, VerbatimError
@@ -171,7 +171,9 @@ class WeightUpdater:
         if meeting is not None:
             guard = Guard(lock.check, commit, lambda: meeting.arrive(replica.name), outcome.tell)
         try:
-            await update_replica(self._keeper.api(replica, identity, lock.fence), replica, push, guard)
+            api = self._keeper.api(replica, identity, lock.fence)
+            await self._check_other_half(api, replica, push)
+            await update_replica(api, replica, push, guard)
         except VerbatimError as error:
             if meeting is not None:
                 meeting.leave(replica.name)
@@ -182,6 +184,14 @@ class WeightUpdater:
         self._keeper.repaired(replica)
         self._pool.mark_serving(replica)
         return outcome
+
+    async def _check_other_half(self, api: WeightApi, replica: Replica, push: Push) -> None:
+        """An adapter and the weights under it are pushed apart: raise EngineFailed where the half that stays is not current."""
+        if replica.adapter is None:
+            return
+        current, label = (await self._weights.current(push.policy)).version, await api.label()
+        if label != str(current) and not (push.kind == "lora" and label == f"{TORN}-{current}"):
+            raise EngineFailed(f"it holds weights {label!r}, not {current}, and is to be given those first")
 
     def _settle_pool(self, replicas: Sequence[Replica], outcomes: Sequence[Outcome], applied: bool) -> None:
         for replica, outcome in zip(replicas, outcomes, strict=True):

@@ -19,7 +19,8 @@ from proxy.errors import EngineFailed
 
 PROBE_SECONDS = 30.0
 TORN = "torn"
-"""The label of weights that are not, or may not be, all of one version: no version, so nothing sampled under them is trained."""
+"""How the label of weights begins that are not, or may not be, whole: it is no version, so nothing sampled under them is trained.
+Where only the adapter is in doubt, the label that it had follows: `torn-4`."""
 SETUP = (
     "start vLLM with VLLM_SERVER_DEV_MODE=1, --worker-extension-cls proxy.engine.vllm_backend.VerbatimWorker and "
     '--weight-transfer-config \'{"backend": "verbatim"}\''

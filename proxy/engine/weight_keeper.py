@@ -86,11 +86,11 @@ class WeightKeeper:
     async def _bring_up(self, replica: Replica, api: WeightApi, lock: PushLock) -> None:
         policy, loaded = replica.policy, await _loaded_if_known(api)
         current, label, paused = await self._weights.current(policy), await api.label(), await api.paused()
-        version = int(label) if label.isdecimal() else None
-        if version is None and current.version == 0 and label != TORN and (loaded is None or loaded.updates == 0):
+        version, torn = int(label) if label.isdecimal() else None, label.startswith(TORN)
+        if version is None and current.version == 0 and not torn and (loaded is None or loaded.updates == 0):
             await api.set_label(0)
             version = 0
-        whole = label != TORN and (loaded is None or (loaded.whole and _is_of(label, loaded, replica)))
+        whole = not torn and (loaded is None or (loaded.whole and _is_of(label, loaded, replica)))
         if whole and version is not None and version > current.version:
             # The engine outlived the store, or someone updates it directly: its weights are newer, and versions only grow.
             path = loaded.path if loaded is not None and loaded.version == version else None
@@ -114,6 +114,8 @@ class WeightKeeper:
             pushes = await self._chain(current, replica.policy)
             if any(push.path is None for push in pushes):
                 raise EngineFailed(f"it holds weights {label!r}, not {current.version}, and no path to load those from")
+            if label.startswith(TORN) and replica.adapter is not None and all(push.kind != "lora" for push in pushes):
+                raise EngineFailed("its adapter is not whole, and no other was pushed; push one, or restart the engine")
             for push in pushes:
                 await update_replica(api, replica, push, Guard(lock.check))
         except EngineFailed as error:

@@ -1,0 +1,113 @@
+"""Pushes of LoRA adapters, which no worker reports: the label alone says which one is loaded, and that it is loaded at all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from redis_server import Store
+from scripted_engine import Drop, ScriptedEngine
+from weight_fixtures import Service, serving
+
+from proxy.store.base import WeightState, WeightStore
+
+
+@pytest.fixture
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine(adapter="learner") as engine:
+        yield engine
+
+
+@pytest.fixture
+async def weights(redis_url: str) -> AsyncIterator[WeightStore]:
+    store = Store.at(redis_url)
+    yield store.weights
+    await store.connection.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[[str], str]:
+    """The path of a folder, which is there."""
+
+    def made(name: str) -> str:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return str(tmp_path / name)
+
+    return made
+
+
+async def until(condition: Callable[[], bool], what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        await asyncio.sleep(0.01)
+
+
+async def push_without_an_answer(service: Service, engine: ScriptedEngine, version: int, path: str) -> None:
+    """The engine takes the adapter, and nobody hears that it did."""
+    hold = engine.weights.hold("adapter", done=True)
+    push = asyncio.create_task(service.updater.push(version, path, kind="lora"))
+    await until(hold.reached.is_set, engine.paths)
+    assert not (await push)["applied"]
+    hold.released.set()
+
+
+async def test_an_adapter_that_was_loaded_and_not_labelled_is_replaced_before_the_engine_serves(
+    engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+) -> None:
+    """Resumed under the old label, it would have sampled the new adapter's tokens as the old one's."""
+    async with serving(weights, engine.url, weights_timeout_seconds=2.0) as service:
+        assert (await service.updater.push(1, folder("one"), kind="lora"))["applied"]
+        await push_without_an_answer(service, engine, 2, folder("two"))
+        (replica,) = service.pool.replicas
+        await until(lambda: replica.healthy, lambda: replica.reason)
+        assert (engine.weights.adapter, engine.weights.label, engine.weights.paused) == (folder("one"), "1", False)
+        assert (await service.updater.push(2, folder("two"), kind="lora"))["applied"]
+        assert (engine.weights.adapter, engine.weights.label) == (folder("two"), "2")
+
+
+async def test_an_adapter_that_nothing_can_replace_keeps_the_engine_out_until_one_is_pushed(
+    engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+) -> None:
+    async with serving(weights, engine.url, weights_timeout_seconds=2.0) as service:
+        assert (await service.updater.push(1, folder("full")))["applied"]
+        await push_without_an_answer(service, engine, 2, folder("two"))
+        (replica,) = service.pool.replicas
+        await until(lambda: "its adapter is not whole" in replica.reason, lambda: replica.reason)
+        assert engine.weights.paused
+        refused = await service.updater.push(2, folder("full"))
+        assert not refused["applied"]
+        assert "'torn-1'" in refused["error"]
+        assert engine.weights.paused
+        assert (await service.updater.push(2, folder("two"), kind="lora"))["applied"]
+        assert (engine.weights.label, engine.weights.paused) == ("2", False)
+        assert service.pool.ready() == (True, "")
+
+
+async def test_an_adapter_that_is_refused_leaves_the_old_one_serving(
+    engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+) -> None:
+    async with serving(weights, engine.url) as service:
+        assert (await service.updater.push(1, folder("one"), kind="lora"))["applied"]
+        refused = await service.updater.push(2, "/nowhere", kind="lora")
+        assert (refused["applied"], "/nowhere does not exist" in refused["error"]) == (False, True)
+        assert (engine.weights.adapter, engine.weights.label, engine.weights.paused) == (folder("one"), "1", False)
+        assert service.pool.ready() == (True, "")
+
+
+async def test_half_of_a_version_goes_only_where_the_other_half_is_current(
+    engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+) -> None:
+    """An engine that just restarted, not yet put right, would run the new adapter over the weights that it was started with."""
+    await weights.advance(WeightState(1, folder("full")))
+    engine.fault("/update_weights", Drop())
+    async with serving(weights, engine.url) as service:
+        (replica,) = service.pool.replicas
+        assert not replica.healthy
+        refused = await service.updater.push(2, folder("two"), kind="lora")
+        assert not refused["applied"]
+        assert "not 1" in refused["error"]
+        assert engine.weights.adapter is None
