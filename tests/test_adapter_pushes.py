@@ -87,6 +87,34 @@ async def test_an_adapter_that_nothing_can_replace_keeps_the_engine_out_until_on
         assert service.pool.ready() == (True, "")
 
 
+@pytest.mark.parametrize(("mode", "pause"), [("keep", "abort"), ("wait", "wait"), ("abort", "abort")])
+async def test_no_call_goes_on_that_names_the_old_adapters_folder(
+    mode: str, pause: str, engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+) -> None:
+    """vLLM reads the folder that a call names at every step: one frozen in the push, or queued in it, would bring the old adapter
+    back under the new label."""
+    async with serving(weights, engine.url) as service:
+        engine.received.clear()
+        assert (await service.updater.push(1, folder("one"), kind="lora", mode=mode))["applied"]
+        assert [request.query["mode"] for request in engine.received if request.path == "/pause"] == [pause]
+        steps = [path for path in engine.paths() if path in ("/v1/load_lora_adapter", "/abort_requests", "/resume")]
+        assert steps == ["/v1/load_lora_adapter", "/abort_requests", "/resume"]
+
+
+async def test_an_engine_with_an_adapter_that_was_left_paused_is_resumed_without_its_queue(
+    engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+) -> None:
+    async with serving(weights, engine.url) as service:
+        engine.received.clear()
+        engine.fault("/resume", Drop())
+        await service.updater.push(1, folder("one"), kind="lora")
+        (replica,) = service.pool.replicas
+        await until(lambda: replica.healthy, lambda: replica.reason)
+        steps = [path for path in engine.paths() if path in ("/abort_requests", "/resume")]
+        pushed, left, taken_over = ["/abort_requests", "/resume"], ["/abort_requests"], ["/abort_requests", "/resume"]
+        assert steps == pushed + left + taken_over
+
+
 async def test_an_adapter_that_is_refused_leaves_the_old_one_serving(
     engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
 ) -> None:

@@ -119,10 +119,10 @@ async def until_paused(url: str, push: asyncio.Task[int]) -> None:
 class Reply:
     """A reply under way."""
 
-    def __init__(self, url: str, prompt_ids: list[int], max_tokens: int) -> None:
+    def __init__(self, url: str, prompt_ids: list[int], max_tokens: int, **how: Any) -> None:
         self.said = Said(prompt_ids, [], [], [], None)
         self._grown = asyncio.Condition()
-        self.task = asyncio.create_task(self._read(generating(url, prompt_ids, max_tokens)))
+        self.task = asyncio.create_task(self._read(generating(url, prompt_ids, max_tokens, **how)))
 
     async def longer_by(self, tokens: int) -> None:
         wanted = len(self.said.ids) + tokens
@@ -137,9 +137,9 @@ class Reply:
         return self.said
 
 
-async def begun(url: str, prompt_ids: list[int], max_tokens: int) -> Reply:
+async def begun(url: str, prompt_ids: list[int], max_tokens: int, **how: Any) -> Reply:
     """A reply that has said at least five tokens."""
-    reply = Reply(url, prompt_ids, max_tokens)
+    reply = Reply(url, prompt_ids, max_tokens, **how)
     await reply.longer_by(5)
     return reply
 
@@ -578,12 +578,29 @@ async def test_an_adapter_is_swapped_and_full_weights_go_under_it(tmp_path: Path
                 said = await generate(server.url, LONG_PROMPT, 8, model="learner")
                 assert said.spans == [(str(version), 0, 8)]
                 assert judge.largest_error(merged(models[0], adapters[seed], tmp_path / f"merged{seed}"), said) < TOLERANCE
+            await check_no_old_adapter(service, server.url, judge, models[0], tmp_path)
+            version = await pushed(service, adapters[2], kind="lora")
             answer = await service.updater.push(version + 1, "/nowhere", kind="lora")
             assert (answer["applied"], answer["error"]) == (False, "Loading lora learner failed: No adapter found for /nowhere")
             assert service.pool.ready() == (True, "")
             await pushed(service, models[1])
             said = await generate(server.url, LONG_PROMPT, 8, model="learner")
             assert judge.largest_error(merged(models[1], adapters[2], tmp_path / "merged3"), said) < TOLERANCE
+
+
+async def check_no_old_adapter(service: Service, url: str, judge: Judge, base: Path, tmp_path: Path) -> None:
+    """vLLM reads the folder that a call names at every step, so a call that went on would bring its old adapter back."""
+    adapter = make_adapter(tmp_path / "adapter3", 3)
+    reply = await begun(url, PROMPT, 8000, model="learner")
+    version = await pushed(service, adapter, kind="lora", mode="keep")
+    after = [await generate(url, prompt, 8, model="learner") for prompt in (PROMPT, LONG_PROMPT)]
+    cut = await reply.task
+    assert cut.finish_reason == "abort"
+    assert [label for label, _, _ in cut.spans] == [str(version - 1)]
+    assert judge.largest_error(tmp_path / "merged2", cut) < TOLERANCE
+    for said in after:
+        assert said.spans == [(str(version), 0, 8)]
+        assert judge.largest_error(merged(base, adapter, tmp_path / f"merged3-{len(said.prompt_ids)}"), said) < TOLERANCE
 
 
 async def test_an_adapter_for_an_engine_without_one_is_refused(service: Service, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ async def update_replica(api: WeightApi, replica: Replica, push: Push, guard: Gu
         guard.check()
         try:
             guard.tell("pausing")
-            await api.pause(push.mode)
+            await api.pause(_pause(push))
             guard.tell("paused")
             await guard.together()
             guard.check()
@@ -75,6 +75,12 @@ async def update_replica(api: WeightApi, replica: Replica, push: Push, guard: Gu
             guard.tell("resumed")
             raise
         await _finish(api, push, guard)
+
+
+def _pause(push: Push) -> Mode:
+    """No call may go on over another adapter: it names its adapter's folder, and vLLM reads that anew at every step, so it would
+    bring the old one back."""
+    return "abort" if push.kind == "lora" and push.mode == "keep" else push.mode
 
 
 @asynccontextmanager
@@ -156,6 +162,9 @@ async def _finish(api: WeightApi, push: Push, guard: Guard) -> None:
         else:
             await api.finish_full(push.version)
         await guard.commit()
+        if push.kind == "lora":
+            # Calls that came meanwhile may be queued in the engine, and name the old folder.
+            await api.abort_all()
         guard.check()
         await api.resume()
         guard.tell("resumed")

@@ -98,6 +98,9 @@ class WeightKeeper:
             await self._weights.advance(current, policy, lock.fence)
         if whole and version == current.version and (loaded is None or (loaded.version or 0) <= version):
             if paused:
+                if replica.adapter is not None:
+                    # As a push does: calls that are queued may name the folder of an older adapter.
+                    await api.abort_all()
                 lock.check()
                 await api.resume()
                 self._metrics.taken_over(policy)
