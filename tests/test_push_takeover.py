@@ -19,11 +19,14 @@ import pytest
 import redis
 from redis_server import Store
 from scripted_engine import ScriptedEngine
+from scripted_sampling import Fail
 from scripted_weights import Hold, Step
 from verbatim_process import TRAINER, Serving
 from weight_fixtures import Service, serving
 
 from proxy.engine.push_lock import PushLock
+from proxy.engine.replica_update import Guard, Push, ReplicaLeft, update_replica
+from proxy.engine.weight_api import Claim, WeightApi
 from proxy.errors import Conflict, StoreUnavailable
 from proxy.store import keys
 from proxy.store.base import WeightStore
@@ -198,6 +201,37 @@ async def test_a_process_that_stood_still_cannot_go_on_with_its_push_once_anothe
         assert_consistent(engines, 3)
         assert (await weights.current()).version == 3
         assert [state.version for state in await weights.history()] == [3, 1]
+
+
+@pytest.mark.parametrize("backend", [True, False], ids=["taken over", "nobody can say"])
+async def test_a_process_whose_lock_ran_out_does_not_resume_what_may_be_anothers(
+    backend: bool, weights: WeightStore, checkpoints: Callable[[int], str]
+) -> None:
+    """It stood still after its pause, and finds the old weights still whole: the other has only just paused the engine, too."""
+
+    def lost() -> None:
+        if taken.is_set():
+            raise StoreUnavailable("the push lock could not be renewed in the store")
+
+    taken = asyncio.Event()
+    with ScriptedEngine(adapter=None if backend else "learner") as engine:
+        async with serving(weights, engine.url) as service:
+            (replica,) = service.pool.replicas
+            if not backend:
+                engine.fault("/collective_rpc", *[Fail(500, "no such method")] * 2)
+            stale, fresh = (WeightApi(service.pool.http, replica, 60, Claim("store", fence, 60.0)) for fence in (5, 6))
+            hold = engine.weights.hold("pause", done=True)
+            push = Push(1, checkpoints(1), "full" if backend else "lora")
+            update = asyncio.create_task(update_replica(stale, replica, push, Guard(lost)))
+            await until(hold.reached.is_set, engine.paths)
+            if backend:
+                await fresh.claim()
+            taken.set()
+            hold.released.set()
+            with pytest.raises(ReplicaLeft, match="could not be renewed"):
+                await update
+            assert "/resume" not in engine.paths()
+            await fresh.release()
 
 
 async def test_a_lock_that_runs_out_goes_to_the_next_with_a_greater_fence(weights: WeightStore) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from proxy.engine.replica import Replica
-from proxy.engine.weight_api import SETUP, TORN, Loaded, StepRefused, Transfer, WeightApi
-from proxy.errors import EngineFailed, VerbatimError
+from proxy.engine.weight_api import SETUP, TORN, Claimed, Loaded, StepRefused, Transfer, WeightApi
+from proxy.errors import EngineFailed, StoreUnavailable, VerbatimError
 
 Kind = Literal["full", "lora", "nccl"]
 Mode = Literal["keep", "wait", "abort"]
@@ -71,7 +71,7 @@ async def update_replica(api: WeightApi, replica: Replica, push: Push, guard: Gu
             await _load(api, push, before)
             guard.tell("loaded")
         except VerbatimError as error:
-            await _resume_intact(api, before, error)
+            await _resume_intact(api, before, error, guard)
             guard.tell("resumed")
             raise
         await _finish(api, push, guard)
@@ -139,7 +139,7 @@ async def _load_adapter(api: WeightApi, path: str, label: str) -> None:
         raise
 
 
-async def _resume_intact(api: WeightApi, before: Loaded | str, error: VerbatimError) -> None:
+async def _resume_intact(api: WeightApi, before: Loaded | str, error: VerbatimError, guard: Guard) -> None:
     """Resume a replica whose old weights are provably whole. Raises ReplicaLeft where they are not."""
     try:
         if isinstance(before, str):
@@ -147,11 +147,23 @@ async def _resume_intact(api: WeightApi, before: Loaded | str, error: VerbatimEr
         else:
             intact = before.whole and await api.loaded() == before
         if intact:
+            await _check_still_ours(api, guard)
             await api.resume()
             return
+    except (Claimed, StoreUnavailable) as failure:
+        # The calls in flight are the other's to hold or to cut.
+        raise ReplicaLeft(f"{error.message}; then {failure.message}") from error
     except EngineFailed as failure:
         raise await _left(api, f"{error.message}; then {failure.message}") from error
     raise await _left(api, error.message) from error
+
+
+async def _check_still_ours(api: WeightApi, guard: Guard) -> None:
+    """Raises Claimed or StoreUnavailable where another process is, or may be, in the middle of an update of its own."""
+    with contextlib.suppress(StepRefused):
+        if await api.claim():
+            return
+    guard.check()
 
 
 async def _finish(api: WeightApi, push: Push, guard: Guard) -> None:

@@ -36,8 +36,9 @@ class SglangWeightApi(WeightApi):
         super().__init__(http, replica, step_seconds, claim)
         self._whole = True
 
-    async def claim(self) -> None:
-        """Nothing: SGLang keeps no word of who changes it, so two services on different stores must not share one."""
+    async def claim(self) -> bool:
+        """False: SGLang keeps no word of who changes it, so two services on different stores must not share one."""
+        return False
 
     async def release(self) -> None:
         """Nothing, as there is no claim."""

@@ -105,16 +105,18 @@ class WeightApi:
         except StepRefused as error:
             raise StepRefused(f"the engine has no backend for checkpoints ({error.message}); {SETUP}") from error
 
-    async def claim(self) -> None:
-        """Raises Claimed when another has the engine, StepRefused when it has no backend that could say."""
+    async def claim(self) -> bool:
+        """Whether the engine's workers keep it, so that nobody else has them. Raises Claimed when another has the engine,
+        StepRefused when it has no backend that could say."""
         if self._claim is None:
-            return
+            return False
         claim = self._claim
         for answer in await self._call_workers(
             "verbatim_claim", claim.owner, claim.fence, claim.seconds, seconds=PROBE_SECONDS
         ):
             if answer.get("error"):
                 raise Claimed(str(answer["error"]))
+        return True
 
     async def release(self) -> None:
         """Others may change the engine again. A claim that cannot be given back ends by itself."""
