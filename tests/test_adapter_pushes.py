@@ -139,3 +139,45 @@ async def test_half_of_a_version_goes_only_where_the_other_half_is_current(
         assert not refused["applied"]
         assert "not 1" in refused["error"]
         assert engine.weights.adapter is None
+
+
+async def test_a_replica_is_not_resumed_between_the_two_halves_of_its_weights(
+    engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+) -> None:
+    await weights.advance(WeightState(1, folder("one"), "lora"))
+    await weights.advance(WeightState(2, folder("full")))
+    async with serving(weights, engine.url) as service:
+        (replica,) = service.pool.replicas
+        await until(lambda: replica.healthy, lambda: replica.reason)
+        steps = [path for path in engine.paths() if path in ("/v1/load_lora_adapter", "/update_weights", "/resume")]
+        assert steps == ["/v1/load_lora_adapter", "/update_weights", "/resume"]
+        assert (engine.weights.label, engine.weights.adapter) == ("2", folder("one"))
+
+
+async def test_a_half_that_fails_after_the_other_leaves_the_replica_paused(
+    engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+) -> None:
+    await weights.advance(WeightState(1, "/nowhere", "lora"))
+    await weights.advance(WeightState(2, folder("full")))
+    async with serving(weights, engine.url) as service:
+        (replica,) = service.pool.replicas
+        await until(lambda: "/nowhere does not exist" in replica.reason, lambda: replica.reason)
+        assert engine.weights.paused
+
+
+@pytest.mark.parametrize("base", [None, 4], ids=["as it was started", "after full weights"])
+async def test_what_an_engine_was_given_before_the_store_forgot_is_taken_over_by_halves(
+    base: int | None, engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+) -> None:
+    """Its label is its adapter's: were that taken for full weights, a later adapter could be put on no engine that restarts."""
+    if base is not None:
+        engine.weights.loaded |= {"path": folder("full"), "version": base, "updates": 1}
+    engine.sampler.version = "5"
+    async with serving(weights, engine.url) as service:
+        assert service.pool.ready() == (True, "")
+        states = [(state.version, state.kind, state.path) for state in await weights.history()]
+        assert states == [(5, "lora", None)] + ([(4, "full", folder("full"))] if base else [])
+        assert (await service.updater.push(6, folder("six"), kind="lora"))["applied"]
+        engine.sampler.version = "default"
+        await until(lambda: engine.weights.label == "6" and service.pool.replicas[0].healthy, engine.paths)
+        assert engine.weights.loaded["version"] == base

@@ -17,11 +17,12 @@ from scripted_sampling import Fail
 from weight_fixtures import Service
 
 from proxy.engine.pool import EnginePool
+from proxy.engine.replica import Replica
 from proxy.engine.updates import WeightUpdater
 from proxy.engine.weight_metrics import WeightMetrics
-from proxy.errors import Conflict, NotFound, RequestError
+from proxy.errors import Conflict, EngineFailed, NotFound, RequestError
 from proxy.settings import Settings
-from proxy.store.base import WeightState, WeightStore
+from proxy.store.base import KEPT_WEIGHTS, WeightState, WeightStore
 
 
 @pytest.fixture
@@ -127,7 +128,7 @@ async def test_a_restarted_replica_is_given_the_weights_of_its_own_policy(
 async def test_full_weights_go_under_the_adapter_that_was_pushed_before_them(weights: WeightStore) -> None:
     """A replica that restarts after both lacks both, whichever came last."""
     pool = EnginePool(Settings(engine=[]))
-    keeper = WeightUpdater(pool, weights, Settings(engine=[]))._keeper
+    keeper, replica = WeightUpdater(pool, weights, Settings(engine=[]))._keeper, Replica("r", "", adapter="learner")
     states = [WeightState(1, "/full/1"), WeightState(2, "/lora/2", "lora"), WeightState(3, "/lora/3", "lora")]
     states.append(WeightState(4, "/full/4"))
     for state in states:
@@ -137,7 +138,21 @@ async def test_full_weights_go_under_the_adapter_that_was_pushed_before_them(wei
         (states[2], [("full", "/full/1", 1), ("lora", "/lora/3", 3)]),
         (states[0], [("full", "/full/1", 1)]),
     ]:
-        assert [(push.kind, push.path, push.version) for push in await keeper._chain(current, "")] == expected
+        assert [(push.kind, push.path, push.version) for push in await keeper._chain(current, replica)] == expected
+
+
+async def test_the_weights_under_an_adapter_are_found_however_many_adapters_came_since(weights: WeightStore) -> None:
+    """Beyond what the store remembers nobody knows whether there were any: then rather no engine than one on what it was started with."""
+    pool = EnginePool(Settings(engine=[]))
+    keeper, replica = WeightUpdater(pool, weights, Settings(engine=[]))._keeper, Replica("r", "", adapter="learner")
+    await weights.advance(WeightState(1, "/full/1"))
+    for version in range(2, KEPT_WEIGHTS + 1):
+        await weights.advance(WeightState(version, f"/lora/{version}", "lora"))
+    last = await weights.current()
+    assert [push.path for push in await keeper._chain(last, replica)] == ["/full/1", f"/lora/{KEPT_WEIGHTS}"]
+    await weights.advance(WeightState(KEPT_WEIGHTS + 1, "/lora/last", "lora"))
+    with pytest.raises(EngineFailed, match=f"the last {KEPT_WEIGHTS} versions do not tell what belongs under its adapter"):
+        await keeper._chain(await weights.current(), replica)
 
 
 async def test_metrics_tell_versions_outcomes_and_time_paused(

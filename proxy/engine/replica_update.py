@@ -37,12 +37,14 @@ async def _at_once() -> None:
 @dataclass(frozen=True, slots=True)
 class Guard:
     """What an update asks of whoever runs it. `check` raises when the push lock is lost; `together` returns when every replica
-    that must load at the same time is ready to; `commit` makes the version current; `tell` hears of each step."""
+    that must load at the same time is ready to; `commit` makes the version current; `tell` hears of each step. `resumes`: nothing else
+    has to be loaded before the replica may sample."""
 
     check: Callable[[], None]
     commit: Callable[[], Awaitable[None]] = _at_once
     together: Callable[[], Awaitable[None]] = _at_once
     tell: Callable[[Step], None] = lambda step: None
+    resumes: bool = True
 
 
 class ReplicaLeft(EngineFailed):
@@ -50,7 +52,8 @@ class ReplicaLeft(EngineFailed):
 
 
 async def update_replica(api: WeightApi, replica: Replica, push: Push, guard: Guard) -> None:
-    """Return when the replica runs on the new weights and says so; they are made current before any token of them is sampled.
+    """Return when the replica runs on the new weights, or is paused with them, and says so; they are made current before any token
+    of them is sampled.
 
     Raises ReplicaLeft, or another VerbatimError with the replica resumed on its old, whole weights.
     """
@@ -140,7 +143,9 @@ async def _load_adapter(api: WeightApi, path: str, label: str) -> None:
 
 
 async def _resume_intact(api: WeightApi, before: Loaded | str, error: VerbatimError, guard: Guard) -> None:
-    """Resume a replica whose old weights are provably whole. Raises ReplicaLeft where they are not."""
+    """Resume a replica whose old weights are provably whole. Raises ReplicaLeft where they are not, or may not serve."""
+    if not guard.resumes:
+        raise await _left(api, error.message) from error
     try:
         if isinstance(before, str):
             intact = await api.label() == before and not before.startswith(TORN)
@@ -174,6 +179,8 @@ async def _finish(api: WeightApi, push: Push, guard: Guard) -> None:
         else:
             await api.finish_full(push.version)
         await guard.commit()
+        if not guard.resumes:
+            return
         if push.kind == "lora":
             # Calls that came meanwhile may be queued in the engine, and name the old folder.
             await api.abort_all()

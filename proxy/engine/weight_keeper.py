@@ -20,7 +20,7 @@ from proxy.engine.weight_api import SETUP, TORN, Claim, Loaded, StepRefused, Wei
 from proxy.engine.weight_metrics import WeightMetrics
 from proxy.errors import Conflict, EngineFailed
 from proxy.settings import Settings
-from proxy.store.base import WeightState, WeightStore
+from proxy.store.base import KEPT_WEIGHTS, WeightState, WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +93,9 @@ class WeightKeeper:
         whole = not torn and (loaded is None or (loaded.whole and _is_of(label, loaded, replica)))
         if whole and version is not None and version > current.version:
             # The engine outlived the store, or someone updates it directly: its weights are newer, and versions only grow.
-            path = loaded.path if loaded is not None and loaded.version == version else None
-            current = WeightState(version, path, "full", time.time())
-            await self._weights.advance(current, policy, lock.fence)
+            for state in _promoted(version, current.version, loaded, replica):
+                await self._weights.advance(state, policy, lock.fence)
+                current = state
         if whole and version == current.version and (loaded is None or (loaded.version or 0) <= version):
             if paused:
                 if replica.adapter is not None:
@@ -114,13 +114,14 @@ class WeightKeeper:
         if time.monotonic() < after:
             raise EngineFailed(reason)
         try:
-            pushes = await self._chain(current, replica.policy)
+            pushes = await self._chain(current, replica)
             if any(push.path is None for push in pushes):
                 raise EngineFailed(f"it holds weights {label!r}, not {current.version}, and no path to load those from")
             if label.startswith(TORN) and replica.adapter is not None and all(push.kind != "lora" for push in pushes):
                 raise EngineFailed("its adapter is not whole, and no other was pushed; push one, or restart the engine")
             for push in pushes:
-                await update_replica(api, replica, push, Guard(lock.check))
+                # Between the two halves it holds a mixture that was never a version.
+                await update_replica(api, replica, push, Guard(lock.check, resumes=push is pushes[-1]))
         except EngineFailed as error:
             reason = f"it lacks weights {current.version}, and loading them failed: {error.message}"
             self._repair_after[replica.name] = (time.monotonic() + REPAIR_SECONDS, reason)
@@ -130,20 +131,38 @@ class WeightKeeper:
         self._metrics.repaired(replica.policy, "done")
         replica.weight_version = current.version
 
-    async def _chain(self, current: WeightState, policy: str) -> list[Push]:
-        """What to load, in order, to arrive at `current`: the last full weights and, before or after them, the last adapter."""
+    async def _chain(self, current: WeightState, replica: Replica) -> list[Push]:
+        """What to load, in order, to arrive at `current`: the last full weights and, before or after them, the last adapter.
+        Raises EngineFailed when one of them may be older than the store remembers."""
         latest: dict[bool, WeightState] = {}
-        for state in [current, *await self._weights.history(policy)]:
+        history = await self._weights.history(replica.policy, KEPT_WEIGHTS)
+        for state in [current, *history]:
             if 0 < state.version <= current.version:
                 latest.setdefault(state.kind == "lora", state)
         latest.setdefault(current.kind == "lora", current)
+        if replica.adapter is not None and len(latest) < 2 and len(history) >= KEPT_WEIGHTS:
+            other = "what is its adapter" if True not in latest else "what belongs under its adapter"
+            raise EngineFailed(f"the last {KEPT_WEIGHTS} versions do not tell {other}")
         states = sorted(latest.values(), key=lambda state: state.version)
-        return [Push(state.version, state.path, "lora" if state.kind == "lora" else "full", policy=policy) for state in states]
+        return [
+            Push(state.version, state.path, "lora" if state.kind == "lora" else "full", policy=replica.policy)
+            for state in states
+        ]
 
 
 def _is_of(label: str, loaded: Loaded, replica: Replica) -> bool:
     """Whether the label can be that of what is loaded. Beside an adapter it is the adapter's, which no worker reports."""
     return loaded.version is None or replica.adapter is not None or label == str(loaded.version)
+
+
+def _promoted(version: int, known: int, loaded: Loaded | None, replica: Replica) -> list[WeightState]:
+    """What the store did not know, oldest first: the full weights that the workers report, and the adapter, which none does."""
+    now, states = time.time(), []
+    if loaded is not None and loaded.version is not None and known < loaded.version <= version:
+        states.append(WeightState(loaded.version, loaded.path, "full", now))
+    if not states or states[0].version < version:
+        states.append(WeightState(version, None, "full" if replica.adapter is None else "lora", now))
+    return states
 
 
 async def _runs_on(api: WeightApi, version: int) -> bool:

@@ -423,6 +423,10 @@ class WeightState:
     updated_at: float = 0.0
 
 
+KEPT_WEIGHTS = 1000
+"""How many versions of a policy its history goes back."""
+
+
 class WeightStore(Protocol):
     """Every policy has a version line and a push lock of its own; "" is the default one."""
 

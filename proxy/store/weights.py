@@ -6,11 +6,9 @@ import uuid
 
 from proxy.errors import Conflict
 from proxy.store import keys
-from proxy.store.base import WeightState
+from proxy.store.base import KEPT_WEIGHTS, WeightState
 from proxy.store.connection import Script, StoreConnection
 from proxy.store.packing import pack_versioned, unpack_versioned
-
-KEPT = 1000
 
 ADVANCE = Script.read("advance")
 LOCK = Script.read("push_lock")
@@ -33,7 +31,7 @@ class RedisWeightStore:
 
     async def advance(self, state: WeightState, policy: str = "", fence: int | None = None) -> None:
         named = (keys.weights("current", policy), keys.weights("history", policy), keys.weights("fence", policy))
-        args = (state.version, pack_versioned(state), KEPT, fence or 0)
+        args = (state.version, pack_versioned(state), KEPT_WEIGHTS, fence or 0)
         outcome, *detail = await self._redis.run(ADVANCE, named, args)
         if outcome < 0:
             raise Conflict(f"another process has taken over since the push of version {state.version} began", param="version")
