@@ -181,7 +181,9 @@ class ScriptedWeights:
     async def _rpc(self, exchange: Exchange, body: Any) -> None:
         holder = self._claims.holder
         if body.get("method") == "verbatim_weights":
-            await exchange.answer({"results": [self.loaded | ({"claimed_by": holder} if holder else {})]})
+            await exchange.answer(
+                {"results": [self.loaded | {"begun": self.updating} | ({"claimed_by": holder} if holder else {})]}
+            )
         elif body.get("method") == "verbatim_claim":
             await exchange.answer({"results": [{"error": self._claims.take(*body["args"])}]})
         elif body.get("method") == "verbatim_check_transfer":

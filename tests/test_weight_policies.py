@@ -155,6 +155,18 @@ async def test_the_weights_under_an_adapter_are_found_however_many_adapters_came
         await keeper._chain(await weights.current(), replica)
 
 
+async def test_an_update_that_was_begun_before_is_not_begun_again(
+    engines: list[ScriptedEngine], weights: WeightStore, tmp_path: Path
+) -> None:
+    """Begun twice it fails in every worker, and vLLM takes the first one's answer: the others' would come in place of later ones."""
+    async with serving_policies(weights, engines[:1], [""]) as (service, _):
+        engines[0].weights.updating = True
+        assert (await service.updater.push(1, str(tmp_path)))["applied"]
+        assert "/start_weight_update" not in engines[0].paths()
+        assert (await service.updater.push(2, str(tmp_path)))["applied"]
+        assert engines[0].paths().count("/start_weight_update") == 1
+
+
 async def test_metrics_tell_versions_outcomes_and_time_paused(
     engines: list[ScriptedEngine], weights: WeightStore, tmp_path: Path
 ) -> None:

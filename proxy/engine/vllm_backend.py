@@ -228,6 +228,8 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
 
     def receive_weights(self, update_info: VerbatimUpdate) -> None:
         """Load the checkpoint. Raises BadCheckpoint with the model as it was, or TornWeights."""
+        # The update may have been begun for another one, which broke off.
+        self._received = False
         try:
             if refused := self.claims.refusal(update_info.owner, update_info.fence):
                 raise BadCheckpoint(refused)
@@ -474,9 +476,10 @@ class VerbatimWorker:
 
     def verbatim_weights(self) -> dict[str, Any]:
         """`whole`: False while the weights are torn; `path`, `version` of the last whole update, `updates` how many; `error`
-        of the last update if it failed; `claimed_by`: who is changing them; `group`: the NCCL group that was joined."""
+        of the last update if it failed; `claimed_by`: who is changing them; `group`: the NCCL group that was joined;
+        `begun`: whether vLLM has an update begun and not ended."""
         engine = self._verbatim()
-        return {**engine.state, "claimed_by": engine.claims.holder}
+        return {**engine.state, "claimed_by": engine.claims.holder, "begun": self._weight_update_active}  # type: ignore[attr-defined]
 
     def verbatim_claim(self, owner: str, fence: int, seconds: float) -> dict[str, Any]:
         """`error`: why the weights cannot be this owner's to change for so long, None when they are."""

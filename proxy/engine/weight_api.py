@@ -66,7 +66,8 @@ class Transfer:
 class Loaded:
     """What a replica's workers hold: `whole` when all of them hold the same complete weights, from the update of `path`
     (None: what the engine was started with) as `version`; `updates` counts the whole updates since the engine started;
-    `error` is what the last update failed with; `claimed_by` who is changing them now; `group` the NCCL group that it joined."""
+    `error` is what the last update failed with; `claimed_by` who is changing them now; `group` the NCCL group that it joined;
+    `begun` whether an update was begun and not ended, None where only some workers say so."""
 
     whole: bool
     path: str | None
@@ -75,6 +76,7 @@ class Loaded:
     error: str | None = field(default=None, compare=False)
     claimed_by: str | None = field(default=None, compare=False)
     group: str | None = field(default=None, compare=False)
+    begun: bool | None = field(default=False, compare=False)
 
 
 class WeightApi:
@@ -163,12 +165,12 @@ class WeightApi:
         claim = {"owner": self._claim.owner, "fence": self._claim.fence} if self._claim else {}
         await self.claim()
         before = await self.loaded()
-        try:
+        if before.begun is None:
+            raise StepRefused("some of the engine's workers are in the middle of an update; restart the engine")
+        # Left begun by a push that was killed or refused, the next may go right in. To begin it again would fail in every worker,
+        # and of several vLLM takes the first one's answer: the others' would be taken for the answers to what is asked next.
+        if not before.begun:
             await self._ask("POST", "/start_weight_update")
-        except StepRefused as error:
-            # A push that was killed between start and update left it begun; the next checkpoint may go right in.
-            if "already active" not in error.message:
-                raise
         await self._ask("POST", "/update_weights", {"update_info": {**update_info, **claim}})
         after = await self.loaded()
         if not after.whole or after.updates != before.updates + 1:
@@ -223,7 +225,17 @@ def _loaded(workers: list[dict[str, Any]]) -> Loaded:
     error = next((str(worker["error"]) for worker in workers if worker.get("error")), None)
     claimed_by = next((str(worker["claimed_by"]) for worker in workers if worker.get("claimed_by")), None)
     group = first.get("group") if all(worker.get("group") == first.get("group") for worker in workers) else None
-    return Loaded(whole, first.get("path"), first.get("version"), int(first.get("updates", 0)), error, claimed_by, group)
+    begun = {worker.get("begun") is True for worker in workers}
+    return Loaded(
+        whole,
+        first.get("path"),
+        first.get("version"),
+        int(first.get("updates", 0)),
+        error,
+        claimed_by,
+        group,
+        begun.pop() if len(begun) == 1 else None,
+    )
 
 
 def _object(data: bytes) -> dict[str, Any]:
