@@ -37,7 +37,10 @@ class ScriptedWeights:
         self._sampler = sampler
         self.paused = False
         self.updating = False
-        self.loaded: dict[str, Any] = {"whole": True, "path": None, "version": None, "updates": 0, "error": None}
+        self.loaded: dict[str, Any] = {
+            **{"whole": True, "path": None, "version": None, "updates": 0, "error": None},
+            **{"group": None, "claimed_by": None},
+        }
         self.refuse_check: str | None = None
         self.refuse_update: str | None = None
         self.broken: list[str] = []
@@ -151,7 +154,7 @@ class ScriptedWeights:
             return
         updates = self.loaded["updates"] + 1
         loaded = {"whole": True, "path": info.get("path"), "version": info.get("version"), "updates": updates, "error": None}
-        loaded |= {"group": self.loaded["group"]} if "group" in self.loaded else {}
+        loaded |= {"group": self.loaded["group"], "claimed_by": None}
         self.loaded, self._received = loaded, True
         await self._held("update", done=True)
         await exchange.answer({"message": "Weights updated"})
@@ -181,9 +184,7 @@ class ScriptedWeights:
     async def _rpc(self, exchange: Exchange, body: Any) -> None:
         holder = self._claims.holder
         if body.get("method") == "verbatim_weights":
-            await exchange.answer(
-                {"results": [self.loaded | {"begun": self.updating} | ({"claimed_by": holder} if holder else {})]}
-            )
+            await exchange.answer({"results": [self.loaded | {"begun": self.updating, "claimed_by": holder}]})
         elif body.get("method") == "verbatim_claim":
             await exchange.answer({"results": [{"error": self._claims.take(*body["args"])}]})
         elif body.get("method") == "verbatim_check_transfer":

@@ -52,6 +52,8 @@ CONTROL = {
     ("POST", "/batches/{lease_id}/extend"): "trainer",
     ("POST", "/weights"): "trainer",
     ("GET", "/weights"): "trainer",
+    ("GET", "/weights/group"): "trainer",
+    ("POST", "/weights/group"): "trainer",
     ("GET", "/engines"): "admin",
     ("POST", "/engines"): "admin",
     ("DELETE", "/engines/{name:path}"): "admin",
