@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from redis_server import RedisServer
-from running_service import RunningService, Session
+from running_service import RunningService, Session, streamed_text
 from scripted_calls import SamplingCalls
 from scripted_engine import ScriptedEngine
 from scripted_fixtures import Running
@@ -21,6 +21,7 @@ from scripted_sampling import Fail, Say
 from test_flow import TOOLS, tool_result, turn
 
 from proxy.engine.pool import EnginePool
+from proxy.engine.replica import Replica
 from proxy.engine.token_api import TokenApi
 from proxy.engine.wire import EngineHttp
 
@@ -287,3 +288,29 @@ def test_an_engine_that_reports_an_error_with_status_200_is_not_believed(
     with pytest.raises(openai.APIStatusError, match="out of memory"):
         session.ask("q")
     assert session.calls == []
+
+
+def test_a_call_that_is_cut_is_recorded_though_its_engine_does_not_say_its_version(
+    engine: ScriptedEngine, services: dict[str, RunningService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are there; an engine that hangs when asked for the version after them must not keep the session open."""
+    gate, asked, version = threading.Event(), [0], EngineHttp.version
+
+    async def hang_after(self: EngineHttp, replica: Replica) -> int | None:
+        asked[0] += 1
+        if asked[0] > 1:
+            await asyncio.sleep(60)
+        return await version(self, replica)
+
+    monkeypatch.setattr(EngineHttp, "version", hang_after)
+    engine.say(Say("hello world the cat", gate=gate, gate_after=2))
+    session = services["chat"].session()
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(streamed_text, session.ask("q", stream=True, timeout=50))
+        engine.wait_for(lambda: bool(engine.generations))
+        closed = pool.submit(session.close, "cancelled")
+        closed.result(40)
+        gate.set()
+        answer.exception(50)
+    (call,) = session.calls
+    assert (call["status"], call["weight_versions"]) == ("aborted", [])

@@ -133,7 +133,7 @@ class ChatApi:
             if not any(choice.token_ids or choice.assembly for choice in choices):
                 raise
             broken = error.message
-        after = await self._http.version(replica)
+        after = await self._http.version_after(replica, job.line)
         yield _outcome(job, choices, seen, broken, before if before == after else None)
 
     async def _answers(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[_Answer]:

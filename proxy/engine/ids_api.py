@@ -88,7 +88,7 @@ class IdsApi:
             if not any(choice.token_ids or choice.text for choice in choices):
                 raise
             broken = error.message
-        version = before if before == await self._http.version(replica) else None
+        version = before if before == await self._http.version_after(replica, job.line) else None
         spans = [_spans(version, len(choice.token_ids)) for choice in choices]
         yield await outcome(self._renderer, job, choices, spans, proven=proven, cached_tokens=cached, broken=broken)
 

@@ -217,6 +217,14 @@ class EngineHttp:
             return None
         return replica.version_of(label)
 
+    async def version_after(self, replica: Replica, line: Line) -> int | None:
+        """`version` once the line's tokens are sampled; None as well where the engine does not say it in time."""
+        try:
+            async with line.aside():
+                return await self.version(replica)
+        except EngineFailed:
+            return None
+
     async def label(self, replica: Replica, routes: Sequence[str]) -> str | None:
         """The replica's weight version as the engine writes it, from the first of the routes that it has; None where none tells."""
         for route in routes:
