@@ -125,6 +125,19 @@ def test_the_group_is_joined_again_when_the_engines_have_changed(
     assert [opened["world_size"] for opened in network.opened] == [4, 6]
 
 
+def test_an_engine_that_restarted_is_taken_into_the_group_by_the_next_try(
+    engines: list[ScriptedEngine], network: Network, publisher: NcclPublisher
+) -> None:
+    """It has the name and the workers that it had, and is in no group."""
+    publisher.publish(1)
+    engines[0].weights.loaded = {key: value for key, value in engines[0].weights.loaded.items() if key != "group"}
+    with pytest.raises(ReplicaFailed, match="is not in the group"):
+        publisher.publish(2)
+    assert len(network.sent) == 1
+    assert publisher.publish(2) is not None
+    assert len(network.opened) == 2
+
+
 def test_a_version_that_is_taken_is_refused_before_anything_is_paused(
     engines: list[ScriptedEngine], network: Network, publisher: NcclPublisher
 ) -> None:

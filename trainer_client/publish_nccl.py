@@ -75,8 +75,13 @@ class NcclPublisher:
             sender.send_weights()
             return None
         self._control.announce(version, mode, path, sender.source.metadata())
-        sender.send_weights()
-        return self._control.result()
+        try:
+            sender.send_weights()
+            return self._control.result()
+        except ReplicaFailed:
+            # An engine that restarted is in no group and looks as it did before: the next try has all of them join again.
+            self.close()
+            raise
 
     def close(self) -> None:
         """Leave the group."""
