@@ -203,9 +203,15 @@ def test_an_sdk_reads_the_refusal_of_an_image(services: dict[str, RunningService
     assert raised.value.param == "messages[0].content"
 
 
-@pytest.mark.parametrize("calls", [[], [("lookup", {"key": "a"})]])
+@pytest.mark.parametrize(
+    ("calls", "parallel"), [([], True), ([("lookup", {"key": "a"})], True), ([("lookup", {"key": key}) for key in "ab"], False)]
+)
 def test_a_reply_whose_whole_parse_contradicts_what_was_told_is_what_the_steps_say_to_its_end(
-    engine: ScriptedEngine, services: dict[str, RunningService], monkeypatch: pytest.MonkeyPatch, calls: list[Any]
+    engine: ScriptedEngine,
+    services: dict[str, RunningService],
+    monkeypatch: pytest.MonkeyPatch,
+    calls: list[Any],
+    parallel: bool,
 ) -> None:
     """Told text cannot be taken back; then no word of the rest may be lost either, and the record says what the harness saw."""
     whole = SamplingCalls._derendered
@@ -219,13 +225,14 @@ def test_a_reply_whose_whole_parse_contradicts_what_was_told_is_what_the_steps_s
     text = "one two three four five six seven eight nine ten"
     engine.say(Say(engine.family.speak(text, calls=calls), seconds_per_token=0.02))
     session = services["token"].session()
-    chunks = list(session.ask("q", stream=True, tools=TOOLS))
+    chunks = list(session.ask("q", stream=True, tools=TOOLS, parallel_tool_calls=parallel))
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     assert len([delta for delta in deltas if delta.content]) > 2, "most of it is told before the end"
     assert "".join(delta.content or "" for delta in deltas).rstrip() == text
     called = [call for delta in deltas for call in delta.tool_calls or ()]
-    assert [call.function.name for call in called] == [name for name, _ in calls]
-    assert [json.loads(call.function.arguments) for call in called] == [arguments for _, arguments in calls]
+    wanted = calls if parallel else calls[:1]
+    assert [call.function.name for call in called] == [name for name, _ in wanted]
+    assert [json.loads(call.function.arguments) for call in called] == [arguments for _, arguments in wanted]
     history = [turn("user", "q"), {"role": "assistant", "content": text}, turn("user", "r")]
     if not calls:
         engine.say("again")

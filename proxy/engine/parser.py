@@ -41,6 +41,7 @@ class Parser:
         # The harness has read it already: then all of the reply is what those parsers make of it that told its beginning.
         finish_reason, prompt_ids = choice.finish_reason or "abort", self._job.prompt_json
         message = await choice.live.finish(self._http, self._replica, prompt_ids, self._request, finish_reason)
+        self._keep_one_call(message)
         return Parsed(message, parsed.logprobs)
 
     async def step(self, live: LiveText) -> Delta | None:
@@ -67,9 +68,13 @@ class Parser:
         message = plain_message(derendered)
         if isinstance(choice.stop_reason, str):
             cut_at_stop(message, choice.stop_reason)
+        self._keep_one_call(message)
+        return message
+
+    def _keep_one_call(self, message: dict[str, Any]) -> None:
+        """Where the harness wants no parallel ones."""
         if self._job.request.forward.get("parallel_tool_calls") is False and message.get("tool_calls"):
             message["tool_calls"] = message["tool_calls"][:1]
-        return message
 
     def _generate_response(self, choice: SampledChoice, token_ids: Sequence[int], with_logprobs: bool) -> dict[str, Any]:
         shaped: dict[str, Any] = {
