@@ -154,7 +154,7 @@ class ScriptedWeights:
             return
         updates = self.loaded["updates"] + 1
         loaded = {"whole": True, "path": info.get("path"), "version": info.get("version"), "updates": updates, "error": None}
-        loaded |= {"group": self.loaded["group"], "claimed_by": None}
+        loaded |= {"group": self.loaded.get("group"), "claimed_by": None}
         self.loaded, self._received = loaded, True
         await self._held("update", done=True)
         await exchange.answer({"message": "Weights updated"})
