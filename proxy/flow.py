@@ -41,6 +41,8 @@ from reconstruct.roles import BUILT_IN, role_of
 
 T = TypeVar("T")
 
+_CUT = "the call was cut before it was sampled"
+
 _BEGIN_TRIES = 50
 """How often a call starts over because other calls of its session were recorded meanwhile."""
 
@@ -119,14 +121,15 @@ class Flow:
 
         if turn.running.cut.is_set():
             work.close()
-            raise EngineFailed("the call was cut before it was sampled")
+            raise EngineFailed(_CUT)
         turn.running.ask_engine = hang_up
         try:
             return await work
         except asyncio.CancelledError:
             if not line.hung_up:
                 raise
-            raise line.absorb() from None
+            line.absorb()
+            raise EngineFailed(_CUT) from None
         finally:
             turn.running.ask_engine = None
 
@@ -227,7 +230,7 @@ class Flow:
         clock = time.perf_counter()
         try:
             if turn.running.cut.is_set():
-                raise EngineFailed("the call was cut before it was sampled")
+                raise EngineFailed(_CUT)
             async for piece in engine.sample(turn.replica, job, stream=turn.request.stream):
                 yield piece
         except asyncio.CancelledError:
