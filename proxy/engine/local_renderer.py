@@ -16,7 +16,7 @@ from proxy.dialects.base import Request
 from proxy.engine.base import Job, Rendered
 from proxy.engine.chat_format import ChatFormat
 from proxy.engine.id_text import IdText
-from proxy.engine.parser import cut_at_stop
+from proxy.engine.parser import cut_at_stop, keep_one_call
 from proxy.engine.replica import Replica
 from proxy.engine.text_api import Tokenizer
 from proxy.errors import EngineFailed, RequestError
@@ -80,8 +80,7 @@ class LocalRenderer:
         message = await self._do(work)
         if stop is not None:
             cut_at_stop(message, stop)
-        if request.forward.get("parallel_tool_calls") is False and message.get("tool_calls"):
-            message["tool_calls"] = message["tool_calls"][:1]
+        keep_one_call(message, request)
         return message
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Delta
+from proxy.dialects.base import Delta, Request
 from proxy.engine.base import Job, chat_body
 from proxy.engine.live_text import DERENDER, LiveText
 from proxy.engine.replica import Replica
@@ -41,7 +41,7 @@ class Parser:
         # The harness has read it already: then all of the reply is what those parsers make of it that told its beginning.
         finish_reason, prompt_ids = choice.finish_reason or "abort", self._job.prompt_json
         message = await choice.live.finish(self._http, self._replica, prompt_ids, self._request, finish_reason)
-        self._keep_one_call(message)
+        keep_one_call(message, self._job.request)
         return Parsed(message, parsed.logprobs)
 
     async def step(self, live: LiveText) -> Delta | None:
@@ -68,13 +68,8 @@ class Parser:
         message = plain_message(derendered)
         if isinstance(choice.stop_reason, str):
             cut_at_stop(message, choice.stop_reason)
-        self._keep_one_call(message)
+        keep_one_call(message, self._job.request)
         return message
-
-    def _keep_one_call(self, message: dict[str, Any]) -> None:
-        """Where the harness wants no parallel ones."""
-        if self._job.request.forward.get("parallel_tool_calls") is False and message.get("tool_calls"):
-            message["tool_calls"] = message["tool_calls"][:1]
 
     def _generate_response(self, choice: SampledChoice, token_ids: Sequence[int], with_logprobs: bool) -> dict[str, Any]:
         shaped: dict[str, Any] = {
@@ -109,6 +104,12 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
         "type": "function",
         "function": {"name": function.get("name") or "", "arguments": function.get("arguments") or ""},
     }
+
+
+def keep_one_call(message: dict[str, Any], request: Request) -> None:
+    """Drop the tool calls after the first where the harness wants no parallel ones."""
+    if request.forward.get("parallel_tool_calls") is False and message.get("tool_calls"):
+        message["tool_calls"] = message["tool_calls"][:1]
 
 
 def cut_at_stop(message: dict[str, Any], stop: str) -> None:
