@@ -18,7 +18,7 @@ from proxy.engine.chat_format import ChatFormat
 from proxy.engine.id_text import IdText
 from proxy.engine.parser import cut_at_stop, keep_one_call
 from proxy.engine.replica import Replica
-from proxy.engine.text_api import Tokenizer
+from proxy.engine.text_api import SEED_IDS, Tokenizer
 from proxy.errors import EngineFailed, RequestError
 from reconstruct.bridge import Rendering
 from reconstruct.records import Ids, pack_ids
@@ -29,9 +29,6 @@ T = TypeVar("T")
 
 _DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 """Said with every call: what an engine would take from the model's generation config cannot be asked for here."""
-
-_SEED_IDS = 64
-"""How many ids before those to be spelled out are looked at."""
 
 _UNSUPPORTED = ("chat_template", "documents")
 
@@ -136,7 +133,7 @@ class _Tokenizer:
 
     async def spell(self, before: Ids, ids: Ids) -> str:
         def work(chat: ChatFormat) -> str:
-            seed = before[-_SEED_IDS:].tolist()
+            seed = before[-SEED_IDS:].tolist()
             return chat.decode([*seed, *ids.tolist()], special=True)[len(chat.decode(seed, special=True)) :].rstrip("\ufffd")
 
         text: str = await self._do(work)

@@ -20,7 +20,7 @@ from proxy.engine.wire import EngineHttp, Told
 from proxy.errors import ContextTooLong, EngineFailed, VerbatimError
 from reconstruct.records import Ids
 
-_SEED_IDS = 64
+SEED_IDS = 64
 """How many ids before those to be spelled out go along: the engine looks at the last few."""
 
 
@@ -176,7 +176,7 @@ class _Tokenizer:
         body = {
             "model": self._request.model,
             "generate_responses": [{"choices": [{"index": 0, "token_ids": ids.tolist()}]}],
-            "prompt_token_ids": [before[-_SEED_IDS:].tolist()],
+            "prompt_token_ids": [before[-SEED_IDS:].tolist()],
             "completion_request": {"model": self._request.model, "prompt": "?", "skip_special_tokens": False},
         }
         answer = await self._http.ask(self._replica, "/v1/completions/derender", body, _Derendered)
