@@ -159,10 +159,10 @@ async def test_an_engine_may_come_late_die_and_return(weights: WeightStore) -> N
             await engine.start()
             await until(lambda: service.pool.ready() == (True, ""), "the engine came up")
             assert service.pool.pick("s").url == engine.url
-            assert await service.pool.models() == ["policy"]
+            assert list(service.pool.catalogue()) == ["policy"]
             await engine.stop()
             await until(lambda: not service.pool.ready()[0], "the engine died")
-            assert await service.pool.models() == []
+            assert list(service.pool.catalogue()) == []
 
 
 async def test_a_pool_without_engines_says_so(weights: WeightStore) -> None:

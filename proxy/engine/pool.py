@@ -164,10 +164,6 @@ class EnginePool:
             return True, ""
         return False, self._reasons(self.replicas)
 
-    async def models(self) -> list[str]:
-        """The models that serving replicas name, in order, each once."""
-        return list(self.catalogue())
-
     def catalogue(self) -> Mapping[str, int | None]:
         """What harnesses may ask for now, and the window of each in tokens."""
         return policies.catalogue(self.replicas)
