@@ -1,8 +1,9 @@
-"""The Redis of a service: somebody else's, asked once whether it is there, or an embedded one of our own."""
+"""The Redis of a service: somebody else's, asked whether it is there, or an embedded one of our own."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from proxy.store.embedded import EmbeddedRedis, StoreStartError
 
 if TYPE_CHECKING:
     from proxy.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -47,7 +50,13 @@ def _ask(settings: Settings, url: str) -> None:
     async def ping() -> None:
         connection = StoreConnection.to(settings, url)
         try:
-            await connection.ping()
+            try:
+                await connection.ping()
+            except StoreUnavailable as error:
+                # Started beside its Redis, a service may be the first of the two.
+                if settings.redis_retry_seconds:
+                    log.warning("%s; waiting up to %g s for it", error.message, settings.redis_retry_seconds)
+                await connection.ping(patient=True)
         finally:
             await connection.close()
 

@@ -92,7 +92,8 @@ class Settings(BaseSettings):
     redis_timeout_seconds: float = Field(10.0, gt=0)
     """Longest wait for an answer of Redis, a new connection included."""
     redis_retry_seconds: float = Field(10.0, ge=0)
-    """How long the record of a finished call is offered again while Redis restarts or fails over; then the call fails."""
+    """How long the record of a finished call is offered again while Redis restarts or fails over; then the call fails. A service that
+    starts waits as long for its Redis."""
     redis_wait_replicas: int = Field(0, ge=0)
     """Replicas that must hold a record, a close or an acknowledgement before it counts (WAIT)."""
     redis_wait_aof: bool = False

@@ -145,9 +145,12 @@ def test_a_redis_that_does_not_answer_is_named_without_its_password() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{unused.getsockname()[1]}"
-        sentence = refused("serve", *ENGINE, "--port", "0", "--redis", f"redis://me:hidden@{place}/0")
+        command = ("serve", *ENGINE, "--port", "0", "--redis", f"redis://me:hidden@{place}/0")
+        sentence = refused(*command, VERBATIM_REDIS_RETRY_SECONDS="0")
+        waited = verbatim(*command, VERBATIM_REDIS_RETRY_SECONDS="0.5")
     assert place in sentence and "--redis" in sentence
-    assert "hidden" not in sentence
+    assert waited.returncode == 1 and "waiting up to 0.5 s" in waited.stderr and sentence in waited.stderr
+    assert "hidden" not in sentence + waited.stderr
 
 
 def test_a_redis_url_that_is_none_is_refused() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from redis_server import free_port, running_redis
 from scripted_service import ScriptedService, json_answer, serving
 from verbatim_process import ADMIN, TRAINER, Serving, processes_using, runs, wait_until
 
@@ -166,6 +167,16 @@ def test_services_on_one_given_redis_serve_the_same_sessions_and_leave_it_runnin
         assert other.request("GET", "/sessions/shared").json()["status"] == "open"
         assert other.stop() == 0
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+
+
+def test_a_service_that_starts_before_its_redis_waits_for_it(tmp_path: Path) -> None:
+    port = free_port()
+    with Serving(*NOWHERE, "--redis", f"redis://127.0.0.1:{port}", data_dir=tmp_path, ready=False) as service:
+        wait_until(lambda: "waiting up to" in service.stderr, 20, "it found no Redis")
+        with running_redis(port=port):
+            wait_until(lambda: service.url or service.ended, 20, "it serves")
+            assert service.request("POST", "/sessions", json={"session_id": "s"}).status_code == 201
+            assert service.stop() == 0
 
 
 def test_a_call_in_flight_finishes_after_a_stop_signal(data: Path, engine: ScriptedService) -> None:

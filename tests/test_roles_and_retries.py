@@ -17,7 +17,7 @@ from calls import call
 from pydantic import ValidationError
 from redis_server import RedisServer
 from running_service import TRAINER, RunningService, Session, wait_until
-from scripted_engine import Fail, Say, ScriptedEngine
+from scripted_engine import Fail, Generation, Say, ScriptedEngine
 from scripted_fixtures import Running
 
 from proxy.settings import Settings
@@ -82,6 +82,11 @@ def asked(text: str, system: str = SYSTEM) -> list[dict[str, Any]]:
 def reasons(session: Session) -> dict[str, str]:
     """Quarantined calls and why."""
     return {item["call_id"]: item["reason"] for item in session.trajectories()[1]["quarantined"]}
+
+
+def finished(session: Session) -> int:
+    """How many calls are recorded with their result."""
+    return sum(call["status"] != "in_flight" for call in session.calls)
 
 
 def all_delivered(session: Session) -> bool:
@@ -466,7 +471,7 @@ def test_a_marked_retry_supersedes_the_attempts_before_it(
     body = {"messages": asked("q"), "stream": stream}
     for count in ("0", "1", "2"):
         assert post(session, body, **{"x-stainless-retry-count": count}).status_code == 200
-    wait_until(lambda: all_delivered(session), 5, "all are delivered")
+    wait_until(lambda: all_delivered(session), 20, "all are delivered")
     one, two, three = session.calls
     assert reasons(session) == {one["call_id"]: "superseded", two["call_id"]: "superseded"}
     for builder in ("merged", "per_call"):
@@ -479,7 +484,7 @@ def test_the_same_request_sent_again_without_a_mark_is_another_sample(engine: Sc
     engine.say("hello", "world")
     for _ in range(2):
         assert post(session, {"messages": asked("q")}).status_code == 200
-    wait_until(lambda: all_delivered(session), 5, "both are delivered")
+    wait_until(lambda: all_delivered(session), 20, "both are delivered")
     assert reasons(session) == {}
     assert trained(session) == {call["call_id"] for call in session.calls}
     assert [call["branch_reason"] for call in session.calls] == [None, "repeated"]
@@ -496,7 +501,7 @@ def test_a_retried_first_turn_loses_nothing_afterwards(engine: ScriptedEngine, s
         for message in (replies[chosen], None):
             messages += [message or session.answer(messages), turn("user", "more")]
         session.answer(messages)
-        wait_until(lambda opened=session: all_delivered(opened), 5, "all are delivered")  # type: ignore[misc]
+        wait_until(lambda opened=session: all_delivered(opened), 20, "all are delivered")  # type: ignore[misc]
         calls = session.calls
         path = [calls[chosen]["call_id"], calls[2]["call_id"], calls[3]["call_id"]]
         assert [call["parent_id"] for call in calls[2:]] == path[:2]
@@ -509,13 +514,23 @@ def test_a_retried_first_turn_loses_nothing_afterwards(engine: ScriptedEngine, s
 def test_concurrent_equal_requests_are_samples_and_not_retries(engine: ScriptedEngine, service: RunningService) -> None:
     """24: best-of-n by hand."""
     session = service.session()
-    engine.script = lambda generation, index: Say("hello world", seconds_per_token=0.02)
+    gates: list[threading.Event] = []
+
+    def script(generation: Generation, index: int) -> Say:
+        gates.append(threading.Event())
+        return Say("hello world", gate=gates[-1])
+
+    engine.script = script
     talks = [threading.Thread(target=post, args=(session, {"messages": asked("q")})) for _ in range(4)]
     for talk in talks:
         talk.start()
+    wait_until(lambda: len(gates) == 4, 20, "all are being sampled")
+    for number, gate in enumerate(gates, 1):
+        gate.set()
+        wait_until(lambda count=number: finished(session) == count, 20, "the next is recorded")  # type: ignore[misc]
     for talk in talks:
         talk.join()
-    wait_until(lambda: all_delivered(session), 5, "all are delivered")
+    wait_until(lambda: all_delivered(session), 20, "all are delivered")
     assert reasons(session) == {}
     assert len(trained(session)) == 4
     # Also of those that were under way when the first was recorded.
@@ -570,6 +585,6 @@ def test_a_retry_whose_volatile_line_changed_is_not_proven_to_be_one(engine: Scr
     session = service.session()
     for request in range(2):
         assert post(session, {"messages": asked("q", f"{billing(request)}\n{SYSTEM}")}).status_code == 200
-    wait_until(lambda: all_delivered(session), 5, "both are delivered")
+    wait_until(lambda: all_delivered(session), 20, "both are delivered")
     assert reasons(session) == {}
     assert session.calls[1]["branch_reason"] == "repeated"

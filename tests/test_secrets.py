@@ -110,6 +110,7 @@ def test_no_secret_is_written_anywhere(data: Path, engine: ScriptedEngine, tmp_p
     ],
 )
 def test_a_refusal_to_start_names_no_secret(data: Path, flags: list[str], variables: dict[str, str], secret: str) -> None:
+    variables["VERBATIM_REDIS_RETRY_SECONDS"] = "0.5"
     ended = verbatim("serve", *NOWHERE, *flags, "--port", "0", "--data-dir", str(data), **variables)
     assert ended.returncode in (1, 2)
     assert "Traceback" not in ended.stderr and ended.stderr.strip()

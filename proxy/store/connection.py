@@ -123,9 +123,10 @@ class StoreConnection:
             key = str(command[1])
         return (await self._send(key, (command,)))[0]
 
-    async def ping(self) -> None:
+    async def ping(self, *, patient: bool = False) -> None:
         """Returns when every server that holds keys answers."""
-        await self._guarded(lambda link: link.ping())
+        attempt = partial(self._guarded, lambda link: link.ping())
+        await (self._patiently(attempt) if patient else attempt())
 
     async def close(self) -> None:
         link, self._link = self._link, None
