@@ -109,7 +109,7 @@ def test_an_unreachable_engine_is_no_obstacle_to_starting_and_readyz_names_it(da
 def test_an_engine_that_comes_later_is_found(data: Path, engine: ScriptedService) -> None:
     answer_after(engine, 0)
     with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data) as service:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 10, "ready")
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
         answered = Call(service, "s").end()
         assert answered is not None and answered.json()["choices"][0]["message"]["content"] == "late"
 
@@ -151,7 +151,7 @@ def test_sessions_survive_kill_9_of_the_service_and_its_redis_goes_with_it(data:
     with Serving(*NOWHERE, data_dir=data) as service:
         assert service.request("POST", "/sessions", json={"session_id": "kept"}).status_code == 201
         service.stop(signal.SIGKILL)
-        wait_until(lambda: processes_using(data) == [], 10, "the embedded Redis has ended")
+        wait_until(lambda: processes_using(data) == [], 30, "the embedded Redis has ended")
     with Serving(*NOWHERE, data_dir=data) as service:
         assert service.request("GET", "/sessions/kept").json()["status"] == "open"
 
@@ -264,7 +264,7 @@ def test_a_killed_worker_is_replaced(data: Path) -> None:
         before = workers_of(service)
         assert len(before) == 2
         os.kill(before[0], signal.SIGKILL)
-        wait_until(lambda: len(set(workers_of(service)) - set(before)) == 1, 10, "another worker")
+        wait_until(lambda: len(set(workers_of(service)) - set(before)) == 1, 30, "another worker")
         assert service.request("POST", "/sessions", json={}).status_code == 201
         assert service.stop(signal.SIGTERM) == 0
         assert f"worker {before[0]} died" in service.stderr
@@ -274,8 +274,8 @@ def test_workers_end_when_their_parent_is_killed(data: Path) -> None:
     with Serving(*NOWHERE, "--workers", "2", data_dir=data) as service:
         workers = workers_of(service)
         service.stop(signal.SIGKILL)
-        wait_until(lambda: not any(runs(pid) for pid in workers), 15, "the workers have ended")
-        wait_until(lambda: processes_using(data) == [], 10, "the embedded Redis has ended")
+        wait_until(lambda: not any(runs(pid) for pid in workers), 30, "the workers have ended")
+        wait_until(lambda: processes_using(data) == [], 30, "the embedded Redis has ended")
 
 
 def test_several_workers_stop_at_once_at_the_second_ctrl_c(data: Path, engine: ScriptedService) -> None:

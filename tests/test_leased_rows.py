@@ -103,7 +103,7 @@ def test_what_is_acknowledged_after_the_loop_has_been_given_back(service: Runnin
     finish(service, "g", [1.0])
     with leased(service) as rows:
         [part] = islice(DataLoader(rows, batch_size=None), 1)
-        wait_until(lambda: groups(service) == {"ready": 1}, 10, "the lease has been given back")
+        wait_until(lambda: groups(service) == {"ready": 1}, 30, "the lease has been given back")
         with pytest.raises(LeaseLost):
             rows.ack(part)
 

@@ -364,9 +364,9 @@ def test_the_service_expires_idle_sessions_by_itself(engine: ScriptedEngine, red
     with RunningService(engine.url, redis_url, session_idle_seconds=1.0) as service:
         session = service.session()
         session.ask("q")
-        wait_until(lambda: shown_state(service, session) == "timeout", 15, "it has expired")
+        wait_until(lambda: shown_state(service, session) == "timeout", 30, "it has expired")
         assert close(service, session, "completed").status_code == 409
-        wait_until(lambda: "verbatim_expired_sessions_total 1.0" in metrics_of(service), 15, "it is counted")
+        wait_until(lambda: "verbatim_expired_sessions_total 1.0" in metrics_of(service), 30, "it is counted")
         assert 'verbatim_sweep_age_seconds{sweep="sessions"}' in metrics_of(service)
 
 
@@ -374,10 +374,10 @@ def test_a_sweep_that_failed_is_tried_again(engine: ScriptedEngine, caplog: pyte
     with running_redis() as redis, RunningService(engine.url, redis.url, session_idle_seconds=1.0) as service:
         with redis.client() as client:
             client.set(keys.UNCLOSED, "what no list of sessions can be")
-            wait_until(lambda: "the sweep of sessions failed" in caplog.text, 15, "it has failed")
+            wait_until(lambda: "the sweep of sessions failed" in caplog.text, 30, "it has failed")
             client.delete(keys.UNCLOSED)
         session = service.session()
-        wait_until(lambda: shown_state(service, session) == "timeout", 15, "it has expired")
+        wait_until(lambda: shown_state(service, session) == "timeout", 30, "it has expired")
 
 
 def metrics_of(service: RunningService) -> str:

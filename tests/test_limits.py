@@ -96,7 +96,7 @@ def test_a_trainer_that_waits_is_answered_when_the_service_stops(tmp_path: Path)
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        wait_until(lambda: in_flight_leases(service) > 0, 10, "the lease waits")
+        wait_until(lambda: in_flight_leases(service) > 0, 30, "the lease waits")
         assert service.stop(within_seconds=30) == 0
         waiting.join(30)
     assert [answer.status_code for answer in answers] == [204]

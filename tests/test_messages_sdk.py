@@ -626,7 +626,7 @@ def test_a_harness_that_goes_away_ends_the_call(service: RunningService, engine:
             next(iter(stream.text_stream))
         ended = [{"finish_reason": "abort", "status": "aborted"}]
         shown = lambda: [{key: call[key] for key in ended[0]} for call in agent.session.calls]  # noqa: E731
-        wait_until(lambda: shown() == ended, 10, "the call is recorded as cut")
+        wait_until(lambda: shown() == ended, 30, "the call is recorded as cut")
 
 
 # Counting and listing

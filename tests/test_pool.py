@@ -140,7 +140,7 @@ async def weights(redis_url: str) -> AsyncIterator[WeightStore]:
     await store.connection.close()
 
 
-async def until(condition: Callable[[], bool], what: str, seconds: float = 10) -> None:
+async def until(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what

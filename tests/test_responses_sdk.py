@@ -533,7 +533,7 @@ def test_a_harness_that_hangs_up_leaves_what_was_sampled(engine: ScriptedEngine,
         for event in told:
             if event.type == "response.output_text.delta":
                 break
-    wait_until(lambda: [call["status"] for call in session.calls] == ["aborted"], 10, "the cut call is recorded")
+    wait_until(lambda: [call["status"] for call in session.calls] == ["aborted"], 30, "the cut call is recorded")
     (call,) = session.calls
     assert session.client.responses.retrieve(f"resp_{call['call_id']}").status == "incomplete"
 

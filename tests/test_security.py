@@ -546,7 +546,7 @@ def test_weights_come_from_the_folders_named_and_no_links_lead_out(redis_url: st
         "https://e.org/w",
     ]
     with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url, weights_roots=[root]) as service:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 10, "ready")
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
         for path in texts:
             answer = service.request("POST", "/weights", TRAINER, json={"version": 1, "path": path})
             assert answer.status_code == 400, (path, answer.text)

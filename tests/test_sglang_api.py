@@ -154,7 +154,7 @@ def test_a_token_whose_weights_are_not_known_is_never_trained(
 
 def test_an_engine_that_was_just_started_is_given_version_0(opened: Callable[..., Opened]) -> None:
     engine, service = opened(label="default")
-    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 10, "ready")
+    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
     assert engine.label == "0"
 
 
@@ -232,8 +232,8 @@ def test_a_call_that_is_cut_keeps_what_was_sampled(opened: Callable[..., Opened]
     session = service.session()
     body = {"model": "policy", "messages": [turn("user", "q")], "stream": stream}
     with hanging_up(session.base_url + "/chat/completions", body, session.api_key):
-        wait_until(lambda: bool(engine.bodies), 10, "the engine was asked")
-    wait_until(lambda: [call["status"] for call in session.calls] == ["aborted"], 15, "the cut call is recorded")
+        wait_until(lambda: bool(engine.bodies), 30, "the engine was asked")
+    wait_until(lambda: [call["status"] for call in session.calls] == ["aborted"], 30, "the cut call is recorded")
     (call,) = session.calls
     assert call["completion_ids"] == ids("hello world the cat is in the ring")[:3]
     assert engine.aborted == {call["call_id"]}

@@ -99,7 +99,7 @@ def assert_survives(fault: Fault, wire: FaultyWire, service: RunningService) -> 
     """Six harnesses talk through two rounds of the fault: no reply is lost, and afterwards all is as before."""
     harnesses = Harnesses(service)
     with harnesses.asking(6):
-        wait_until(lambda: len(harnesses.replies) > 6, 10, "replies come")
+        wait_until(lambda: len(harnesses.replies) > 6, 30, "replies come")
         for _ in range(2):
             fault(wire)
             time.sleep(2.0)
@@ -108,7 +108,7 @@ def assert_survives(fault: Fault, wire: FaultyWire, service: RunningService) -> 
             wait_until(lambda so_far=so_far: len(harnesses.replies) > so_far + 6, 20, "replies come again")
     assert max(harnesses.seconds) < PATIENT
     assert_nothing_lost(harnesses)
-    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 5, "it says that it is ready")
+    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "it says that it is ready")
 
 
 @each_fault
@@ -187,7 +187,7 @@ def test_a_record_that_the_store_never_takes_fails_the_call_and_says_when_to_try
         assert refused.value.response.headers["retry-after"]
         wire.heal()
         assert session.answer("q")["content"] == "hello"
-        wait_until(lambda: [call["status"] for call in session.calls] == ["finished", "dangling"], 10, "the lost one is seen")
+        wait_until(lambda: [call["status"] for call in session.calls] == ["finished", "dangling"], 30, "the lost one is seen")
         assert [item["reason"] for item in session.trajectories()[1]["quarantined"]] == ["dangling"]
 
 
