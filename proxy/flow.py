@@ -30,7 +30,7 @@ from proxy.plan import Continuation, continuation, place, plan_tokens
 from proxy.prompts import plan_prompt, prompt_continuation
 from proxy.records import call_record, effective_sampling
 from proxy.services import Services
-from proxy.store.base import Intent
+from proxy.store.session_store import Intent
 from proxy.trees import SessionTree
 from proxy.turn import Turn, fit_window, marks_of, refuse_media
 from reconstruct.bridge import Rendering

@@ -15,7 +15,8 @@ from typing import Any
 
 from proxy.errors import StoreUnavailable
 from proxy.inflight import Inflight
-from proxy.store.base import Intent, PeerStore, SessionStore
+from proxy.store.peer_store import PeerStore
+from proxy.store.session_store import Intent, SessionStore
 
 log = logging.getLogger(__name__)
 

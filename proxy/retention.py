@@ -25,8 +25,8 @@ from proxy.archive.tables import ArchivedSession
 from proxy.errors import Conflict, NotFound, StoreUnavailable
 from proxy.services import Services
 from proxy.store import keys
-from proxy.store.base import SessionState
 from proxy.store.retention import RedisRetentionStore
+from proxy.store.session_store import SessionState
 from reconstruct.errors import ReconstructError
 from reconstruct.trajectory import accounting_as_wire, as_wire
 

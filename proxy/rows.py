@@ -12,7 +12,7 @@ import msgspec
 from proxy.cursors import CallsCursor
 from proxy.errors import RequestError
 from proxy.services import Services
-from proxy.store.base import Intent, SessionState
+from proxy.store.session_store import Intent, SessionState
 from reconstruct.accounting import account, settle
 from reconstruct.builders import RowContext, builder_named
 from reconstruct.codec import decode

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from proxy.peers import Peers
     from proxy.settings import Settings
     from proxy.store.archive import RedisArchiveStore
-    from proxy.store.base import DeliveryStore, SessionStore, WeightStore
+    from proxy.store.delivery_store import DeliveryStore
     from proxy.store.engines import EngineStore
+    from proxy.store.session_store import SessionStore
+    from proxy.store.weight_store import WeightStore
     from proxy.tokens import Tokens
     from proxy.trees import SessionTrees
 

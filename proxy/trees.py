@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from proxy.errors import NotFound, Unauthorized, UnknownCall
-from proxy.store.base import SessionInfo, SessionStore
+from proxy.store.session_store import SessionInfo, SessionStore
 from reconstruct.codec import decode
 from reconstruct.errors import ReconstructError
 from reconstruct.forest import Forest

@@ -12,7 +12,7 @@ from redis_server import Store
 from scripted_engine import Drop, ScriptedEngine
 from weight_fixtures import Service, serving
 
-from proxy.store.base import WeightState, WeightStore
+from proxy.store.weight_store import WeightState, WeightStore
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 from redis_server import Store
 
-from proxy.store.base import Freshness, GroupPolicy, Lease, Member
+from proxy.store.delivery_store import Freshness
+from proxy.store.groups import GroupPolicy, Lease, Member
 
 ALL = GroupPolicy("require_all")
 PER_VERSION = 3

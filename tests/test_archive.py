@@ -36,7 +36,7 @@ from proxy.archive.folder import ArchiveReader
 from proxy.archive.schema import SCHEMA_VERSION, TABLES, arrow_schema
 from proxy.errors import Conflict
 from proxy.store.archive import RedisArchiveStore
-from proxy.store.base import Intent, SessionInfo, SessionState
+from proxy.store.session_store import Intent, SessionInfo, SessionState
 
 CALLS = 12
 KILLED = """

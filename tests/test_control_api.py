@@ -26,9 +26,11 @@ from proxy.errors import EngineUnavailable
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store import keys
-from proxy.store.base import CloseRequest, Intent, WeightState
 from proxy.store.connection import StoreConnection
+from proxy.store.delivery_store import CloseRequest
 from proxy.store.packing import SCHEMA, pack
+from proxy.store.session_store import Intent
+from proxy.store.weight_store import WeightState
 
 
 @dataclass

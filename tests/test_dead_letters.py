@@ -14,7 +14,7 @@ from running_service import ADMIN, TRAINER, RunningService
 from test_control_api import Service, running, said
 from verbatim_process import verbatim
 
-from proxy.store.base import GroupPolicy, Lease, Member
+from proxy.store.groups import GroupPolicy, Lease, Member
 
 NO_ENGINE = "http://127.0.0.1:9"
 ALL = GroupPolicy()

@@ -10,7 +10,8 @@ import pytest
 from redis_server import Store
 
 from proxy.errors import Conflict, NotFound
-from proxy.store.base import Announced, CloseRequest, GroupPolicy, Lease, Member, Nothing
+from proxy.store.delivery_store import Announced, CloseRequest
+from proxy.store.groups import GroupPolicy, Lease, Member, Nothing
 
 ALL = GroupPolicy("require_all")
 DROP = GroupPolicy("drop")

@@ -18,7 +18,7 @@ from redis_server import RedisKind, Store
 from running_service import RunningService
 
 from proxy.errors import Conflict
-from proxy.store.base import GroupPolicy, Lease, Member
+from proxy.store.groups import GroupPolicy, Lease, Member
 from trainer_client import TrainerClient
 from trainer_client.errors import LeaseLost
 

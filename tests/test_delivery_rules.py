@@ -11,7 +11,8 @@ import pytest
 from redis_server import RedisKind, Store
 
 from proxy.errors import Conflict
-from proxy.store.base import Freshness, GroupPolicy, Lease, Member, Nothing
+from proxy.store.delivery_store import Freshness
+from proxy.store.groups import GroupPolicy, Lease, Member, Nothing
 
 ALL = GroupPolicy("require_all")
 DROP = GroupPolicy("drop")

@@ -18,7 +18,7 @@ from running_service import ADMIN, TRAINER, RunningService, hanging_up, wait_unt
 from test_control_api import Service, running, said
 
 from proxy.settings import Settings
-from proxy.store.base import WeightState
+from proxy.store.weight_store import WeightState
 from reconstruct.codec import decode, encode
 from reconstruct.records import Span
 from trainer_client import TrainerClient

@@ -33,7 +33,7 @@ from proxy.errors import (
 )
 from proxy.minting import seal
 from proxy.routes import MethodNotAllowed, UpgradeRefused
-from proxy.store.base import SessionInfo
+from proxy.store.session_store import SessionInfo
 from proxy.trees import SessionTree
 
 DIALECT = GeminiDialect()

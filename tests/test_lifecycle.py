@@ -31,8 +31,8 @@ from proxy.inflight import Running
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store import keys
-from proxy.store.base import Intent, SessionInfo
 from proxy.store.connection import StoreConnection
+from proxy.store.session_store import Intent, SessionInfo
 from proxy.store.sessions import RedisSessionStore
 
 # Two services on one Redis, and a call under way in the first

@@ -35,7 +35,7 @@ from proxy.errors import (
     VerbatimError,
 )
 from proxy.minting import seal, tool_call_id
-from proxy.store.base import SessionInfo
+from proxy.store.session_store import SessionInfo
 from proxy.trees import SessionTree
 from reconstruct.messages import projection
 

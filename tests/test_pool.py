@@ -19,7 +19,7 @@ from proxy.engine.pool import EnginePool
 from proxy.engine.vllm_launch import free_port
 from proxy.errors import EngineUnavailable, RequestError
 from proxy.settings import Settings
-from proxy.store.base import WeightState, WeightStore
+from proxy.store.weight_store import WeightState, WeightStore
 
 Answer = tuple[int, Any]
 

@@ -29,7 +29,7 @@ from proxy.engine.replica_update import Guard, Push, ReplicaLeft, update_replica
 from proxy.engine.weight_api import Claim, WeightApi
 from proxy.errors import Conflict, StoreUnavailable
 from proxy.store import keys
-from proxy.store.base import WeightStore
+from proxy.store.weight_store import WeightStore
 
 
 @pytest.fixture

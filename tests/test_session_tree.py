@@ -15,7 +15,7 @@ from redis_server import RedisServer
 from running_service import RunningService
 from scripted_engine import ScriptedEngine
 
-from proxy.store.base import SessionInfo
+from proxy.store.session_store import SessionInfo
 from proxy.trees import Heard, Seen, SessionTree
 from reconstruct.codec import encode
 from reconstruct.messages import chain, digest_message, digest_messages

@@ -30,7 +30,7 @@ from verbatim_process import verbatim
 from proxy.errors import StoreUnavailable
 from proxy.store import keys
 from proxy.store.address import Address
-from proxy.store.base import Intent, SessionInfo
+from proxy.store.session_store import Intent, SessionInfo
 
 
 def intent(call_id: str) -> Intent:

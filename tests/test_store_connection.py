@@ -14,8 +14,10 @@ import redis
 from redis_server import RedisServer, Store, free_port, running_redis, wait_until_it_answers
 
 from proxy.errors import StoreUnavailable
-from proxy.store.base import GroupPolicy, Intent, Member, SessionInfo, WeightState
 from proxy.store.connection import Script, StoreConnection
+from proxy.store.groups import GroupPolicy, Member
+from proxy.store.session_store import Intent, SessionInfo
+from proxy.store.weight_store import WeightState
 
 INTENT = Intent("c9", None, b"", "r", 1.0)
 INFO = SessionInfo("new", b"hash", 1.0)

@@ -16,8 +16,8 @@ import pytest
 import redis
 from redis_server import Store
 
-from proxy.store.base import Intent, SessionInfo
 from proxy.store.embedded import EmbeddedRedis, StoreStartError
+from proxy.store.session_store import Intent, SessionInfo
 
 SERVICE = """
 import sys

@@ -22,7 +22,7 @@ from running_service import RunningService, Session, streamed_text, wait_until
 from scripted_engine import Say, ScriptedEngine
 
 from proxy.errors import StoreUnavailable
-from proxy.store.base import Intent, SessionInfo
+from proxy.store.session_store import Intent, SessionInfo
 
 Fault = Callable[[FaultyWire], None]
 FAULTS: dict[str, Fault] = {

@@ -8,7 +8,7 @@ import pytest
 from redis_server import RedisKind, Store
 
 from proxy.errors import Conflict, NotFound
-from proxy.store.base import Intent, SessionInfo
+from proxy.store.session_store import Intent, SessionInfo
 
 
 def session(session_id: str = "s1", created_at: float = 100.0, **fields: object) -> SessionInfo:

@@ -9,7 +9,7 @@ from redis_server import Store
 
 from proxy.errors import Conflict
 from proxy.store import keys
-from proxy.store.base import WeightState
+from proxy.store.weight_store import WeightState
 
 
 async def test_before_any_push_the_version_is_zero(store: Store) -> None:

@@ -22,7 +22,7 @@ from proxy.engine.updates import WeightUpdater
 from proxy.engine.weight_metrics import WeightMetrics
 from proxy.errors import Conflict, EngineFailed, NotFound, RequestError
 from proxy.settings import Settings
-from proxy.store.base import KEPT_WEIGHTS, WeightState, WeightStore
+from proxy.store.weight_store import KEPT_WEIGHTS, WeightState, WeightStore
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from weight_fixtures import Judge, Said, Service, generate, generating, serving
 
 from proxy.engine.weight_api import Claim, Claimed, StepRefused, Transfer, WeightApi
 from proxy.errors import Conflict, EngineFailed, RequestError
-from proxy.store.base import WeightState, WeightStore
+from proxy.store.weight_store import WeightState, WeightStore
 
 pytestmark = pytest.mark.engine
 

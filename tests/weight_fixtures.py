@@ -14,7 +14,7 @@ import aiohttp
 from proxy.engine.pool import EnginePool
 from proxy.engine.updates import WeightUpdater
 from proxy.settings import Settings
-from proxy.store.base import WeightStore
+from proxy.store.weight_store import WeightStore
 
 
 @dataclass

@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable
 from proxy.api.closing import group_ref, policy_of
 from proxy.errors import Backpressure
 from proxy.services import Services
-from proxy.store.base import Admission, Freshness, SessionInfo
+from proxy.store.delivery_store import Admission, Freshness
+from proxy.store.session_store import SessionInfo
 
 LOOK_SECONDS = 0.5
 """How often a session that is held asks again."""

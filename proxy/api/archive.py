@@ -20,7 +20,7 @@ from proxy.api.session_wire import session_as_wire, session_of_wire
 from proxy.auth import SESSION_ID
 from proxy.errors import Conflict, NotFound, RequestError
 from proxy.services import Services
-from proxy.store.base import Intent, SessionState
+from proxy.store.session_store import Intent, SessionState
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
 

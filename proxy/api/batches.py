@@ -19,7 +19,7 @@ from proxy.api.dead_letters import letter_as_wire
 from proxy.api.leased_groups import Batch, encode_groups
 from proxy.errors import VerbatimError
 from proxy.services import Services
-from proxy.store.base import Nothing
+from proxy.store.groups import Nothing
 
 router = APIRouter(prefix="/batches", dependencies=[Depends(trainer_only)])
 

@@ -18,8 +18,10 @@ from proxy import rows
 from proxy.errors import Conflict, NotFound, StoreUnavailable, VerbatimError
 from proxy.services import Services
 from proxy.settings import Settings
-from proxy.store.base import Announced, CloseRequest, GroupPolicy, Member, SessionInfo, SessionState
+from proxy.store.delivery_store import Announced, CloseRequest
+from proxy.store.groups import GroupPolicy, Member
 from proxy.store.packing import StoredValueError
+from proxy.store.session_store import SessionInfo, SessionState
 from reconstruct.errors import ReconstructError
 
 log = logging.getLogger(__name__)

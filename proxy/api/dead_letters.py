@@ -12,7 +12,7 @@ from proxy.api.access import Served, admin_only
 from proxy.api.answers import json_response
 from proxy.api.closing import group_name, policy_of
 from proxy.errors import NotFound, RequestError
-from proxy.store.base import DeadLetter
+from proxy.store.groups import DeadLetter
 
 router = APIRouter(prefix="/batches/dead", dependencies=[Depends(admin_only)])
 

@@ -22,7 +22,7 @@ from proxy.api.answers import Form
 from proxy.api.closing import group_name
 from proxy.errors import NotFound
 from proxy.services import Services
-from proxy.store.base import Lease, LeasedGroup
+from proxy.store.groups import Lease, LeasedGroup
 from proxy.store.packing import StoredValueError
 from reconstruct.errors import ReconstructError
 from reconstruct.trajectory import Trajectory, as_wire

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.store.base import SessionState
+from proxy.store.session_store import SessionState
 
 # Named one by one: a field that comes to be must not be shown by itself, and key_hash never.
 INFO_FIELDS = ("session_id", "created_at", "task_id", "group_id", "group_size", "metadata", "sampling")

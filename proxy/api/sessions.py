@@ -21,7 +21,7 @@ from proxy.auth import SESSION_ID, mint_key
 from proxy.cursors import CallsCursor
 from proxy.errors import Conflict, NotFound
 from proxy.services import Services
-from proxy.store.base import SessionInfo, SessionState
+from proxy.store.session_store import SessionInfo, SessionState
 from reconstruct.trajectory import accounting_as_wire, as_wire
 
 router = APIRouter(prefix="/sessions", dependencies=[Depends(admin_only)])

@@ -10,7 +10,7 @@ from typing import Any
 
 from proxy.engine.replica_update import Push, Step
 from proxy.errors import EngineFailed, VerbatimError
-from proxy.store.base import WeightState, WeightStore
+from proxy.store.weight_store import WeightState, WeightStore
 
 Watcher = Callable[[dict[str, Any]], None]
 """Hears `{replica, step}` at each step of a replica, `{replica, step: "failed", error}`, and `{step: "receiving"}` when a

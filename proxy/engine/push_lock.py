@@ -15,7 +15,7 @@ import uuid
 from types import TracebackType
 
 from proxy.errors import Conflict, StoreUnavailable
-from proxy.store.base import WeightStore
+from proxy.store.weight_store import WeightStore
 
 RENEWALS = 6
 """How often the lock is renewed in the time it lasts."""

@@ -21,7 +21,7 @@ from proxy.engine.weight_keeper import WeightKeeper
 from proxy.engine.weight_metrics import WeightMetrics
 from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, StoreUnavailable, VerbatimError
 from proxy.settings import Settings
-from proxy.store.base import WeightState, WeightStore
+from proxy.store.weight_store import WeightState, WeightStore
 
 
 class WeightUpdater:

@@ -20,7 +20,7 @@ from proxy.engine.weight_api import SETUP, TORN, Claim, Loaded, StepRefused, Wei
 from proxy.engine.weight_metrics import WeightMetrics
 from proxy.errors import Conflict, EngineFailed
 from proxy.settings import Settings
-from proxy.store.base import KEPT_WEIGHTS, WeightState, WeightStore
+from proxy.store.weight_store import KEPT_WEIGHTS, WeightState, WeightStore
 
 log = logging.getLogger(__name__)
 

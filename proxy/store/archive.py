@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from proxy.errors import Conflict, NotFound
 from proxy.store import keys
-from proxy.store.base import Intent, SessionInfo, SessionState
 from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.listing import SessionListing
 from proxy.store.packing import pack, pack_versioned
+from proxy.store.session_store import Intent, SessionInfo, SessionState
 from proxy.store.sessions import RedisSessionStore
 
 RESTORE = Script.read("restore", "_session")

@@ -23,7 +23,7 @@ PAUSE_SECONDS = 1.0
 
 
 class StreamArrivals:
-    """Implements `proxy.store.base.Arrivals` for the stream `key`."""
+    """Implements `proxy.store.delivery_store.Arrivals` for the stream `key`."""
 
     def __init__(self, connection: StoreConnection, key: str) -> None:
         self.mark = 0

@@ -9,19 +9,9 @@ from typing import Any
 
 from proxy.errors import Conflict, NotFound
 from proxy.store.arrivals import StreamArrivals
-from proxy.store.base import (
-    Admission,
-    Announced,
-    CloseRequest,
-    DeadLetter,
-    Freshness,
-    GroupPolicy,
-    Lease,
-    LeasedGroup,
-    Member,
-    Nothing,
-)
 from proxy.store.connection import Argument, Script, StoreConnection
+from proxy.store.delivery_store import Admission, Announced, CloseRequest, Freshness
+from proxy.store.groups import DeadLetter, GroupPolicy, Lease, LeasedGroup, Member, Nothing
 from proxy.store.keys import ARRIVALS, DELIVERY, GROUP_TOTALS
 from proxy.store.packing import pack_versioned, unpack_versioned
 
@@ -56,7 +46,7 @@ ENDED = {"acked": "was acknowledged", "nacked": "was given back", "expired": "ha
 
 
 class RedisDeliveryStore:
-    """Implements `proxy.store.base.DeliveryStore`."""
+    """Implements `proxy.store.delivery_store.DeliveryStore`."""
 
     def __init__(self, connection: StoreConnection) -> None:
         self._redis = connection

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from proxy.store import keys
-from proxy.store.base import SessionInfo, SessionState
 from proxy.store.connection import StoreConnection
+from proxy.store.session_store import SessionInfo, SessionState
 
 LOADED_AT_ONCE = 32
 LOOKED_AT = 2048

@@ -19,7 +19,7 @@ ALIVE = Script.read("alive")
 
 
 class RedisPeerStore:
-    """Implements `proxy.store.base.PeerStore`."""
+    """Implements `proxy.store.peer_store.PeerStore`."""
 
     def __init__(self, connection: StoreConnection) -> None:
         self._redis = connection

@@ -11,10 +11,10 @@ from typing import Any
 
 from proxy.errors import Conflict, NotFound
 from proxy.store import keys
-from proxy.store.base import Begun, Intent, SessionInfo, SessionState
 from proxy.store.connection import Script, StoreConnection
 from proxy.store.listing import SessionListing
 from proxy.store.packing import pack, pack_versioned, unpack, unpack_versioned
+from proxy.store.session_store import Begun, Intent, SessionInfo, SessionState
 
 CREATE = Script.read("create", "_session")
 SNAPSHOT = Script.read("snapshot", "_session")
@@ -32,7 +32,7 @@ EXPIRE = Script.read("expire", "_session")
 
 
 class RedisSessionStore:
-    """Implements `proxy.store.base.SessionStore`. `process` is who signs the intents."""
+    """Implements `proxy.store.session_store.SessionStore`. `process` is who signs the intents."""
 
     def __init__(self, connection: StoreConnection, process: str = "", clock: Callable[[], float] = time.time) -> None:
         self._redis = connection

@@ -6,9 +6,9 @@ import uuid
 
 from proxy.errors import Conflict
 from proxy.store import keys
-from proxy.store.base import KEPT_WEIGHTS, WeightState
 from proxy.store.connection import Script, StoreConnection
 from proxy.store.packing import pack_versioned, unpack_versioned
+from proxy.store.weight_store import KEPT_WEIGHTS, WeightState
 
 ADVANCE = Script.read("advance")
 LOCK = Script.read("push_lock")
@@ -16,7 +16,7 @@ UNLOCK = Script.read("unlock")
 
 
 class RedisWeightStore:
-    """Implements `proxy.store.base.WeightStore`."""
+    """Implements `proxy.store.weight_store.WeightStore`."""
 
     def __init__(self, connection: StoreConnection) -> None:
         self._redis = connection

@@ -1,0 +1,66 @@
+"""Groups: the closed sessions that a trainer compares with each other, from their first member to a lease or the dead letters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A closed session's entry in its group. `usable`: completed with a reward. `oldest_version`: of its sampled tokens."""
+
+    session_id: str
+    usable: bool
+    reward: float | None
+    rows: int
+    oldest_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPolicy:
+    """`members`: require_all | allow_partial | drop; `minimum` usable members for allow_partial;
+    `zero_variance`: keep | drop groups whose rewards are all equal (groups of two and more)."""
+
+    members: str = "require_all"
+    minimum: int = 1
+    zero_variance: str = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedGroup:
+    """`deliveries` counts this one. `session_ids` are the usable members, in the order they closed. `reference` tells it from
+    other rounds of its group id. `stale`: it has a token older than the lease asked for, and is given all the same."""
+
+    reference: str
+    group_id: str
+    session_ids: Sequence[str]
+    deliveries: int
+    oldest_version: int
+    stale: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    lease_id: str
+    expires_at: float
+    groups: Sequence[LeasedGroup]
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """No group for this consumer now. `due_at`: when one may be there without anybody closing a session, None if never."""
+
+    due_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A group that is not delivered any more. `letter_id` names it among all rounds of its group id."""
+
+    letter_id: str
+    group_id: str
+    session_ids: Sequence[str]
+    deliveries: int
+    reason: str
+    died_at: float
