@@ -13,30 +13,22 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from proxy.dialects.base import Choice, Delta, FirstToken, Reply, Request
-from proxy.engine.base import Engine, Job, Outcome, Rendered
-from proxy.engine.chat_api import ChatApi
-from proxy.engine.ids_api import IdsApi
-from proxy.engine.replica import Replica
+from proxy.dialects.base import Delta, FirstToken, Reply, Request
+from proxy.engine.apis import EngineApis
+from proxy.engine.base import Engine, Job, Outcome
 from proxy.engine.seats import Caller
-from proxy.engine.sglang_api import SglangApi
-from proxy.engine.text_api import TextApi
-from proxy.engine.token_api import TokenApi
-from proxy.engine.wire import EngineHttp, Line
+from proxy.engine.wire import Line
 from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, StoreUnavailable, Unavailable, VerbatimError
 from proxy.inflight import Running
 from proxy.minting import minted_choice, minted_delta, new_call_id
-from proxy.plan import Continuation, continuation, place, plan_tokens
-from proxy.prompts import plan_prompt, prompt_continuation
-from proxy.records import call_record, effective_sampling
+from proxy.planner import Planner
+from proxy.records import call_records, prompt_of
 from proxy.services import Services
 from proxy.store.session_store import Intent
 from proxy.trees import SessionTree
-from proxy.turn import Turn, fit_window, marks_of, refuse_media
-from reconstruct.bridge import Rendering
+from proxy.turn import Turn, marks_of
 from reconstruct.codec import encode
 from reconstruct.messages import hash_bytes
-from reconstruct.records import Call, Ids, pack_ids
 from reconstruct.roles import BUILT_IN, role_of
 
 T = TypeVar("T")
@@ -54,13 +46,9 @@ _ABORT_SECONDS = 5.0
 class Flow:
     def __init__(self, services: Services) -> None:
         self._services = services
-        http = EngineHttp(services.pool)
-        self._token_api = TokenApi(http)
         self._rules = (*services.settings.role_rules, *BUILT_IN)
-        self._text_api = TextApi(http, self._token_api)
-        self._local = services.renderer
-        self._engines: dict[str, Engine] = {"token": self._token_api, "chat": ChatApi(http)}
-        self._engines |= {"completions": IdsApi(http, self._local), "sglang": SglangApi(http, self._local)}
+        self._apis = EngineApis(services.pool, services.renderer)
+        self._planner = Planner(self._apis, retain_thinking=services.settings.thinking == "retain")
 
     def admit(self, tree: SessionTree, request: Request, body: bytes, headers: Mapping[str, str]) -> Turn:
         """The call enters: from here on closing the session or the service ends it properly. `leave` must follow."""
@@ -102,7 +90,7 @@ class Flow:
                 turn.go_to(await self._unless_cut(turn, route.next()))
                 answered = False
                 try:
-                    await self._unless_cut(turn, self._plan(turn))
+                    await self._unless_cut(turn, self._planner.plan(turn))
                     await self._begin(turn)
                     async for piece in self._sample(turn):
                         answered = True
@@ -145,48 +133,7 @@ class Flow:
     async def count(self, tree: SessionTree, request: Request) -> int:
         """How many tokens the request's prompt has, as the engine counts them; nothing is recorded."""
         replica = self._services.pool.pick(tree.info.session_id, request.model)
-        return await self._engine(replica, request).count(replica, request)
-
-    def _engine(self, replica: Replica, request: Request) -> Engine:
-        if replica.api == "token" and request.prompt is not None:
-            return self._text_api
-        return self._engines[replica.api or "chat"]
-
-    async def _plan(self, turn: Turn) -> None:
-        """Find the parent; except on the chat path make the prompt's ids and the sampling that fits the window."""
-        assert turn.replica is not None
-        turn.found = _found(turn)
-        if turn.replica.api in (None, "chat"):
-            return
-        clock = time.perf_counter()
-        if turn.request.prompt is None:
-            await self._plan_messages(turn, turn.found, turn.replica)
-        else:
-            tokenizes = self._text_api if turn.replica.api == "token" else self._local
-            tokenizer = tokenizes.tokenizer(turn.replica, turn.request, self._token_api.id_text(turn.session_id))
-            turn.plan = await plan_prompt(turn.tree, turn.found, turn.request, tokenizer)
-        turn.engine_seconds += time.perf_counter() - clock
-        assert turn.plan is not None
-        fit_window(turn, len(turn.plan.prompt_ids))
-
-    async def _plan_messages(self, turn: Turn, found: Continuation, replica: Replica) -> None:
-        refuse_media(turn.request, found)
-        id_text = self._token_api.id_text(turn.session_id)
-
-        async def render(rendering: Rendering) -> Rendered:
-            renderer = self._token_api if replica.api == "token" else self._local
-            return await renderer.render(replica, turn.request, rendering, id_text)
-
-        turn.plan, close = await plan_tokens(
-            turn.tree,
-            found,
-            turn.request,
-            render,
-            turn.tree.turn_ends.get(found.root),
-            self._services.settings.thinking == "retain",
-        )
-        if close is not None:
-            turn.tree.turn_ends[found.root] = close
+        return await self._apis.engine(replica, request).count(replica, request)
 
     async def _begin(self, turn: Turn) -> None:
         """Write the intent; when other calls of the session were recorded meanwhile, look again for the parent."""
@@ -208,24 +155,17 @@ class Flow:
             if begun.status != "open":
                 raise Conflict(f"session '{turn.session_id}' is {begun.status}; it takes no more calls")
             if turn.tree.learn(begun.records, known):
-                await self._replan(turn)
+                await self._planner.replan(turn)
         raise Unavailable(f"session '{turn.session_id}' is too busy; try again")
-
-    async def _replan(self, turn: Turn) -> None:
-        """Plan again if the calls just learned change what this one continues."""
-        before = turn.found
-        found = _found(turn)
-        if before is None or found.parent is not before.parent:
-            await self._plan(turn)
 
     async def _sample(self, turn: Turn) -> AsyncIterator[FirstToken | Delta | Outcome]:
         """Let the engine sample; a call that it refused or lost before its first token leaves the tree as it was."""
         assert turn.replica is not None and turn.replica.api is not None
-        engine = self._engine(turn.replica, turn.request)
+        engine = self._apis.engine(turn.replica, turn.request)
         job = Job(turn.call_ids[0], turn.request, turn.sampling, Line())
         if turn.plan is not None:
             job.prompt_ids, job.body = turn.plan.prompt_ids, turn.plan.body
-            job.id_text = self._token_api.id_text(turn.session_id)
+            job.id_text = self._apis.id_text(turn.session_id)
         turn.running.ask_engine = lambda: self._end(turn, engine, job)
         clock = time.perf_counter()
         try:
@@ -280,10 +220,11 @@ class Flow:
             raise EngineFailed("the call was cut before a token was sampled")
         forced = isinstance(turn.request.forward.get("tool_choice"), dict)
         choices = [minted_choice(sampled, turn.call_ids, forced_tool=forced) for sampled in outcome.choices]
-        calls = self._records(turn, outcome, choices)
+        frozen = self._services.pool.is_frozen(turn.replica, turn.request.model)
+        calls = call_records(turn, outcome, choices, frozen=frozen)
         records = {call.call_id: encode(call) for call in calls}
         total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records)
-        prompt_ids = _prompt(turn, outcome)[0]
+        prompt_ids = prompt_of(turn, outcome)[0]
         turn.tree.committed(calls, prompt_ids, total)
         if turn.plan is not None:
             turn.tree.rendered(turn.call_ids[0], turn.plan.rendering)
@@ -293,51 +234,3 @@ class Flow:
         if turn.request.wants_ids:
             reply.prompt_ids = prompt_ids.tolist()
         return reply
-
-    def _records(self, turn: Turn, outcome: Outcome, choices: list[Choice]) -> list[Call]:
-        assert turn.found is not None and turn.replica is not None
-        own_seconds = time.perf_counter() - turn.clock - turn.engine_seconds
-        calls: list[Call] = []
-        where = place(turn.tree, turn.found, *_prompt(turn, outcome))
-        for sampled, choice in zip(outcome.choices, choices, strict=True):
-            calls.append(
-                call_record(
-                    call_id=choice.call_id,
-                    session_id=turn.session_id,
-                    where=where,
-                    sibling=calls[0] if calls else None,
-                    found=turn.found,
-                    request=turn.request,
-                    sampled=sampled,
-                    has_prompt_ids=turn.plan is not None or outcome.prompt_ids is not None,
-                    message=choice.message,
-                    finish_reason=sampled.finish_reason if sampled.finish_reason == "abort" else choice.finish_reason,
-                    sampling=effective_sampling(
-                        {**turn.request.forward, **turn.sampling}, turn.plan.body if turn.plan else None
-                    ),
-                    api=turn.replica.api or "chat",
-                    replica=turn.replica.name,
-                    digest=turn.digest,
-                    started_at=turn.started_at,
-                    engine_seconds=turn.engine_seconds,
-                    own_seconds=own_seconds,
-                    broken=outcome.broken is not None,
-                    frozen=self._services.pool.is_frozen(turn.replica, turn.request.model),
-                    role=turn.role,
-                    agent=turn.agent,
-                    marks=turn.marks,
-                )
-            )
-        return calls
-
-
-def _found(turn: Turn) -> Continuation:
-    if turn.request.prompt is not None:
-        return prompt_continuation(turn.tree, turn.request)
-    return continuation(turn.tree, turn.request)
-
-
-def _prompt(turn: Turn, outcome: Outcome) -> tuple[Ids, str | None]:
-    if turn.plan is not None:
-        return turn.plan.prompt_ids, turn.plan.branch_reason
-    return pack_ids(outcome.prompt_ids or ()), None

@@ -1,18 +1,20 @@
-"""Make the record of one finished choice: the node's place and tokens, and what the API later shows of the call."""
+"""Make the records of a finished call, one of each choice: the node's place and tokens, and what the API later shows of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from proxy.dialects.base import Request
-from proxy.engine.base import Sampled
-from proxy.plan import Continuation, Place
+from proxy.dialects.base import Choice, Request
+from proxy.engine.base import Outcome, Sampled
+from proxy.plan import Place, place
+from proxy.turn import Turn
 from reconstruct.messages import chain, digest_message
-from reconstruct.records import Call, Node, Sampling, pack_ids, pack_logprobs
+from reconstruct.records import Call, Ids, Node, Sampling, pack_ids, pack_logprobs
 
 _encode = msgspec.json.Encoder().encode
 
@@ -42,70 +44,75 @@ def effective_sampling(asked: Mapping[str, Any], generate_body: Mapping[str, Any
     )
 
 
-def call_record(
-    *,
-    call_id: str,
-    session_id: str,
-    where: Place,
-    sibling: Call | None,
-    found: Continuation,
-    request: Request,
-    sampled: Sampled,
-    has_prompt_ids: bool,
-    message: Mapping[str, Any],
-    finish_reason: str,
-    sampling: Sampling,
-    api: str,
-    replica: str,
-    digest: bytes,
-    started_at: float,
-    engine_seconds: float,
-    own_seconds: float,
-    broken: bool,
-    frozen: bool,
-    role: str,
-    agent: str,
-    marks: Mapping[str, str],
+def call_records(turn: Turn, outcome: Outcome, choices: Sequence[Choice], *, frozen: bool) -> list[Call]:
+    """The record of every choice, the first one first: the others lean on its prompt instead of repeating it.
+
+    `choices` are the outcome's as the harness gets them. `frozen`: what was sampled is never trained."""
+    assert turn.found is not None
+    own_seconds = time.perf_counter() - turn.clock - turn.engine_seconds
+    where = place(turn.tree, turn.found, *prompt_of(turn, outcome))
+    calls: list[Call] = []
+    for sampled, choice in zip(outcome.choices, choices, strict=True):
+        node = _node(where, calls[0] if calls else None, sampled)
+        quarantine = _quarantine_reason(turn, outcome, sampled, frozen)
+        calls.append(_call_record(turn, outcome, sampled, choice, node, quarantine, own_seconds))
+    return calls
+
+
+def prompt_of(turn: Turn, outcome: Outcome) -> tuple[Ids, str | None]:
+    """The ids that were sampled after, and why they are a fresh rendering where they were planned as one."""
+    if turn.plan is not None:
+        return turn.plan.prompt_ids, turn.plan.branch_reason
+    return pack_ids(outcome.prompt_ids or ()), None
+
+
+def _call_record(
+    turn: Turn, outcome: Outcome, sampled: Sampled, choice: Choice, node: Node, quarantine_reason: str, own_seconds: float
 ) -> Call:
-    """The record of one choice. `sibling` is the call's first choice, whose prompt the others lean on instead of repeating."""
+    assert turn.found is not None and turn.replica is not None
+    request, found, aborted = turn.request, turn.found, sampled.finish_reason == "abort"
     messages_from = found.reply_at + 1 if found.parent is not None else 0
-    quarantine = "" if has_prompt_ids and sampled.token_ids is not None else "no_token_ids"
-    if broken and sampled.finish_reason != "abort":
-        # A whole reply that no harness was given: nothing came of it.
-        quarantine = quarantine or "not_answered"
-    if frozen:
-        quarantine = quarantine or FROZEN
-    status = "failed" if broken else "aborted" if sampled.finish_reason == "abort" else "finished"
     return Call(
-        call_id=call_id,
-        session_id=session_id,
-        node=_node(where, sibling, sampled),
+        call_id=choice.call_id,
+        session_id=turn.session_id,
+        node=node,
         dialect=request.dialect,
-        api=api,
-        status=status,
-        role=role,
-        agent=agent,
-        finish_reason=finish_reason,
+        api=turn.replica.api or "chat",
+        status="failed" if outcome.broken is not None else "aborted" if aborted else "finished",
+        role=turn.role,
+        agent=turn.agent,
+        finish_reason=sampled.finish_reason if aborted else choice.finish_reason,
         stop_reason=sampled.stop_reason,
-        sampling=sampling,
+        sampling=effective_sampling({**request.forward, **turn.sampling}, turn.plan.body if turn.plan else None),
         root_key=found.root,
         fingerprint=found.fingerprint,
-        reply_fingerprint=chain(found.fingerprint, [digest_message(message)])[-1],
+        reply_fingerprint=chain(found.fingerprint, [digest_message(choice.message)])[-1],
         message_count=len(request.messages),
         messages_from=messages_from,
         messages=_encode(request.messages[messages_from:]),
-        reply=_encode(message),
-        preamble=b"" if where.parent_id else _preamble(request),
-        digest=digest,
+        reply=_encode(choice.message),
+        preamble=b"" if node.parent_id else _preamble(request),
+        digest=turn.digest,
         projection=found.projection,
-        replica=replica,
-        started_at=started_at,
-        engine_seconds=engine_seconds,
+        replica=turn.replica.name,
+        started_at=turn.started_at,
+        engine_seconds=turn.engine_seconds,
         own_seconds=own_seconds,
-        trainable=not quarantine,
-        quarantine_reason=quarantine,
-        marks=marks,
+        trainable=not quarantine_reason,
+        quarantine_reason=quarantine_reason,
+        marks=turn.marks,
     )
+
+
+def _quarantine_reason(turn: Turn, outcome: Outcome, sampled: Sampled, frozen: bool) -> str:
+    """Why the choice is not to be trained, "" where it is."""
+    has_prompt_ids = turn.plan is not None or outcome.prompt_ids is not None
+    if not has_prompt_ids or sampled.token_ids is None:
+        return "no_token_ids"
+    if outcome.broken is not None and sampled.finish_reason != "abort":
+        # A whole reply that no harness was given: nothing came of it.
+        return "not_answered"
+    return FROZEN if frozen else ""
 
 
 def _node(where: Place, sibling: Call | None, sampled: Sampled) -> Node:

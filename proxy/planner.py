@@ -1,0 +1,66 @@
+"""Planner: what a call continues, and what its replica samples after.
+
+`plan` decides what to ask: it finds the call's parent and, where the replica takes ids, makes the prompt's ids and the sampling
+that fits its window; how ids are proven is `proxy.plan`'s and `proxy.prompts`' to know. It leaves both on the turn.
+"""
+
+from __future__ import annotations
+
+import time
+
+from proxy.engine.apis import EngineApis
+from proxy.engine.base import Rendered
+from proxy.engine.replica import Replica
+from proxy.plan import Continuation, TokenPlan, continuation, plan_tokens
+from proxy.prompts import plan_prompt, prompt_continuation
+from proxy.turn import Turn, fit_window, refuse_media
+from reconstruct.bridge import Rendering
+
+
+class Planner:
+    """`retain_thinking`: a template that drops earlier thinking at a new user turn does not branch there."""
+
+    def __init__(self, apis: EngineApis, *, retain_thinking: bool) -> None:
+        self._apis = apis
+        self._retain_thinking = retain_thinking
+
+    async def plan(self, turn: Turn) -> None:
+        """Find the parent; except on the chat path make the prompt's ids and the sampling that fits the window."""
+        assert turn.replica is not None
+        turn.found = _found(turn)
+        if turn.replica.api in (None, "chat"):
+            return
+        clock = time.perf_counter()
+        if turn.request.prompt is None:
+            turn.plan = await self._of_messages(turn, turn.found, turn.replica)
+        else:
+            tokenizer = self._apis.tokenizer(turn.replica, turn.request, turn.session_id)
+            turn.plan = await plan_prompt(turn.tree, turn.found, turn.request, tokenizer)
+        turn.engine_seconds += time.perf_counter() - clock
+        fit_window(turn, len(turn.plan.prompt_ids))
+
+    async def replan(self, turn: Turn) -> None:
+        """Plan again if the calls that the tree has just learned change what this one continues."""
+        before = turn.found
+        found = _found(turn)
+        if before is None or found.parent is not before.parent:
+            await self.plan(turn)
+
+    async def _of_messages(self, turn: Turn, found: Continuation, replica: Replica) -> TokenPlan:
+        refuse_media(turn.request, found)
+        renderer, id_text = self._apis.renderer(replica), self._apis.id_text(turn.session_id)
+
+        async def render(rendering: Rendering) -> Rendered:
+            return await renderer.render(replica, turn.request, rendering, id_text)
+
+        known = turn.tree.turn_ends.get(found.root)
+        plan, close = await plan_tokens(turn.tree, found, turn.request, render, known, self._retain_thinking)
+        if close is not None:
+            turn.tree.turn_ends[found.root] = close
+        return plan
+
+
+def _found(turn: Turn) -> Continuation:
+    if turn.request.prompt is not None:
+        return prompt_continuation(turn.tree, turn.request)
+    return continuation(turn.tree, turn.request)
