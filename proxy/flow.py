@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from proxy.dialects.base import Delta, FirstToken, Reply, Request
 from proxy.engine.apis import EngineApis
 from proxy.engine.base import Engine, Job, Outcome
+from proxy.engine.line import Line
 from proxy.engine.seats import Caller
-from proxy.engine.wire import Line
 from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, StoreUnavailable, Unavailable, VerbatimError
 from proxy.inflight import Running
 from proxy.minting import minted_choice, minted_delta, new_call_id

@@ -8,7 +8,7 @@ from typing import cast
 import aiohttp
 import pytest
 
-from proxy.engine.wire import Line
+from proxy.engine.line import Line
 from proxy.errors import EngineFailed
 
 

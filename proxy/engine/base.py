@@ -16,8 +16,8 @@ import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.id_text import IdText
+from proxy.engine.line import Line
 from proxy.engine.replica import Replica
-from proxy.engine.wire import Line
 from proxy.errors import EngineFailed
 from reconstruct.bridge import Rendering
 from reconstruct.records import Ids, Span

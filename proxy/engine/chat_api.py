@@ -18,8 +18,10 @@ import msgspec
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.assembly import Assembly
 from proxy.engine.base import Job, Outcome, Sampled, at, chat_body, shows
+from proxy.engine.line import Line
+from proxy.engine.refusals import UnknownRoute
 from proxy.engine.replica import Replica
-from proxy.engine.wire import EngineHttp, Line, Told, UnknownRoute
+from proxy.engine.wire import EngineHttp, Told
 from proxy.errors import ContextTooLong, EngineFailed, RequestError, VerbatimError
 from reconstruct.records import Span
 

@@ -22,8 +22,9 @@ from proxy.engine.base import Job, Outcome, at
 from proxy.engine.generated import Version
 from proxy.engine.id_reply import IdChoice, check_prompt, outcome
 from proxy.engine.local_renderer import LocalRenderer
+from proxy.engine.refusals import refusal
 from proxy.engine.replica import Replica
-from proxy.engine.wire import EngineHttp, refusal
+from proxy.engine.wire import EngineHttp
 from proxy.errors import EngineFailed, RequestError, VerbatimError
 from reconstruct.records import Span
 

@@ -1,4 +1,4 @@
-"""HTTP towards an engine: one way to post JSON, read a stream of events, and say what went wrong.
+"""HTTP towards an engine: one way to post JSON, read a stream of events, and ask for the version of the weights.
 
 aiohttp carries it: on one core it makes about three times as many calls a second as httpx.
 """
@@ -6,20 +6,19 @@ aiohttp carries it: on one core it makes about three times as many calls a secon
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
+from proxy.engine.line import Line
 from proxy.engine.pool import EnginePool
+from proxy.engine.refusals import refusal
 from proxy.engine.replica import Replica
-from proxy.errors import ContextTooLong, EngineFailed, EngineUnavailable, NotFound, RequestError, VerbatimError
+from proxy.errors import EngineFailed, EngineUnavailable, VerbatimError
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.decode
 
 T = TypeVar("T")
 
@@ -32,14 +31,6 @@ class Told(msgspec.Struct):
 
 A = TypeVar("A", bound=Told)
 
-ASIDE_SECONDS = 60.0
-HUNG_UP_SECONDS = 2.0
-"""How long an engine may take to say what sampled tokens mean, and how long when nobody waits for them any more."""
-
-
-class UnknownRoute(EngineFailed):
-    """The engine has no such endpoint."""
-
 
 class EventDecoder:
     """Server-sent events from bytes split anywhere: feed bytes, get the data of complete events."""
@@ -50,59 +41,6 @@ class EventDecoder:
     def feed(self, data: bytes) -> list[bytes]:
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
-
-
-class Line:
-    """The connection of one sampling request, so that someone else can hang up."""
-
-    def __init__(self) -> None:
-        self.hung_up = False
-        self._task = asyncio.current_task()
-        self._response: aiohttp.ClientResponse | None = None
-        self._limit: asyncio.Timeout | None = None
-
-    def connected(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-
-    def redial(self) -> None:
-        """The request was refused and is made again. Raises EngineFailed when it was hung up on meanwhile."""
-        self._response = None
-        if self.hung_up:
-            raise EngineFailed("the call was hung up")
-
-    def over(self) -> None:
-        """Nothing is left to hang up on: the task goes on to other things."""
-        self._response, self._task = None, None
-
-    def hang_up(self) -> None:
-        """End the request now: the engine sees a client that went away, the reader an EngineFailed."""
-        if self.hung_up:
-            return
-        self.hung_up = True
-        if self._limit is not None and not self._limit.expired():
-            self._limit.reschedule(asyncio.get_running_loop().time() + HUNG_UP_SECONDS)
-        if self._response is not None:
-            self._response.close()
-        elif self._task is not None:
-            self._task.cancel()
-
-    @contextlib.asynccontextmanager
-    async def aside(self) -> AsyncIterator[None]:
-        """Around what the engine is asked about tokens that are sampled: soon over once the line is hung up, or an engine that
-        hangs would keep them from being recorded. Raises EngineFailed."""
-        try:
-            async with asyncio.timeout(HUNG_UP_SECONDS if self.hung_up else ASIDE_SECONDS) as self._limit:
-                yield
-        except TimeoutError as error:
-            raise EngineFailed("the engine did not say in time what the sampled tokens mean") from error
-        finally:
-            self._limit = None
-
-    def absorb(self) -> EngineFailed:
-        """What a cancellation that came from `hang_up` becomes."""
-        if self._task is not None:
-            self._task.uncancel()
-        return EngineFailed("the call was hung up")
 
 
 class EngineHttp:
@@ -286,56 +224,3 @@ def _whole(replica: Replica, answer: A) -> A:
 
 def _json(headers: dict[str, str] | None) -> dict[str, str]:
     return {"content-type": "application/json", **(headers or {})}
-
-
-def refusal(replica: Replica, path: str, status: int, data: bytes) -> VerbatimError:
-    """The engine's HTTP error as ours: its 4xx is the caller's to mend, the rest is the engine's fault."""
-    message, param = _message(data)
-    if status == 404 and param == "model":
-        return NotFound(message, param="model")
-    if status in (400, 413, 422):
-        if is_context_overflow(message):
-            return _too_long(message)
-        return RequestError(message, param=param)
-    if status in (401, 403):
-        return EngineUnavailable(f"engine {replica.name} refuses the service's own key (HTTP {status})")
-    if status in (429, 503):
-        return EngineUnavailable(f"engine {replica.name} is too busy (HTTP {status}): {message[:300]}")
-    if status in (404, 405):
-        return UnknownRoute(f"engine {replica.name} does not know {path}")
-    return EngineFailed(f"engine {replica.name} failed with HTTP {status}: {message[:300]}")
-
-
-def is_context_overflow(message: str) -> bool:
-    """vLLM's wording for a prompt that does not fit, on its chat, render and generate endpoints, SGLang's and llama.cpp's."""
-    wordings = (
-        *("maximum context length", "longer than the maximum model length"),
-        *("longer than the model's context length", "exceeds the available context size"),
-    )
-    return any(wording in message for wording in wordings)
-
-
-_PROMPT_TOKENS = re.compile(
-    r"(?:Input length \(|The input \(|prompt \(length |contains (?:at least )?|resulted in )(\d+)(?:\)| input tokens| tokens)"
-)
-_WINDOW_TOKENS = re.compile(r"(?:maximum (?:context|model)|model's context) length (?:is |of |\()(\d+)")
-
-
-def _too_long(message: str) -> ContextTooLong:
-    """With the prompt's tokens and the window where the engine names both."""
-    tokens, window = _PROMPT_TOKENS.search(message), _WINDOW_TOKENS.search(message)
-    if tokens is None or window is None:
-        return ContextTooLong(message, param="messages")
-    return ContextTooLong(message, param="messages", tokens=int(tokens[1]), window=int(window[1]))
-
-
-def _message(data: bytes) -> tuple[str, str | None]:
-    try:
-        error = _decode(data)
-    except msgspec.DecodeError:
-        return data[:300].decode("utf-8", "replace"), None
-    if isinstance(error, dict):
-        error = error.get("error", error)
-    if isinstance(error, dict):
-        return str(error.get("message") or error.get("detail") or error), error.get("param")
-    return str(error), None
