@@ -241,8 +241,8 @@ async def test_only_refused_connections_take_the_last_replica_out_at_once() -> N
 
 
 async def test_one_probe_that_fails_is_chance_three_in_a_row_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.engine.pool.RETRY_SECONDS", 0.02)
-    monkeypatch.setattr("proxy.engine.pool.WATCH_SECONDS", 0.02)
+    monkeypatch.setattr("proxy.engine.watches.RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("proxy.engine.watches.WATCH_SECONDS", 0.02)
     with ScriptedEngine() as engine:
         async with pool_of(engine.url) as pool:
             (replica,) = pool.replicas
@@ -260,7 +260,7 @@ async def test_one_probe_that_fails_is_chance_three_in_a_row_are_not(monkeypatch
 async def test_a_replica_that_keeps_failing_has_to_answer_several_probes_before_it_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("proxy.engine.pool.RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("proxy.engine.watches.RETRY_SECONDS", 0.02)
     with ScriptedEngine() as engine:
         async with pool_of(engine.url) as pool:
             (replica,) = pool.replicas

@@ -23,7 +23,7 @@ class HealthRule:
 
 
 class Health:
-    """One replica's recent past. It counts; who is taken out and who returns is the pool's to do."""
+    """One replica's recent past. It counts; `standing` takes out and brings back."""
 
     def __init__(self, rule: HealthRule = HealthRule(), clock: Callable[[], float] = time.monotonic) -> None:
         self._rule = rule

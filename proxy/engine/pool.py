@@ -1,10 +1,10 @@
-"""EnginePool: the replicas, who of them serves, and the gate that holds calls while weights change.
+"""EnginePool: the replicas, the visits that tell who of them serves, and the gate that holds calls while weights change.
 
-Every replica has one watch task, which finds the engine at start, notices its death and its return, and asks the keeper
-(`WeightUpdater`) on each visit whether the replica's weights are known and current. A replica serves when it answers and the
-keeper lets it; `reason` says why it does not. One more task follows the membership: a replica that comes is watched, one that is
-gone drains, which means that it gets no new call and those in flight end. A session stays on one replica as long as that serves
-and has room (`routing`, `seats`).
+Every replica is watched (`watches`). A visit finds the engine at start, notices its death and its return, and asks the keeper
+(`weight_keeper`) whether the replica's weights are known and current. A replica serves when it answers and the keeper lets it;
+`reason` says why it does not (`standing`). One task follows the membership: a replica that comes is watched, one that is gone
+drains, which means that it gets no new call and those in flight end. A session stays on one replica as long as that serves and
+has room (`routing`, `seats`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import aiohttp
@@ -24,20 +23,17 @@ from proxy.engine.connections import open_connections
 from proxy.engine.gate import Gate
 from proxy.engine.health import Health, HealthRule
 from proxy.engine.membership import Member, Membership, Resolver, system_resolver
-from proxy.engine.replica import NotListening, Replica, contact, replica_at
+from proxy.engine.replica import Replica, contact, replica_at
 from proxy.engine.route import Route
 from proxy.engine.routing import preference
 from proxy.engine.seats import Caller, PoolObserver, Seats
+from proxy.engine.standing import Standing
+from proxy.engine.watches import Watches
 from proxy.errors import EngineUnavailable, VerbatimError
 from proxy.settings import Settings
 from proxy.store.engines import EngineStore
 
-__all__ = ["EnginePool", "Replica", "WeightKeeper"]
-
 log = logging.getLogger(__name__)
-
-WATCH_SECONDS = 2.0
-RETRY_SECONDS = 1.0
 
 
 class WeightKeeper(Protocol):
@@ -46,14 +42,6 @@ class WeightKeeper(Protocol):
 
         Raises VerbatimError with the reason it must not serve."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Watch:
-    """`wake` makes the next visit come now, `visited` is set after the first."""
-
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    visited: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class _Unobserved:
@@ -80,8 +68,8 @@ class EnginePool:
         self._settings = settings
         self._rule = HealthRule(settings.engine_failures, settings.engine_return_probes, settings.engine_flap_seconds)
         self._http: aiohttp.ClientSession | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._watches: dict[Replica, _Watch] = {}
+        self._watches = Watches(self._visit)
+        self._following: asyncio.Task[None] | None = None
         self._gate = Gate()
         self._stopping = False
         self._leaving: list[Replica] = []
@@ -91,6 +79,7 @@ class EnginePool:
         self.replicas: list[Replica] = [self._made(member) for member in self.membership.members()]
         self.observer = observer or _Unobserved()
         self.seats = Seats(self.of, settings.queue_seconds, self.observer)
+        self._standing = Standing(self.of, self.seats, self.observer)
 
     @property
     def http(self) -> aiohttp.ClientSession:
@@ -103,23 +92,21 @@ class EnginePool:
         """Begin watching. Waits for a first answer of every replica, at most `engine_connect_seconds`; never fails."""
         self._http = open_connections(self._settings)
         for replica in self.replicas:
-            self._begin(replica)
+            self._watches.begin(replica)
         looked = asyncio.Event()
-        self._spawn(self._follow(looked))
+        self._following = asyncio.create_task(self._follow(looked))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.engine_connect_seconds):
                 await looked.wait()
-                for watch in list(self._watches.values()):
-                    await watch.visited.wait()
+                await self._watches.visited()
 
     async def stop(self) -> None:
         self._stopping = True
-        for watch in self._watches.values():
-            watch.wake.set()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._following is not None:
+            self._following.cancel()
+        await self._watches.stop()
+        if self._following is not None:
+            await asyncio.gather(self._following, return_exceptions=True)
         if self._http is not None:
             await self._http.close()
 
@@ -170,22 +157,17 @@ class EnginePool:
 
     def mark_failed(self, replica: Replica, reason: str) -> None:
         """Stop sending calls there; its watch looks at once whether it answers again."""
-        self._down(replica, reason)
-        self._look_at(replica)
+        self._standing.down(replica, reason)
+        self._watches.look_at(replica)
 
     def mark_serving(self, replica: Replica) -> None:
-        """Its weights were just made current: send calls there again, unless it still has to show that it lives."""
-        if replica.health.recovered:
-            self._up(replica)
+        """Its weights were just made current: send calls there again if it lives (see `Standing.updated`)."""
+        self._standing.updated(replica)
 
     def call_failed(self, replica: Replica, reason: str, *, refused: bool) -> None:
-        """A call there broke: a connection that was refused takes the replica out, otherwise too many in a row do, if another one
-        of its policy serves."""
-        many = replica.health.call_failed()
-        others = any(other.healthy for other in self.of(replica.policy) if other is not replica)
-        if refused or (many and others):
-            self._eject(replica, reason)
-        self._look_at(replica)
+        """A call there broke, which may take the replica out (see `Standing.call_failed`); its watch looks at it at once."""
+        self._standing.call_failed(replica, reason, refused=refused)
+        self._watches.look_at(replica)
 
     async def admitted(self, policy: str = policies.DEFAULT) -> None:
         """Wait until no weight update holds the policy's calls back."""
@@ -219,15 +201,14 @@ class EnginePool:
             self._retire(replica)
         for replica in new:
             log.info("engine %s joins (%s)", replica.name, replica.source)
-            self._begin(replica)
+            self._watches.begin(replica)
 
     def _retire(self, replica: Replica) -> None:
         log.info("engine %s leaves; %d calls in flight end there", replica.name, replica.in_flight)
         replica.draining = True
-        self._down(replica, "it left the pool")
+        self._standing.down(replica, "it left the pool")
         self._leaving.append(replica)
-        self._look_at(replica)
-        self._watches.pop(replica, None)
+        self._watches.end(replica)
 
     def _made(self, member: Member) -> Replica:
         replica = replica_at(member.url)
@@ -235,88 +216,23 @@ class EnginePool:
         replica.max_calls, replica.health = self._settings.engine_max_calls, Health(self._rule)
         return replica
 
-    def _begin(self, replica: Replica) -> None:
-        watch = self._watches[replica] = _Watch()
-        self._spawn(self._watch(replica, watch))
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _look_at(self, replica: Replica) -> None:
-        """Have its watch visit it now."""
-        if replica in self._watches:
-            self._watches[replica].wake.set()
-
-    async def _watch(self, replica: Replica, watch: _Watch) -> None:
-        # Not only until cancelled: before Python 3.12 asyncio.wait_for, which redis-py sends with, can swallow a cancellation.
-        while not self._stopping and not replica.draining:
-            watch.wake.clear()
-            await self._visit(replica)
-            watch.visited.set()
-            calm = replica.healthy and not replica.health.doubtful
-            try:
-                async with asyncio.timeout(WATCH_SECONDS if calm else RETRY_SECONDS):
-                    await watch.wake.wait()
-            except TimeoutError:
-                continue
-            # Woken by a failed call: a moment's pause, so that calls failing in a row do not become a busy loop.
-            await asyncio.sleep(RETRY_SECONDS / 4)
-
     async def _visit(self, replica: Replica) -> None:
         try:
             await contact(self.http, replica, self._settings.engine_api, renders=self._settings.renderer is not None)
         except EngineUnavailable as error:
-            self._probe_failed(replica, error)
+            self._standing.probe_failed(replica, error)
             return
-        replica.alive = True
-        replica.health.probe_worked()
+        self._standing.probe_worked(replica)
         try:
             if self.keeper is not None:
                 await self.keeper.admit(replica)
         except VerbatimError as error:
-            self._down(replica, error.message)
+            self._standing.down(replica, error.message)
         except Exception:
             log.exception("engine %s: the check of its weights failed", replica.name)
-            self._down(replica, "the check of its weights failed; the log says why")
+            self._standing.down(replica, "the check of its weights failed; the log says why")
         else:
-            self._admit(replica)
-
-    def _admit(self, replica: Replica) -> None:
-        if replica.draining:
-            return
-        if replica.health.recovered:
-            self._up(replica)
-        else:
-            self._down(replica, f"it failed repeatedly; {replica.health.missing_probes} more good probes and it serves again")
-
-    def _probe_failed(self, replica: Replica, error: EngineUnavailable) -> None:
-        many = replica.health.probe_failed()
-        if replica.healthy and not many and not isinstance(error, NotListening):
-            log.info("engine %s: a probe failed: %s", replica.name, error.message)
-            return
-        replica.alive = False
-        self._eject(replica, error.message)
-
-    def _eject(self, replica: Replica, reason: str) -> None:
-        if replica.healthy:
-            replica.health.ejected()
-            self.observer.ejected(replica.policy)
-        self._down(replica, reason)
-
-    def _up(self, replica: Replica) -> None:
-        if replica.draining:
-            return
-        if not replica.healthy:
-            log.info("engine %s serves (%s, weights %s)", replica.name, replica.api, replica.weight_version)
-        replica.healthy, replica.reason = True, ""
-        self.seats.serve(replica.policy)
-
-    def _down(self, replica: Replica, reason: str) -> None:
-        if replica.healthy or replica.reason != reason:
-            log.warning("engine %s does not serve: %s", replica.name, reason)
-        replica.healthy, replica.reason = False, reason
+            self._standing.admit(replica)
 
     def _reasons(self, replicas: Sequence[Replica]) -> str:
         if replicas:
