@@ -24,8 +24,8 @@ from proxy.minting import minted_choice, minted_delta, new_call_id
 from proxy.planner import Planner
 from proxy.records import call_records, prompt_of
 from proxy.services import Services
+from proxy.session_tree import SessionTree
 from proxy.store.session_store import Intent
-from proxy.trees import SessionTree
 from proxy.turn import Turn, marks_of
 from reconstruct.codec import encode
 from reconstruct.messages import hash_bytes

@@ -23,8 +23,8 @@ from proxy.loopback import check_local
 from proxy.outward import refuse_remote_media, refuse_transfers
 from proxy.routes import Route, dialect_of, find, is_harness
 from proxy.services import Services
+from proxy.session_tree import SessionTree
 from proxy.store.session_store import SessionInfo
-from proxy.trees import SessionTree
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ import numpy as np
 from proxy.dialects.base import Request
 from proxy.engine.base import Rendered
 from proxy.errors import RequestError
-from proxy.trees import Replay, SessionTree
+from proxy.session_tree import Replay, SessionTree
 from reconstruct.bridge import Bridge, Refusal, Rendering, Reply, derive, turn_end
 from reconstruct.forest import shared_length
 from reconstruct.messages import Message, root_key

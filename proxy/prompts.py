@@ -17,8 +17,9 @@ import numpy as np
 
 from proxy.dialects.base import Request
 from proxy.engine.text_api import Tokenizer
+from proxy.history import Seen
 from proxy.plan import Continuation, TokenPlan
-from proxy.trees import Seen, SessionTree
+from proxy.session_tree import SessionTree
 from reconstruct.forest import shared_length
 from reconstruct.messages import digest_message, root_key
 from reconstruct.records import Call, Ids, pack_ids

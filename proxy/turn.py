@@ -11,7 +11,7 @@ from proxy.engine.replica import Replica
 from proxy.errors import ContextTooLong, RequestError
 from proxy.inflight import Running
 from proxy.plan import Continuation, TokenPlan
-from proxy.trees import SessionTree
+from proxy.session_tree import SessionTree
 from reconstruct.messages import plain_content
 from reconstruct.roles import Marks
 

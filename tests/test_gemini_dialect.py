@@ -33,8 +33,8 @@ from proxy.errors import (
 )
 from proxy.minting import seal
 from proxy.routes import MethodNotAllowed, UpgradeRefused
+from proxy.session_tree import SessionTree
 from proxy.store.session_store import SessionInfo
-from proxy.trees import SessionTree
 
 DIALECT = GeminiDialect()
 CALL_ID = "0123456789abcdef01234567"

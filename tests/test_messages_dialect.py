@@ -35,8 +35,8 @@ from proxy.errors import (
     VerbatimError,
 )
 from proxy.minting import seal, tool_call_id
+from proxy.session_tree import SessionTree
 from proxy.store.session_store import SessionInfo
-from proxy.trees import SessionTree
 from reconstruct.messages import projection
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)

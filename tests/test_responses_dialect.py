@@ -20,8 +20,8 @@ from scripted_engine import ScriptedEngine
 from proxy.dialects.base import Asked, Choice, Delta, Reply, Request
 from proxy.dialects.responses import ResponsesDialect
 from proxy.errors import RequestError, UnknownCall
+from proxy.history import Heard, Read, Seen
 from proxy.minting import seal, tool_call_id, unseal
-from proxy.trees import Heard, Read, Seen
 from reconstruct.messages import digest_message, minted_call_ids, projection
 from reconstruct.records import Call
 

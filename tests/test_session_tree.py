@@ -15,8 +15,9 @@ from redis_server import RedisServer
 from running_service import RunningService
 from scripted_engine import ScriptedEngine
 
+from proxy.history import Heard, Seen
+from proxy.session_tree import SessionTree
 from proxy.store.session_store import SessionInfo
-from proxy.trees import Heard, Seen, SessionTree
 from reconstruct.codec import encode
 from reconstruct.messages import chain, digest_message, digest_messages
 

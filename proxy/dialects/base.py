@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from proxy.errors import VerbatimError
-from proxy.trees import Read, Seen
+from proxy.history import Read, Seen
 from reconstruct.records import Call
 
 

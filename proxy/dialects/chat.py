@@ -16,7 +16,7 @@ from proxy.dialects import fields
 from proxy.dialects.base import Asked, Choice, Delta, ErrorAnswer, Past, Reply, Request, retry_headers
 from proxy.dialects.body import decode, split
 from proxy.errors import RequestError, VerbatimError
-from proxy.trees import Heard
+from proxy.history import Heard
 
 _encode = msgspec.json.Encoder().encode
 

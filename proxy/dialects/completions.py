@@ -17,7 +17,7 @@ from proxy.dialects.base import Asked, Choice, Delta, ErrorAnswer, Past, Reply, 
 from proxy.dialects.body import decode
 from proxy.dialects.chat import openai_error, openai_usage
 from proxy.errors import RequestError, VerbatimError
-from proxy.trees import Seen
+from proxy.history import Seen
 from reconstruct.messages import Digests
 
 _encode = msgspec.json.Encoder().encode

@@ -21,7 +21,7 @@ from proxy.dialects.gemini_reply import Candidate, Wanted, usage
 from proxy.dialects.gemini_stream import GeminiStream
 from proxy.dialects.gemini_tools import offered_tools, tool_choice
 from proxy.errors import RequestError, VerbatimError
-from proxy.trees import Seen
+from proxy.history import Seen
 
 _encode = msgspec.json.Encoder().encode
 

@@ -19,7 +19,7 @@ from proxy.dialects.gemini_json import named
 from proxy.dialects.gemini_parts import Part, answered, called, media_part, parts_of, sealed, text_of
 from proxy.dialects.tools import arguments_text, tool_call
 from proxy.errors import RequestError
-from proxy.trees import Heard, Read
+from proxy.history import Heard, Read
 
 _ROLES = frozenset({"user", "model", "function"})
 

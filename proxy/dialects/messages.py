@@ -21,7 +21,7 @@ from proxy.dialects.messages_errors import error_body, new_request_id, status_of
 from proxy.dialects.messages_stream import MessagesStream, ending_of, message_body, usage_of
 from proxy.dialects.messages_tools import choice_of_tools, offered
 from proxy.errors import RequestError, VerbatimError
-from proxy.trees import Heard, Read, Seen
+from proxy.history import Heard, Read, Seen
 
 _encode = msgspec.json.Encoder().encode
 

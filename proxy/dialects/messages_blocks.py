@@ -15,8 +15,8 @@ from proxy.dialects.base import Choice
 from proxy.dialects.body import decode
 from proxy.dialects.tools import arguments_object, arguments_text, tool_call
 from proxy.errors import RequestError
+from proxy.history import Heard
 from proxy.minting import seal, unseal
-from proxy.trees import Heard
 
 SYSTEM_ROLES = ("system", "developer")
 _WIRE_ID = re.compile(r"toolu_([0-9a-f]{24}_\d+)\Z")

@@ -23,7 +23,7 @@ from proxy.dialects.responses_stored import conversation, marks, stored_call, st
 from proxy.dialects.responses_stream import ResponsesStream
 from proxy.dialects.responses_tools import Toolbox, tool_choice, toolbox
 from proxy.errors import ContextTooLong, RequestError, UnknownCall, VerbatimError
-from proxy.trees import Read, Seen
+from proxy.history import Read, Seen
 
 _encode = msgspec.json.Encoder().encode
 

@@ -13,8 +13,8 @@ from proxy.dialects.responses_ids import Named, named
 from proxy.dialects.responses_sections import CALLS, no_item
 from proxy.dialects.tools import tool_call
 from proxy.errors import RequestError, UnknownCall
+from proxy.history import Heard
 from proxy.minting import tool_call_id, unseal
-from proxy.trees import Heard
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 

@@ -18,7 +18,7 @@ from proxy.dialects.responses_ids import answering_call
 from proxy.dialects.responses_reply import KEPT, Wanted, response, said_in, tell, usage, wanted
 from proxy.dialects.responses_tools import definitions, noted_kinds, recalled
 from proxy.errors import UnknownCall
-from proxy.trees import Seen
+from proxy.history import Seen
 from reconstruct.records import Call
 
 _encode = msgspec.json.Encoder().encode

@@ -1,0 +1,210 @@
+"""SessionTree: one session in memory, with what was decoded, digested and compared once.
+
+`known` says how many records of the session it has read; `begin` tells it of the ones that other processes wrote meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from proxy.errors import UnknownCall
+from proxy.history import Heard, Read, Seen
+from proxy.store.session_store import SessionInfo
+from reconstruct.codec import decode
+from reconstruct.errors import ReconstructError
+from reconstruct.forest import Forest
+from reconstruct.messages import chain, digest_message, hash_bytes, minted_call_ids, projection, without_lines
+from reconstruct.records import Call, Ids
+
+_decode = msgspec.json.decode
+
+_RECENT_PROMPTS = 2
+"""Calls whose whole ids are kept put together: the next call mostly continues one of them."""
+
+_SHORT_BYTES = 4096
+"""Raw messages up to this size are their own key; longer ones are remembered by their digest."""
+
+_RECENT_HISTORIES = 4
+"""Histories whose fingerprints and replays are kept: a request mostly goes on from one of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chained:
+    """A history under a root, and its fingerprints."""
+
+    root: bytes
+    history: list[Seen]
+    fingerprints: list[bytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replay:
+    """A history that ends in a call's reply and replays it and all calls before it without an edit, and its messages with each
+    of those replies as it was sent."""
+
+    history: list[Seen]
+    messages: list[dict[str, Any]]
+
+
+class SessionTree:
+    """One session's forest, with what was decoded, digested and compared once so that no call does it for its whole history."""
+
+    def __init__(self, info: SessionInfo, volatile: re.Pattern[str] | None = None) -> None:
+        self.info = info
+        self._volatile = volatile
+        self.forest = Forest()
+        self.known = 0
+        self.turn_ends: dict[bytes, Ids] = {}
+        self.told: dict[str, tuple[int, str] | None] = {}
+        """Of calls with a prompt instead of messages: what each added to the text, and after how many characters."""
+        self._replies: dict[str, dict[str, Any]] = {}
+        self._seen: dict[tuple[Read, bytes], list[Seen]] = {}
+        self._projections: dict[tuple[str, Seen], str | None] = {}
+        self._recent: OrderedDict[str, Ids] = OrderedDict()
+        self._renderings: OrderedDict[str, Ids] = OrderedDict()
+        self._replays: OrderedDict[str, Replay] = OrderedDict()
+        self._histories: OrderedDict[str, list[Seen]] = OrderedDict()
+        self._chains: deque[Chained] = deque(maxlen=_RECENT_HISTORIES)
+
+    def see(self, raw: bytes, read: Read) -> list[Seen]:
+        """The messages that `read` makes of a raw item, from memory if the session has sent the item before."""
+        # The same bytes may mean another message in another dialect.
+        key = (read, raw if len(raw) <= _SHORT_BYTES else hash_bytes(raw))
+        seen = self._seen.get(key)
+        if seen is None:
+            seen = self._seen[key] = [self._digested(heard) for heard in read(raw)]
+        return seen
+
+    def _digested(self, heard: Heard) -> Seen:
+        message = heard.message
+        if self._volatile is not None:
+            message = dict(without_lines(message, self._volatile))
+        named = minted_call_ids(message)
+        return Seen(message, digest_message(message), (*named, heard.minted) if heard.minted else tuple(named))
+
+    def fingerprints(self, root: bytes, history: list[Seen]) -> list[bytes]:
+        """The hash chain over `history` (see reconstruct.messages.chain), hashed only from where no recent history agrees."""
+        known = max(
+            (item for item in self._chains if item.root == root and _begins(history, item.history)), key=_length, default=None
+        )
+        if known is not None and len(known.history) == len(history):
+            return known.fingerprints
+        made = chain(root, [seen.digests for seen in history], known.fingerprints if known else ())
+        self._chains.append(Chained(root, history, made))
+        return made
+
+    def replay(self, call_id: str, history: list[Seen]) -> Replay | None:
+        """How `history` replays the call, if that was looked at before: the very same messages up to its reply."""
+        known = self._replays.get(call_id)
+        return known if known is not None and _begins(history, known.history) else None
+
+    def replayed(self, call_id: str, replay: Replay) -> None:
+        self._replays[call_id] = replay
+        while len(self._replays) > _RECENT_HISTORIES:
+            self._replays.popitem(last=False)
+
+    def projection(self, call_id: str, seen: Seen, schemas: Mapping[str, Any]) -> str | None:
+        """How a replayed message shows the call's reply; see reconstruct.messages.projection. Compared once per pair."""
+        key = (call_id, seen)
+        if key not in self._projections:
+            self._projections[key] = projection(self.reply(call_id), seen.message, schemas)
+        return self._projections[key]
+
+    def full_ids(self, call_id: str) -> Ids:
+        """The call's prompt and completion ids, int32."""
+        ids = self._recent.get(call_id)
+        if ids is None:
+            ids = self.forest.full_ids(call_id)
+            self._remember(call_id, ids)
+        return ids
+
+    def rendering(self, call_id: str) -> Ids | None:
+        """The template's own rendering of the call's request, where it is still known."""
+        return self._renderings.get(call_id)
+
+    def rendered(self, call_id: str, ids: Ids) -> None:
+        _keep_recent(self._renderings, call_id, ids)
+
+    def _remember(self, call_id: str, ids: Ids) -> None:
+        _keep_recent(self._recent, call_id, ids)
+
+    def call(self, call_id: str) -> Call:
+        """Raises UnknownCall."""
+        call = self.forest.calls.get(call_id)
+        if call is None:
+            raise UnknownCall(f"session {self.info.session_id} has no call {call_id}")
+        return call
+
+    def reply(self, call_id: str) -> dict[str, Any]:
+        """The reply of a call as it was sent to the harness, a chat message. Raises UnknownCall."""
+        message = self._replies.get(call_id)
+        if message is None:
+            message = self._replies[call_id] = _decode(self.call(call_id).reply)
+        return message
+
+    def history(self, call_id: str) -> list[Seen]:
+        """The messages of the call's request, then its reply. Raises UnknownCall."""
+        missing: list[Call] = []
+        made: list[Seen] = []
+        for call in self._lineage(call_id):
+            if call.call_id in self._histories:
+                made = self._histories[call.call_id]
+                break
+            missing.append(call)
+        for call in reversed(missing):
+            made = [*made, *(Seen(message, digest_message(message)) for message in _decode(call.messages))]
+            reply = self.reply(call.call_id)
+            made.append(Seen(reply, digest_message(reply), (call.call_id,)))
+        self._histories[call_id] = made
+        while len(self._histories) > _RECENT_HISTORIES:
+            self._histories.popitem(last=False)
+        return made
+
+    def _lineage(self, call_id: str) -> Iterator[Call]:
+        """The call and those whose messages and replies its history begins with, newest first."""
+        call = self.call(call_id)
+        yield call
+        while call.messages_from and call.node.parent_id is not None:
+            call = self.call(call.node.parent_id)
+            yield call
+
+    def learn(self, records: Sequence[bytes], start: int) -> bool:
+        """Take in the store's records from number `start` on; whether any was new. A damaged record is left to the accounting:
+        it stays in the store, and no call can be found to continue it."""
+        size = len(self.forest)
+        for record in records:
+            with contextlib.suppress(ReconstructError):
+                self.forest.add(decode(record))
+        self.known = max(self.known, start + len(records))
+        return len(self.forest) > size
+
+    def committed(self, calls: Sequence[Call], prompt_ids: Ids, total: int) -> None:
+        """This process appended `calls`, all sampled after `prompt_ids`; the store now counts `total` records."""
+        for call in calls:
+            self.forest.add(call)
+        self._remember(calls[0].call_id, np.concatenate((prompt_ids, calls[0].node.completion_ids)))
+        if total == self.known + len(calls):
+            self.known = total
+
+
+def _begins(history: list[Seen], known: list[Seen]) -> bool:
+    """Whether `history` begins with the very messages of `known`: compared by identity, a session decodes each but once."""
+    return history[: len(known)] == known
+
+
+def _length(chained: Chained) -> int:
+    return len(chained.history)
+
+
+def _keep_recent(kept: OrderedDict[str, Ids], call_id: str, ids: Ids) -> None:
+    kept[call_id] = ids
+    while len(kept) > _RECENT_PROMPTS:
+        kept.popitem(last=False)
