@@ -1,7 +1,8 @@
 """One client's connection: how large the head of its requests may be, and how long it may take to say and to hear something.
 
 uvicorn waits for ever for a head that does not come, keeps in memory as much of it as is sent, and never gives up a client that
-does not read its answer. Any of these lets somebody without a key hold the service's memory or sockets.
+does not read its answer. Any of these lets somebody without a key hold the service's memory or sockets. Nor does it tell whether an
+answer went out: its `send` is done when the last byte lies in memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from proxy.asgi import EXTENSION
 
 if TYPE_CHECKING:
     from proxy.settings import Settings
@@ -54,6 +57,10 @@ class Connection(HttpToolsProtocol):
         self._writing: asyncio.TimerHandle | None = None
         self._unread_bytes = 0
         self._refused = False
+        self._lost = asyncio.Event()
+        self._left = False
+        """Whether the client ended the connection, or was given up."""
+        self._flushing: asyncio.Future[bool] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -62,7 +69,14 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._awaiting)
         _cancel(self._writing)
+        self._left = self._left or exc is not None
+        self._lost.set()
+        self._settle(False)
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        self._left = True
+        super().eof_received()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -86,6 +100,7 @@ class Connection(HttpToolsProtocol):
         # What came with its first bytes may be the end of another request.
         self._awaits, self._unread_bytes = "head", 0
         super().on_message_begin()
+        self.scope["extensions"] = {EXTENSION: {"flushed": self.flushed}}
 
     def on_headers_complete(self) -> None:
         size = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
@@ -117,11 +132,36 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._patience.write_seconds:
-            self._writing = self.loop.call_later(self._patience.write_seconds, self.transport.abort)
+            self._writing = self.loop.call_later(self._patience.write_seconds, self._give_up)
 
     def resume_writing(self) -> None:
         _cancel(self._writing)
         super().resume_writing()
+        self._settle(not self._left)
+
+    async def flushed(self) -> bool:
+        """Whether everything written so far was taken from this process for a client that had not left; comes back when that is
+        known. What the operating system still holds for the client counts as taken, and under TLS what the encryption does."""
+        if self._left or self._lost.is_set():
+            return False
+        if self.transport.get_write_buffer_size():
+            self._flushing = self.loop.create_future()
+            # Paused at once and resumed when nothing is left; the client has the time it always has to take something.
+            self.transport.set_write_buffer_limits(0)
+            return await self._flushing
+        if self.transport.is_closing():
+            # By this side, after the last answer, or because writing failed: how it ends says which.
+            await self._lost.wait()
+        return not self._left
+
+    def _settle(self, flushed: bool) -> None:
+        if self._flushing is not None and not self._flushing.done():
+            self._flushing.set_result(flushed)
+
+    def _give_up(self) -> None:
+        """The client takes nothing of what is written, and its time is over."""
+        self._left = True
+        self.transport.abort()
 
     def _await_within(self, seconds: float) -> None:
         _cancel(self._awaiting)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from proxy.asgi import JSON, Headers, Receive, Send, send_part, send_whole
+from proxy.asgi import JSON, Client, Headers, Receive, Send, send_part, send_whole
 from proxy.dialects.base import Delta, Dialect, FirstToken, Reply, StreamRenderer
 from proxy.errors import Conflict, EngineFailed, NotFound, RequestError, VerbatimError
 from proxy.flow import Flow
@@ -31,16 +31,14 @@ class Answering:
         self._flow = flow
         self._background: set[asyncio.Task[None]] = set()
 
-    async def answer(self, receive: Receive, send: Send, dialect: Dialect, turn: Turn) -> None:
+    async def answer(self, client: Client, dialect: Dialect, turn: Turn) -> None:
         """Run the call that was admitted, answer it, and let the store know that the answer went out."""
         items: asyncio.Queue[Item] = asyncio.Queue()
         work = asyncio.create_task(self._work(turn, items))
-        leaving = asyncio.create_task(self._watch(receive, turn))
+        leaving = asyncio.create_task(self._watch(client.receive, turn))
         try:
-            if turn.request.stream:
-                answered = await self._stream(send, dialect, turn, items)
-            else:
-                answered = await self._whole(send, dialect, turn, items)
+            answer = self._stream if turn.request.stream else self._whole
+            answered = await answer(client.send, dialect, turn, items) and await _arrived(client, leaving)
         except asyncio.CancelledError:
             # The server gives up waiting for this answer: end the call, and let it be recorded.
             self._in_background(turn.running.abort())
@@ -149,6 +147,12 @@ class Answering:
         task = asyncio.create_task(run())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+async def _arrived(client: Client, leaving: asyncio.Task[None]) -> bool:
+    """Whether the answer that was just sent went out. Looked at before anything else runs: a server says at the end of an answer, too,
+    that its client has left."""
+    return await client.flushed() if client.flushed is not None else not leaving.done()
 
 
 def _opened(dialect: Dialect, turn: Turn) -> StreamRenderer:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -11,6 +12,23 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 JSON: Headers = [(b"content-type", b"application/json")]
+EXTENSION = "verbatim"
+"""The server's extension of a request's scope. Its `flushed` tells whether the answer went out: ASGI's `send` comes back without a
+word where the client has gone, and as soon as the answer lies in the server's memory where it has not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who asked. `flushed`, where the server has it: whether all that was sent went out to a client that was still there, once that
+    is known."""
+
+    receive: Receive
+    send: Send
+    flushed: Callable[[], Awaitable[bool]] | None = None
+
+    @classmethod
+    def of(cls, scope: Scope, receive: Receive, send: Send) -> Self:
+        return cls(receive, send, (scope.get("extensions") or {}).get(EXTENSION, {}).get("flushed"))
 
 
 def headers_of(scope: Scope) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from urllib.parse import parse_qsl
 
 from proxy.answer import TOO_DEEP, Answering
-from proxy.asgi import JSON, Receive, Scope, Send, headers_of, send_whole
+from proxy.asgi import JSON, Client, Receive, Scope, Send, headers_of, send_whole
 from proxy.auth import credential, key_opens, named_session, session_of_key
 from proxy.dialects.base import Asked, Request
 from proxy.dialects.catalogue import Dialects
@@ -73,30 +73,24 @@ class Harness:
         tree = await self._session(route, headers, query)
         self._services.rate.admit(tree.info.session_id)
         with self._services.slots.take(tree.info.session_id):
-            await self._act(receive, send, tree, route, query, headers)
+            await self._act(Client.of(scope, receive, send), tree, route, query, headers)
 
     async def _act(
-        self,
-        receive: Receive,
-        send: Send,
-        tree: SessionTree,
-        route: Route,
-        query: Mapping[str, str],
-        headers: Mapping[str, str],
+        self, client: Client, tree: SessionTree, route: Route, query: Mapping[str, str], headers: Mapping[str, str]
     ) -> None:
         """Do what the route says for a caller who may ask for it."""
         if route.action != "call":
             await self._check_life(tree)
         if route.action not in ("call", "count"):
-            await send_whole(send, 200, JSON, await self._looked_up(tree, route))
+            await send_whole(client.send, 200, JSON, await self._looked_up(tree, route))
             return
         settings = self._services.settings
-        body = await read_body(receive, settings.max_body_bytes, settings.body_timeout_seconds)
+        body = await read_body(client.receive, settings.max_body_bytes, settings.body_timeout_seconds)
         asked = Asked(body, route.path, query)
         if route.action == "call":
-            await self._answer(receive, send, tree, route, asked, headers)
+            await self._answer(client, tree, route, asked, headers)
         else:
-            await self._count(send, tree, route, asked)
+            await self._count(client.send, tree, route, asked)
 
     async def _check_life(self, tree: SessionTree) -> None:
         """A key lives as long as its session, also for what asks nothing else of the store. Raises NotFound and Conflict."""
@@ -158,15 +152,13 @@ class Harness:
 
         return await self._services.trees.open(session_id, admits)
 
-    async def _answer(
-        self, receive: Receive, send: Send, tree: SessionTree, route: Route, asked: Asked, headers: Mapping[str, str]
-    ) -> None:
+    async def _answer(self, client: Client, tree: SessionTree, route: Route, asked: Asked, headers: Mapping[str, str]) -> None:
         """Answer one model call."""
         dialect = self._dialects[route.dialect]
         request = await self._parsed(tree, lambda: dialect.parse(asked, tree))
         self._services.metrics.dropped(request.dialect, request.dropped_tools)
         turn = self._flow.admit(tree, request, asked.body, headers)
-        await self._answering.answer(receive, send, dialect, turn)
+        await self._answering.answer(client, dialect, turn)
 
     async def drain(self, seconds: float) -> None:
         """Let calls in flight finish for `seconds`; the rest is cut: recorded, and its reply ended in the dialect's way."""

@@ -23,22 +23,35 @@ ADMIN, TRAINER = "admin-of-the-test", "trainer-of-the-test"
 
 
 class RunningService:
-    """`create_app(settings)` on a free port; used in a `with` block. Settings are keyword arguments."""
+    """`create_app(settings)` on a free port; used in a `with` block. Settings are keyword arguments. `protocol`: uvicorn's for HTTP.
+    `send_bytes`: how much the system takes of an answer before the client does, or as much as it likes."""
 
-    def __init__(self, engine: str | list[str], redis_url: str, **settings: Any) -> None:
+    def __init__(
+        self,
+        engine: str | list[str],
+        redis_url: str,
+        *,
+        protocol: Any = "auto",
+        send_bytes: int | None = None,
+        **settings: Any,
+    ) -> None:
         engines = [engine] if isinstance(engine, str) else engine
         tokens = {"admin_token": SecretStr(ADMIN), "trainer_token": SecretStr(TRAINER)}
         self.settings = Settings(engine=engines, redis=redis_url, **{**tokens, "drain_seconds": 2.0, **settings})
         self.url = ""
+        self._protocol, self._send_bytes = protocol, send_bytes
         self._control = httpx.Client(verify=False, timeout=30)
         self._sessions: list[Session] = []
 
     def __enter__(self) -> Self:
         listener = socket.socket()
+        if self._send_bytes is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_bytes)
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         config = uvicorn.Config(
             create_app(self.settings),
+            http=self._protocol,
             ws="none",
             lifespan="on",
             log_config=None,

@@ -15,7 +15,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from verbatim_process import ADMIN, Serving, verbatim
+from scripted_engine import ScriptedEngine
+from verbatim_process import ADMIN, Serving, verbatim, wait_until
 
 from cli.tls import Certificate
 
@@ -69,6 +70,27 @@ def test_a_client_that_trusts_the_certificate_is_served_over_https(tmp_path: Pat
             httpx.get(service.url.replace("https://", "http://") + "/healthz")
         assert service.stop() == 0
         assert "Traceback" not in service.stderr
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_went_out_over_https_is_noted_as_delivered(tmp_path: Path, stream: bool) -> None:
+    cert, key = make(tmp_path / "tls")
+    headers, body = {"Authorization": f"Bearer {ADMIN}"}, {"messages": [{"role": "user", "content": "q"}], "stream": stream}
+    with (
+        ScriptedEngine("qwen3") as engine,
+        Serving("--engine", engine.url, *flags(cert, key), data_dir=tmp_path / "data") as service,
+        httpx.Client(verify=ssl.create_default_context(cafile=cert), base_url=service.url, timeout=60) as client,
+    ):
+        made = client.post("/sessions", json={}, headers=headers).json()
+        url, own = f"{made['base_urls']['openai']}/chat/completions", {"Authorization": f"Bearer {made['api_key']}"}
+        for _ in range(2):
+            assert client.post(url, json={"model": "policy", **body}, headers=own).status_code == 200
+
+        def delivered() -> list[bool]:
+            calls = client.get(f"/sessions/{made['session_id']}/calls", headers=headers).json()["calls"]
+            return [call["delivered"] for call in calls]
+
+        wait_until(lambda: delivered() == [True, True], 30, "both deliveries are noted")
 
 
 def test_old_versions_of_tls_are_not_spoken(tmp_path: Path) -> None:
