@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
 
+from proxy.api.admission import reclaim_places
 from proxy.api.closing import policy_of, sweep
 from proxy.api.control import control_router
 from proxy.api.errors import install_error_handlers
@@ -122,6 +123,7 @@ async def _sweep_forever(services: Services) -> None:
         try:
             await sweep(services)
             await expire_idle(services)
+            await reclaim_places(services)
             settings = services.settings
             await services.delivery.tend(policy_of(settings), settings.group_timeout_seconds, time.time())
             services.metrics.swept("sessions")

@@ -554,6 +554,30 @@ async def test_leases_that_say_no_version_are_not_counted_as_trained(store: Stor
     assert await ahead(store, 0, 1) == 0
 
 
+async def test_a_session_that_was_let_in_is_looked_for_until_it_is_there_or_known_not_to_be(store: Store) -> None:
+    """Three of one group, let in at 1, 2 and 3: the first is there, the second is not, the third is asked for again at 9."""
+    for number in (1, 2, 3):
+        assert (await store.delivery.admit("g", f"s{number}", 1, ALL, float(number))).noted
+    assert await store.delivery.unseen(2.0) == ["s1", "s2"]
+    assert await store.delivery.unseen(3.0, limit=1) == ["s1"]
+    await store.delivery.seen("s1")
+    await store.delivery.dismiss("s2")
+    assert not (await store.delivery.admit("g", "s3", 1, ALL, 9.0)).noted
+    assert await store.delivery.unseen(8.0) == []
+    assert await store.delivery.unseen(9.0) == ["s3"]
+    await store.delivery.dismiss("s3")
+    assert (await store.delivery.admit("h", "s4", 1, ALL, 9.0)).undelivered == 1, "s1 still holds the group's place"
+    await fill(store, "g", member("s1"))
+    assert await store.delivery.unseen(99.0) == []
+
+
+async def test_a_group_that_ends_opening_is_not_looked_for(store: Store) -> None:
+    for session_id in ("s1", "s2"):
+        await store.delivery.admit("g", session_id, 1, ALL, 1.0)
+    await fill(store, "g", member("s1"), size=2)
+    assert await store.delivery.unseen(99.0) == []
+
+
 async def test_a_refusal_is_counted_once_however_often_it_is_asked_again(store: Store) -> None:
     await ready(store, "a", "b")
     for again in (False, True, True):

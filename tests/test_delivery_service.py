@@ -17,13 +17,16 @@ from redis_server import RedisServer, Store
 from running_service import ADMIN, TRAINER, RunningService, hanging_up, wait_until
 from test_control_api import Service, running, said
 
+from proxy.api.admission import reclaim_places
 from proxy.settings import Settings
+from proxy.store.groups import GroupPolicy
 from proxy.store.weight_store import WeightState
 from reconstruct.codec import decode, encode
 from reconstruct.records import Span
 from trainer_client import TrainerClient
 
 NO_ENGINE = "http://127.0.0.1:9"
+ALL_USABLE = GroupPolicy("require_all")
 
 
 async def finish(url: str, service: RunningService, *session_ids: str, sampled: int = 3, **fields: Any) -> None:
@@ -223,6 +226,33 @@ async def test_a_session_id_that_is_taken_does_not_cost_its_group_its_place(redi
         assert (await service.admin.delete("/sessions/s0")).status_code == 204
         assert (await service.admin.delete("/sessions/s1")).status_code == 204
         await service.session("other")
+
+
+async def test_a_place_whose_process_died_before_the_session_was_there_is_free_again(redis_url: str) -> None:
+    async with running(redis_url, max_undelivered_groups=2) as service:
+        now = time.time()
+        for session_id in ("died", "opened"):
+            assert (await service.services.delivery.admit(f"s:{session_id}", session_id, 2, ALL_USABLE, now)).noted
+        await service.session("opened", 7)
+        assert said(await service.admin.post("/sessions", json={"session_id": "next"}))[0] == 429
+        assert await reclaim_places(service.services) == 0, "it may be on its way"
+        assert await reclaim_places(service.services, older_than_seconds=0.0) == 1
+        await service.session("next", 7)
+        assert said(await service.admin.post("/sessions", json={"session_id": "another"}))[0] == 429
+        assert await service.services.delivery.unseen(now) == [], "what is there is not looked for again"
+
+
+async def admit_long_ago(url: str, session_id: str) -> None:
+    store = Store.at(url)
+    assert (await store.delivery.admit(f"s:{session_id}", session_id, 1, ALL_USABLE, time.time() - 60)).noted
+    await store.connection.close()
+
+
+def test_the_running_service_looks_for_places_that_nobody_holds(redis_url: str) -> None:
+    with RunningService(NO_ENGINE, redis_url, max_undelivered_groups=1, session_idle_seconds=3600) as service:
+        asyncio.run(admit_long_ago(redis_url, "died"))
+        assert service.request("POST", "/sessions", json={}).status_code == 429
+        wait_until(lambda: service.request("POST", "/sessions", json={}).status_code == 201, 60, "its place is free")
 
 
 def test_a_group_that_nobody_completes_is_given_up_by_the_running_service(redis_url: str) -> None:

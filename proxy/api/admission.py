@@ -13,10 +13,11 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 
-from proxy.api.closing import group_ref, policy_of
+from proxy.api.closing import SWEEP_AGE_SECONDS, group_ref, policy_of
 from proxy.errors import Backpressure
 from proxy.services import Services
 from proxy.store.delivery_store import Admission, Freshness
+from proxy.store.packing import StoredValueError
 from proxy.store.session_store import SessionInfo
 
 LOOK_SECONDS = 0.5
@@ -36,6 +37,26 @@ async def open_session(services: Services, info: SessionInfo, hung_up: Callable[
         if admission.noted and not created:
             await asyncio.shield(services.delivery.dismiss(info.session_id))
     return created
+
+
+async def reclaim_places(services: Services, *, older_than_seconds: float = SWEEP_AGE_SECONDS, limit: int = 100) -> int:
+    """Free what processes hold that died between letting a session in and opening it; how many places. Raises `StoreUnavailable`."""
+    reclaimed = 0
+    for session_id in await services.delivery.unseen(time.time() - older_than_seconds, limit):
+        if await _is_there(services, session_id):
+            await services.delivery.seen(session_id)
+        else:
+            await services.delivery.dismiss(session_id)
+            reclaimed += 1
+    return reclaimed
+
+
+async def _is_there(services: Services, session_id: str) -> bool:
+    try:
+        return await services.sessions.load(session_id) is not None
+    except StoredValueError:
+        # Unreadable is not absent, and must not keep the others from being looked at.
+        return True
 
 
 async def versions_ahead(services: Services) -> int | None:

@@ -36,6 +36,8 @@ LEAVE = Script.read("leave", "_delivery")
 ADMIT = Script.read("admit", "_delivery")
 VERSIONS_AHEAD = Script.read("versions_ahead", "_delivery")
 DISMISS = Script.read("dismiss", "_delivery")
+UNSEEN = Script.read("unseen", "_delivery")
+SEEN = Script.read("seen", "_delivery")
 TEND = Script.read("tend", "_delivery")
 BURY = Script.read("bury", "_delivery")
 EXHUME = Script.read("exhume", "_delivery")
@@ -98,6 +100,12 @@ class RedisDeliveryStore:
 
     async def dismiss(self, session_id: str) -> None:
         await self._run(DISMISS, session_id)
+
+    async def unseen(self, before: float, limit: int = 100) -> Sequence[str]:
+        return [session_id.decode() for session_id in await self._run(UNSEEN, repr(before), limit)]
+
+    async def seen(self, session_id: str) -> None:
+        await self._run(SEEN, session_id)
 
     async def tend(self, policy: GroupPolicy, timeout_seconds: float, now: float) -> int:
         return int(await self._run(TEND, repr(now), f"{timeout_seconds:g}", *_decision(policy)))

@@ -118,6 +118,15 @@ class DeliveryStore(Protocol):
         """A session that was let in did not come to be."""
         ...
 
+    async def unseen(self, before: float, limit: int = 100) -> Sequence[str]:
+        """Session ids let in no later than `before`, oldest first, that were neither dismissed nor `seen`: sessions live in
+        other slots, and whoever let them in may have died before it opened them."""
+        ...
+
+    async def seen(self, session_id: str) -> None:
+        """A session that was let in is there."""
+        ...
+
     async def tend(self, policy: GroupPolicy, timeout_seconds: float, now: float) -> int:
         """End expired leases, and give up the groups in which no member came for `timeout_seconds` (0: never): require_all
         makes them dead letters, drop drops them, allow_partial delivers them if enough members are usable. How many."""

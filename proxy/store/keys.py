@@ -41,6 +41,7 @@ acknowledged). A group id may be used again; each use is a round, and a group's 
     vb:{delivery}:claims     hash  consumer that got nothing -> since when it wants what (msgpack); seconds after its last request
     vb:{delivery}:opening    hash  group_id let in of which no member has closed -> its sessions (msgpack)
     vb:{delivery}:admitted   hash  session_id let in -> group_id, as long as that group is only opening
+    vb:{delivery}:unseen     zset  session_id in `admitted` that was not yet seen to exist, by when it was let in
     vb:{delivery}:announced  zset  session_id on its way into a group or to its deletion, by time; until filled or retracted
     vb:{delivery}:requests   hash  session_id -> CloseRequest (msgpack) of the announcement
 
@@ -93,6 +94,7 @@ DELIVERY = tuple(
         "admitted",
         "totals",
         "arrivals",
+        "unseen",
     )
 )
 """In the order in which `scripts/_delivery.lua` names them."""

@@ -8,7 +8,7 @@ local groups, rounds, members, ready, stale = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local leases, deadlines, ended, dead = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local counts, announced, requests = KEYS[10], KEYS[11], KEYS[12]
 local filling, claims, opening, admitted = KEYS[13], KEYS[14], KEYS[15], KEYS[16]
-local totals, arrivals = KEYS[17], KEYS[18]
+local totals, arrivals, unseen = KEYS[17], KEYS[18], KEYS[19]
 
 local function tally(what)
   redis.call('HINCRBY', totals, what, 1)
@@ -256,6 +256,7 @@ local function leave_opening(session_id)
   local group_id = redis.call('HGET', admitted, session_id)
   local entry = group_id and load_packed(opening, group_id)
   redis.call('HDEL', admitted, session_id)
+  redis.call('ZREM', unseen, session_id)
   if not entry then
     return
   end
@@ -278,6 +279,7 @@ local function end_opening(group_id)
   if entry then
     for _, id in ipairs(entry.ids) do
       redis.call('HDEL', admitted, id)
+      redis.call('ZREM', unseen, id)
     end
     redis.call('HDEL', opening, group_id)
   end

@@ -13,8 +13,11 @@ local function note(entry)
   entry.ids[#entry.ids + 1] = session_id
   redis.call('HSET', opening, group_id, cmsgpack.pack(entry))
   redis.call('HSET', admitted, session_id, group_id)
+  redis.call('ZADD', unseen, ARGV[4], session_id)
 end
 
+-- Whoever asks again for a session that did not come to be is about to open it.
+redis.call('ZADD', unseen, 'XX', ARGV[4], session_id)
 if redis.call('HEXISTS', admitted, session_id) == 1 or redis.call('HEXISTS', members, session_id) == 1 then
   return {1, waiting, 0, behind}
 end
