@@ -115,6 +115,12 @@ def at(choices: Sequence[C], index: int) -> C:
     return choices[index]
 
 
+def spoken(token_ids: list[int], finish_reason: str | None, stop_reason: str | int | None) -> list[int]:
+    """Of a choice's ids, all or the last ones, those that show in its text: all but the stop token that ended it. A stop string ends
+    it with ids that are text."""
+    return token_ids[:-1] if finish_reason == "stop" and not isinstance(stop_reason, str) else token_ids
+
+
 def shows(request: Request, delta: Delta) -> bool:
     """Whether the harness sees anything of the piece."""
     if delta.content or delta.reasoning or delta.tool_calls:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from proxy.dialects.base import Request
-from proxy.engine.base import Job, Outcome, Sampled
+from proxy.engine.base import Job, Outcome, Sampled, spoken
 from proxy.engine.local_renderer import LocalRenderer
 from proxy.errors import EngineFailed
 from reconstruct.records import Span
@@ -32,9 +32,8 @@ class IdChoice:
 
     @property
     def spoken(self) -> list[int]:
-        """The ids that show in the text: all but the stop token."""
-        ended = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
-        return self.token_ids[:-1] if ended else self.token_ids
+        """The ids that show in the text."""
+        return spoken(self.token_ids, self.finish_reason, self.stop_reason)
 
 
 def check_prompt(job: Job, ids: Sequence[int] | None) -> bool:

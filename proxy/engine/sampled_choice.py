@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.engine.base import Sampled, at
+from proxy.engine.base import Sampled, at, spoken
 from proxy.engine.generated import Usage, Version, spans_of
 from proxy.engine.live_text import LiveText
 from proxy.engine.replica import Replica
@@ -73,17 +73,12 @@ class SampledChoice:
         self.stop_reason = piece.stop_reason if piece.stop_reason is not None else self.stop_reason
         self._versions.extend(piece.weight_versions or ())
         if self.live is not None:
-            self.live.take(new[:-1] if self.ended_by_stop_token else new)
-
-    @property
-    def ended_by_stop_token(self) -> bool:
-        """Then the last id is no text: derender would spell it out."""
-        return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+            self.live.take(spoken(new, self.finish_reason, self.stop_reason))
 
     @property
     def spoken(self) -> list[int]:
-        """The ids that show in the text."""
-        return self.token_ids[:-1] if self.ended_by_stop_token else self.token_ids
+        """The ids to be derendered, which would spell the stop token out."""
+        return spoken(self.token_ids, self.finish_reason, self.stop_reason)
 
     def sampled(self, replica: Replica, parsed: Parsed) -> Sampled:
         return Sampled(
