@@ -14,6 +14,7 @@ The package is installed without its dependencies (peers.txt says why), and CI f
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import random
@@ -343,3 +344,20 @@ def test_where_both_bridge_the_ids_are_the_same(name: str, retain: bool) -> None
     assert found["different: slip"] or not FAMILIES[name].slip or not retain, found
     refused = sum(count for who, count in found.items() if who.startswith("only theirs"))
     assert refused <= CONVERSATIONS // 4, found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_token_that_ends_a_reply_says_nothing_in_it(name: str) -> None:
+    """So that a reply can be read with it, as gpt-oss must be."""
+    renderer = Chat(FAMILIES[name], retain=False).renderer
+    call = {"id": "functions.lookup:0", "type": "function", "function": {"name": "lookup", "arguments": {"key": "a"}}}
+    question, stops = {"role": "user", "content": "question"}, renderer.get_stop_token_ids()
+    prompt = renderer.render_ids([question], tools=TOOLS, add_generation_prompt=True)
+    for answer in ({"content": "hello world"}, {"content": "", "tool_calls": [call]}):
+        turn = renderer.render_ids([question, {"role": "assistant", **answer}], tools=TOOLS, add_generation_prompt=False)
+        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, turn, strict=False))))
+        said = list(itertools.takewhile(lambda token: token not in stops, turn[shared:]))
+        read = renderer.parse_response(said, tools=TOOLS, prompt_ids=prompt)
+        assert read.content or read.reasoning_content or read.tool_calls
+        for stop in stops:
+            assert renderer.parse_response([*said, stop], tools=TOOLS, prompt_ids=prompt) == read

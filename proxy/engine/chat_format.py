@@ -48,6 +48,8 @@ class ChatFormat:
         """The ids of the messages. Raises RequestError for what the format does not take."""
         renderer = self._renderer(kwargs)
         asked = [_plain_message(message) for message in messages]
+        if self._config.name == "gpt-oss":
+            _say_as_harmony(messages, asked)
         try:
             ids = renderer.render_ids(asked, tools=list(tools) or None, add_generation_prompt=generate)
         except Exception as error:
@@ -181,6 +183,21 @@ def _plain_call(call: Message) -> dict[str, Any]:
             arguments = {}
     named = {"name": function.get("name") or "", "arguments": arguments if isinstance(arguments, dict) else {}}
     return {"id": call.get("id") or "", "type": "function", "function": named}
+
+
+def _say_as_harmony(messages: Sequence[Message], plain: Sequence[dict[str, Any]]) -> None:
+    """Change the plain messages to what vLLM gives OpenAI's encoder of gpt-oss instead of a template: arguments as the text they
+    were, and tool results with the name of the function that was called, which the package would call `unknown`.
+
+    Source: vLLM 0.32, entrypoints/openai/parser/harmony_utils.py."""
+    called: dict[str, str] = {}
+    for message, told in zip(messages, plain, strict=True):
+        for call, said in zip(message.get("tool_calls") or (), told.get("tool_calls") or (), strict=True):
+            called[said["id"]] = said["function"]["name"]
+            arguments = (call.get("function") or {}).get("arguments") or ""
+            said["function"]["arguments"] = arguments
+        if told["role"] == "tool" and told.get("tool_call_id") in called:
+            told["name"] = called[told["tool_call_id"]]
 
 
 def _call(attempt: Any, position: int) -> dict[str, Any] | None:

@@ -35,6 +35,13 @@ class IdChoice:
         """The ids that show in the text."""
         return spoken(self.token_ids, self.finish_reason, self.stop_reason)
 
+    @property
+    def stop_id(self) -> int | None:
+        """The stop token that ended it. An engine that gives no ids may name it all the same."""
+        if len(self.spoken) < len(self.token_ids):
+            return self.token_ids[-1]
+        return self.stop_reason if isinstance(self.stop_reason, int) else None
+
 
 def check_prompt(job: Job, ids: Sequence[int] | None) -> bool:
     """Whether the engine says what it sampled after. Raises EngineFailed when that is not what it was given."""
@@ -85,7 +92,8 @@ async def _message(renderer: LocalRenderer, job: Job, choice: IdChoice, proven: 
     said = choice.spoken if proven else await renderer.encode(choice.text)
     if not said:
         return dict(_EMPTY)
-    return await renderer.message(job, said, choice.stop_reason if isinstance(choice.stop_reason, str) else None)
+    stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
+    return await renderer.message(job, said, stop, choice.stop_id)
 
 
 async def _entries(renderer: LocalRenderer, request: Request, choice: IdChoice) -> list[dict[str, Any]] | None:

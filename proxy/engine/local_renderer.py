@@ -63,8 +63,9 @@ class LocalRenderer:
 
         return await self._do(work)
 
-    async def message(self, job: Job, said: Sequence[int], stop: str | None) -> dict[str, Any]:
-        """The message that the sampled ids make; of a request with a prompt, their text. `stop` is the text that ended it."""
+    async def message(self, job: Job, said: Sequence[int], stop: str | None, stop_id: int | None) -> dict[str, Any]:
+        """The message that the sampled ids make; of a request with a prompt, their text. What ended it: the text `stop`, which is
+        in them, or the token `stop_id`, which is not."""
         assert job.prompt_ids is not None
         request, prompt_ids = job.request, job.prompt_ids
         calls = bool(request.tools) and request.forward.get("tool_choice") != "none"
@@ -72,7 +73,9 @@ class LocalRenderer:
         def work(chat: ChatFormat) -> dict[str, Any]:
             if request.prompt is not None:
                 return {"role": "assistant", "content": chat.decode(said, special=not _skips_special(request))}
-            return chat.parse(prompt_ids.tolist(), list(said), request.tools, _kwargs(chat, request), calls=calls)
+            # gpt-oss ends a reply with the token that closes its tool call; a stop token of the harness's own says nothing.
+            closed = [*said, stop_id] if stop_id in chat.stop_ids else list(said)
+            return chat.parse(prompt_ids.tolist(), closed, request.tools, _kwargs(chat, request), calls=calls)
 
         message = await self._do(work)
         if stop is not None:
