@@ -189,6 +189,21 @@ def test_a_call_that_cannot_be_read_is_told_as_text(engine: ScriptedEngine, qwen
     assert "tool_calls" not in message
 
 
+@pytest.mark.parametrize("arguments", ['{"key": "al', "[1]", "7", "null", ""])
+def test_arguments_that_are_no_object_are_rendered_as_vllm_renders_them(
+    engine: ScriptedEngine, service: RunningService, arguments: str
+) -> None:
+    """As an empty object: refusing them would refuse every later turn of the conversation."""
+    session = service.session()
+    for told in (arguments, "{}"):
+        call = {"id": "call_1", "type": "function", "function": {"name": "lookup", "arguments": told}}
+        history = [turn("user", "look"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+        session.ask([*history, {"role": "tool", "tool_call_id": "call_1", "content": "7"}], tools=TOOLS)
+    malformed, empty = session.calls
+    assert malformed["prompt_ids"] == empty["prompt_ids"]
+    assert '"arguments": {}' in engine.family.decode(malformed["prompt_ids"])
+
+
 def test_a_tool_call_is_text_where_no_tool_was_offered(engine: ScriptedEngine, qwen3: RunningService) -> None:
     engine.say(*[engine.family.speak(calls=[("lookup", {"key": "a"})])] * 2)
     session = qwen3.session()

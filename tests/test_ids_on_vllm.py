@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from local_format import TEMPLATE, require_renderers
 from test_end_to_end import TOOLS, Session, assert_true, balanced, never, opened, tool_turns
@@ -69,6 +70,21 @@ def test_every_row_of_a_conversation_has_the_logprobs_that_its_context_gives(
     assert accounting["exported_tokens"] == accounting["sampled_tokens"]
     assert len(rows) < 4
     assert_true(rows, tiny_model)
+
+
+@pytest.mark.parametrize("arguments", ['{"number": 1}', '{"number":1}', '{"number": ', "[1]", "null", ""])
+def test_a_call_in_the_history_is_rendered_as_the_engine_renders_it(
+    opened: Callable[..., Session], serving: Serving, vllm_server: VllmServer, arguments: str
+) -> None:
+    """Whatever its arguments are."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "guess", "arguments": arguments}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    messages = [{"role": "user", "content": "Go."}, said, {"role": "tool", "tool_call_id": "call_1", "content": "too low"}]
+    session = opened(serving)
+    session.ask(messages, tools=TOOLS, max_tokens=1)
+    body = {"model": "policy", "messages": messages, "tools": TOOLS}
+    rendered = httpx.post(f"{vllm_server.url}/v1/chat/completions/render", json=body, timeout=30).raise_for_status().json()
+    assert session.calls[0]["prompt_ids"] == rendered["token_ids"]
 
 
 def test_the_prompt_is_the_one_that_the_engine_would_have_rendered(

@@ -174,6 +174,8 @@ def _text(content: Any) -> str:
 
 
 def _plain_call(call: Message) -> dict[str, Any]:
+    """The call with its arguments as an object: templates need one. Text that is none becomes {}, as vLLM makes it for the same
+    templates, and a history that holds such a call goes on. Source: vLLM 0.32, renderers/chat_utils.py, _postprocess_messages."""
     function = call.get("function") or {}
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
