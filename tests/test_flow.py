@@ -207,6 +207,17 @@ def test_a_stop_string_leaves_the_text_but_not_the_ids(engine: ScriptedEngine, s
     assert call["sampling"]["stop"] == ["world"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_stays_in_the_text_where_the_harness_wants_it(
+    engine: ScriptedEngine, token_service: RunningService, stream: bool
+) -> None:
+    engine.say("hello world in Paris")
+    asked: dict[str, Any] = {"stop": ["wor"], "extra_body": {"include_stop_str_in_output": True}}
+    answer = token_service.session().ask("q", stream=stream, **asked)
+    text = streamed_text(answer)[0] if stream else answer.choices[0].message.content
+    assert text == "hello wor"
+
+
 def test_a_reply_of_nothing_but_the_stop_token_is_an_empty_answer(engine: ScriptedEngine, service: RunningService) -> None:
     engine.say(*[Say(token_ids=[engine.family.end_id])] * 2)
     session = service.session()

@@ -67,7 +67,8 @@ class Parser:
         """The message as vLLM's chat endpoint would show it; derender shows all that was sampled."""
         message = plain_message(derendered)
         if isinstance(choice.stop_reason, str):
-            cut_at_stop(message, choice.stop_reason)
+            kept = bool(self._job.request.forward.get("include_stop_str_in_output"))
+            cut_at_stop(message, choice.stop_reason, kept=kept)
         keep_one_call(message, self._job.request)
         return message
 
@@ -112,10 +113,11 @@ def keep_one_call(message: dict[str, Any], request: Request) -> None:
         message["tool_calls"] = message["tool_calls"][:1]
 
 
-def cut_at_stop(message: dict[str, Any], stop: str) -> None:
-    """Drop the stop string and what follows from the text that holds it: the ids keep it, the harness's text does not."""
+def cut_at_stop(message: dict[str, Any], stop: str, *, kept: bool = False) -> None:
+    """Drop the stop string, unless it is to be `kept`, and what follows from the text that holds it: the ids keep all of it, the
+    harness's text does not."""
     for field in ("content", "reasoning_content"):
         text = message.get(field)
         if text and stop in text:
-            message[field] = text[: text.rindex(stop)]
+            message[field] = text[: text.rindex(stop) + (len(stop) if kept else 0)]
             return
