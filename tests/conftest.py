@@ -8,20 +8,25 @@ import threading
 import pytest
 from hypothesis import HealthCheck, settings
 from redis_server import redis_kind, redis_server, redis_url, store
-from scripted_fixtures import engine, service, token_service
+from scripted_fixtures import engine, engines, service, token_service
+from scripted_service import scripted_server
 from vllm_server import tiny_model, vllm_server, vllm_url
+from weight_fixtures import weights
 
 __all__ = [
     "engine",
+    "engines",
     "redis_kind",
     "redis_server",
     "redis_url",
+    "scripted_server",
     "service",
     "store",
     "tiny_model",
     "token_service",
     "vllm_server",
     "vllm_url",
+    "weights",
 ]
 
 # Other tests run engines beside these: a slow example says nothing about the code.

@@ -44,3 +44,10 @@ def service(request: pytest.FixtureRequest, running: Running) -> RunningService:
 @pytest.fixture
 def token_service(running: Running) -> RunningService:
     return running[1]["token"]
+
+
+@pytest.fixture
+def engines() -> Iterator[list[ScriptedEngine]]:
+    """Two, without a service."""
+    with ScriptedEngine() as first, ScriptedEngine() as second:
+        yield [first, second]

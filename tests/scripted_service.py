@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import pytest
 import uvicorn
 
 
@@ -107,3 +108,10 @@ def serving(service: ScriptedService) -> Iterator[ScriptedService]:
         server.should_exit = True
         thread.join()
         listener.close()
+
+
+@pytest.fixture(scope="module")
+def scripted_server() -> Iterator[ScriptedService]:
+    """One for all tests of a module: `reset` it."""
+    with serving(ScriptedService()) as scripted:
+        yield scripted

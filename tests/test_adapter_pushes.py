@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from redis_server import Store
 from scripted_engine import Drop, ScriptedEngine
-from weight_fixtures import Service, serving
+from weight_fixtures import Service, serving, until
 
 from proxy.store.weight_store import WeightState, WeightStore
 
@@ -22,13 +20,6 @@ def engine() -> Iterator[ScriptedEngine]:
 
 
 @pytest.fixture
-async def weights(redis_url: str) -> AsyncIterator[WeightStore]:
-    store = Store.at(redis_url)
-    yield store.weights
-    await store.connection.close()
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Callable[[str], str]:
     """The path of a folder, which is there."""
 
@@ -37,13 +28,6 @@ def folder(tmp_path: Path) -> Callable[[str], str]:
         return str(tmp_path / name)
 
     return made
-
-
-async def until(condition: Callable[[], bool], what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        await asyncio.sleep(0.01)
 
 
 async def push_without_an_answer(service: Service, engine: ScriptedEngine, version: int, path: str) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from scripted_service import ScriptedService, error_answer, json_answer, serving
+from scripted_service import ScriptedService, error_answer, json_answer
 from trainer_libraries import checked, recorded
 from training_rows import leased, trajectory
 
@@ -23,16 +23,10 @@ from trainer_client.errors import ClientClosed, InvalidAnswer, LeaseLost, Unavai
 LEASE = "POST /batches/lease"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedService]:
-    with serving(ScriptedService()) as scripted:
-        yield scripted
-
-
 @pytest.fixture
-def service(server: ScriptedService) -> ScriptedService:
+def service(scripted_server: ScriptedService) -> ScriptedService:
     """Three leases: two groups, then one, then one."""
-    scripted = server.reset()
+    scripted = scripted_server.reset()
     parts = [[[trajectory("a")], [trajectory("b")]], [[trajectory("c")]], [[trajectory("d")]]]
     answers = [leased(*part, lease_id=f"l{at}", weight_version=7 + at) for at, part in enumerate(parts)]
     scripted.script(LEASE, *answers)

@@ -16,12 +16,6 @@ from verbatim_process import verbatim
 
 
 @pytest.fixture
-def engines() -> Iterator[list[ScriptedEngine]]:
-    with ScriptedEngine() as first, ScriptedEngine() as second:
-        yield [first, second]
-
-
-@pytest.fixture
 def service(engines: list[ScriptedEngine], redis_url: str) -> Iterator[RunningService]:
     with RunningService([engine.url for engine in engines], redis_url) as running:
         yield running

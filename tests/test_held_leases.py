@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from scripted_service import Answer, ScriptedService, error_answer, json_answer, serving
+from scripted_service import Answer, ScriptedService, error_answer, json_answer
 
 from trainer_client.client import TrainerClient
 from trainer_client.errors import LeaseLost
@@ -17,15 +17,9 @@ DONE = json_answer({"groups": ["g1"]})
 LOST = error_answer(409, "conflict", "the lease expired")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedService]:
-    with serving(ScriptedService()) as scripted:
-        yield scripted
-
-
 @pytest.fixture
-def service(server: ScriptedService) -> ScriptedService:
-    scripted = server.reset()
+def service(scripted_server: ScriptedService) -> ScriptedService:
+    scripted = scripted_server.reset()
     for lease_id in ("a", "b"):
         scripted.script(f"POST /batches/{lease_id}/extend", json_answer({"expires_at": 3000.0}))
         scripted.script(f"POST /batches/{lease_id}/ack", DONE)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from redis_server import Store
 from weight_fixtures import Service, generate, serving
 
 from proxy.engine.pool import EnginePool
@@ -131,13 +130,6 @@ async def engines() -> AsyncIterator[Callable[..., Any]]:
             return engine
 
         yield start
-
-
-@pytest.fixture
-async def weights(redis_url: str) -> AsyncIterator[WeightStore]:
-    store = Store.at(redis_url)
-    yield store.weights
-    await store.connection.close()
 
 
 async def until(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from scripted_engine import ScriptedEngine
 from scripted_sampling import Fail
 from scripted_weights import Hold, Step
 from verbatim_process import TRAINER, Serving
-from weight_fixtures import Service, serving
+from weight_fixtures import Service, serving, until
 
 from proxy.engine.push_lock import PushLock
 from proxy.engine.replica_update import Guard, Push, ReplicaLeft, update_replica
@@ -30,19 +29,6 @@ from proxy.engine.weight_api import Claim, WeightApi
 from proxy.errors import Conflict, StoreUnavailable
 from proxy.store import keys
 from proxy.store.weight_store import WeightStore
-
-
-@pytest.fixture
-def engines() -> Iterator[list[ScriptedEngine]]:
-    with ScriptedEngine() as first, ScriptedEngine() as second:
-        yield [first, second]
-
-
-@pytest.fixture
-async def weights(redis_url: str) -> AsyncIterator[WeightStore]:
-    store = Store.at(redis_url)
-    yield store.weights
-    await store.connection.close()
 
 
 @pytest.fixture
@@ -94,13 +80,6 @@ def run_out(redis_url: str) -> None:
     """As when the lock's holder has not renewed it for as long as it lasts."""
     with redis.Redis.from_url(redis_url) as client:
         client.delete(keys.weights("lock", ""))
-
-
-async def until(condition: Callable[[], bool], what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        await asyncio.sleep(0.02)
 
 
 async def until_all_serve(service: Service, engines: list[ScriptedEngine], version: int) -> None:

@@ -204,6 +204,7 @@ def test_answers_of_tools_are_tool_messages() -> None:
 def test_what_one_agent_says_to_another_is_a_users_message() -> None:
     """Codex keeps a message between agents as `encrypted_content`; what a model of ours said there is plain text."""
     content = [{"type": "input_text", "text": "Task:\n"}, {"type": "encrypted_content", "encrypted_content": "look around"}]
+    # "/root" is what Codex calls its main agent; the others are named below it.
     item = {"type": "agent_message", "author": "/root", "recipient": "/root/kid", "content": content}
     assert parse(input=[item]).messages == [{"role": "user", "content": "Task:\nlook around"}]
 

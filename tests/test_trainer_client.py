@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgpack
 import numpy as np
 import pytest
-from scripted_service import Answer, ScriptedService, error_answer, json_answer, serving
+from scripted_service import Answer, ScriptedService, error_answer, json_answer
 from training_rows import lease_body, leased, trajectory
 
 from reconstruct.records import Span
@@ -32,15 +32,9 @@ NOTHING = Answer(204)
 DONE = json_answer({"groups": ["g1"]})
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedService]:
-    with serving(ScriptedService()) as scripted:
-        yield scripted
-
-
 @pytest.fixture
-def service(server: ScriptedService) -> ScriptedService:
-    scripted = server.reset()
+def service(scripted_server: ScriptedService) -> ScriptedService:
+    scripted = scripted_server.reset()
     scripted.script(LEASE, leased([trajectory()]))
     scripted.script(ACK, DONE)
     scripted.script(NACK, DONE)

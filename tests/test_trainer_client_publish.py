@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from scripted_service import Answer, ScriptedService, error_answer, json_answer, serving
+from scripted_service import Answer, ScriptedService, error_answer, json_answer
 
 from trainer_client.client import TrainerClient
 from trainer_client.errors import (
@@ -31,15 +31,9 @@ def pushed(applied: bool = True, **replicas: object) -> Answer:
     return json_answer({"applied": applied, "version": 4, "seconds": 0.3, "replicas": replicas})
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedService]:
-    with serving(ScriptedService()) as scripted:
-        yield scripted
-
-
 @pytest.fixture
-def service(server: ScriptedService) -> ScriptedService:
-    scripted = server.reset()
+def service(scripted_server: ScriptedService) -> ScriptedService:
+    scripted = scripted_server.reset()
     scripted.script(CURRENT, json_answer({"current": {"version": 3}, "replicas": {}}))
     scripted.script(PUSH, pushed(one=GOOD))
     return scripted

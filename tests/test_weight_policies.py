@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from redis_server import Store
 from scripted_engine import ScriptedEngine
 from scripted_sampling import Fail
-from weight_fixtures import Service
+from weight_fixtures import Service, until
 
 from proxy.engine.pool import EnginePool
 from proxy.engine.replica import Replica
@@ -23,19 +21,6 @@ from proxy.engine.weight_metrics import WeightMetrics
 from proxy.errors import Conflict, EngineFailed, NotFound, RequestError
 from proxy.settings import Settings
 from proxy.store.weight_store import KEPT_WEIGHTS, WeightState, WeightStore
-
-
-@pytest.fixture
-def engines() -> Iterator[list[ScriptedEngine]]:
-    with ScriptedEngine() as first, ScriptedEngine() as second:
-        yield [first, second]
-
-
-@pytest.fixture
-async def weights(redis_url: str) -> AsyncIterator[WeightStore]:
-    store = Store.at(redis_url)
-    yield store.weights
-    await store.connection.close()
 
 
 @asynccontextmanager
@@ -53,13 +38,6 @@ async def serving_policies(
     finally:
         await updater.stop()
         await pool.stop()
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.01)
 
 
 async def test_a_push_goes_to_the_replicas_of_its_policy_alone(
@@ -86,7 +64,7 @@ async def test_pushes_to_two_policies_do_not_wait_for_each_other(
     async with serving_policies(weights, engines, ["", "critic"]) as (service, _):
         hold = engines[0].weights.hold("update", done=False)
         first = asyncio.create_task(service.updater.push(1, str(tmp_path)))
-        await until(hold.reached.is_set, "the first push is under way")
+        await until(hold.reached.is_set, lambda: "the first push is under way")
         third = asyncio.create_task(service.updater.push(2, str(tmp_path)))
         assert (await service.updater.push(1, str(tmp_path), policy="critic"))["applied"]
         status = await service.updater.status()
@@ -119,7 +97,7 @@ async def test_a_restarted_replica_is_given_the_weights_of_its_own_policy(
     await weights.advance(WeightState(3, str(tmp_path / "default")))
     await weights.advance(WeightState(8, str(tmp_path)), "critic")
     async with serving_policies(weights, engines[:1], ["critic"]) as (service, registry):
-        await until(lambda: service.pool.replicas[0].healthy, "it was repaired")
+        await until(lambda: service.pool.replicas[0].healthy, lambda: "it was repaired")
         assert engines[0].weights.loaded["path"] == str(tmp_path)
         assert engines[0].weights.label == "8"
         assert 'verbatim_weight_repairs_total{outcome="done",policy="critic"} 1.0' in shown(registry)

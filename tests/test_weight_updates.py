@@ -16,7 +16,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from redis_server import Store
 from vllm_server import running_vllm
 from weight_fixtures import Judge, Said, Service, generate, generating, serving
 
@@ -45,14 +44,6 @@ def checkpoint(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
     folder = tmp_path_factory.mktemp("checkpoints")
     made = [tiny_model, *(make_tiny_model(folder / f"seed{seed}", seed=seed) for seed in (1, 2))]
     return made.__getitem__
-
-
-@pytest.fixture
-async def weights(redis_url: str) -> AsyncIterator[WeightStore]:
-    """Empty, whatever the engine holds: its label is taken over at first contact."""
-    store = Store.at(redis_url)
-    yield store.weights
-    await store.connection.close()
 
 
 @pytest.fixture

@@ -1,20 +1,41 @@
-"""What the weight tests share: a pool with its updater, raw generate calls, and the recomputation that is the judge."""
+"""What the weight tests share: an empty store of weights, a pool with its updater, raw generate calls, and the recomputation that
+judges."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
+from redis_server import Store
 
 from proxy.engine.pool import EnginePool
 from proxy.engine.updates import WeightUpdater
 from proxy.settings import Settings
 from proxy.store.weight_store import WeightStore
+
+
+@pytest.fixture
+async def weights(redis_url: str) -> AsyncIterator[WeightStore]:
+    """Empty, whatever the engine holds: its label is taken over at first contact."""
+    store = Store.at(redis_url)
+    yield store.weights
+    await store.connection.close()
+
+
+async def until(condition: Callable[[], bool], what: Callable[[], object]) -> None:
+    """Wait for it; when it does not come, fail and say what is instead."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        await asyncio.sleep(0.01)
 
 
 @dataclass
