@@ -222,9 +222,12 @@ def test_lost_connections_and_502_are_retried(service: ScriptedService, client: 
     assert actions(service) == ["lease"] * 3
 
 
-def test_retries_end_after_retry_seconds(service: ScriptedService) -> None:
-    service.script(LEASE, error_answer(503, "store_unavailable", "Redis is down", retry_after="0.2"))
-    with TrainerClient(service.url, "t", retry_seconds=0.5) as client, pytest.raises(Unavailable) as error:
+def test_retries_end_before_a_wait_that_would_outlast_retry_seconds(service: ScriptedService) -> None:
+    refused = [
+        error_answer(503, "store_unavailable", "Redis is down", retry_after=seconds) for seconds in ("0.05", "0.05", "60")
+    ]
+    service.script(LEASE, *refused)
+    with TrainerClient(service.url, "t", retry_seconds=30) as client, pytest.raises(Unavailable) as error:
         client.lease()
     assert (error.value.status, error.value.code, error.value.attempts) == (503, "store_unavailable", 3)
 
