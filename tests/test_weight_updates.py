@@ -1,7 +1,7 @@
 """New weights into a real vLLM: what is sampled after a push is sampled under the new weights, and says so.
 
-The judge is transformers: every stored logprob is recomputed in float32 from the checkpoint that its span names. The engine
-keeps its weights from test to test, so versions start where the last test left them.
+The judge is transformers: every stored logprob is recomputed in float32 from the checkpoint that its span names. The engine is these
+tests' own and keeps its weights from test to test, so versions start where the last test left them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from vllm_server import running_vllm
 from weight_fixtures import Judge, Said, Service, generate, generating, serving
 
+from proxy.engine.vllm_launch import VllmServer
 from proxy.engine.weight_api import Claim, Claimed, StepRefused, Transfer, WeightApi
 from proxy.errors import Conflict, EngineFailed, RequestError
 from proxy.store.weight_store import WeightState, WeightStore
@@ -29,6 +30,13 @@ PROMPT = list(range(20, 60))
 LONG_PROMPT = [20 + 7 * i % 900 for i in range(700)]
 """More than five of vLLM's blocks of 128 tokens, so that a stale prefix cache would be hit."""
 TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def vllm_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """In the place of the one that all tests share, which must go on with the weights it was started with."""
+    with running_vllm(tiny_model, tmp_path_factory.mktemp("vllm")) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
