@@ -27,6 +27,7 @@ from proxy.services import Services
 from proxy.session_tree import SessionTree
 from proxy.store.session_store import Intent
 from proxy.turn import Turn, marks_of
+from proxy.wanted import logprob_mode, overrides, wanted_of
 from reconstruct.codec import encode
 from reconstruct.messages import hash_bytes
 from reconstruct.roles import BUILT_IN, role_of
@@ -55,7 +56,7 @@ class Flow:
         call_ids = [new_call_id() for _ in range(request.n)]
         running = Running(tree.info.session_id, call_ids[0])
         turn = Turn(tree, request, hash_bytes(body), call_ids, running, time.time(), time.perf_counter())
-        turn.sampling = {**request.sampling, **tree.info.sampling}
+        turn.sampling = {**request.sampling, **overrides(tree.info.sampling)}
         turn.role, turn.agent = role_of(marks_of(request, headers), self._rules)
         retry = headers.get("x-stainless-retry-count", "0")
         turn.marks = {**request.marks, "retry": retry} if retry != "0" else request.marks
@@ -162,7 +163,7 @@ class Flow:
         """Let the engine sample; a call that it refused or lost before its first token leaves the tree as it was."""
         assert turn.replica is not None and turn.replica.api is not None
         engine = self._apis.engine(turn.replica, turn.request)
-        job = Job(turn.call_ids[0], turn.request, turn.sampling, Line())
+        job = Job(turn.call_ids[0], turn.request, turn.sampling, Line(), wanted=wanted_of(turn, self._services.settings))
         if turn.plan is not None:
             job.prompt_ids, job.body = turn.plan.prompt_ids, turn.plan.body
             job.id_text = self._apis.id_text(turn.session_id)
@@ -221,7 +222,8 @@ class Flow:
         forced = isinstance(turn.request.forward.get("tool_choice"), dict)
         choices = [minted_choice(sampled, turn.call_ids, forced_tool=forced) for sampled in outcome.choices]
         frozen = self._services.pool.is_frozen(turn.replica, turn.request.model)
-        calls = call_records(turn, outcome, choices, frozen=frozen)
+        mode = logprob_mode(turn.replica, self._services.settings)
+        calls = call_records(turn, outcome, choices, frozen=frozen, logprob_mode=mode)
         records = {call.call_id: encode(call) for call in calls}
         total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records)
         prompt_ids = prompt_of(turn, outcome)[0]

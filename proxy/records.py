@@ -27,7 +27,7 @@ _NOTED = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
 _NEUTRAL: Mapping[str, Any] = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 
 
-def effective_sampling(asked: Mapping[str, Any], generate_body: Mapping[str, Any] | None) -> Sampling:
+def effective_sampling(asked: Mapping[str, Any], generate_body: Mapping[str, Any] | None, logprob_mode: str) -> Sampling:
     """What was in effect: on the token path the engine's own parameters under ours, on the chat path what was sent."""
     engine = (generate_body or {}).get("sampling_params") or {}
     effective = {**engine, **asked}
@@ -40,22 +40,25 @@ def effective_sampling(asked: Mapping[str, Any], generate_body: Mapping[str, Any
         seed=effective.get("seed"),
         max_tokens=effective.get("max_tokens"),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        logprob_mode=logprob_mode,
         extra=extra,
     )
 
 
-def call_records(turn: Turn, outcome: Outcome, choices: Sequence[Choice], *, frozen: bool) -> list[Call]:
+def call_records(turn: Turn, outcome: Outcome, choices: Sequence[Choice], *, frozen: bool, logprob_mode: str) -> list[Call]:
     """The record of every choice, the first one first: the others lean on its prompt instead of repeating it.
 
-    `choices` are the outcome's as the harness gets them. `frozen`: what was sampled is never trained."""
+    `choices` are the outcome's as the harness gets them. `frozen`: what was sampled is never trained. `logprob_mode`: the engine's."""
     assert turn.found is not None
     own_seconds = time.perf_counter() - turn.clock - turn.engine_seconds
     where = place(turn.tree, turn.found, *prompt_of(turn, outcome))
+    asked = {**turn.request.forward, **turn.sampling}
+    sampling = effective_sampling(asked, turn.plan.body if turn.plan else None, logprob_mode)
     calls: list[Call] = []
     for sampled, choice in zip(outcome.choices, choices, strict=True):
         node = _node(where, calls[0] if calls else None, sampled)
         quarantine = _quarantine_reason(turn, outcome, sampled, frozen)
-        calls.append(_call_record(turn, outcome, sampled, choice, node, quarantine, own_seconds))
+        calls.append(_call_record(turn, outcome, sampled, choice, node, sampling, quarantine, own_seconds))
     return calls
 
 
@@ -67,7 +70,14 @@ def prompt_of(turn: Turn, outcome: Outcome) -> tuple[Ids, str | None]:
 
 
 def _call_record(
-    turn: Turn, outcome: Outcome, sampled: Sampled, choice: Choice, node: Node, quarantine_reason: str, own_seconds: float
+    turn: Turn,
+    outcome: Outcome,
+    sampled: Sampled,
+    choice: Choice,
+    node: Node,
+    sampling: Sampling,
+    quarantine_reason: str,
+    own_seconds: float,
 ) -> Call:
     assert turn.found is not None and turn.replica is not None
     request, found, aborted = turn.request, turn.found, sampled.finish_reason == "abort"
@@ -83,7 +93,7 @@ def _call_record(
         agent=turn.agent,
         finish_reason=sampled.finish_reason if aborted else choice.finish_reason,
         stop_reason=sampled.stop_reason,
-        sampling=effective_sampling({**request.forward, **turn.sampling}, turn.plan.body if turn.plan else None),
+        sampling=sampling,
         root_key=found.root,
         fingerprint=found.fingerprint,
         reply_fingerprint=chain(found.fingerprint, [digest_message(choice.message)])[-1],
@@ -129,6 +139,7 @@ def _node(where: Place, sibling: Call | None, sampled: Sampled) -> Node:
         completion_ids=pack_ids(sampled.token_ids or ()),
         logprobs=pack_logprobs([np.nan if value is None else value for value in sampled.logprobs]),
         spans=sampled.spans,
+        details=sampled.details and sampled.details.told_after(base_length, len(delta_ids)),
     )
 
 

@@ -52,18 +52,20 @@ def build_rows(
     delivered: Container[str],
     builder: str,
     train_roles: Container[str],
+    logprob_modes: Container[str] | None = None,
 ) -> Built:
     """The session's training rows and what became of every sampled token.
 
     `delivered` holds the ids of calls whose answer went out whole. Intents without a result are dangling calls: they are
-    accounted for with no tokens. Raises RequestError for an unknown builder.
+    accounted for with no tokens. `logprob_modes` are those that are trained, None: all that are logprobs. Raises RequestError for an
+    unknown builder.
     """
     try:
         build = builder_named(builder)
     except ReconstructError as error:
         raise RequestError(str(error), param="builder") from error
     calls, damaged = _decoded(records)
-    settled = settle(calls, delivered=delivered, train_roles=train_roles)
+    settled = settle(calls, delivered=delivered, train_roles=train_roles, logprob_modes=logprob_modes)
     info = state.info
     rows = build(
         settled,
@@ -209,5 +211,5 @@ async def session_rows(services: Services, state: SessionState, builder: str = "
     )
     in_flight = await services.peers.in_flight(intents) if state.status in ("open", "closing") else ()
     left = [intent for intent in intents if intent.call_id not in in_flight]
-    roles = frozenset(services.settings.train_roles)
-    return await asyncio.to_thread(build_rows, state, records, left, delivered, builder, roles)
+    roles, modes = frozenset(services.settings.train_roles), frozenset(services.settings.train_logprob_modes)
+    return await asyncio.to_thread(build_rows, state, records, left, delivered, builder, roles, modes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -18,6 +18,8 @@ from proxy.loopback import is_loopback
 from reconstruct.roles import RoleRule
 
 Role = Literal["main", "subagent", "compaction", "side"]
+LogprobMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+TrainedMode = Literal["raw_logprobs", "processed_logprobs", "unknown"]
 
 
 def _expression(text: str) -> str:
@@ -85,6 +87,19 @@ class Settings(BaseSettings):
     frozen_models: list[str] = Field(default_factory=list)
     """Models whose tokens are never trained, judges for example: names of policies or of served models. Their calls are recorded and
     quarantined."""
+
+    engine_logprob_modes: dict[str, LogprobMode] = Field(default_factory=dict)
+    """The logprob mode (vLLM's --logprobs-mode) of engines that do not tell it, by policy; "" is the default one. vLLM tells it when it
+    was started with this project's worker extension. What neither says is recorded as unknown."""
+    train_logprob_modes: list[TrainedMode] = Field(default_factory=lambda: list[TrainedMode](get_args(TrainedMode)))
+    """Modes whose tokens are trained; calls of other modes are recorded and quarantined. Logits are never trained."""
+    keep_top_logprobs: int = Field(0, ge=0, le=128)
+    """The most probable tokens to keep of each sampled one, with their logprobs; a session's `sampling` may say otherwise. The engine
+    must allow one more (vLLM's --max-logprobs)."""
+    keep_prompt_logprobs: bool = False
+    """Keep the logprobs of prompts as well. The engine then reads no prompt from its prefix cache, and replies come with their end."""
+    keep_routed_experts: bool = False
+    """Keep which experts every token was routed to, where the engine tells (vLLM's --enable-return-routed-experts)."""
 
     redis: str | None = None
     """URL of the store: redis://, redis+cluster://, redis+sentinel://, each also with rediss; none: an embedded redis-server in

@@ -15,7 +15,7 @@ import numpy as np
 
 from reconstruct.errors import IdOutOfRange, ReconstructError, RecordError, UnknownParent
 from reconstruct.forest import Forest, order_key
-from reconstruct.records import Call
+from reconstruct.records import NO_LOGPROBS, Call
 from reconstruct.retries import REASON as SUPERSEDED
 from reconstruct.retries import superseded
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
@@ -35,19 +35,27 @@ class Settled:
 
 
 def settle(
-    calls: Iterable[Call], *, delivered: Container[str] | None = None, train_roles: Container[str] | None = None
+    calls: Iterable[Call],
+    *,
+    delivered: Container[str] | None = None,
+    train_roles: Container[str] | None = None,
+    logprob_modes: Container[str] | None = None,
 ) -> Settled:
     """Plant the forest from calls in any order and find what must not be trained. Never raises for one bad record.
 
     `delivered` holds the ids of calls whose answer went out whole (None: all of them); `train_roles` the roles that are
-    trained (None: every role).
+    trained (None: every role); `logprob_modes` the modes in which a call's logprobs may be (None: all but logits).
     """
     ordered = sorted({call.call_id: call for call in calls}.values(), key=order_key)
     forest, refused = _plant(ordered)
     stray = [call for call in ordered if call.call_id in refused]
     unsound = _out_of_range(forest)
     for call in forest.calls.values():
-        reason = _refusal(call, forest) or (IdOutOfRange.reason if call.call_id in unsound else "")
+        reason = (
+            _refusal(call, forest)
+            or (IdOutOfRange.reason if call.call_id in unsound else "")
+            or _wrong_mode(call, logprob_modes)
+        )
         if reason:
             refused[call.call_id] = reason
     if delivered is not None:
@@ -75,6 +83,16 @@ def _refusal(call: Call, forest: Forest) -> str:
     if call.finish_reason == "abort" and not any(forest.extends(child) for child in forest.children(call.call_id)):
         return "aborted"
     return ""
+
+
+def _wrong_mode(call: Call, wanted: Container[str] | None) -> str:
+    """Why the call's logprobs are not what is trained on; a call that sampled nothing has none."""
+    mode = call.sampling.logprob_mode
+    if not len(call.node.completion_ids):
+        return ""
+    if mode in NO_LOGPROBS:
+        return "logits_for_logprobs"
+    return "" if wanted is None or mode in wanted else f"logprob_mode_{mode}"
 
 
 def _plant(ordered: Sequence[Call]) -> tuple[Forest, dict[str, str]]:

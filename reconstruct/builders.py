@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from reconstruct.accounting import Settled
+from reconstruct.details import row_details
 from reconstruct.errors import ReconstructError
 from reconstruct.forest import Forest, order_key
 from reconstruct.records import Call, Span, pack_ids
-from reconstruct.trajectory import Trajectory
+from reconstruct.trajectory import MIXED, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,16 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
         finish_reason=last.finish_reason,
         truncated=last.finish_reason in ("length", "abort"),
         metadata=_metadata(context, places),
+        logprob_mode=_logprob_mode(forest, list(places) or path),
+        details=row_details(forest, last.call_id, list(places)),
     )
+
+
+def _logprob_mode(forest: Forest, call_ids: Sequence[str]) -> str:
+    """The one mode of those of the calls that sampled anything."""
+    calls = [forest.calls[call_id] for call_id in call_ids]
+    modes = {call.sampling.logprob_mode for call in calls if len(call.node.completion_ids)}
+    return modes.pop() if len(modes) == 1 else MIXED if modes else calls[-1].sampling.logprob_mode
 
 
 def _reward(builder: str, context: RowContext, trajectory_id: str, last_call_id: str) -> float | None:

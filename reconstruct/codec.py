@@ -4,22 +4,28 @@ A record is a msgpack array whose first item is the schema version, and the CRC-
 would otherwise be trained unseen. Ids are little-endian int32, logprobs little-endian float32, message texts zlib-compressed
 JSON where that is shorter. A version once released stays readable: a new field means a new version and a branch in `decode`;
 the golden bytes in tests/golden hold that.
+
+Version 2 is version 1 with the call's details behind it. A call without details is written as version 1, which builds that do not
+know of details read as well.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from dataclasses import replace
 from types import NoneType
 from typing import Any
 
 import msgpack
 import numpy as np
 
+from reconstruct.details_codec import details_fields, details_of
 from reconstruct.errors import DecodeError
 from reconstruct.records import Call, Ids, Logprobs, Node, Sampling, Span
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""The newest that this build reads; it reads all before, too."""
 
 _COMPRESS_FROM_BYTES = 128
 """Below this zlib's header eats the gain."""
@@ -32,9 +38,10 @@ _SURROGATES = "surrogatepass"
 
 def encode(call: Call) -> bytes:
     """`call` as the bytes of one record."""
+    details = call.node.details
     packed: bytes = msgpack.packb(
         (
-            SCHEMA_VERSION,
+            1 if details is None else 2,
             call.call_id,
             call.session_id,
             _node_fields(call.node),
@@ -63,6 +70,7 @@ def encode(call: Call) -> bytes:
             call.trainable,
             call.quarantine_reason,
             dict(call.marks),
+            *(() if details is None else (details_fields(details),)),
         ),
         unicode_errors=_SURROGATES,
     )
@@ -84,14 +92,20 @@ def decode(data: bytes) -> Call:
     if not isinstance(fields, list) or not fields:
         raise DecodeError(f"a record is a msgpack array, not {type(fields).__name__}")
     version = fields[0]
-    if type(version) is not int or version != SCHEMA_VERSION:
-        raise DecodeError(f"schema version {version!r} is unknown to this build (it reads {SCHEMA_VERSION})")
+    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
+        raise DecodeError(f"schema version {version!r} is unknown to this build (it reads up to {SCHEMA_VERSION})")
     try:
-        return _decode_v1(fields)
+        return _decode_v1(fields) if version == 1 else _decode_v2(fields)
     except DecodeError:
         raise
     except (ValueError, TypeError, IndexError, KeyError, zlib.error) as error:
-        raise DecodeError(f"a version-1 record is damaged: {error}") from error
+        raise DecodeError(f"a version-{version} record is damaged: {error}") from error
+
+
+def _decode_v2(fields: list[Any]) -> Call:
+    *before, details = fields
+    call = _decode_v1(before)
+    return replace(call, node=replace(call.node, details=details_of(details)))
 
 
 def _decode_v1(fields: list[Any]) -> Call:

@@ -21,7 +21,7 @@ def order_key(call: Call) -> tuple[float, str]:
 
 
 class Forest:
-    """The calls of one session in the order they were added, with the indexes that find a parent."""
+    """The calls of one session in the order they were added, with the indexes that find a parent. `detailed`: one has details."""
 
     def __init__(self, calls: Iterable[Call] = ()) -> None:
         self.calls: dict[str, Call] = {}
@@ -31,6 +31,7 @@ class Forest:
         self._lengths: dict[str, int] = {}
         self._owners: dict[str, str | None] = {}
         self._extending: set[str] = set()
+        self.detailed = False
         for call in calls:
             self.add(call)
 
@@ -64,6 +65,7 @@ class Forest:
         self._by_reply.setdefault(call.reply_fingerprint, []).append(call.call_id)
         self._by_prompt.setdefault(call.fingerprint, []).append(call.call_id)
         self._children.setdefault(node.parent_id, []).append(call.call_id)
+        self.detailed = self.detailed or node.details is not None
         if self._begins_with_parent(call):
             self._extending.add(call.call_id)
 
@@ -92,15 +94,18 @@ class Forest:
 
     def prefix(self, call_id: str, length: int) -> Ids:
         """The first `length` ids of the call's prompt and completion, as int32 of shape (length,)."""
-        parts: list[Ids] = []
-        current = self._owner(call_id, length)
-        while current is not None:
-            node = self.calls[current].node
-            parts.append(_own_ids(node, node.base_length, length))
-            length = node.base_length
-            current = self._owners[current]
+        parts = [_own_ids(self.calls[owner].node, start, end) for owner, start, end in self.pieces(call_id, length)]
         parts.reverse()
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+
+    def pieces(self, call_id: str, length: int) -> Iterator[tuple[str, int, int]]:
+        """Who stores the first `length` ids of the call's prompt and completion: the call and its positions, the last ones first."""
+        current = self._owner(call_id, length)
+        while current is not None:
+            start = self.calls[current].node.base_length
+            yield current, start, length
+            length = start
+            current = self._owners[current]
 
     def extends(self, call_id: str) -> bool:
         """Whether the call's prompt is all of its parent's ids and then its own: one row may run through both.

@@ -20,7 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reconstruct.details import CallDetails
 from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, SpanError
+
+RAW, PROCESSED, UNKNOWN_MODE = "raw_logprobs", "processed_logprobs", "unknown"
+NO_LOGPROBS = ("raw_logits", "processed_logits")
+"""Logprob modes of vLLM under which an engine reports logits in the place of logprobs."""
 
 Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
@@ -57,7 +62,8 @@ class Sampling:
     """The sampling parameters that were in effect for a call, after session overrides and clamping.
 
     None means that neither the harness nor the session set it and the engine's own default applied.
-    `logprob_mode` is the engine's: "raw_logprobs" ignores temperature and truncation, "processed_logprobs" does not.
+    `logprob_mode` is the engine's: "raw_logprobs" ignores temperature and truncation, "processed_logprobs" does not; "unknown" when
+    neither the engine nor its operator says. What is reported under one of NO_LOGPROBS is never trained.
     """
 
     temperature: float | None = None
@@ -66,7 +72,7 @@ class Sampling:
     seed: int | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    logprob_mode: str = "raw_logprobs"
+    logprob_mode: str = UNKNOWN_MODE
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -82,6 +88,7 @@ class Node:
     completion_ids: Ids
     logprobs: Logprobs
     spans: tuple[Span, ...]
+    details: CallDetails | None = None
 
     def check(self, *, session_id: str = "", call_id: str = "") -> None:
         """Raise a RecordError when lengths, logprobs, spans or ids break the rules; never repair."""
@@ -96,6 +103,8 @@ class Node:
             if len(ids) and int(ids.min()) < 0:
                 raise IdOutOfRange(f"id {int(ids.min())} is negative", **where, position=int(ids.argmin()))
         self._check_spans(where)
+        if self.details is not None:
+            self.details.check(len(self.delta_ids), sampled, where)
 
     def _check_spans(self, where: dict[str, Any]) -> None:
         end = 0

@@ -6,6 +6,9 @@ that a redelivered row has the id it had before.
 
 One rollout may become several rows. `rollout_id` says which belong together, and `row_weight` is 1 / the number of rows of the
 rollout that train anything (0 for a row that trains nothing), so that the weights of a rollout's rows add up to 1.
+
+`logprob_mode` is the mode of all its logprobs (see `reconstruct.records.Sampling`), or MIXED where its calls differ in it: then
+the row has no one meaning of a ratio. `details` are None unless they were asked for and the engine gave them.
 """
 
 from __future__ import annotations
@@ -18,9 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reconstruct.records import Ids, Logprobs, Span
+from reconstruct.details import NAMES, RowDetails
+from reconstruct.records import UNKNOWN_MODE, Ids, Logprobs, Span
 
 Mask = NDArray[np.int8]
+
+MIXED = "mixed"
+"""The logprob mode of a row whose calls were sampled under different ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +48,8 @@ class Trajectory:
     truncated: bool
     metadata: Mapping[str, Any] = field(default_factory=dict)
     row_weight: float = 1.0
+    logprob_mode: str = UNKNOWN_MODE
+    details: RowDetails | None = None
 
     @property
     def rollout_id(self) -> str:
@@ -74,7 +83,9 @@ class Accounting:
 
 def as_wire(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
     """The row as the HTTP contract has it. `arrays="list"` for JSON; "bytes" for msgpack: token_ids as little-endian int32,
-    loss_mask as int8, logprobs as little-endian float32, each in a bytes field."""
+    loss_mask as int8, logprobs as little-endian float32, each in a bytes field. Details, where there are any, come beside them under
+    their own names: as lists, nested where they have more dimensions, with null for NaN; or as `{"shape", "data"}`, of which
+    top_token_ids is int32, routed_experts int16 and the others float32."""
     return {
         "trajectory_id": row.trajectory_id,
         "session_id": row.session_id,
@@ -93,7 +104,25 @@ def as_wire(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
         "metadata": dict(row.metadata),
         "rollout_id": row.rollout_id,
         "row_weight": row.row_weight,
+        "logprob_mode": row.logprob_mode,
+        **(_details(row.details, arrays) if row.details is not None else {}),
     }
+
+
+def _details(details: RowDetails, arrays: str) -> dict[str, Any]:
+    given = {name: array for name in NAMES if (array := getattr(details, name)) is not None}
+    if arrays != "list":
+        return {name: {"shape": list(array.shape), "data": array.tobytes()} for name, array in given.items()}
+    return {name: listed(array) for name, array in given.items()}
+
+
+def listed(array: NDArray[Any]) -> list[Any]:
+    """As lists, with None for NaN, which JSON does not have."""
+    known = array.astype(object)
+    if array.dtype.kind == "f":
+        known[np.isnan(array)] = None
+    listed: list[Any] = known.tolist()
+    return listed
 
 
 def _array(array: NDArray[Any], arrays: str) -> Any:

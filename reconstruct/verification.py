@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from reconstruct.details import NAMES
 from reconstruct.errors import LengthMismatch, RecordError
 from reconstruct.forest import Forest, shared_length
 from reconstruct.records import Call, Span
@@ -50,6 +51,14 @@ def _check_context(forest: Forest, row: Trajectory) -> None:
             session_id=row.session_id,
             call_id=last.call_id,
         )
+    for name in NAMES if row.details is not None else ():
+        array = getattr(row.details, name)
+        if array is not None and len(array) != length:
+            raise LengthMismatch(
+                f"row {row.trajectory_id} has {name} of {len(array)} tokens for its {length}",
+                session_id=row.session_id,
+                call_id=last.call_id,
+            )
     shared = shared_length(forest.full_ids(last.call_id), row.token_ids)
     if shared < length:
         raise RecordError("an id is not the one of the call", session_id=row.session_id, call_id=last.call_id, position=shared)

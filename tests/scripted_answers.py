@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from scripted_details import prompt_logprobs, routed_experts
 from scripted_sampling import Fail, Generation, Step
 from scripted_wire import (
     chat_answer,
@@ -58,7 +59,10 @@ class WholeAnswer(Answer):
 class GenerateWhole(WholeAnswer):
     async def end(self) -> None:
         wanted = self.generation.sampling.get("logprobs") is not None
-        choices = [generate_choice(index, steps, wanted) for index, steps in enumerate(self.steps)]
+        choices = [
+            generate_choice(index, steps, wanted) | {"routed_experts": routed_experts(self.generation, index)}
+            for index, steps in enumerate(self.steps)
+        ]
         await self.exchange.answer(generate_answer(self.generation, MODEL, choices))
 
 
@@ -103,7 +107,8 @@ class ChatWhole(WholeAnswer):
         choices = [self._choice(index, steps) for index, steps in enumerate(self.steps)]
         usage = usage_of_generation(generation)
         prompt_ids = generation.prompt_ids if self._ids else None
-        await self.exchange.answer(chat_answer(generation.request_id, MODEL, choices, usage, prompt_ids))
+        answer = chat_answer(generation.request_id, MODEL, choices, usage, prompt_ids)
+        await self.exchange.answer(answer | {"prompt_logprobs": prompt_logprobs(generation)})
 
     def _choice(self, index: int, steps: Sequence[Step]) -> dict[str, Any]:
         ids, last = self.generation.sampled[index], steps[-1]
@@ -111,12 +116,14 @@ class ChatWhole(WholeAnswer):
         parsed = _cut(parsed, last.stop_reason)
         calls = [tool_call(f"chatcmpl-tool-{os.urandom(8).hex()}", name, arguments) for name, arguments in parsed.calls]
         entries = [step.entry for step in steps if step.entry]
-        logprobs = chat_logprobs(self._family, entries) if self._logprobs else None
+        as_ids = bool(self.generation.body.get("return_tokens_as_token_ids"))
+        logprobs = chat_logprobs(self._family, entries, as_ids=as_ids) if self._logprobs else None
         reason = (
             "tool_calls" if calls and last.finish_reason == "stop" and is_auto(self.generation.body) else last.finish_reason
         )
         message = message_of(parsed, calls)
-        return chat_choice(index, message, logprobs, reason, last.stop_reason, ids if self._ids else None)
+        choice = chat_choice(index, message, logprobs, reason, last.stop_reason, ids if self._ids else None)
+        return choice | {"routed_experts": routed_experts(self.generation, index)}
 
 
 class ChatStream(StreamAnswer):
@@ -131,7 +138,8 @@ class ChatStream(StreamAnswer):
     async def step(self, step: Step) -> None:
         if not self.opened:
             await self._open()
-        logprobs = chat_logprobs(self._family, [step.entry]) if self._logprobs and step.entry else None
+        as_ids = bool(self.generation.body.get("return_tokens_as_token_ids"))
+        logprobs = chat_logprobs(self._family, [step.entry], as_ids=as_ids) if self._logprobs and step.entry else None
         self._texts[step.index] += step.text
         delta, called = self._live[step.index].tell(self._texts[step.index], step.finish_reason)
         choice: dict[str, Any] = {"index": step.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

@@ -112,6 +112,10 @@ class SamplingCalls:
             unknown = max(body["token_ids"]) >= self._family.tokenizer.get_vocab_size()
             if unknown:
                 raise Refused(bad(f"Token id {max(body['token_ids'])} is out of vocabulary", None))
+            asked = body["sampling_params"]
+            if asked.get("prompt_logprobs") is not None and asked.get("skip_reading_prefix_cache") is False:
+                # Once the prompt is in its cache, vLLM's engine dies of it.
+                raise Refused(ENGINE_ERROR)
         except Refused as refused:
             await exchange.fail(refused.fault)
             return
@@ -147,6 +151,7 @@ class SamplingCalls:
             sampling=sampling,
             stream=bool(body.get("stream")),
             cached_tokens=self._engine.cached_tokens,
+            routes=self._engine.routes,
         )
         self._engine.generations.append(generation)
         return generation

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from scripted_answers import MODEL, Answer, GenerateStream, GenerateWhole, StreamAnswer, WholeAnswer
 from scripted_calls import Refused, SamplingCalls, bad, check_model, need, request_id
+from scripted_details import routed_experts
 from scripted_sampling import Generation, Step
 from scripted_wire import (
     chat_logprobs,
@@ -146,6 +147,7 @@ class TextWhole(GenerateWhole):
         for index, steps in enumerate(self.steps):
             spoken = Spoken(self._family, self.generation)
             choice = generate_choice(index, steps, wanted) | {"text": "".join(map(spoken.tell, steps))}
+            choice["routed_experts"] = routed_experts(self.generation, index)
             choices.append(_with_strings(self._family, choice))
         await self.exchange.answer(generate_answer(self.generation, MODEL, choices) | {"output_mode": "text"})
 

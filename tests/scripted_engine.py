@@ -136,6 +136,8 @@ class ScriptedEngine:
         self.max_model_len = max_model_len
         self.cached_tokens = 0
         """What the engine says of every prompt that it had cached."""
+        self.routes = False
+        """Whether it tells which experts each token was routed to."""
         self._default = default or (lambda generation, index: random_reply(self.family, generation, index))
         self._replies: deque[Reply | str] = deque()
         self._faults: dict[str, deque[Fail | Drop | Hang]] = defaultdict(deque)
@@ -182,6 +184,7 @@ class ScriptedEngine:
     def reset(self) -> Self:
         """Forget scripts and records; the weights and their label stay."""
         self.received, self.generations, self.script, self.cached_tokens = [], [], None, 0
+        self.routes = False
         self._replies.clear()
         self._faults.clear()
         return self

@@ -80,6 +80,7 @@ class Generation:
     sampling: dict[str, Any]
     stream: bool
     cached_tokens: int = 0
+    routes: bool = False
     sampled: dict[int, list[int]] = field(default_factory=dict)
     aborted: bool = False
     disconnected: bool = False

@@ -39,7 +39,7 @@ class ScriptedWeights:
         self.updating = False
         self.loaded: dict[str, Any] = {
             **{"whole": True, "path": None, "version": None, "updates": 0, "error": None},
-            **{"group": None, "claimed_by": None},
+            **{"group": None, "claimed_by": None, "logprob_mode": "raw_logprobs"},
         }
         self.refuse_check: str | None = None
         self.refuse_update: str | None = None
@@ -154,7 +154,7 @@ class ScriptedWeights:
             return
         updates = self.loaded["updates"] + 1
         loaded = {"whole": True, "path": info.get("path"), "version": info.get("version"), "updates": updates, "error": None}
-        loaded |= {"group": self.loaded.get("group"), "claimed_by": None}
+        loaded |= {"group": self.loaded.get("group"), "claimed_by": None, "logprob_mode": self.loaded.get("logprob_mode")}
         self.loaded, self._received = loaded, True
         await self._held("update", done=True)
         await exchange.answer({"message": "Weights updated"})

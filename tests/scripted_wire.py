@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scripted_details import prompt_logprobs, routed_experts
 from scripted_sampling import Generation, Step
 from template_families import Family
 from template_markup import Parsed
@@ -85,7 +86,10 @@ def sampling_params(request: Mapping[str, Any], room: int) -> dict[str, Any]:
     if request.get("logprobs"):
         params["logprobs"] = request.get("top_logprobs") or 0
     kind = 1 if request.get("stream") else 2
-    return params | {"output_kind": kind, "skip_clone": True, "bad_words": [], "skip_reading_prefix_cache": False}
+    scored = request.get("prompt_logprobs") is not None
+    if scored:
+        params["prompt_logprobs"] = request["prompt_logprobs"]
+    return params | {"output_kind": kind, "skip_clone": True, "bad_words": [], "skip_reading_prefix_cache": scored}
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -113,7 +117,7 @@ def generate_answer(generation: Generation, model: str, choices: list[dict[str, 
         "model": model,
         "created": int(time.time()),
         "usage": usage_of_generation(generation),
-        "prompt_logprobs": None,
+        "prompt_logprobs": prompt_logprobs(generation),
         "prompt_token_id_logprobs": None,
         "prompt_token_ids": generation.prompt_ids if generation.body.get("return_token_ids") else None,
         "mm_placeholders": None,
@@ -131,7 +135,10 @@ def generate_chunk(generation: Generation, step: Step, first: bool) -> dict[str,
     chunk: dict[str, Any] = {"request_id": generation.request_id, "usage": None, "output_mode": "tokens"}
     if first and generation.body.get("return_token_ids"):
         chunk["prompt_token_ids"] = generation.prompt_ids
-    return chunk | {"choices": [generate_choice(step.index, [step], wanted)]}
+    choice = generate_choice(step.index, [step], wanted)
+    if step.finish_reason:
+        choice["routed_experts"] = routed_experts(generation, step.index)
+    return chunk | {"choices": [choice]}
 
 
 def message_of(parsed: Parsed, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -142,17 +149,21 @@ def message_of(parsed: Parsed, calls: Sequence[Mapping[str, Any]]) -> dict[str, 
     return message | {"reasoning": parsed.reasoning}
 
 
-def chat_logprobs(family: Family, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Generate-shaped entries in the chat shape; token strings of split characters are empty, as in vLLM."""
-    return {"content": [_chat_entry(family, entry) for entry in entries]}
+def chat_logprobs(family: Family, entries: Sequence[Mapping[str, Any]], *, as_ids: bool = False) -> dict[str, Any]:
+    """Generate-shaped entries in the chat shape; token strings of split characters are empty, as in vLLM. `as_ids`: as
+    `return_tokens_as_token_ids` has them."""
+    return {"content": [_chat_entry(family, entry, as_ids) for entry in entries]}
 
 
-def _chat_entry(family: Family, entry: Mapping[str, Any]) -> dict[str, Any]:
-    top = [_chat_token(family, other) for other in entry.get("top_logprobs") or ()]
-    return {**_chat_token(family, entry), "top_logprobs": top}
+def _chat_entry(family: Family, entry: Mapping[str, Any], as_ids: bool) -> dict[str, Any]:
+    top = [_chat_token(family, other, as_ids) for other in entry.get("top_logprobs") or ()]
+    return {**_chat_token(family, entry, as_ids), "top_logprobs": top}
 
 
-def _chat_token(family: Family, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_token(family: Family, entry: Mapping[str, Any], as_id: bool) -> dict[str, Any]:
+    if as_id:
+        text = f"token_id:{entry['token_id']}"
+        return {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode())}
     text = family.decode([entry["token_id"]])
     text = "" if text.endswith("\ufffd") else text
     return {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode())}

@@ -413,6 +413,21 @@ def test_an_export_that_cannot_be_made_is_refused(
     assert refused.returncode == code and said in refused.stderr and "Traceback" not in refused.stderr
 
 
+def test_an_archive_of_version_1_is_imported_and_not_added_to(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+) -> None:
+    """Its sessions and records are what they were; its trajectories have fewer columns."""
+    session_id = talked(service).session_id
+    export(service, tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 1}))
+    refused = command(service, "export", "--out", str(tmp_path))
+    assert refused.returncode == 1 and "whose schema_version is 1, not 2" in refused.stderr
+    with elsewhere(engine, other_redis) as other:
+        imported(other, tmp_path)
+        assert other.request("GET", f"/sessions/{session_id}").json()["status"] == "completed"
+
+
 def test_a_folder_that_is_no_archive_or_was_changed_is_not_imported(service: RunningService, tmp_path: Path) -> None:
     refused = command(service, "import", str(tmp_path))
     assert refused.returncode == 1 and "holds no archive" in refused.stderr

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reconstruct.codec import SCHEMA_VERSION, decode, encode
+from reconstruct.details import CallDetails
 from reconstruct.errors import DecodeError
 from reconstruct.records import Call, Node, Sampling, Span, pack_ids, pack_logprobs
 
@@ -70,12 +71,22 @@ GOLDEN_CALL = Call(
 )
 
 
+GOLDEN_DETAILS = CallDetails(
+    top_token_ids=np.array([[7, 3], [151643, -1], [2, 9]], dtype=np.int32),
+    top_logprobs=np.array([[-0.5, -1.5], [-1.25, np.nan], [0.0, -9999.0]], dtype=np.float32),
+    prompt_logprobs=np.array([np.nan, -2.5], dtype=np.float32),
+    routed_experts=np.array([[[0, 255]], [[3, 4]], [[1, 2]], [[9, 8]], [[7, 6]]], dtype=np.uint8),
+    routed_from=2,
+)
+GOLDEN_CALL_2 = replace(GOLDEN_CALL, node=replace(GOLDEN_CALL.node, details=GOLDEN_DETAILS))
+
+
 def plain(value: Any) -> Any:
     """`value` with dataclasses as dicts and arrays as bytes with their dtype, so that NaN equals NaN."""
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, np.ndarray):
-        return (value.dtype.str, value.tobytes())
+        return (value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, tuple):
         return tuple(plain(item) for item in value)
     return value
@@ -97,6 +108,21 @@ def test_version_1_is_still_written_to_the_byte() -> None:
     assert encode(replace(GOLDEN_CALL, messages=b"[]")) == golden
 
 
+def test_a_record_of_version_2_written_by_an_earlier_build_is_still_read() -> None:
+    golden = bytes.fromhex((GOLDEN / "call-v2.hex").read_text())
+    assert plain(decode(golden)) == plain(GOLDEN_CALL_2)
+
+
+def test_version_2_is_still_written_to_the_byte() -> None:
+    golden = bytes.fromhex((GOLDEN / "small-call-v2.hex").read_text())
+    assert encode(replace(GOLDEN_CALL_2, messages=b"[]")) == golden
+
+
+def test_a_call_without_details_is_written_as_version_1_which_earlier_builds_read() -> None:
+    assert msgpack.unpackb(encode(GOLDEN_CALL)[:-4])[0] == 1
+    assert msgpack.unpackb(encode(GOLDEN_CALL_2)[:-4])[0] == 2
+
+
 texts = st.text(max_size=20)
 any_text = st.text(st.characters(exclude_categories=()), max_size=20)
 """Lone surrogates included."""
@@ -106,6 +132,25 @@ numbers = st.floats(allow_nan=False)
 ids = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8).map(pack_ids)
 logprobs = st.lists(st.floats(width=32) | st.none(), max_size=8).map(pack_logprobs)
 names = st.none() | any_text
+
+
+@st.composite
+def arrays(draw: st.DrawFn, dtype: str, dimensions: int) -> Any:
+    """None, or a read-only array of small sizes, zero among them."""
+    shape = draw(st.lists(st.integers(0, 3), min_size=dimensions, max_size=dimensions))
+    item = np.dtype(dtype).itemsize
+    data = draw(st.binary(min_size=int(np.prod(shape)) * item, max_size=int(np.prod(shape)) * item))
+    return draw(st.sampled_from([None, np.frombuffer(data, dtype=dtype).reshape(shape)]))
+
+
+all_details = st.builds(
+    CallDetails,
+    top_token_ids=arrays("<i4", 2),
+    top_logprobs=arrays("<f4", 2),
+    prompt_logprobs=arrays("<f4", 1),
+    routed_experts=arrays("|u1", 3) | arrays("<u2", 3).filter(lambda array: array is None or array.size > 0),
+    routed_from=counts,
+)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | numbers | any_text,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text | st.integers(0, 9), inner, max_size=3),
@@ -121,6 +166,7 @@ nodes = st.builds(
     completion_ids=ids,
     logprobs=logprobs,
     spans=st.lists(st.builds(Span, counts, counts, counts), max_size=3).map(tuple),
+    details=st.none() | all_details,
 )
 samplings = st.builds(
     Sampling,
@@ -260,11 +306,28 @@ def test_a_record_with_a_field_too_few_or_too_many_is_a_decode_error(missing_or_
         decode(sealed(msgpack.packb(changed)))
 
 
-@pytest.mark.parametrize("version", [0, 2, 99, "1", None, 1.0, True])
+@settings(max_examples=300)
+@given(st.data())
+def test_details_with_a_field_of_another_type_are_a_decode_error(data: st.DataObject) -> None:
+    items = msgpack.unpackb(encode(GOLDEN_CALL_2)[:-4])
+    details = items[-1]
+    wrong = data.draw(
+        st.sampled_from([True, 1.5, "text", b"bytes", [], [1], {}, [[2], b"1234567"], [[-1, -1], b""], [[1.0], b"1"]])
+    )
+    position = data.draw(st.integers(0, len(details)))
+    if position == len(details):
+        items[-1] = wrong
+    else:
+        details[position] = wrong
+    with pytest.raises(DecodeError, match="version-2 record"):
+        decode(sealed(msgpack.packb(items)))
+
+
+@pytest.mark.parametrize("version", [0, 3, 99, "1", None, 1.0, True])
 def test_an_unknown_schema_version_is_a_decode_error_that_names_it(version: Any) -> None:
     items = msgpack.unpackb(encode(GOLDEN_CALL)[:-4])
     with pytest.raises(
-        DecodeError, match=rf"schema version {version!r} is unknown to this build \(it reads {SCHEMA_VERSION}\)"
+        DecodeError, match=rf"schema version {version!r} is unknown to this build \(it reads up to {SCHEMA_VERSION}\)"
     ):
         decode(sealed(msgpack.packb([version, *items[1:]])))
 

@@ -200,7 +200,7 @@ def test_a_pause_freezes_calls_and_the_new_weights_take_over_in_mid_reply(client
             {"version": "1", "start": frozen, "end": 5},
         ]
         (loaded,) = asking.post("/collective_rpc", {"method": "verbatim_weights"})["results"]
-        nobody = {"group": None, "claimed_by": None, "begun": False}
+        nobody = {"group": None, "claimed_by": None, "begun": False, "logprob_mode": "raw_logprobs"}
         assert loaded == {"whole": True, "path": str(tmp_path), "version": 1, "updates": 1, "error": None, **nobody}
         (check,) = asking.post("/collective_rpc", {"method": "verbatim_check", "args": ["/not/there"]})["results"]
         assert "/not/there" in check["error"]
@@ -433,6 +433,48 @@ def keyless(answer: dict[str, Any]) -> dict[str, Any]:
         assert all(choice["logprobs"]["top_logprobs"])
         choice["logprobs"]["top_logprobs"] = None
     return answer
+
+
+@pytest.mark.engine
+def test_vllm_tells_details_of_tokens_in_the_same_shape(pair: tuple[Asking, Asking, ScriptedEngine]) -> None:
+    ours, theirs, _ = pair
+    rendered = theirs.post(RENDER, {"model": "policy", "messages": [{"role": "user", "content": "the sea " * 200}]})
+    details = {"logprobs": 4, "prompt_logprobs": 0, "skip_reading_prefix_cache": True}
+    body = {**rendered, "sampling_params": {**rendered["sampling_params"], **details, "max_tokens": 3, "ignore_eos": True}}
+    for _ in range(2):
+        answers = [one.post(GENERATE, body) for one in (ours, theirs)]
+        assert_alike(*answers)
+    for answer in answers:
+        told = answer["prompt_logprobs"]
+        assert told[0] is None
+        assert [next(iter(entry)) for entry in told[1:]] == [str(token) for token in rendered["token_ids"][1:]]
+        for entry in answer["choices"][0]["logprobs"]["content"]:
+            assert entry["top_logprobs"][0]["token_id"] == entry["token_id"] and len(entry["top_logprobs"]) == 4
+    for mine, real in zip(ours.events(GENERATE, body), theirs.events(GENERATE, body), strict=True):
+        assert_alike(mine, real)
+        assert "prompt_logprobs" not in real
+
+
+@pytest.mark.engine
+def test_vllms_chat_tells_tokens_as_ids_and_scores_prompts_in_the_same_shape(
+    pair: tuple[Asking, Asking, ScriptedEngine],
+) -> None:
+    asked = {
+        "model": "policy",
+        "messages": QUESTION,
+        "max_tokens": 3,
+        "logprobs": True,
+        "top_logprobs": 4,
+        "prompt_logprobs": 0,
+    }
+    asked |= {"return_token_ids": True, "return_tokens_as_token_ids": True, "ignore_eos": True}
+    answers = [one.post(CHAT, asked) for one in pair[:2]]
+    assert_alike(*answers)
+    for answer in answers:
+        (choice,) = answer["choices"]
+        assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"])
+        for token_id, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+            assert entry["top_logprobs"][0]["token"] == f"token_id:{token_id}" and len(entry["top_logprobs"]) == 4
 
 
 @pytest.mark.engine

@@ -57,6 +57,12 @@ class Batch:
         """Per row: the rollout it belongs to. `columns.rollout_index` numbers these, `columns.row_weight` weighs the rows."""
         return tuple(row.rollout_id for row in self.rows)
 
+    @property
+    def logprob_modes(self) -> tuple[str, ...]:
+        """Per row: what its logprobs are, `raw_logprobs`, `processed_logprobs` or `unknown`; `mixed` for a row of several. `padded` and
+        `packed` take rows of one mode only, see docs/off-policy.md."""
+        return tuple(row.logprob_mode for row in self.rows)
+
     def advantages(self, estimator: Estimator) -> NDArray[np.float32]:
         """`estimator` (one of trainer_client.advantages) over all rows; float32 of shape (rows,)."""
         return estimator(self.columns.rewards, self.columns.group_index, self.columns.rollout_index)
@@ -77,7 +83,7 @@ class Batch:
 
         It is as long as its longest row, rounded up to `multiple_of`. A row over `max_length` tokens raises RowTooLong, or
         loses its end with `truncate` (counted in `cut_tokens`). `advantages`: one per row of the whole batch.
-        Raises: RowTooLong, ValueError.
+        Raises: RowTooLong, MixedLogprobModes, ValueError.
         """
         return padded(
             self.rows,
@@ -103,7 +109,7 @@ class Batch:
     ) -> list[PackedBatch]:
         """All rows, or those at the indexes `rows`, in sequences of at most `token_budget` tokens, each row in one piece.
 
-        A row over the budget raises RowTooLong, or loses its end with `truncate` (counted in `cut_tokens`).
+        A row over the budget raises RowTooLong, or loses its end with `truncate` (counted in `cut_tokens`). Raises MixedLogprobModes.
         """
         return packed(
             self.rows,

@@ -9,6 +9,7 @@ TrainerClientError
 ├── ConnectionFailed         no answer: refused, broken off or timed out; also retried first
 ├── ClientClosed             the client was closed
 ├── InvalidAnswer            an answer or a row breaks the contract; nothing is repaired
+├── MixedLogprobModes        rows whose logprobs do not mean the same are put into one array
 ├── RowTooLong               a row does not fit and no one asked for its end to be cut
 └── PublishError             the new weights did not reach every engine
     ├── UnpublishableWeights the state dict or folder cannot be published as it is
@@ -75,6 +76,10 @@ class ClientClosed(TrainerClientError):
 
 
 class InvalidAnswer(TrainerClientError):
+    pass
+
+
+class MixedLogprobModes(TrainerClientError):
     pass
 
 

@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from reconstruct.trajectory import Trajectory
 from trainer_client.columns import Array, RowColumns, selected
 from trainer_client.padding import Framework, kept_lengths, lost_tokens
+from trainer_client.token_details import TokenArrays, joined_details, one_mode
 from trainer_client.wire import versions_by_token
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class PackedBatch(RowColumns):
-    """Each token field has shape (tokens,); the fields of RowColumns have shape (rows,), in the order the rows lie.
+class PackedBatch(TokenArrays):
+    """Each token field has shape (tokens,), those of TokenArrays perhaps more behind; the fields of RowColumns have shape (rows,), in
+    the order the rows lie.
 
     `token_ids`, `position_ids` int64, `loss_mask` bool, `inference_logprobs` float32, `weight_versions` int32 as in
     PaddedBatch. `segment_index` int64: which row a token belongs to, so that `advantages[segment_index]` is per token.
@@ -57,6 +59,7 @@ def packed(
 ) -> list[PackedBatch]:
     """The rows at `indexes` in as few sequences as first-fit decreasing finds; see `Batch.packed`."""
     lengths = kept_lengths([rows[index] for index in indexes], token_budget, truncate=truncate)
+    one_mode([rows[index] for index in indexes])
     # By their place in `indexes`: a row that is asked for twice is there twice.
     return [
         _sequence(rows, columns, [indexes[at] for at in bin_], [lengths[at] for at in bin_], advantages).in_framework(framework)
@@ -101,5 +104,7 @@ def _sequence(
         weight_versions=line(np.int32, versions_by_token),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)], dtype=np.int32, casting="unsafe"),
         max_seqlen=max(lengths),
+        logprob_mode=one_mode(chosen),
+        **joined_details(chosen, lengths),
         **selected(columns, indexes, advantages, lost_tokens(chosen, lengths)),
     )

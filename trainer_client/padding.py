@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from reconstruct.trajectory import Trajectory
 from trainer_client.columns import Array, RowColumns, selected
 from trainer_client.errors import RowTooLong
+from trainer_client.token_details import TokenArrays, one_mode, padded_details
 from trainer_client.wire import versions_by_token
 
 Framework = Literal["numpy", "torch"]
@@ -19,8 +20,8 @@ Side = Literal["left", "right"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class PaddedBatch(RowColumns):
-    """Each token field has shape (rows, length); the fields of RowColumns have shape (rows,).
+class PaddedBatch(TokenArrays):
+    """Each token field has shape (rows, length), those of TokenArrays perhaps more behind; the fields of RowColumns have shape (rows,).
 
     `token_ids` int64, `pad_id` outside the row. `attention_mask` int64: 1 on the row. `position_ids` int64: 0, 1, … on
     the row, 0 outside. `loss_mask` bool: true on sampled tokens; it stands at the token itself, so compare the
@@ -56,12 +57,14 @@ def padded(
         raise ValueError(f"max_length {max_length} is no multiple of {multiple_of}")
     chosen = [rows[index] for index in indexes]
     lengths = kept_lengths(chosen, max_length, truncate=truncate)
+    mode = one_mode(chosen)
     width = -(-max(lengths, default=0) // multiple_of) * multiple_of
+
+    places = [slice(0, length) if side == "right" else slice(width - length, width) for length in lengths]
 
     def rectangle(fill: Any, dtype: Any, values: Callable[[Trajectory], NDArray[Any]]) -> NDArray[Any]:
         table = np.full((len(chosen), width), fill, dtype=dtype)
-        for line, row, length in zip(table, chosen, lengths, strict=True):
-            place = slice(0, length) if side == "right" else slice(width - length, width)
+        for line, row, length, place in zip(table, chosen, lengths, places, strict=True):
             line[place] = values(row)[:length]
         return table
 
@@ -72,6 +75,8 @@ def padded(
         loss_mask=rectangle(False, np.bool_, lambda row: row.loss_mask),
         inference_logprobs=rectangle(0.0, np.float32, lambda row: row.logprobs),
         weight_versions=rectangle(-1, np.int32, versions_by_token),
+        logprob_mode=mode,
+        **padded_details(chosen, lengths, places, width),
         **selected(columns, indexes, advantages, lost_tokens(chosen, lengths)),
     ).in_framework(framework)
 

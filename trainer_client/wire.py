@@ -1,8 +1,9 @@
 """From the answer to a lease to checked rows.
 
-The service is asked for msgpack with packed arrays (`token_ids` little-endian int32, `loss_mask` int8, `logprobs`
-little-endian float32) and may answer with plain msgpack or JSON, where arrays are lists of numbers. All three give equal
-rows. A row that breaks a rule of the contract raises InvalidAnswer with the row, the token and the rule; none is mended.
+The service is asked for msgpack with packed arrays (`token_ids` little-endian int32, `loss_mask` int8, `logprobs` little-endian
+float32; details as `{"shape", "data"}`) and may answer with plain msgpack or JSON, where arrays are lists of numbers, with null for
+NaN. All three give equal rows. A row that breaks a rule of the contract raises InvalidAnswer with the row, the token and the rule;
+none is mended.
 """
 
 from __future__ import annotations
@@ -18,12 +19,20 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from reconstruct.records import Span, pack_ids, pack_logprobs
+from reconstruct.details import NAMES, RowDetails, of_one_shape
+from reconstruct.records import UNKNOWN_MODE, Span, pack_ids, pack_logprobs
 from reconstruct.trajectory import Trajectory
 from trainer_client.errors import InvalidAnswer
 
 ACCEPT = "application/msgpack;arrays=packed"
 _PACKED = {"token_ids": "<i4", "loss_mask": "i1", "logprobs": "<f4"}
+_DETAILS = {
+    "top_token_ids": ("<i4", 2),
+    "top_logprobs": ("<f4", 2),
+    "prompt_logprobs": ("<f4", 1),
+    "routed_experts": ("<i2", 3),
+}
+"""The type and the number of dimensions of each."""
 _INT32_MAX = 2**31 - 1
 
 
@@ -92,11 +101,34 @@ def trajectory_of(row: Mapping[str, Any], row_weight: float = 1.0) -> Trajectory
             truncated=bool(row["truncated"]),
             metadata=row["metadata"],
             row_weight=float(row.get("row_weight", row_weight)),
+            logprob_mode=str(row.get("logprob_mode", UNKNOWN_MODE)),
+            details=_details(row),
         )
         _check(trajectory)
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidAnswer(f"trajectory {name!r}: {error!r}") from error
     return trajectory
+
+
+def _details(row: Mapping[str, Any]) -> RowDetails | None:
+    given = {name: _detail(name, value) for name in NAMES if (value := row.get(name)) is not None}
+    return RowDetails(**given) if given else None
+
+
+def _detail(name: str, value: Any) -> NDArray[Any]:
+    dtype, dimensions = _DETAILS[name]
+    if isinstance(value, Mapping):
+        array = np.frombuffer(value["data"], dtype=dtype).reshape(value["shape"])
+    else:
+        # None, where a number is not known, becomes NaN.
+        told = np.array(value, dtype=np.float64)
+        array = told.astype(dtype)
+        if dtype != "<f4" and not np.array_equal(told, array):
+            raise TypeError(f"{name} holds something else than small integers")
+    if array.ndim != dimensions:
+        raise ValueError(f"{name} has {array.ndim} dimensions, not {dimensions}")
+    array.flags.writeable = False
+    return array
 
 
 def _session(row: Any) -> str:
@@ -149,10 +181,21 @@ def _check(row: Trajectory) -> None:
     _refuse(sampled & ~np.isfinite(row.logprobs), "a sampled token has no finite logprob")
     _refuse(~sampled & (row.logprobs != 0), "a token that was not sampled has a logprob")
     _check_spans(row, sampled)
+    if row.details is not None:
+        _check_details(row.details, len(sampled))
     if row.reward is not None and not np.isfinite(row.reward):
         raise ValueError(f"the reward is {row.reward}")
     if not 0 <= row.row_weight <= 1:
         raise ValueError(f"the row weight is {row.row_weight}, outside 0 to 1")
+
+
+def _check_details(details: RowDetails, length: int) -> None:
+    for name in NAMES:
+        array = getattr(details, name)
+        if array is not None and len(array) != length:
+            raise ValueError(f"{name} is of {len(array)} tokens, the row has {length}")
+    if not of_one_shape(details.top_token_ids, details.top_logprobs):
+        raise ValueError("top_token_ids and top_logprobs differ in shape")
 
 
 def _check_spans(row: Trajectory, sampled: NDArray[np.bool_]) -> None:

@@ -36,6 +36,9 @@ class SamplingOverrides(Body):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    top_logprobs: int | None = Field(None, ge=0, le=128)
+    prompt_logprobs: bool | None = None
+    routed_experts: bool | None = None
 
 
 class NewSession(Body):

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from proxy.archive.files import Format, digest_of, read_table, write_table, write_whole
-from proxy.archive.schema import SCHEMA, SCHEMA_VERSION, TABLES
+from proxy.archive.schema import READ_VERSIONS, SCHEMA, SCHEMA_VERSION, TABLES
 from proxy.archive.tables import ArchivedSession, Row, rows_of, session_of
 
 MANIFEST = "manifest.json"
@@ -188,7 +188,7 @@ class ArchiveWriter:
             now = time.time()
             start = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "format": self.format, "builder": self.builder}
             return {**start, "complete": False, "created_at": now, "updated_at": now, "filters": {}, "parts": []}
-        for name, wanted in (("format", self.format), ("builder", self.builder)):
+        for name, wanted in (("format", self.format), ("builder", self.builder), ("schema_version", SCHEMA_VERSION)):
             if manifest[name] != wanted:
                 raise ArchiveError(f"{self.folder} holds an archive whose {name} is {manifest[name]}, not {wanted}")
         return manifest
@@ -212,9 +212,10 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         raise ArchiveError(f"{folder / MANIFEST} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         raise ArchiveError(f"{folder / MANIFEST} is not the manifest of an archive of sessions")
-    if manifest.get("schema_version") != SCHEMA_VERSION:
-        version = manifest.get("schema_version")
-        raise ArchiveError(f"{folder} holds an archive of schema version {version}; this build reads {SCHEMA_VERSION}")
+    version = manifest.get("schema_version")
+    if type(version) is not int or version not in READ_VERSIONS:
+        known = ", ".join(map(str, READ_VERSIONS))
+        raise ArchiveError(f"{folder} holds an archive of schema version {version}; this build reads {known}")
     return manifest
 
 

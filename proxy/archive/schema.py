@@ -3,6 +3,8 @@
 `trajectories` has one row per training row, `sessions` one per session, `records` one per call, in the encoding of the store.
 Columns of kind `json` hold JSON text: their objects differ from row to row, which no column type survives. A change of a column
 is a new SCHEMA_VERSION.
+
+Version 2 has the logprob mode and the details of tokens beside version 1. What is read back, sessions and records, is the same in both.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import json
 from typing import Any
 
 SCHEMA = "verbatim-archive"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READ_VERSIONS = (1, 2)
 
 TRAJECTORIES = {
     "trajectory_id": "string",
@@ -31,6 +34,11 @@ TRAJECTORIES = {
     "finish_reason": "string",
     "truncated": "bool",
     "metadata": "json",
+    "logprob_mode": "string",
+    "top_token_ids": "list<list<int32>>",
+    "top_logprobs": "list<list<float32>>",
+    "prompt_logprobs": "list<float32>",
+    "routed_experts": "list<list<list<int16>>>",
     "session_status": "string",
     "session_reward": "float64",
     "group_size": "int32",

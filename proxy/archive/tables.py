@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from reconstruct.trajectory import listed
+
 Row = dict[str, Any]
 
 _ARRAYS = {"token_ids": "<i4", "loss_mask": "i1", "logprobs": "<f4"}
+_DETAILS = {"top_token_ids": "<i4", "top_logprobs": "<f4", "prompt_logprobs": "<f4", "routed_experts": "<i2"}
 _JSON = ("per_call", "per_branch", "reward_metadata", "metadata", "sampling", "intents")
 _PLAIN = (
     "session_id",
@@ -54,6 +57,7 @@ class ArchivedSession:
     def size_bytes(self) -> int:
         """Roughly what it takes in memory and on disk."""
         arrays = sum(len(row[name]) for row in self.trajectories for name in _ARRAYS)
+        arrays += sum(len(row[name]["data"]) for row in self.trajectories for name in _DETAILS if name in row)
         return arrays + sum(len(record) for _, record in self.records) + 1024
 
 
@@ -99,6 +103,7 @@ def _trajectory_row(row: Mapping[str, Any], state: Mapping[str, Any]) -> Row:
     return {
         **row,
         **{name: np.frombuffer(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()},
+        **{name: _detail(row.get(name), dtype) for name, dtype in _DETAILS.items()},
         "metadata": _text(row["metadata"]),
         "session_status": state["status"],
         "session_reward": state["reward"],
@@ -107,6 +112,14 @@ def _trajectory_row(row: Mapping[str, Any], state: Mapping[str, Any]) -> Row:
         "created_at": state["created_at"],
         "closed_at": state["closed_at"],
     }
+
+
+def _detail(packed: Mapping[str, Any] | None, dtype: str) -> list[Any] | None:
+    """The array as nested lists, None for NaN: neither Arrow nor JSON takes arrays of several dimensions."""
+    if packed is None:
+        return None
+    array = np.frombuffer(packed["data"], dtype=dtype).reshape(packed["shape"])
+    return listed(array)
 
 
 def _text(value: Any) -> str:

@@ -15,11 +15,13 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
+from proxy.engine.details import Wanted
 from proxy.engine.id_text import IdText
 from proxy.engine.line import Line
 from proxy.engine.replica import Replica
 from proxy.errors import EngineFailed
 from reconstruct.bridge import Rendering
+from reconstruct.details import CallDetails
 from reconstruct.records import Ids, Span
 
 
@@ -34,7 +36,7 @@ class Rendered:
 @dataclass(slots=True)
 class Job:
     """One sampling request. `prompt_ids` and `body` are None on the chat path, where the engine renders the messages; `id_text`
-    is the session's, to spell them out."""
+    is the session's, to spell them out. `wanted` is what the service keeps beside the tokens, where the engine gives it."""
 
     call_id: str
     request: Request
@@ -43,6 +45,7 @@ class Job:
     prompt_ids: Ids | None = None
     body: dict[str, Any] | None = None
     id_text: IdText = field(default_factory=IdText)
+    wanted: Wanted = field(default_factory=Wanted)
 
     @property
     def prompt_json(self) -> msgspec.Raw:
@@ -54,7 +57,8 @@ class Job:
 @dataclass(slots=True)
 class Sampled:
     """One choice as the engine emitted it. Lengths: one logprob per token id; `spans` empty when versions are unknown;
-    `token_ids` None when the engine returned none. `message` is a chat message without minted ids."""
+    `token_ids` None when the engine returned none. `message` is a chat message without minted ids. `details` are of the whole
+    prompt and these tokens."""
 
     index: int
     token_ids: list[int] | None
@@ -64,6 +68,7 @@ class Sampled:
     stop_reason: str | int | None
     message: dict[str, Any]
     logprob_content: Sequence[Mapping[str, Any]] | None = None
+    details: CallDetails | None = None
 
 
 @dataclass(slots=True)

@@ -6,6 +6,9 @@ The engine renders the messages itself, so a later turn is not sampled after the
 happens to begin with them the tree still grows in one row, elsewhere it branches. A server that returns no ids is served and
 flagged: its calls are never trained. Such a server reports no weight versions either: the version is the replica's before the call,
 if it is still the same after it, and unknown otherwise.
+
+Of vLLM's details a whole answer tells all that were asked for; the most probable tokens come as ids only when the harness asked for no
+logprobs of its own, which are told as text.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import msgspec
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.assembly import Assembly
 from proxy.engine.base import Job, Outcome, Sampled, at, chat_body, shows
+from proxy.engine.details import PromptLogprobs, Tops, details_of
 from proxy.engine.line import Line
 from proxy.engine.refusals import UnknownRoute
 from proxy.engine.replica import Replica
@@ -56,6 +60,8 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    routed_experts: str | None = None
 
 
 class _PromptTokensDetails(msgspec.Struct):
@@ -72,6 +78,7 @@ class _Answer(Told):
     choices: list[_Choice] = msgspec.field(default_factory=list)
     usage: _Usage | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 _TOKENIZED = ("model", "messages", "prompt", "tools", "chat_template_kwargs", "add_special_tokens")
@@ -91,6 +98,7 @@ class _Gathered:
         self.entries: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.routed_experts: str | None = None
         self.assembly = Assembly(index)
 
     def add(self, choice: _Choice) -> Delta:
@@ -101,6 +109,7 @@ class _Gathered:
         self.entries.extend(entries)
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
+        self.routed_experts = choice.routed_experts or self.routed_experts
         piece = {"content": choice.text} if choice.text is not None else choice.delta or choice.message or {}
         delta = self.assembly.add(piece)
         delta.logprobs, delta.token_ids = entries, choice.token_ids or ()
@@ -126,8 +135,10 @@ class ChatApi:
                     yield FirstToken()
                 seen.prompt_token_ids = seen.prompt_token_ids or answer.prompt_token_ids
                 seen.usage = answer.usage or seen.usage
+                seen.prompt_logprobs = seen.prompt_logprobs or answer.prompt_logprobs
                 for choice in answer.choices:
                     seen.prompt_token_ids = seen.prompt_token_ids or choice.prompt_token_ids
+                    seen.prompt_logprobs = seen.prompt_logprobs or choice.prompt_logprobs
                     delta = at(choices, choice.index).add(choice)
                     if stream and shows(job.request, delta):
                         yield delta
@@ -203,12 +214,36 @@ class ChatApi:
 def _body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
     body = chat_body(job.request, job.sampling)
     body["model"] = replica.model_for(job.request.model)
-    top = job.request.top_logprobs or 0
+    top = job.wanted.logprobs(None) if _tells_top_ids(job) else job.request.top_logprobs or 0
     body |= {"logprobs": True, "top_logprobs": top} if job.request.prompt is None else {"logprobs": top}
     body |= {"return_token_ids": True, "stream": stream}
+    if _tells_top_ids(job):
+        body["return_tokens_as_token_ids"] = True
+    if job.wanted.prompt_logprobs and not stream:
+        body["prompt_logprobs"] = 0
     if stream:
         body["stream_options"] = {"include_usage": True}
     return body
+
+
+def _tells_top_ids(job: Job) -> bool:
+    """Whether tokens may be told as ids in the place of their text: the harness sees none of them."""
+    return job.wanted.top_logprobs > 0 and job.request.top_logprobs is None
+
+
+_AS_ID = "token_id:"
+
+
+def _tops(entries: Sequence[Mapping[str, Any]]) -> Tops:
+    """The alternatives that are told as ids."""
+    return [
+        [
+            (int(top["token"].removeprefix(_AS_ID)), top["logprob"])
+            for top in entry.get("top_logprobs") or ()
+            if top["token"].startswith(_AS_ID) and top["logprob"] is not None
+        ]
+        for entry in entries
+    ]
 
 
 def _entry(token: str, logprob: float | None, top: Mapping[str, float] | None) -> dict[str, Any]:
@@ -217,7 +252,7 @@ def _entry(token: str, logprob: float | None, top: Mapping[str, float] | None) -
 
 
 def _outcome(job: Job, choices: Sequence[_Gathered], seen: _Answer, broken: str | None, version: int | None) -> Outcome:
-    sampled = [_sampled(choice, job.request.top_logprobs is not None, version) for choice in choices]
+    sampled = [_sampled(job, choice, seen, version) for choice in choices]
     usage = seen.usage or _Usage(prompt_tokens=len(seen.prompt_token_ids or ()))
     details = usage.prompt_tokens_details
     return Outcome(
@@ -230,8 +265,17 @@ def _outcome(job: Job, choices: Sequence[_Gathered], seen: _Answer, broken: str 
     )
 
 
-def _sampled(choice: _Gathered, with_logprobs: bool, version: int | None) -> Sampled:
-    count = len(choice.token_ids or ())
+def _sampled(job: Job, choice: _Gathered, seen: _Answer, version: int | None) -> Sampled:
+    count, details = len(choice.token_ids or ()), None
+    if choice.token_ids is not None and seen.prompt_token_ids is not None:
+        details = details_of(
+            job.wanted,
+            seen.prompt_token_ids,
+            count,
+            tops=_tops(choice.entries) if _tells_top_ids(job) else None,
+            prompt_logprobs=seen.prompt_logprobs,
+            routed_experts=choice.routed_experts,
+        )
     return Sampled(
         index=choice.index,
         token_ids=choice.token_ids,
@@ -240,5 +284,6 @@ def _sampled(choice: _Gathered, with_logprobs: bool, version: int | None) -> Sam
         finish_reason=choice.finish_reason or "abort",
         stop_reason=choice.stop_reason,
         message=choice.assembly.message(),
-        logprob_content=choice.entries if with_logprobs else None,
+        logprob_content=choice.entries if job.request.top_logprobs is not None else None,
+        details=details,
     )

@@ -38,6 +38,11 @@ class Found:
     api: Api
     updatable: bool
 
+    @property
+    def asks_workers(self) -> bool:
+        """Whether vLLM's workers can be asked what they are, which goes over the same routes."""
+        return self.updatable and self.api != "sglang"
+
 
 async def find_api(http: aiohttp.ClientSession, url: str, asked: str, *, renders: bool) -> Found:
     """The API to use: `asked` where the engine has it, for "auto" the one that keeps most. `renders`: there is a renderer here, so
@@ -64,6 +69,22 @@ async def find_api(http: aiohttp.ClientSession, url: str, asked: str, *, renders
         if asked == "completions":
             raise EngineUnavailable("it has no /v1/completions")
     return Found("chat", await probe.takes_weights())
+
+
+async def find_logprob_mode(http: aiohttp.ClientSession, url: str) -> str | None:
+    """vLLM's `--logprobs-mode`, from the workers of an engine that has this project's extension; None where they do not say, or not
+    the same. Raises what aiohttp raises."""
+    question = {"method": "verbatim_weights"}
+    async with http.post(f"{url}/collective_rpc", json=question, timeout=PROBE_TIMEOUT) as response:
+        if response.status != 200:
+            return None
+        try:
+            answers = (await response.json(content_type=None))["results"]
+            modes = {answer.get("logprob_mode") for answer in answers}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+    mode = modes.pop() if len(modes) == 1 else None
+    return mode if isinstance(mode, str) else None
 
 
 class _Probe:

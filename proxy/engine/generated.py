@@ -39,10 +39,11 @@ class Usage(msgspec.Struct):
 
 
 def generate_body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
-    """The rendering's generate body with the job's ids, under the sampling in effect; logprobs always."""
+    """The rendering's generate body with the job's ids, under the sampling in effect; logprobs always, and what is wanted beside
+    them."""
     assert job.body is not None and job.prompt_ids is not None
-    sampling = {**job.body.get("sampling_params", {}), **job.sampling}
-    sampling["logprobs"] = job.request.top_logprobs or 0
+    sampling = {**job.body.get("sampling_params", {}), **job.sampling, **job.wanted.parameters}
+    sampling["logprobs"] = job.wanted.logprobs(job.request.top_logprobs)
     if job.request.n > 1:
         sampling["n"] = job.request.n
     return {
@@ -56,6 +57,11 @@ def generate_body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
         "stream_options": {"include_usage": True} if stream else None,
         "return_token_ids": False,
     }
+
+
+def streamed(job: Job, stream: bool) -> bool:
+    """Whether the engine is asked to stream: only whole answers tell the logprobs of the prompt."""
+    return stream and not job.wanted.prompt_logprobs
 
 
 def spans_of(replica: Replica, versions: Sequence[Version]) -> tuple[Span, ...]:

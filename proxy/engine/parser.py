@@ -80,7 +80,7 @@ class Parser:
             "stop_reason": choice.stop_reason,
         }
         if with_logprobs:
-            shaped["logprobs"] = {"content": choice.entries}
+            shaped["logprobs"] = {"content": choice.shown(self._job)}
         return {"request_id": self._job.call_id, "choices": [shaped], "prompt_token_ids": self._job.prompt_json}
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from proxy.engine.detection import PROBE_TIMEOUT, Api, find_api
+from proxy.engine.detection import PROBE_TIMEOUT, Api, find_api, find_logprob_mode
 from proxy.engine.health import Health
 from proxy.errors import EngineUnavailable
 
@@ -24,8 +24,8 @@ class Replica:
     the routes that take new weights. `weight_version` is that of its weights, None while unknown; 0 is whatever the engine
     was started with, before any push. `policy` names the model whose pool and version line it belongs to; "" is the default one.
     `names` are all models it answers to, adapters included. `source` says where it comes from: settings, api or a watched name.
-    `draining`: it left the pool and only ends its calls. `in_flight` are this process's calls there, at most `max_calls` (0: any
-    number).
+    `logprob_mode` is that of its logprobs, None while it does not say. `draining`: it left the pool and only ends its calls.
+    `in_flight` are this process's calls there, at most `max_calls` (0: any number).
     """
 
     name: str
@@ -42,6 +42,7 @@ class Replica:
     weight_version: int | None = None
     names: tuple[str, ...] = ()
     source: str = "settings"
+    logprob_mode: str | None = None
     draining: bool = False
     in_flight: int = 0
     max_calls: int = 0
@@ -95,6 +96,7 @@ async def contact(http: aiohttp.ClientSession, replica: Replica, engine_api: str
         if not replica.alive or replica.api is None:
             found = await find_api(http, replica.url, engine_api, renders=renders)
             replica.api, replica.updatable = found.api, found.updatable
+            replica.logprob_mode = await find_logprob_mode(http, replica.url) if found.asks_workers else None
     except TimeoutError as error:
         raise EngineUnavailable(f"no answer within {PROBE_TIMEOUT.total:g} seconds") from error
     except aiohttp.ClientConnectorError as error:

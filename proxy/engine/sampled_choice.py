@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from proxy.engine.base import Sampled, at, spoken
+from proxy.engine.base import Job, Sampled, at, spoken
+from proxy.engine.details import PromptLogprobs, details_of
 from proxy.engine.generated import Usage, Version, spans_of
 from proxy.engine.live_text import LiveText
 from proxy.engine.replica import Replica
@@ -20,6 +21,11 @@ class Logprob(msgspec.Struct):
     logprob: float | None = None
     rank: int | None = None
     top_logprobs: msgspec.Raw = msgspec.Raw(b"[]")
+
+
+class _Top(msgspec.Struct):
+    token_id: int
+    logprob: float | None = None
 
 
 class Logprobs(msgspec.Struct):
@@ -35,6 +41,7 @@ class ChoicePiece(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: Logprobs | None = None
     weight_versions: list[Version] | None = None
+    routed_experts: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,7 @@ class Generated(Told):
 
     choices: list[ChoicePiece] = msgspec.field(default_factory=list)
     usage: Usage | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class SampledChoice:
@@ -62,6 +70,7 @@ class SampledChoice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self._versions: list[Version] = []
+        self._routed_experts: str | None = None
         self.live = LiveText(index) if live else None
 
     def add(self, piece: ChoicePiece) -> None:
@@ -72,6 +81,7 @@ class SampledChoice:
         self.finish_reason = piece.finish_reason or self.finish_reason
         self.stop_reason = piece.stop_reason if piece.stop_reason is not None else self.stop_reason
         self._versions.extend(piece.weight_versions or ())
+        self._routed_experts = piece.routed_experts or self._routed_experts
         if self.live is not None:
             self.live.take(spoken(new, self.finish_reason, self.stop_reason))
 
@@ -80,7 +90,22 @@ class SampledChoice:
         """The ids to be derendered, which would spell the stop token out."""
         return spoken(self.token_ids, self.finish_reason, self.stop_reason)
 
-    def sampled(self, replica: Replica, parsed: Parsed) -> Sampled:
+    def shown(self, job: Job) -> list[Logprob]:
+        """The entries as a harness sees them, which may have asked for fewer alternatives than the engine was asked for."""
+        if not job.wanted.top_logprobs:
+            return self.entries
+        most = max(job.request.top_logprobs or 0, 1)
+        return [
+            msgspec.structs.replace(entry, top_logprobs=msgspec.Raw(msgspec.json.encode(_tops(entry)[:most])))
+            for entry in self.entries
+        ]
+
+    def sampled(self, replica: Replica, job: Job, parsed: Parsed, prompt_logprobs: PromptLogprobs | None) -> Sampled:
+        assert job.prompt_ids is not None
+        tops = None
+        if job.wanted.top_logprobs:
+            told = (msgspec.json.decode(entry.top_logprobs, type=list[_Top]) for entry in self.entries)
+            tops = [[(top.token_id, top.logprob) for top in entry if top.logprob is not None] for entry in told]
         return Sampled(
             index=self.index,
             token_ids=self.token_ids,
@@ -90,7 +115,19 @@ class SampledChoice:
             stop_reason=self.stop_reason,
             message=parsed.message,
             logprob_content=parsed.logprobs,
+            details=details_of(
+                job.wanted,
+                job.prompt_ids,
+                len(self.token_ids),
+                tops=tops,
+                prompt_logprobs=prompt_logprobs,
+                routed_experts=self._routed_experts,
+            ),
         )
+
+
+def _tops(entry: Logprob) -> list[msgspec.Raw]:
+    return msgspec.json.decode(entry.top_logprobs, type=list[msgspec.Raw])
 
 
 def gather(choices: Sequence[SampledChoice], pieces: Sequence[ChoicePiece]) -> list[SampledChoice]:

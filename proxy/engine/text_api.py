@@ -13,7 +13,8 @@ import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.base import Engine, Job, Outcome, Rendered, Sampled, at, shows
-from proxy.engine.generated import GENERATE, Usage, Version, generate_body, spans_of
+from proxy.engine.details import PromptLogprobs, details_of
+from proxy.engine.generated import GENERATE, Usage, Version, generate_body, spans_of, streamed
 from proxy.engine.id_text import IdText
 from proxy.engine.replica import Replica
 from proxy.engine.wire import EngineHttp, Told
@@ -36,6 +37,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     weight_versions: list[Version] | None = None
+    routed_experts: str | None = None
 
 
 class _Answer(Told):
@@ -43,6 +45,7 @@ class _Answer(Told):
 
     choices: list[_Choice] = msgspec.field(default_factory=list)
     usage: Usage | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class _Spelled(msgspec.Struct):
@@ -93,11 +96,13 @@ class TextApi:
     async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
         """Streaming, yields FirstToken and the engine's own pieces of text; then one Outcome."""
         choices = [_Gathered(index) for index in range(job.request.n)]
-        usage, broken, begun = Usage(), None, not stream
+        usage, given, broken, begun = Usage(), None, None, not stream
+        streams = streamed(job, stream)
         try:
-            body = generate_body(replica, job, stream) | {"output_mode": "text"}
-            async for answer in self._http.answers(replica, GENERATE, body, _Answer, job.line, stream=stream):
+            body = _text_body(replica, job, streams)
+            async for answer in self._http.answers(replica, GENERATE, body, _Answer, job.line, stream=streams):
                 usage.take(answer.usage)
+                given = answer.prompt_logprobs or given
                 if not begun:
                     begun = True
                     yield FirstToken()
@@ -110,8 +115,15 @@ class TextApi:
                 raise
             broken = error.message
         assert job.prompt_ids is not None
-        sampled = [choice.sampled(replica, job.request) for choice in choices]
+        sampled = [choice.sampled(replica, job, given) for choice in choices]
         yield Outcome(sampled, None, len(job.prompt_ids), usage.cached_tokens, broken)
+
+
+def _text_body(replica: Replica, job: Job, streams: bool) -> dict[str, Any]:
+    body = generate_body(replica, job, streams) | {"output_mode": "text"}
+    # Told as text, the most probable tokens have no ids that could be kept: no more of them than the harness asked for.
+    body["sampling_params"]["logprobs"] = job.request.top_logprobs or 0
+    return body
 
 
 class _Gathered:
@@ -125,6 +137,7 @@ class _Gathered:
         self._versions: list[Version] = []
         self._finish_reason: str | None = None
         self._stop_reason: str | int | None = None
+        self._routed_experts: str | None = None
 
     def add(self, piece: _Choice) -> Delta:
         entries = (piece.logprobs.content if piece.logprobs else None) or []
@@ -133,11 +146,13 @@ class _Gathered:
         self.token_ids.extend(token_ids)
         self._entries.extend(entries)
         self._versions.extend(piece.weight_versions or ())
+        self._routed_experts = piece.routed_experts or self._routed_experts
         self._finish_reason = piece.finish_reason or self._finish_reason
         self._stop_reason = piece.stop_reason if piece.stop_reason is not None else self._stop_reason
         return Delta(self.index, piece.text, logprobs=entries, token_ids=token_ids)
 
-    def sampled(self, replica: Replica, request: Request) -> Sampled:
+    def sampled(self, replica: Replica, job: Job, given: PromptLogprobs | None) -> Sampled:
+        assert job.prompt_ids is not None
         return Sampled(
             index=self.index,
             token_ids=self.token_ids,
@@ -146,7 +161,14 @@ class _Gathered:
             finish_reason=self._finish_reason or "abort",
             stop_reason=self._stop_reason,
             message={"role": "assistant", "content": "".join(self._text)},
-            logprob_content=self._entries if request.top_logprobs is not None else None,
+            logprob_content=self._entries if job.request.top_logprobs is not None else None,
+            details=details_of(
+                job.wanted,
+                job.prompt_ids,
+                len(self.token_ids),
+                prompt_logprobs=given,
+                routed_experts=self._routed_experts,
+            ),
         )
 
 

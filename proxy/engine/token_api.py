@@ -16,7 +16,8 @@ import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.base import Job, Outcome, Rendered, chat_body
-from proxy.engine.generated import GENERATE, Usage, generate_body
+from proxy.engine.details import PromptLogprobs
+from proxy.engine.generated import GENERATE, Usage, generate_body, streamed
 from proxy.engine.id_text import IdText
 from proxy.engine.parser import Parser
 from proxy.engine.replica import Replica
@@ -72,11 +73,13 @@ class TokenApi:
         """Streaming, yields FirstToken and deltas as far as the engine's parsers are certain of them; then one Outcome."""
         choices = [SampledChoice(index, _goes_live(job, stream)) for index in range(job.request.n)]
         parser = Parser(self._http, replica, job)
-        usage, broken, begun = Usage(), None, not stream
-        body = generate_body(replica, job, stream)
+        usage, given, broken, begun = Usage(), None, None, not stream
+        streams = streamed(job, stream)
+        body = generate_body(replica, job, streams)
         try:
-            async for answer in self._http.answers(replica, GENERATE, body, Generated, job.line, stream=stream):
+            async for answer in self._http.answers(replica, GENERATE, body, Generated, job.line, stream=streams):
                 usage.take(answer.usage)
+                given = answer.prompt_logprobs or given
                 if not begun:
                     begun = True
                     yield FirstToken()
@@ -88,7 +91,7 @@ class TokenApi:
             if not any(choice.token_ids for choice in choices):
                 raise
             broken = error.message
-        outcome = await self._outcome(replica, job, parser, choices, broken, usage.cached_tokens)
+        outcome = await self._outcome(replica, job, parser, choices, given, broken, usage.cached_tokens)
         for choice, sampled in zip(choices, outcome.choices, strict=True):
             # Of a broken reply nothing more is told.
             live = choice.live if outcome.broken is None else None
@@ -113,7 +116,14 @@ class TokenApi:
         return True
 
     async def _outcome(
-        self, replica: Replica, job: Job, parser: Parser, choices: list[SampledChoice], broken: str | None, cached: int
+        self,
+        replica: Replica,
+        job: Job,
+        parser: Parser,
+        choices: list[SampledChoice],
+        given: PromptLogprobs | None,
+        broken: str | None,
+        cached: int,
     ) -> Outcome:
         sampled = []
         for choice, parsed in zip(choices, await self._parsed(job, parser, choices), strict=True):
@@ -122,7 +132,7 @@ class TokenApi:
                 broken, parsed = broken or parsed.message, Parsed({"role": "assistant", "content": ""})
             elif isinstance(parsed, BaseException):
                 raise parsed
-            sampled.append(choice.sampled(replica, parsed))
+            sampled.append(choice.sampled(replica, job, parsed, given))
         assert job.prompt_ids is not None
         return Outcome(sampled, None, len(job.prompt_ids), cached, broken)
 

@@ -477,9 +477,11 @@ class VerbatimWorker:
     def verbatim_weights(self) -> dict[str, Any]:
         """`whole`: False while the weights are torn; `path`, `version` of the last whole update, `updates` how many; `error`
         of the last update if it failed; `claimed_by`: who is changing them; `group`: the NCCL group that was joined;
-        `begun`: whether vLLM has an update begun and not ended."""
+        `begun`: whether vLLM has an update begun and not ended; `logprob_mode`: what the engine reports as logprobs."""
         engine = self._verbatim()
-        return {**engine.state, "claimed_by": engine.claims.holder, "begun": self._weight_update_active}  # type: ignore[attr-defined]
+        mode = self.vllm_config.model_config.logprobs_mode  # type: ignore[attr-defined]
+        begun = self._weight_update_active  # type: ignore[attr-defined]
+        return {**engine.state, "claimed_by": engine.claims.holder, "begun": begun, "logprob_mode": mode}
 
     def verbatim_claim(self, owner: str, fence: int, seconds: float) -> dict[str, Any]:
         """`error`: why the weights cannot be this owner's to change for so long, None when they are."""
