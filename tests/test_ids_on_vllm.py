@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from local_format import TEMPLATE, require_renderers
-from test_end_to_end import TOOLS, Session, assert_true, balanced, never, opened, tool_turns
+from test_end_to_end import PLAIN, TOOLS, Session, assert_true, balanced, never, opened, tool_turns
 from verbatim_process import Serving, wait_until
 
 from proxy.engine.vllm_launch import VllmServer
@@ -82,7 +82,7 @@ def test_a_call_in_the_history_is_rendered_as_the_engine_renders_it(
     messages = [{"role": "user", "content": "Go."}, said, {"role": "tool", "tool_call_id": "call_1", "content": "too low"}]
     session = opened(serving)
     session.ask(messages, tools=TOOLS, max_tokens=1)
-    body = {"model": "policy", "messages": messages, "tools": TOOLS}
+    body = {"model": "policy", "messages": messages, "tools": TOOLS, **PLAIN}
     rendered = httpx.post(f"{vllm_server.url}/v1/chat/completions/render", json=body, timeout=30).raise_for_status().json()
     assert session.calls[0]["prompt_ids"] == rendered["token_ids"]
 
