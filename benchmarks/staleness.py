@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.staleness_engines import Speed
 from benchmarks.staleness_run import Machines, Mode, Outcome, Work, simulate
+from examples.demo.ages import mean_age, shares_of
 
 PUBLISHED = {"RLVR": 2.24, "agentic": 2.72}
 """Speed-ups of ROLL Flash over its synchronous baseline, arXiv:2510.11345, abstract."""
@@ -78,7 +79,7 @@ class Shown:
 
     @property
     def mean_staleness(self) -> float:
-        return sum(age * groups for age, groups in self.staleness.items()) / sum(self.staleness.values())
+        return mean_age(self.staleness)
 
 
 def compare(case: Case, bounds: Sequence[int], steps: int, seeds: int) -> list[Shown]:
@@ -130,12 +131,10 @@ def table(case: Case, lines: Sequence[Shown]) -> Table:
     ):
         made.add_column(name, justify="left" if name in ("way", "ages of groups") else "right")
     for line in lines:
-        groups = sum(line.staleness.values())
-        ages = " ".join(f"{age}:{count / groups:.0%}" for age, count in line.staleness.items())
         uses = [f"{share:.0%}" for share in (line.engine_use, line.engine_busy, line.trainer_use, line.dropped)]
         paces = (f"{line.steps_per_hour:.1f}", f"{line.speed_up:.2f}", f"{line.shared_speed_up:.2f}")
         bound = "" if line.bound is None else str(line.bound)
-        made.add_row(line.way, bound, *paces, *uses, f"{line.mean_staleness:.2f}", ages)
+        made.add_row(line.way, bound, *paces, *uses, f"{line.mean_staleness:.2f}", shares_of(line.staleness))
     return made
 
 

@@ -12,7 +12,7 @@ from training_rows import groups, trajectory
 from transformers import AutoModelForCausalLM
 
 from examples.demo.tiny_model import make_tiny_model
-from examples.demo.trainer import Recipe, accumulate, one_step
+from examples.demo.trainer import Recipe, accumulate, ages, one_step
 from reconstruct.records import pack_ids, pack_logprobs
 from trainer_client.advantages import grpo
 from trainer_client.batch import Batch
@@ -95,3 +95,9 @@ def test_the_gradient_does_not_depend_on_how_rows_are_put_together(model: Any) -
         accumulate(model, part, 6, RECIPE)
     apart = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert torch.allclose(together, apart, atol=1e-6)
+
+
+def test_a_group_is_as_old_as_its_oldest_token() -> None:
+    """The trainer holds version 7: one group has tokens of 4 and 6 in two rows, the other of 7 alone."""
+    old = [trajectory("a", versions=[6, 6], session="one"), trajectory("b", versions=[4, 6], session="two")]
+    assert ages(Batch(groups(old, [trajectory("c", versions=[7])]), 7)) == [3, 0]

@@ -10,29 +10,32 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from examples.demo.report import draw_rewards, verdict_table, write_verdict
+from examples.demo.engine_use import Stint
+from examples.demo.report import draw_run, verdict_table, write_verdict
 from examples.demo.verdict import Expectation, SessionFacts, Verdict, judge
 
 PUSHED = Expectation(push=True, rise=0.25, difference=1e-4)
 NOT_PUSHED = Expectation(push=False, rise=0.12, difference=1e-4)
 
 
-def session(masks: list[list[int]], versions: list[list[list[int]]], quarantined: int = 0) -> SessionFacts:
+def session(
+    masks: list[list[int]], versions: list[list[list[int]]], quarantined: int = 0, *, trained: bool = True
+) -> SessionFacts:
     rows = [{"loss_mask": mask, "weight_versions": spans} for mask, spans in zip(masks, versions, strict=True)]
     sampled = sum(map(sum, masks)) + quarantined
     held = [{"call_id": "c", "tokens": quarantined, "reason": "aborted"}] if quarantined else []
     accounting = {"sampled_tokens": sampled, "exported_tokens": sum(map(sum, masks)), "quarantined": held}
-    return SessionFacts(calls=2, trajectories=rows, accounting=accounting)
+    return SessionFacts(2, [Stint("engine:1", 0.0, 4.0)], rows, accounting, trained)
 
 
 def verdict(**changes: Any) -> Verdict:
     """Two conversations, one in two rows and with two tokens in quarantine; every check holds."""
     sessions = [
         session([[0, 1, 1, 0, 1]], [[[0, 1, 3], [1, 4, 5]]]),
-        session([[0, 1], [0, 0, 1]], [[[2, 1, 2]], [[3, 2, 3]]], quarantined=2),
+        session([[0, 1], [0, 0, 1]], [[[2, 1, 2]], [[3, 2, 3], [4, 3, 4], [5, 4, 5]]], quarantined=2),
     ]
-    rewards = [0.3, 0.3, 0.4, 0.4, 0.9, 0.9]
-    found = judge(sessions, rewards, agent_tokens=7, trained_tokens=5, recomputed_tokens=5, largest_difference=2e-6)
+    rewards, ages = [0.3, 0.3, 0.4, 0.4, 0.8, 0.8, 0.9, 0.9], {1: 3, 0: 1}
+    found = judge(sessions, rewards, ages, agent_tokens=7, trained_tokens=5, recomputed_tokens=5, largest_difference=2e-6)
     return replace(found, **changes)
 
 
@@ -41,8 +44,17 @@ def test_sessions_are_added_up() -> None:
     assert (found.sessions, found.calls, found.rows, found.rows_per_conversation) == (2, 4, 3, 1.5)
     assert (found.sampled_tokens, found.exported_tokens, found.quarantined_tokens) == (7, 5, 2)
     assert found.quarantine_reasons == {"aborted": 2}
-    assert (found.weight_versions, found.mixed_rows) == ([0, 1, 2, 3], 1)
-    assert found.rise == pytest.approx(0.65 - 0.35)
+    assert (found.weight_versions, found.mixed_rows) == ([0, 1, 2, 3, 4, 5], 2)
+    assert found.rise == pytest.approx(0.85 - 0.35)
+    assert (found.ages, found.idle, found.untrained_tokens) == ({0: 1, 1: 3}, {"engine:1": 0.0}, 0)
+
+
+def test_tokens_that_no_step_took_are_counted_apart() -> None:
+    sessions = [session([[0, 1, 1]], [[[0, 1, 3]]]), session([[0, 1]], [[[0, 1, 2]]], trained=False)]
+    found = judge(sessions, [0.5], {0: 1}, agent_tokens=3, trained_tokens=2, recomputed_tokens=3, largest_difference=0.0)
+    assert (found.exported_tokens, found.trained_tokens, found.untrained_tokens) == (3, 2, 1)
+    assert found.failures(replace(PUSHED, asynchronous=True)) == []
+    assert found.failures(PUSHED) == ["no step took 1 of the tokens"]
 
 
 def test_it_passes_when_every_check_holds() -> None:
@@ -53,6 +65,8 @@ def test_it_passes_when_every_check_holds() -> None:
     ("changes", "sentence"),
     [
         ({"exported_tokens": 4, "trained_tokens": 4, "recomputed_tokens": 4}, "exported or quarantined"),
+        ({"ages": {1: 4, 3: 1}}, "a group 3 versions old, allowed are 2"),
+        ({"idle": {"engine:1": 0.1, "engine:2": 0.1}}, "2 replicas sampled, 1 were expected"),
         ({"agent_tokens": 8}, "the agent was told of 8"),
         ({"agent_tokens": 4}, "the agent was told of 4"),
         ({"recomputed_tokens": 4}, "4 lie in a weight version's span"),
@@ -60,7 +74,7 @@ def test_it_passes_when_every_check_holds() -> None:
         ({"largest_difference": float("nan")}, "nan off"),
         ({"trained_tokens": 4}, "the trainer was given 4 tokens"),
         ({"weight_versions": [0, 1]}, "2 weight versions"),
-        ({"rewards": [0.3] * 6}, "the reward rose by 0.000"),
+        ({"rewards": [0.3] * 8}, "the reward rose by 0.000"),
     ],
 )
 def test_one_number_that_is_off_is_one_failure(changes: dict[str, Any], sentence: str) -> None:
@@ -73,8 +87,12 @@ def test_a_reply_that_never_reached_the_agent_may_be_in_quarantine() -> None:
 
 
 def test_nothing_sampled_is_a_failure() -> None:
-    empty = judge([], [], agent_tokens=0, trained_tokens=0, recomputed_tokens=0, largest_difference=0.0)
+    empty = judge([], [], {}, agent_tokens=0, trained_tokens=0, recomputed_tokens=0, largest_difference=0.0)
     assert "no token was sampled" in empty.failures(PUSHED)
+
+
+def test_with_too_few_steps_for_two_ends_no_rise_is_asked_for() -> None:
+    assert verdict(rewards=[0.3] * 7).failures(PUSHED) == []
 
 
 def test_without_the_push_the_curve_must_stay_flat() -> None:
@@ -93,9 +111,10 @@ def test_the_numbers_are_left_as_json_and_shown_as_a_table(tmp_path: Path) -> No
     with console.capture() as shown:
         console.print(verdict_table(verdict(), PUSHED))
     text = shown.get()
-    assert "2 (aborted: 2)" in text and "2.0e-06 (< 0.0001)" in text and "4 (0 to 3)" in text
+    assert "2 (aborted: 2)" in text and "2.0e-06 (< 0.0001)" in text and "6 (0 to 5)" in text
+    assert "0:25% 1:75% (≤ 2)" in text
 
 
-def test_the_rewards_are_drawn(tmp_path: Path) -> None:
-    draw_rewards(tmp_path / "reward.png", [[0.0, 1.0], [0.5, 1.0], [1.0, 1.0]], push=True, chance=1 / 3)
+def test_the_run_is_drawn(tmp_path: Path) -> None:
+    draw_run(tmp_path / "reward.png", [[0.0, 1.0], [0.5, 1.0], [1.0, 1.0]], verdict(), PUSHED, chance=1 / 3)
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")

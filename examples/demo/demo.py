@@ -1,19 +1,18 @@
 """The closed loop on real parts, from one command: `python -m examples.demo.demo`.
 
 vLLM samples, `verbatim serve` records, an agent that knows only a URL works, a trainer learns and pushes its weights back
-into the running vLLM. Four processes that meet over HTTP, and this one, which starts them, hands out sessions and judges.
+into the running vLLM. Four processes that meet over HTTP, more with several replicas of vLLM, and this one, which starts them,
+hands out sessions and judges. With `--asynchronous` the agents go on while the trainer trains.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,26 +21,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from examples.demo.driver import Agent, Driver, Round, Service
-from examples.demo.environment import KEYS, corridors
-from examples.demo.fleet import Fleet, running, unless_one_ends
+from examples.demo.environment import KEYS
+from examples.demo.loop import Loop, closed_loop
 from examples.demo.plan import Plan
-from examples.demo.report import draw_rewards, verdict_table, write_verdict
+from examples.demo.report import draw_run, verdict_table, write_verdict
 from examples.demo.screen import Phase, Screen
-from examples.demo.trainer_log import TrainerLog
-from examples.demo.verdict import SessionFacts, Verdict, judge
-
-# Rounds that may be sampled ahead of the trainer: with one, sampling and training overlap.
-AHEAD = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """What the loop leaves behind."""
-
-    rounds: list[Round]
-    sessions: list[SessionFacts]
-    trained_tokens: int
+from examples.demo.verdict import Verdict, judge
 
 
 def run(plan: Plan, console: Console) -> int:
@@ -51,10 +36,10 @@ def run(plan: Plan, console: Console) -> int:
     with Screen(console, plan.steps) as screen:
         if plan.model is None:
             _make_model(plan, screen)
-        loop = asyncio.run(_closed_loop(plan, screen))
+        loop = asyncio.run(closed_loop(plan, screen))
         verdict = _judged(plan, loop, screen)
     write_verdict(plan.out / "verdict.json", verdict, plan.expected, time.monotonic() - started)
-    draw_rewards(plan.out / "reward.png", [r.rewards for r in loop.rounds], push=plan.push, chance=1 / KEYS)
+    draw_run(plan.out / "reward.png", loop.rewards, verdict, plan.expected, chance=1 / KEYS)
     console.print(verdict_table(verdict, plan.expected))
     console.print(f"{time.monotonic() - started:.0f} s in all; picture, numbers and logs in {plan.out}", soft_wrap=True)
     failures = verdict.failures(plan.expected)
@@ -80,51 +65,6 @@ def _make_model(plan: Plan, screen: Screen) -> None:
         warm_up(Path(plan.model_dir), seed=plan.seed, progress=progress)
 
 
-async def _closed_loop(plan: Plan, screen: Screen) -> Loop:
-    async with running(plan) as fleet:
-        service, agent = Service(fleet.url, fleet.admin_token), Agent(fleet.agent)
-        watchers = [child.finished() for child in fleet.children]
-        async with contextlib.aclosing(service):
-            return await unless_one_ends(_rounds(plan, screen, fleet, service, agent), agent.read_outcomes(), *watchers)
-
-
-async def _rounds(plan: Plan, screen: Screen, fleet: Fleet, service: Service, agent: Agent) -> Loop:
-    with screen.phase("vLLM, the service, the agent and the trainer start"):
-        await service.wait_until_ready()
-    driver = Driver(service, agent, corridors(random.Random(plan.seed)), plan.job, plan.groups, plan.rollouts)
-    rounds: list[Round] = []
-    trained = TrainerLog(plan.trainer_log, screen)
-    with screen.phase("sample, learn, push the weights, again"):
-        async with trained.watched():
-            for step in range(1, plan.steps + 1):
-                await trained.reached(step - 1 - AHEAD)
-                rounds.append(await _timed(driver, step, screen))
-            await fleet.trainer.finished()
-    with screen.phase("collect what was recorded"):
-        facts = await _facts(service, [session_id for round_ in rounds for session_id in round_.session_ids])
-    return Loop(rounds, facts, sum(line["tokens"] for line in trained.read()))
-
-
-async def _timed(driver: Driver, step: int, screen: Screen) -> Round:
-    started = time.monotonic()
-    result = await driver.round(step)
-    seconds = time.monotonic() - started
-    screen.sampled(step, reward=result.reward, tokens=result.completion_tokens, seconds=seconds)
-    return result
-
-
-async def _facts(service: Service, session_ids: list[str]) -> list[SessionFacts]:
-    narrow = asyncio.Semaphore(16)
-
-    async def facts(session_id: str) -> SessionFacts:
-        async with narrow:
-            session = await service.session(session_id)
-            rows = await service.trajectories(session_id)
-        return SessionFacts(session["calls"], rows["trajectories"], rows["accounting"])
-
-    return await asyncio.gather(*(facts(session_id) for session_id in session_ids))
-
-
 def _judged(plan: Plan, loop: Loop, screen: Screen) -> Verdict:
     import torch
 
@@ -141,9 +81,10 @@ def _judged(plan: Plan, loop: Loop, screen: Screen) -> Verdict:
         )
     return judge(
         loop.sessions,
-        [round_.reward for round_ in loop.rounds],
-        agent_tokens=sum(round_.completion_tokens for round_ in loop.rounds),
-        trained_tokens=loop.trained_tokens,
+        [sum(rewards) / len(rewards) for rewards in loop.rewards],
+        Counter(age for step in loop.steps for age in step["ages"]),
+        agent_tokens=sum(outcome["completion_tokens"] for outcome in loop.outcomes),
+        trained_tokens=sum(step["tokens"] for step in loop.steps),
         recomputed_tokens=tokens,
         largest_difference=largest,
     )
@@ -181,6 +122,16 @@ def main(
     thinking: Annotated[
         bool, typer.Option(help="With --model: let it think before it calls the tool; the task needs none.")
     ] = False,
+    replicas: Annotated[int, typer.Option(min=1, help="vLLM servers that share the sampling.")] = 1,
+    asynchronous: Annotated[
+        bool, typer.Option("--asynchronous", help="The agents go on while the trainer trains, instead of working in rounds.")
+    ] = False,
+    max_staleness: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Versions that a group may lie behind the trainer; with --asynchronous also how far ahead it may begin."
+        ),
+    ] = 2,
 ) -> None:
     """Run the closed loop and judge it. Exit code 0: every check holds; 1: one does not; 130: interrupted."""
     plan = Plan(
@@ -193,6 +144,9 @@ def main(
         rollouts=rollouts,
         learning_rate=learning_rate or (5e-6 if model else 5e-4),
         thinking=thinking or not model,
+        replicas=replicas,
+        asynchronous=asynchronous,
+        max_staleness=max_staleness,
     )
     console = Console()
     # Told to stop in either way, the demo ends its children first.

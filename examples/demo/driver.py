@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from examples.demo.processes import Child
+
+Outcome = Mapping[str, Any]
+"""What the agent says of one attempt; its `job_id` is the session's id."""
 
 
 class Service:
@@ -23,29 +27,36 @@ class Service:
             base_url=url, headers={"Authorization": f"Bearer {admin_token}"}, timeout=60, trust_env=False
         )
 
-    async def wait_until_ready(self) -> None:
-        """Returns when the store and the engine answer. Raises RuntimeError with the service's reason after ten minutes."""
+    async def wait_until_ready(self, replicas: int) -> None:
+        """Returns when the store and all `replicas` answer. Raises RuntimeError with the service's reason after ten minutes."""
         deadline = time.monotonic() + 600
         reason = ""
         while time.monotonic() < deadline:
             try:
                 response = await self._http.get("/readyz")
-                if response.status_code == 200:
-                    return
                 reason = response.text
+                if response.status_code == 200 and await self._serving() == replicas:
+                    return
             except httpx.TransportError as error:
                 reason = repr(error)
             await asyncio.sleep(0.5)
         raise RuntimeError(f"the service was not ready after ten minutes: {reason}")
 
-    async def open_session(self, **body: Any) -> Mapping[str, Any]:
-        return await self._json("POST", "/sessions", body)
+    async def open_session(self, **body: Any) -> Mapping[str, Any] | None:
+        """None when the service lets no new group begin now; it has held the request for a while before it said so."""
+        response = await self._http.post("/sessions", json=body)
+        return None if response.status_code == 429 else _answer(response)
 
     async def close_session(self, session_id: str, reward: float) -> None:
         await self._json("POST", f"/sessions/{session_id}/close", {"status": "completed", "reward": reward})
 
-    async def session(self, session_id: str) -> Mapping[str, Any]:
-        return await self._json("GET", f"/sessions/{session_id}")
+    async def calls(self, session_id: str) -> list[Mapping[str, Any]]:
+        calls: list[Mapping[str, Any]] = []
+        cursor: str | None = ""
+        while cursor is not None:
+            page = await self._json("GET", f"/sessions/{session_id}/calls" + (f"?cursor={cursor}" if cursor else ""))
+            calls, cursor = calls + page["calls"], page["cursor"]
+        return calls
 
     async def trajectories(self, session_id: str) -> Mapping[str, Any]:
         return await self._json("GET", f"/sessions/{session_id}/trajectories")
@@ -53,11 +64,20 @@ class Service:
     async def aclose(self) -> None:
         await self._http.aclose()
 
+    async def _serving(self) -> int:
+        """How many replicas serve."""
+        replicas = (await self._json("GET", "/weights"))["replicas"].values()
+        return sum(replica["healthy"] for replica in replicas)
+
     async def _json(self, method: str, path: str, body: Any = None) -> Any:
-        response = await self._http.request(method, path, json=body)
-        if response.is_error:
-            raise RuntimeError(f"{method} {path} answered {response.status_code}: {response.text[:500]}")
-        return response.json()
+        return _answer(await self._http.request(method, path, json=body))
+
+
+def _answer(response: httpx.Response) -> Any:
+    if response.is_error:
+        asked = f"{response.request.method} {response.request.url.path}"
+        raise RuntimeError(f"{asked} answered {response.status_code}: {response.text[:500]}")
+    return response.json()
 
 
 class Agent:
@@ -65,9 +85,9 @@ class Agent:
 
     def __init__(self, child: Child) -> None:
         self._child = child
-        self._waiting: dict[str, asyncio.Future[Mapping[str, Any]]] = {}
+        self._waiting: dict[str, asyncio.Future[Outcome]] = {}
 
-    async def attempt(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def attempt(self, job: Mapping[str, Any]) -> Outcome:
         """The outcome of `job`. Raises RuntimeError when the agent could not go on."""
         assert self._child.process is not None and self._child.process.stdin is not None
         future = asyncio.get_running_loop().create_future()
@@ -91,21 +111,8 @@ class Agent:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """The rollouts of one training step."""
-
-    rewards: Sequence[float]
-    completion_tokens: int
-    session_ids: Sequence[str] = field(repr=False)
-
-    @property
-    def reward(self) -> float:
-        return sum(self.rewards) / len(self.rewards)
-
-
-@dataclass(frozen=True, slots=True)
 class Driver:
-    """`job` holds what is the same in every job: model, max_tokens, extra_body."""
+    """`job` holds what is the same in every job: model, max_tokens, extra_body. `groups` are rolled out at once."""
 
     service: Service
     agent: Agent
@@ -114,30 +121,48 @@ class Driver:
     groups: int
     rollouts: int
 
-    async def round(self, step: int) -> Round:
+    async def round(self, step: int) -> list[Outcome]:
         """All rollouts of `step`, each in a closed session: `groups` tasks, `rollouts` attempts at each."""
-        tasks = [next(self.tasks) for _ in range(self.groups)]
-        attempts = [
-            self._rollout(f"step-{step}-group-{number}", doors)
-            for number, doors in enumerate(tasks)
-            for _ in range(self.rollouts)
-        ]
-        outcomes = await asyncio.gather(*attempts)
-        return Round(
-            rewards=[outcome["reward"] for outcome in outcomes],
-            completion_tokens=sum(outcome["completion_tokens"] for outcome in outcomes),
-            session_ids=[outcome["job_id"] for outcome in outcomes],
+        tasks = [(f"step-{step}-group-{number}", next(self.tasks)) for number in range(self.groups)]
+        rolled_out = await asyncio.gather(
+            *(self._rollout(group_id, doors) for group_id, doors in tasks for _ in range(self.rollouts))
         )
+        return list(rolled_out)
 
-    async def _rollout(self, group_id: str, doors: Sequence[str]) -> Mapping[str, Any]:
-        session = await self.service.open_session(
-            task_id="-".join(doors),
-            group_id=group_id,
-            group_size=self.rollouts,
-            # The stored logprobs are then exactly those of the policy that sampled.
-            sampling={"temperature": 1.0, "top_p": 1.0, "top_k": -1},
-        )
+    async def stream(self, stopping: asyncio.Event) -> list[Outcome]:
+        """All rollouts until `stopping`: where a group has ended the next is begun, as soon as the service lets it in. Those that
+        are under way at the end are finished."""
+        numbers = itertools.count(1)
+        lines = await asyncio.gather(*(self._groups(numbers, stopping) for _ in range(self.groups)))
+        return [outcome for line in lines for outcome in line]
+
+    async def _groups(self, numbers: Iterator[int], stopping: asyncio.Event) -> list[Outcome]:
+        """One group after the other."""
+        outcomes: list[Outcome] = []
+        while not stopping.is_set():
+            group_id, doors = f"group-{next(numbers)}", next(self.tasks)
+            while not stopping.is_set():
+                if first := await self.service.open_session(**self._member(group_id, doors)):
+                    others = [self._rollout(group_id, doors) for _ in range(self.rollouts - 1)]
+                    outcomes += await asyncio.gather(self._attempt(first, doors), *others)
+                    break
+        return outcomes
+
+    async def _rollout(self, group_id: str, doors: Sequence[str]) -> Outcome:
+        session = await self.service.open_session(**self._member(group_id, doors))
+        if session is None:
+            raise RuntimeError(f"the service refused a session of {group_id}, which it is not told to hold back")
+        return await self._attempt(session, doors)
+
+    async def _attempt(self, session: Mapping[str, Any], doors: Sequence[str]) -> Outcome:
+        """The outcome of one attempt, and its session closed with it."""
         access = {"base_url": session["base_urls"]["openai"], "api_key": session["api_key"]}
         outcome = await self.agent.attempt({"job_id": session["session_id"], "doors": doors, **access, **self.job})
         await self.service.close_session(session["session_id"], outcome["reward"])
         return outcome
+
+    def _member(self, group_id: str, doors: Sequence[str]) -> dict[str, Any]:
+        """A session of the group, as it is opened."""
+        # The stored logprobs are then exactly those of the policy that sampled.
+        sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+        return {"task_id": "-".join(doors), "group_id": group_id, "group_size": self.rollouts, "sampling": sampling}

@@ -1,13 +1,14 @@
-"""The four processes of the loop: vLLM, the service, the agent and the trainer. They meet over HTTP alone."""
+"""The processes of the loop: vLLM, once or several times, the service, the agent and the trainer. They meet over HTTP alone."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    vllm: Child
+    engines: Sequence[Child]
     service: Child
     agent: Child
     trainer: Child
@@ -30,39 +31,43 @@ class Fleet:
 
     @property
     def children(self) -> list[Child]:
-        return [self.vllm, self.service, self.agent, self.trainer]
+        return [*self.engines, self.service, self.agent, self.trainer]
 
 
 @contextlib.asynccontextmanager
 async def running(plan: Plan) -> AsyncIterator[Fleet]:
-    """All four, started at once: whoever is up first waits for the others. All have ended when the block has."""
-    engine_port, port = free_port(), free_port()
+    """All of them, started at once: whoever is up first waits for the others. All have ended when the block has."""
+    engine_ports, port = [free_port() for _ in range(plan.replicas)], free_port()
     url, admin_token, trainer_token = f"http://127.0.0.1:{port}", secrets.token_hex(16), secrets.token_hex(16)
     async with contextlib.AsyncExitStack() as stack:
         data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verbatim-demo-")))
         children = [
-            _vllm(plan, engine_port),
-            _service(plan, engine_port, port, data_dir, admin_token, trainer_token),
+            *(_vllm(plan, number, engine_port) for number, engine_port in enumerate(engine_ports, start=1)),
+            _service(plan, engine_ports, port, data_dir, admin_token, trainer_token),
             Child("the agent", [sys.executable, "-m", "examples.demo.agent"], plan.log("agent"), piped=True),
             _trainer(plan, url, trainer_token),
         ]
         # Ended in the opposite order, so that nobody is left talking to one who has gone.
-        vllm, service, agent, trainer = [await stack.enter_async_context(child) for child in children]
-        yield Fleet(vllm, service, agent, trainer, url, admin_token)
+        *engines, service, agent, trainer = [await stack.enter_async_context(child) for child in children]
+        yield Fleet(engines, service, agent, trainer, url, admin_token)
 
 
-def _vllm(plan: Plan, port: int) -> Child:
+def _vllm(plan: Plan, number: int, port: int) -> Child:
     # Half of a GPU is left to the trainer.
-    on_gpu = ["--gpu-memory-utilization", "0.45", "--dtype", "bfloat16"]
+    on_gpu = ["--gpu-memory-utilization", f"{0.45 / plan.replicas:.2f}", "--dtype", "bfloat16"]
     device, extra = ("gpu", on_gpu) if plan.gpu else ("cpu", [])
     argv, env = vllm_command(plan.model_dir, port, max_model_len=2048, device=device, extra=extra)
-    return Child("vLLM", argv, plan.log("vllm"), env=env)
+    if plan.replicas > 1 and not plan.gpu:
+        # Left to itself each of them binds its threads to the same first cores.
+        threads = max(1, (os.cpu_count() or 1) // (plan.replicas + 1))
+        env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    return Child(f"vLLM {number}", argv, plan.log(f"vllm-{number}"), env=env)
 
 
-def _service(plan: Plan, engine_port: int, port: int, data_dir: Path, admin_token: str, trainer_token: str) -> Child:
-    argv = [sys.executable, "-m", "cli.main", "serve", "--engine", f"http://127.0.0.1:{engine_port}"]
-    argv += ["--data-dir", str(data_dir), "--port", str(port)]
-    env = {"VERBATIM_ADMIN_TOKEN": admin_token, "VERBATIM_TRAINER_TOKEN": trainer_token}
+def _service(plan: Plan, engine_ports: Sequence[int], port: int, data_dir: Path, admin_token: str, trainer_token: str) -> Child:
+    engines = [word for engine_port in engine_ports for word in ("--engine", f"http://127.0.0.1:{engine_port}")]
+    argv = [sys.executable, "-m", "cli.main", "serve", *engines, "--data-dir", str(data_dir), "--port", str(port)]
+    env = {"VERBATIM_ADMIN_TOKEN": admin_token, "VERBATIM_TRAINER_TOKEN": trainer_token, **plan.service_env}
     return Child("the service", argv, plan.log("service"), env=env)
 
 
@@ -74,6 +79,7 @@ def _trainer(plan: Plan, url: str, token: str) -> Child:
         "--log": plan.trainer_log,
         "--steps": plan.steps,
         "--groups": plan.groups,
+        "--max-staleness": plan.max_staleness,
         "--learning-rate": plan.learning_rate,
         "--seed": plan.seed,
     }

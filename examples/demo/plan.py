@@ -19,7 +19,9 @@ def _gpu_answers() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run. `model` None: a tiny model is made and warmed up; otherwise a path or a Hugging Face name."""
+    """One run. `model` None: a tiny model is made and warmed up; otherwise a path or a Hugging Face name. `asynchronous`: the
+    agents go on while the trainer trains, otherwise they work in rounds. `max_staleness`: versions that a group may lie behind
+    when it is trained on."""
 
     model: str | None
     out: Path
@@ -30,6 +32,9 @@ class Plan:
     rollouts: int
     learning_rate: float
     thinking: bool
+    replicas: int
+    asynchronous: bool
+    max_staleness: int
     gpu: bool = field(default_factory=_gpu_answers)
 
     @property
@@ -57,7 +62,28 @@ class Plan:
     @property
     def expected(self) -> Expectation:
         # bfloat16 keeps 8 bits: two correct programs differ visibly in the logprobs of unlikely tokens.
-        return Expectation(push=self.push, rise=0.25 if self.push else 0.12, difference=0.5 if self.gpu else 1e-4)
+        return Expectation(
+            push=self.push,
+            rise=0.25 if self.push else 0.12,
+            difference=0.5 if self.gpu else 1e-4,
+            replicas=self.replicas,
+            asynchronous=self.asynchronous,
+            max_staleness=self.max_staleness,
+        )
+
+    @property
+    def service_env(self) -> dict[str, str]:
+        """What makes the service hold the agents back; in rounds nobody runs ahead."""
+        if not self.asynchronous:
+            return {}
+        hold = {"VERBATIM_ADMISSION_HOLD_SECONDS": "2"}
+        if not self.push:
+            # The weights never get newer: a bound on versions would let no group in once the first ones were trained.
+            return hold | {"VERBATIM_MAX_UNDELIVERED_GROUPS": str(self.groups * (self.max_staleness + 1))}
+        return hold | {
+            "VERBATIM_ADMISSION_STALENESS": str(self.max_staleness),
+            "VERBATIM_GROUPS_PER_VERSION": str(self.groups),
+        }
 
     def empty_out(self) -> None:
         """Make `out`, with nothing left in it of an earlier run; what the demo did not write stays."""

@@ -4,41 +4,61 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
+from examples.demo.ages import mean_age, shares_of
 from examples.demo.verdict import Expectation, Verdict
 
 
-def draw_rewards(path: Path, rounds: Sequence[Sequence[float]], *, push: bool, chance: float) -> None:
-    """Write a PNG: mean reward of each round with its standard error, and the reward of trying keys at random."""
+def draw_run(path: Path, rewards: Sequence[Sequence[float]], verdict: Verdict, expected: Expectation, *, chance: float) -> None:
+    """Write a PNG: the rewards of each training step, how old the groups were that it trained on, how idle the engines."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), dpi=150, width_ratios=(3, 1), layout="constrained")
+    _draw_rewards(left, rewards, chance)
+    _draw_ages(right, verdict.ages)
+    way = "asynchronous" if expected.asynchronous else "in rounds"
+    idle = ", ".join(f"{share:.0%}" for share in verdict.idle.values())
+    figure.suptitle(f"{way}, weight push {'on' if expected.push else 'OFF'}; engine idle {idle} of the time")
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _draw_rewards(axes: Any, rewards: Sequence[Sequence[float]], chance: float) -> None:
+    """Mean reward of each step with its standard error, and the reward of trying keys at random."""
     from matplotlib.ticker import MaxNLocator
 
-    steps = range(1, len(rounds) + 1)
-    means = [sum(rewards) / len(rewards) for rewards in rounds]
-    errors = [_standard_error(rewards) for rewards in rounds]
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=150)
+    steps = range(1, len(rewards) + 1)
+    means = [sum(step) / len(step) for step in rewards]
+    errors = [_standard_error(step) for step in rewards]
     low, high = zip(*((mean - error, mean + error) for mean, error in zip(means, errors, strict=True)), strict=True)
     axes.fill_between(steps, low, high, color="tab:blue", alpha=0.2, linewidth=0, label="± standard error")
-    axes.plot(steps, means, color="tab:blue", marker="o", markersize=4, label=f"mean of {len(rounds[0])} rollouts")
+    axes.plot(steps, means, color="tab:blue", marker="o", markersize=4, label=f"mean of {len(rewards[0])} rollouts")
     axes.axhline(chance, color="gray", linestyle="--", linewidth=1, label="random keys")
-    axes.set_title(f"Reward over training, weight push {'on' if push else 'OFF'}")
     axes.set_xlabel("training step")
     axes.set_ylabel("reward (share of doors opened)")
     axes.set_ylim(0, 1.03)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+
+
+def _draw_ages(axes: Any, ages: Mapping[int, int]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.bar(list(ages), list(ages.values()), color="tab:orange")
+    axes.set_xlabel("versions behind the trainer")
+    axes.set_ylabel("groups trained on")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
 
 
 def verdict_table(verdict: Verdict, expected: Expectation) -> Table:
@@ -56,11 +76,15 @@ def verdict_table(verdict: Verdict, expected: Expectation) -> Table:
         ("  + quarantined", _quarantined(verdict)),
         ("tokens the agent was told of", f"{verdict.agent_tokens:,}"),
         ("tokens the trainer trained on", f"{verdict.trained_tokens:,}"),
+        ("  and that no step took any more", f"{verdict.untrained_tokens:,}"),
         ("tokens recomputed with transformers", f"{verdict.recomputed_tokens:,}"),
         ("largest |stored - recomputed logprob|", f"{verdict.largest_difference:.1e} (< {expected.difference:g})"),
         ("weight versions seen", f"{len(versions)} ({versions[0]} to {versions[-1]})" if versions else "0"),
         ("rows sampled across an update", f"{verdict.mixed_rows:,}"),
+        ("groups by versions behind", f"{shares_of(verdict.ages)} (≤ {expected.max_staleness})"),
+        ("share of the time without a call, by engine", ", ".join(f"{share:.0%}" for share in verdict.idle.values())),
         ("reward, first and last rounds", f"{verdict.first_reward:.3f} → {verdict.last_reward:.3f}"),
+        ("agents", "asynchronous" if expected.asynchronous else "in rounds"),
         ("weight push", "on" if expected.push else "OFF"),
     ]
     for row in rows:
@@ -76,6 +100,7 @@ def write_verdict(path: Path, verdict: Verdict, expected: Expectation, seconds: 
         "first_reward": verdict.first_reward,
         "last_reward": verdict.last_reward,
         "rise": verdict.rise,
+        "mean_age": mean_age(verdict.ages),
     }
     record = {"passed": not failures, "failures": failures, **asdict(verdict), **derived}
     path.write_text(json.dumps(record | {"expected": asdict(expected), "seconds": round(seconds, 1)}, indent=2) + "\n")

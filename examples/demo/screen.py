@@ -62,9 +62,13 @@ class Screen:
 
     def trained(self, line: Mapping[str, Any]) -> None:
         pushed = f"v{line['step']} in {line['push_seconds']:.2f} s" if "push_seconds" in line else "off"
-        known = {"trained": line["train_seconds"], "pushed": pushed, "staleness": line["staleness"]}
-        self._steps.setdefault(line["step"], {}).update(known)
-        self._line(f"step {line['step']}/{self._count}: trained in {line['train_seconds']:.1f} s, weights pushed: {pushed}")
+        known = {"trained": line["train_seconds"], "pushed": pushed, "staleness": max(line["ages"])}
+        step = self._steps.setdefault(line["step"], {})
+        step.update(known)
+        # Without rounds nobody else tells a step's reward.
+        step.setdefault("reward", line["reward"])
+        learned = f"trained on reward {line['reward']:.3f} in {line['train_seconds']:.1f} s"
+        self._line(f"step {line['step']}/{self._count}: {learned}, weights pushed: {pushed}")
 
     def _line(self, text: str) -> None:
         if not self._console.is_terminal:

@@ -50,6 +50,7 @@ def train(
     steps: Annotated[int, typer.Option()],
     groups: Annotated[int, typer.Option(help="Groups per step.")],
     learning_rate: Annotated[float, typer.Option()],
+    max_staleness: Annotated[int, typer.Option(help="Versions that a group may lie behind.")] = 2,
     seed: Annotated[int, typer.Option()] = 0,
     push: Annotated[bool, typer.Option(help="Publish the weights after every step.")] = True,
 ) -> None:
@@ -65,7 +66,7 @@ def train(
     with TrainerClient(url, os.environ["VERBATIM_TRAINER_TOKEN"]) as client:
         for step in range(1, steps + 1):
             started = time.monotonic()
-            with leased(client, groups) as batch:
+            with leased(client, groups, max_staleness) as batch:
                 leased_at = time.monotonic()
                 line = {"step": step, **one_step(model, optimizer, batch, recipe)}
                 trained_at = time.monotonic()
@@ -78,12 +79,12 @@ def train(
 
 
 @contextlib.contextmanager
-def leased(client: TrainerClient, groups: int) -> Iterator[Batch]:
+def leased(client: TrainerClient, groups: int, max_staleness: int) -> Iterator[Batch]:
     """`groups` groups as one batch, collected from as many leases as it takes; all are given back when the block raises."""
     with contextlib.ExitStack() as leases:
         parts: list[Batch] = []
         while (missing := groups - sum(len(part.groups) for part in parts)) > 0:
-            part = client.lease(max_groups=missing, max_staleness=2, wait_seconds=20)
+            part = client.lease(max_groups=missing, max_staleness=max_staleness, wait_seconds=20)
             if part is not None:
                 parts.append(leases.enter_context(part))
         yield Batch([group for part in parts for group in part.groups], max(part.weight_version for part in parts))
@@ -110,11 +111,17 @@ def one_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, recipe:
     rewards = {row.session_id: float(row.reward or 0.0) for row in batch.rows}
     return {
         "reward": sum(rewards.values()) / len(rewards),
+        "session_ids": list(rewards),
         "rows": len(batch),
         "tokens": tokens,
-        "staleness": int(batch.staleness.max()),
+        "ages": ages(batch),
         **{name: value / tokens for name, value in sums.items()},
     }
+
+
+def ages(batch: Batch) -> list[int]:
+    """Per group, by how many versions the trainer is ahead of its oldest token."""
+    return [int(batch.staleness[batch.columns.group_index == group].max()) for group in range(len(batch.groups))]
 
 
 def accumulate(model: Any, part: Any, sampled: int, recipe: Recipe) -> dict[str, float]:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from examples.demo.engine_use import Stint, idle_shares
+
 ENDS = 4
-"""How many rounds at the start and at the end are averaged to tell the rise."""
+"""How many steps at the start and at the end are averaged to tell the rise."""
+Check = tuple[bool, str]
+"""Whether it holds, and the sentence for when it does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
     """`rise`: by how much the mean reward must grow with the push, and may not without. `difference`: the largest
-    |stored - recomputed logprob| allowed. `push`: whether the trainer's weights reached the engine."""
+    |stored - recomputed logprob| allowed. `push`: whether the trainer's weights reached the engine. `asynchronous`: the agents may
+    have sampled what no step took any more."""
 
     push: bool
     rise: float
     difference: float
+    replicas: int = 1
+    asynchronous: bool = False
+    max_staleness: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,9 @@ class Verdict:
     weight_versions: Sequence[int]
     mixed_rows: int
     trained_tokens: int
+    untrained_tokens: int
+    ages: Mapping[int, int]
+    idle: Mapping[str, float]
     rewards: Sequence[float]
 
     @property
@@ -50,70 +61,94 @@ class Verdict:
         return _mean(self.rewards[-ENDS:])
 
     @property
+    def has_two_ends(self) -> bool:
+        """Whether there are steps enough to speak of a rise."""
+        return len(self.rewards) >= 2 * ENDS
+
+    @property
     def rise(self) -> float:
         return self.last_reward - self.first_reward
 
     def failures(self, expected: Expectation) -> list[str]:
         """One sentence for each expectation that does not hold."""
-        kept = self.exported_tokens + self.quarantined_tokens
-        least, versions = len(self.rewards) - 2, len(self.weight_versions)
-        checks = [
-            (self.sampled_tokens > 0, "no token was sampled"),
-            (
-                self.sampled_tokens == kept,
-                f"{self.sampled_tokens} tokens were sampled but {kept} are exported or quarantined",
-            ),
-            (
-                # A reply that broke off on the way is sampled and in quarantine, but the agent never heard of it.
-                self.exported_tokens <= self.agent_tokens <= self.sampled_tokens,
-                f"the agent was told of {self.agent_tokens} tokens, {self.exported_tokens} are exported "
-                f"and {self.sampled_tokens} were sampled",
-            ),
-            (
-                self.recomputed_tokens == self.exported_tokens,
-                f"{self.exported_tokens} tokens are exported but {self.recomputed_tokens} lie in a weight version's span",
-            ),
-            (
-                self.largest_difference < expected.difference,
-                f"a stored logprob is {self.largest_difference:.2e} off the recomputed one, allowed is {expected.difference:g}",
-            ),
-            (
-                self.trained_tokens == self.exported_tokens,
-                f"the trainer was given {self.trained_tokens} tokens, {self.exported_tokens} are exported",
-            ),
-        ]
-        if expected.push:
-            checks += [
-                (versions >= least, f"the tokens know {versions} weight versions, at least {least} were expected"),
-                (self.rise >= expected.rise, f"the reward rose by {self.rise:.3f}, at least {expected.rise:g} was expected"),
-            ]
-        else:
-            checks += [
-                (list(self.weight_versions) == [0], f"nothing was pushed, yet there are versions {self.weight_versions}"),
-                (abs(self.rise) < expected.rise, f"nothing was pushed, yet the reward changed by {self.rise:.3f}"),
-            ]
+        by_push = self._with_the_push(expected) if expected.push else self._without(expected)
+        checks = (*self._as_sampled(expected), *self._as_trained(expected), *by_push)
         return [sentence for holds, sentence in checks if not holds]
+
+    def _as_sampled(self, expected: Expectation) -> Iterator[Check]:
+        kept = self.exported_tokens + self.quarantined_tokens
+        yield self.sampled_tokens > 0, "no token was sampled"
+        yield self.sampled_tokens == kept, f"{self.sampled_tokens} tokens were sampled but {kept} are exported or quarantined"
+        yield (
+            # A reply that broke off on the way is sampled and in quarantine, but the agent never heard of it.
+            self.exported_tokens <= self.agent_tokens <= self.sampled_tokens,
+            f"the agent was told of {self.agent_tokens} tokens, {self.exported_tokens} are exported "
+            f"and {self.sampled_tokens} were sampled",
+        )
+        yield (
+            self.recomputed_tokens == self.exported_tokens,
+            f"{self.exported_tokens} tokens are exported but {self.recomputed_tokens} lie in a weight version's span",
+        )
+        yield (
+            self.largest_difference < expected.difference,
+            f"a stored logprob is {self.largest_difference:.2e} off the recomputed one, allowed is {expected.difference:g}",
+        )
+        yield len(self.idle) == expected.replicas, f"{len(self.idle)} replicas sampled, {expected.replicas} were expected"
+
+    def _as_trained(self, expected: Expectation) -> Iterator[Check]:
+        oldest = max(self.ages, default=0)
+        yield (
+            self.trained_tokens + self.untrained_tokens == self.exported_tokens,
+            f"the trainer was given {self.trained_tokens} tokens and {self.untrained_tokens} are in sessions that no step took, "
+            f"{self.exported_tokens} are exported",
+        )
+        yield expected.asynchronous or not self.untrained_tokens, f"no step took {self.untrained_tokens} of the tokens"
+        yield (
+            oldest <= expected.max_staleness,
+            f"the trainer took a group {oldest} versions old, allowed are {expected.max_staleness}",
+        )
+
+    def _with_the_push(self, expected: Expectation) -> Iterator[Check]:
+        least, versions = len(self.rewards) - 2, len(self.weight_versions)
+        yield versions >= least, f"the tokens know {versions} weight versions, at least {least} were expected"
+        if self.has_two_ends:
+            yield self.rise >= expected.rise, f"the reward rose by {self.rise:.3f}, at least {expected.rise:g} was expected"
+
+    def _without(self, expected: Expectation) -> Iterator[Check]:
+        yield list(self.weight_versions) == [0], f"nothing was pushed, yet there are versions {self.weight_versions}"
+        if self.has_two_ends:
+            yield abs(self.rise) < expected.rise, f"nothing was pushed, yet the reward changed by {self.rise:.3f}"
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFacts:
-    """One session as the service tells it at the end: its number of calls and its answer to GET …/trajectories."""
+    """One session as the service tells it at the end: its number of calls, their times at the replicas, and its answer to GET
+    …/trajectories. `trained`: a training step took it."""
 
     calls: int
+    stints: Sequence[Stint]
     trajectories: Sequence[Mapping[str, Any]]
     accounting: Mapping[str, Any]
+    trained: bool
+
+    @property
+    def exported_tokens(self) -> int:
+        """Counted in the rows, not taken from the accounting."""
+        return sum(sum(row["loss_mask"]) for row in self.trajectories)
 
 
 def judge(
     sessions: Sequence[SessionFacts],
     rewards: Sequence[float],
+    ages: Mapping[int, int],
     *,
     agent_tokens: int,
     trained_tokens: int,
     recomputed_tokens: int,
     largest_difference: float,
 ) -> Verdict:
-    """The numbers of all sessions together. Exported tokens are counted in the rows, not taken from the accounting."""
+    """The numbers of all sessions together. `rewards` are the mean ones by training step, `ages` the groups that were trained on, by
+    versions behind."""
     rows = [row for session in sessions for row in session.trajectories]
     reasons: dict[str, int] = {}
     for item in (item for session in sessions for item in session.accounting["quarantined"]):
@@ -124,7 +159,7 @@ def judge(
         calls=sum(session.calls for session in sessions),
         rows=len(rows),
         sampled_tokens=sum(session.accounting["sampled_tokens"] for session in sessions),
-        exported_tokens=sum(sum(row["loss_mask"]) for row in rows),
+        exported_tokens=sum(session.exported_tokens for session in sessions),
         quarantined_tokens=sum(reasons.values()),
         quarantine_reasons=reasons,
         agent_tokens=agent_tokens,
@@ -133,6 +168,9 @@ def judge(
         weight_versions=sorted(set().union(*versions)),
         mixed_rows=sum(len(found) > 1 for found in versions),
         trained_tokens=trained_tokens,
+        untrained_tokens=sum(session.exported_tokens for session in sessions if not session.trained),
+        ages=dict(sorted(ages.items())),
+        idle=idle_shares(stint for session in sessions for stint in session.stints),
         rewards=list(rewards),
     )
 
