@@ -41,11 +41,17 @@ def add(
         str,
         typer.Option(metavar="NAME", help="The policy whose replica it is. Left out: the default one. NAME=URL says it, too."),
     ] = "",
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="A name under which it serves, so that calls for it wait for this engine. Repeatable."
+        ),
+    ] = None,
 ) -> None:
     """Add an engine. It takes calls once it answers and has the current weights; a restart of the service keeps it."""
     from cli.control import Control
 
-    added = Control().post("/engines", {"url": url, "policy": policy})
+    added = Control().post("/engines", {"url": url, "policy": policy} | ({"models": model} if model else {}))
     typer.echo(f"{added['name']} added to {added['policy'] or 'the default policy'}")
 
 

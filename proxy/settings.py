@@ -57,6 +57,9 @@ class Settings(BaseSettings):
     engine: list[str] = Field(default_factory=list)
     """Base URLs of the engines' replicas, without /v1. `NAME=URL` puts one into the policy NAME; `dns://name:port` stands for every
     address of a name that is watched."""
+    policy_models: dict[str, list[str]] = Field(default_factory=dict)
+    """Names under which the engines of a policy serve, by policy: {"judge": ["large"]}. Calls for them go to it also before any of its
+    engines was reached. "" is the default policy."""
     engine_api: Literal["auto", "token", "completions", "sglang", "chat"] = "auto"
     """How to talk to them: token (vLLM with --enable-scale-out), completions (vLLM's /v1/completions with token ids), sglang
     (SGLang's /generate), chat (any OpenAI-compatible server), auto (probe). completions and sglang need `renderer`."""
@@ -248,6 +251,16 @@ class Settings(BaseSettings):
         if model is not None and find_spec("renderers") is None:
             raise ValueError("the renderers package is missing: pip install 'verbatim-rl[renderers]'")
         return model
+
+    @field_validator("policy_models")
+    @classmethod
+    def _are_each_of_one(cls, models: dict[str, list[str]]) -> dict[str, list[str]]:
+        found: dict[str, str] = {}
+        for policy, names in models.items():
+            for name in names:
+                if found.setdefault(name, policy) != policy or (name in models and name != policy):
+                    raise ValueError(f"the model {name!r} is declared for two policies")
+        return models
 
     @field_validator("admin_token", "trainer_token", "admin_tokens", "trainer_tokens")
     @classmethod

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from proxy.engine.policies import catalogue, is_frozen, policy_for
 from proxy.engine.replica import Replica, replica_at
 from proxy.engine.routing import preference
-from proxy.errors import NotFound
+from proxy.errors import EngineUnavailable, NotFound
 
 SESSIONS = [f"session-{number}" for number in range(2000)]
 
@@ -77,6 +77,27 @@ def test_a_policy_that_is_down_is_not_answered_by_another() -> None:
 def test_a_model_that_two_policies_serve_is_the_default_ones_if_that_is_one_of_them() -> None:
     assert policy_for("m", [serving("b", "m"), serving("", "m")], {"b", ""}) == ""
     assert policy_for("m", [serving("b", "m"), serving("a", "m")], {"a", "b"}) == "a"
+
+
+def test_a_name_that_nobody_is_known_by_may_be_that_of_a_policy_that_was_not_met() -> None:
+    members = [serving("", "base"), serving("judge")]
+    assert not members[1].met
+    with pytest.raises(EngineUnavailable, match="'large' is not known, and may be one of critic, judge, whose engines"):
+        policy_for("large", members, {"", "judge", "critic"})
+    assert policy_for("base", members, {"", "judge"}) == "", "the default's own name is known"
+    assert policy_for("", members, {"", "judge"}) == ""
+    members[1].api = "chat"
+    assert policy_for("large", members, {"", "judge"}) == "", "it was met, and lists no models"
+
+
+def test_a_declared_name_goes_to_its_policy_whoever_serves_it() -> None:
+    declared = {"large": "judge", "small": ""}
+    members = [serving("", "large"), serving("judge", "small")]
+    assert policy_for("large", members, {"", "judge"}, declared) == "judge"
+    assert policy_for("small", members, {"", "judge"}, declared) == ""
+    assert policy_for("tiny", [serving("", "base")], {"", "judge"}, declared) == "", "the judge's names are all declared"
+    with pytest.raises(NotFound, match="there are: judge"):
+        policy_for("small", [], {"judge"}, declared)
 
 
 def test_without_a_default_policy_an_unknown_model_is_refused_with_those_there_are() -> None:

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from running_service import ADMIN, TRAINER, RunningService, wait_until
 from scripted_engine import ScriptedEngine
 from test_cli import refused
 from verbatim_process import Serving, verbatim
+
+from proxy.settings import Settings
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -121,6 +124,36 @@ def test_no_policy_takes_over_the_calls_for_a_model_that_an_engine_serves(engine
         assert f"'policy' go to engine {name(engine)}" in refused.json()["error"]["message"]
 
 
+def test_names_that_are_declared_with_an_engine_go_to_its_policy(engine: ScriptedEngine, redis_url: str) -> None:
+    """Nobody answers there, so what it serves cannot be learnt from it."""
+    with RunningService([engine.url], redis_url) as service:
+        wait_until(lambda: serves(service, engine), 60, "it serves")
+        declared = {"url": NOBODY, "policy": "judge", "models": ["huge"]}
+        added = service.request("POST", "/engines", json=declared)
+        assert (added.status_code, added.json()["models"]) == (201, ["huge"]), added.text
+        assert service.request("GET", "/engines").json()["engines"][1] == added.json()
+        session = service.session()
+        body = {"model": "huge", "messages": [{"role": "user", "content": "q"}]}
+        answer = httpx.post(f"{session.base_url}/chat/completions", json=body, headers={"x-api-key": session.api_key})
+        assert answer.status_code == 503 and "cannot connect" in answer.text
+        assert engine.generations == []
+        for taken in (
+            {"policy": "critic", "models": ["huge"]},
+            {"policy": "huge"},
+            {"models": ["judge"]},
+            {"models": ["policy"], "policy": "judge"},
+        ):
+            refused = service.request("POST", "/engines", json={"url": "http://10.0.0.1:1", **taken})
+            assert refused.status_code == 409, refused.text
+
+
+@pytest.mark.parametrize("models", [{"a": ["m"], "b": ["m"]}, {"a": ["b"], "b": []}])
+def test_a_model_is_declared_for_one_policy(models: dict[str, list[str]]) -> None:
+    with pytest.raises(ValueError, match="is declared for two policies"):
+        Settings(policy_models=models)
+    assert Settings(policy_models={"a": ["m", "a"], "": ["n"]}).policy_models["a"] == ["m", "a"]
+
+
 def test_only_the_admin_may_look_at_engines_and_change_them(redis_url: str) -> None:
     with RunningService([NOBODY], redis_url) as service:
         for token, status in ((TRAINER, 403), ("wrong", 401)):
@@ -143,7 +176,8 @@ def test_the_command_line_lists_adds_and_removes(engine: ScriptedEngine, redis_u
         assert (removed.returncode, name(engine) in removed.stdout) == (0, True), removed.stderr
         assert "no engine" in refused("engines", "remove", name(engine), **where)
         assert "not a URL" in refused("engines", "add", "localhost:1", **where)
-        verbatim("engines", "add", "dns://nobody.invalid:1", **where)
+        verbatim("engines", "add", "dns://nobody.invalid:1", "--policy", "judge", "--model", "huge", **where)
+        assert service.request("GET", "/engines").json()["engines"][1]["models"] == ["huge"]
         assert "dns://nobody.invalid:1: no address is known" in verbatim("engines", "list", **where).stdout
 
 

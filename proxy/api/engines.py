@@ -7,6 +7,7 @@ name is theirs, and cannot be removed here.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
@@ -27,6 +28,7 @@ router = APIRouter(prefix="/engines", dependencies=[Depends(admin_only)])
 class Addition(Body):
     url: str = Field(min_length=1, max_length=2048)
     policy: str = Field("", max_length=200)
+    models: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default_factory=list, max_length=256)
 
 
 @router.get("")
@@ -35,7 +37,7 @@ async def listing(services: Served) -> Response:
     stored = await services.engines.engines()
     fixed = services.pool.membership.fixed
     given = [_given(spec, "settings") for spec in fixed]
-    given += [_given(spec, "api") for spec in (EngineSpec(each.url, each.policy) for each in stored) if spec not in fixed]
+    given += [_given(spec, "api", each.models) for each in stored if (spec := EngineSpec(each.url, each.policy)) not in fixed]
     replicas = [*services.pool.replicas, *services.pool.draining]
     return json_response(
         {
@@ -55,10 +57,11 @@ async def add(services: Served, body: Annotated[Addition, Depends(body_of(Additi
         raise RequestError(f"{body.url!r} cannot be an engine: {error}", param="url") from error
     if any(spec.name == fixed.name for fixed in services.pool.membership.fixed):
         raise Conflict(f"engine {spec.name} is in the settings", param="url")
-    _check_name_is_free(services, spec.policy)
-    await services.engines.add(StoredEngine(spec.name, spec.url, spec.policy, time.time()))
+    for name in (spec.policy, *body.models):
+        _check_name_is_free(services, name, spec.policy)
+    await services.engines.add(StoredEngine(spec.name, spec.url, spec.policy, time.time(), tuple(body.models)))
     await services.pool.look()
-    return json_response(_given(spec, "api"), 201)
+    return json_response(_given(spec, "api", body.models), 201)
 
 
 @router.delete("/{name:path}")
@@ -71,11 +74,15 @@ async def remove(services: Served, name: str) -> Response:
     return json_response({"name": name, "removed": True})
 
 
-def _check_name_is_free(services: Services, policy: str) -> None:
-    """Raises Conflict when calls for that name go to another policy's engines now: sessions would go on under other weights."""
-    for replica in services.pool.replicas:
-        if policy and policy in replica.names and replica.policy != policy:
-            raise Conflict(f"calls for the model {policy!r} go to engine {replica.name}, which serves it", param="policy")
+def _check_name_is_free(services: Services, name: str, policy: str) -> None:
+    """Raises Conflict when calls for that name go to another policy now: sessions would go on under other weights."""
+    pool = services.pool
+    declared = pool.membership.declared.get(name, policy)
+    if name and (declared != policy or (name != policy and name in pool.policy_names)):
+        raise Conflict(f"calls for the model {name!r} go to the policy {declared or name!r}", param="policy")
+    for replica in pool.replicas:
+        if name and name in replica.names and replica.policy != policy:
+            raise Conflict(f"calls for the model {name!r} go to engine {replica.name}, which serves it", param="policy")
 
 
 def _refuse(services: Services, name: str) -> None:
@@ -87,8 +94,9 @@ def _refuse(services: Services, name: str) -> None:
     raise NotFound(f"there is no engine {name!r}")
 
 
-def _given(spec: EngineSpec, source: str) -> dict[str, Any]:
-    return {"name": spec.name, "url": spec.url, "policy": spec.policy, "source": source}
+def _given(spec: EngineSpec, source: str, models: Sequence[str] = ()) -> dict[str, Any]:
+    given = {"name": spec.name, "url": spec.url, "policy": spec.policy, "source": source}
+    return given | ({"models": list(models)} if models else {})
 
 
 def _replica(replica: Replica) -> dict[str, Any]:

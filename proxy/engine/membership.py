@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -27,14 +27,21 @@ RESOLVE_SECONDS = 5.0
 _POLICY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,199}")
 
 
+def engine_url(text: str) -> str:
+    """`text` without blanks around it, a trailing slash or /v1: what routes are put behind."""
+    return text.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """What stands behind --engine: a URL, or a name to watch, and the policy its replicas belong to.
 
-    `name` is what it is called in lists: host, port and path of a URL, `dns:` and host and port of a watched name."""
+    `name` is what it is called in lists: host, port and path of a URL, `dns:` and host and port of a watched name. `models` are names
+    under which its engines serve, where they were declared."""
 
     url: str
     policy: str = ""
+    models: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -72,7 +79,7 @@ def engine_spec(text: str, policy: str = "") -> EngineSpec:
         return engine_spec(rest, _checked_name(named))
     if policy:
         _checked_name(policy)
-    url = text.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    url = engine_url(text)
     _check(url)
     return EngineSpec(url, policy)
 
@@ -107,8 +114,16 @@ async def system_resolver(name: str, port: int) -> Sequence[str]:
 class Membership:
     """What the pool should hold, as far as is known; `refresh` asks again."""
 
-    def __init__(self, engines: Sequence[str], store: EngineStore | None, resolver: Resolver) -> None:
+    def __init__(
+        self,
+        engines: Sequence[str],
+        store: EngineStore | None,
+        resolver: Resolver,
+        models: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """`models`: by policy, the names under which its engines serve, as far as the settings declare them."""
         self.fixed = tuple(engine_spec(engine) for engine in engines)
+        self._models = {model: policy for policy, names in (models or {}).items() for model in names}
         self._store = store
         self._resolver = resolver
         self._added: tuple[EngineSpec, ...] = ()
@@ -117,6 +132,11 @@ class Membership:
     @property
     def specs(self) -> tuple[EngineSpec, ...]:
         return (*self.fixed, *self._added)
+
+    @property
+    def declared(self) -> dict[str, str]:
+        """The policy of every model that was declared for one; the settings come before what was added."""
+        return {model: spec.policy for spec in self._added for model in spec.models} | self._models
 
     def members(self) -> list[Member]:
         """Each name once: what the settings say comes before what was added, and an address alone before one of a watched name."""
@@ -133,7 +153,7 @@ class Membership:
         if self._store is not None:
             try:
                 stored = await self._store.engines()
-                self._added = tuple(EngineSpec(engine.url, engine.policy) for engine in stored)
+                self._added = tuple(EngineSpec(engine.url, engine.policy, engine.models) for engine in stored)
             except StoreUnavailable as error:
                 log.debug("the engines that were added cannot be read: %s", error.message)
             except StoredValueError as error:

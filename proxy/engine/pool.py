@@ -75,7 +75,7 @@ class EnginePool:
         self._leaving: list[Replica] = []
         self._looking = asyncio.Lock()
         self.keeper: WeightKeeper | None = None
-        self.membership = Membership(settings.engine, store, resolver)
+        self.membership = Membership(settings.engine, store, resolver, settings.policy_models)
         self.replicas: list[Replica] = [self._made(member) for member in self.membership.members()]
         self.observer = observer or _Unobserved()
         self.seats = Seats(self.of, settings.queue_seconds, self.observer)
@@ -115,15 +115,19 @@ class EnginePool:
         return [replica for replica in self.replicas if replica.policy == policy]
 
     @property
+    def policy_names(self) -> set[str]:
+        """The policies that engines belong to, whether there is a replica of them now or not."""
+        return {spec.policy for spec in self.membership.specs}
+
+    @property
     def draining(self) -> list[Replica]:
         """Replicas that left the pool and have calls to end."""
         self._leaving = [replica for replica in self._leaving if replica.in_flight]
         return list(self._leaving)
 
     def policy_for(self, model: str) -> str:
-        """The policy that a call for `model` goes to. Raises NotFound."""
-        named = {spec.policy for spec in self.membership.specs}
-        return policies.policy_for(model, self.replicas, named)
+        """The policy that a call for `model` goes to. Raises as `policies.policy_for`."""
+        return policies.policy_for(model, self.replicas, self.policy_names, self.membership.declared)
 
     def pick(self, session_id: str, model: str = "") -> Replica:
         """The replica that serves this session, whether it has room or not. Raises EngineUnavailable with every replica's reason,

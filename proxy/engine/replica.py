@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 
 from proxy.engine.detection import PROBE_TIMEOUT, Api, find_api, find_logprob_mode
 from proxy.engine.health import Health
+from proxy.engine.membership import EngineSpec, engine_url
 from proxy.errors import EngineUnavailable
 
 
@@ -49,6 +49,11 @@ class Replica:
     health: Health = field(default_factory=Health)
 
     @property
+    def met(self) -> bool:
+        """Whether it was ever reached, and has said what it serves if it says that at all."""
+        return self.api is not None or bool(self.names)
+
+    @property
     def has_room(self) -> bool:
         """Whether it may take another call."""
         return not self.max_calls or self.in_flight < self.max_calls
@@ -82,9 +87,8 @@ class NotListening(EngineUnavailable):
 
 def replica_at(url: str) -> Replica:
     """A replica not yet contacted. `url` may carry a trailing slash or /v1; the name is its host, port and path."""
-    base = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
-    parts = urlsplit(base)
-    return Replica(name=f"{parts.netloc}{parts.path}" or base, url=base)
+    base = engine_url(url)
+    return Replica(name=EngineSpec(base).name or base, url=base)
 
 
 async def contact(http: aiohttp.ClientSession, replica: Replica, engine_api: str, *, renders: bool = False) -> None:

@@ -13,12 +13,14 @@ from proxy.store.packing import pack_versioned, unpack_versioned
 
 @dataclass(frozen=True, slots=True)
 class StoredEngine:
-    """`name` is what it is removed by; `url` may be a name to watch; `added_at` in epoch seconds."""
+    """`name` is what it is removed by; `url` may be a name to watch; `added_at` in epoch seconds. `models`: names under which it was
+    declared to serve."""
 
     name: str
     url: str
     policy: str
     added_at: float
+    models: tuple[str, ...] = ()
 
 
 class EngineStore(Protocol):
@@ -56,9 +58,10 @@ class RedisEngineStore:
         if blob is None:
             return await self.add(engine)
         stored = unpack_versioned(blob, StoredEngine)
-        if (stored.url, stored.policy) != (engine.url, engine.policy):
+        if (stored.url, stored.policy, stored.models) != (engine.url, engine.policy, engine.models):
             of = f"the policy {stored.policy!r}" if stored.policy else "the default policy"
-            raise Conflict(f"engine {engine.name} is there already: {stored.url} of {of}", param="url")
+            as_ = f", as {', '.join(stored.models)}" if stored.models else ""
+            raise Conflict(f"engine {engine.name} is there already: {stored.url} of {of}{as_}", param="url")
         return stored
 
     async def remove(self, name: str) -> bool:
