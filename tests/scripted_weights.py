@@ -30,7 +30,8 @@ class Hold:
 
 class ScriptedWeights:
     """`loaded` is what the workers report. `refuse_check` and `refuse_update` make the next update fail with that sentence.
-    `adapter`: the path of the LoRA adapter that was loaded last.
+    `adapter`: the path of the LoRA adapter that was loaded last. `extended`: its workers know the methods of `VerbatimWorker`, and
+    `backend`: they have its backend.
     `hold` makes the next such step wait. As vLLM does, it breaks when weights change while it samples: `broken` says how."""
 
     def __init__(self, sampler: Sampler) -> None:
@@ -45,6 +46,7 @@ class ScriptedWeights:
         self.refuse_update: str | None = None
         self.broken: list[str] = []
         self.workers = 1
+        self.extended = self.backend = True
         self.joined: list[dict[str, Any]] = []
         self.labels: list[str] = []
         self.adapter: str | None = None
@@ -59,6 +61,7 @@ class ScriptedWeights:
             ("GET", "/weight_info"): self._info,
             ("POST", "/update_weight_version"): self._set_version,
             ("GET", "/get_world_size"): self._world_size,
+            ("GET", "/server_info"): self._server_info,
             ("POST", "/init_weight_transfer_engine"): self._init,
             ("POST", "/start_weight_update"): self._start,
             ("POST", "/update_weights"): self._update,
@@ -119,6 +122,11 @@ class ScriptedWeights:
 
     async def _world_size(self, exchange: Exchange, body: Any) -> None:
         await exchange.answer({"world_size": self.workers})
+
+    async def _server_info(self, exchange: Exchange, body: Any) -> None:
+        extension = "proxy.engine.vllm_backend.VerbatimWorker" if self.extended else ""
+        parallel = {"world_size": self.workers, "worker_extension_cls": extension}
+        await exchange.answer({"vllm_config": {"parallel_config": parallel}, "vllm_env": {}, "system_env": {}})
 
     async def _init(self, exchange: Exchange, body: Any) -> None:
         info = body["init_info"]
@@ -183,6 +191,16 @@ class ScriptedWeights:
 
     async def _rpc(self, exchange: Exchange, body: Any) -> None:
         holder = self._claims.holder
+        if not self.extended:
+            if self.workers > 1:
+                # The first worker's answer is taken; the others' are for whoever asks next.
+                self.broken.append("collective_rpc")
+            error = f"Worker failed with error '{body.get('method')}', please check the stack trace above for the root cause"
+            await exchange.fail(Fail(500, f"Call to collective_rpc method failed: {error}"))
+            return
+        if not self.backend:
+            await exchange.answer({"results": [{"no_backend": "start vLLM with the backend"}] * self.workers})
+            return
         if body.get("method") == "verbatim_weights":
             await exchange.answer({"results": [self.loaded | {"begun": self.updating, "claimed_by": holder}]})
         elif body.get("method") == "verbatim_claim":

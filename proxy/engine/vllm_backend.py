@@ -39,6 +39,7 @@ logger = init_logger("vllm.verbatim")
 
 BACKEND = "verbatim"
 INDEX = "model.safetensors.index.json"
+_NO_BACKEND = f'start vLLM with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
 
 
 class BadCheckpoint(ValueError):
@@ -472,34 +473,39 @@ def _some(names: list[str]) -> str:
 
 
 class VerbatimWorker:
-    """Mixed into vLLM's worker: what `/collective_rpc` may ask it."""
+    """Mixed into vLLM's worker: what `/collective_rpc` may ask it.
+
+    A worker without the backend says so, as `no_backend`. Were it to raise, so would the others, and of several vLLM takes one answer
+    and leaves the rest for whoever asks next."""
 
     def verbatim_weights(self) -> dict[str, Any]:
         """`whole`: False while the weights are torn; `path`, `version` of the last whole update, `updates` how many; `error`
         of the last update if it failed; `claimed_by`: who is changing them; `group`: the NCCL group that was joined;
         `begun`: whether vLLM has an update begun and not ended; `logprob_mode`: what the engine reports as logprobs."""
-        engine = self._verbatim()
-        mode = self.vllm_config.model_config.logprobs_mode  # type: ignore[attr-defined]
-        begun = self._weight_update_active  # type: ignore[attr-defined]
-        return {**engine.state, "claimed_by": engine.claims.holder, "begun": begun, "logprob_mode": mode}
+        told = self._answer(
+            lambda engine: {
+                **engine.state,
+                "claimed_by": engine.claims.holder,
+                "begun": self._weight_update_active,  # type: ignore[attr-defined]
+            }
+        )
+        return {**told, "logprob_mode": self.vllm_config.model_config.logprobs_mode}  # type: ignore[attr-defined]
 
     def verbatim_claim(self, owner: str, fence: int, seconds: float) -> dict[str, Any]:
         """`error`: why the weights cannot be this owner's to change for so long, None when they are."""
-        return {"error": self._verbatim().claims.take(owner, fence, seconds)}
+        return self._answer(lambda engine: {"error": engine.claims.take(owner, fence, seconds)})
 
     def verbatim_check(self, path: str) -> dict[str, Any]:
         """`error`: why the checkpoint at `path` cannot be loaded, None when it can. Safe while requests run."""
-        return _error_of(self._verbatim().checked, path)
+        return self._answer(lambda engine: _error_of(engine.checked, path))
 
     def verbatim_check_transfer(self, transfer: dict[str, Any]) -> dict[str, Any]:
         """`error`: why the trainer's parameters cannot be received, None when they can. Safe while requests run."""
-        return _error_of(self._verbatim().checked_transfer, transfer)
+        return self._answer(lambda engine: _error_of(engine.checked_transfer, transfer))
 
-    def _verbatim(self) -> VerbatimEngine:
+    def _answer(self, ask: Callable[[VerbatimEngine], dict[str, Any]]) -> dict[str, Any]:
         engine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        if not isinstance(engine, VerbatimEngine):
-            raise RuntimeError(f'start vLLM with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\'')
-        return engine
+        return ask(engine) if isinstance(engine, VerbatimEngine) else {"no_backend": _NO_BACKEND}
 
 
 def _error_of(check: Callable[[Any], object], what: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from proxy.engine import worker_extension
 from proxy.engine.replica import Replica
 from proxy.errors import EngineFailed
 
@@ -89,6 +90,7 @@ class WeightApi:
         self._replica = replica
         self._step_seconds = step_seconds
         self._claim = claim
+        self._extended = False
 
     async def label(self) -> str:
         answer = await self._ask("GET", "/weight_info", seconds=PROBE_SECONDS)
@@ -97,7 +99,8 @@ class WeightApi:
     async def set_label(self, version: int | str) -> None:
         await self._ask("POST", "/update_weight_version", {"new_version": str(version)}, seconds=PROBE_SECONDS)
 
-    async def paused(self) -> bool:
+    async def paused(self) -> bool | None:
+        """None where the engine does not tell."""
         answer = await self._ask("GET", "/is_paused", seconds=PROBE_SECONDS)
         return bool(answer.get("is_paused"))
 
@@ -192,12 +195,30 @@ class WeightApi:
                 raise StepRefused(str(answer["error"]))
 
     async def _call_workers(self, method: str, *args: Any, seconds: float | None = None) -> list[dict[str, Any]]:
-        """One answer per worker of the engine."""
+        """One answer per worker of the engine. Raises StepRefused where they do not know the method."""
+        await self._check_extended()
         answer = await self._ask("POST", "/collective_rpc", {"method": method, "args": args}, seconds=seconds)
         results = answer.get("results")
         if not isinstance(results, list) or not results or not all(isinstance(item, dict) for item in results):
             raise EngineFailed(f"the engine does not report its weights; {SETUP}")
+        if missing := next((item["no_backend"] for item in results if item.get("no_backend")), None):
+            raise StepRefused(str(missing))
         return results
+
+    async def _check_extended(self) -> None:
+        """Raises StepRefused where the workers of an engine that has several are known to lack the methods they are asked for."""
+        if self._extended:
+            return
+        try:
+            missing = await worker_extension.is_missing(self._probe)
+        except StepRefused:
+            missing = False
+        if missing:
+            raise StepRefused("its workers were started without --worker-extension-cls")
+        self._extended = True
+
+    async def _probe(self, route: str) -> dict[str, Any]:
+        return await self._ask("GET", route, seconds=PROBE_SECONDS)
 
     async def _ask(
         self, method: str, route: str, body: dict[str, Any] | None = None, *, seconds: float | None = None
