@@ -35,12 +35,21 @@ class Shaped:
 
 class ShapedSglang(ScriptedEngine):
     """`newer`: 0.5.23, else 0.5.5. `label`: its weight version; `model_path`: the checkpoint it says it loaded. `refuses`: what the next
-    load is refused with."""
+    load is refused with; `stays_paused`: how often it fails to go on."""
 
-    def __init__(self, *, newer: bool = True, incremental: bool = False, label: str = "0", window: int | None = 8192) -> None:
+    def __init__(
+        self,
+        *,
+        newer: bool = True,
+        incremental: bool = False,
+        label: str = "0",
+        window: int | None = 8192,
+        paused: bool = False,
+    ) -> None:
         super().__init__("qwen3", plain=True, updatable=False)
         self.newer, self.incremental, self.label, self.window = newer, incremental, label, window
-        self.model_path, self.paused, self.refuses = "/models/first", False, ""
+        self.model_path, self.paused, self.refuses = "/models/first", paused, ""
+        self.stays_paused = 0
         self.label_at_end: str | None = None
         self.bodies: list[dict[str, Any]] = []
         self.aborted: set[str] = set()
@@ -179,8 +188,11 @@ class ShapedSglang(ScriptedEngine):
         await exchange.answer({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, exchange: Exchange, body: Any) -> None:
+        if self.stays_paused:
+            self.stays_paused -= 1
+            return await exchange.answer({"message": "not now"}, 500)
         self.paused = False
-        await exchange.answer({"message": "Generation continued successfully.", "status": "ok"})
+        return await exchange.answer({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _flush(self, exchange: Exchange, body: Any) -> None:
         await exchange.answer("Cache flushed.\nPlease check backend logs for more details.")

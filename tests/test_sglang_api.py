@@ -317,3 +317,24 @@ def test_an_adapter_is_not_exchanged(opened: Callable[..., Opened]) -> None:
     _, service = opened(label="default")
     pushed = service.request("POST", "/weights", json={"version": 1, "path": "/models/a", "kind": "lora"})
     assert not pushed.json()["applied"]
+
+
+def test_an_engine_that_does_not_tell_of_its_pause_is_resumed_when_it_is_first_met(opened: Callable[..., Opened]) -> None:
+    """0.5.5 has no /ready: a push of a process that died may have left it paused, and its calls would hang."""
+    engine, service = opened(newer=False, paused=True)
+    assert service.request("GET", "/readyz").status_code == 200
+    assert not engine.paused
+    engine.received.clear()
+    wait_until(lambda: len(engine.paths()) > 20, 30, "it was looked at again")
+    assert "/continue_generation" not in engine.paths(), "once is enough while it serves"
+
+
+def test_an_engine_that_does_not_tell_of_its_pause_is_resumed_when_it_returns(opened: Callable[..., Opened]) -> None:
+    """The push ends with the new weights loaded and labelled, and nobody hears the last step."""
+    engine, service = opened(newer=False, label="default")
+    engine.stays_paused = 1
+    pushed = service.request("POST", "/weights", json={"version": 1, "path": "/models/1"}).json()
+    assert pushed["applied"] and "not now" in next(iter(pushed["replicas"].values()))["error"]
+    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "it serves again")
+    assert (engine.label, engine.paused) == ("1", False)
+    assert engine.paths().count("/update_weights_from_disk") == 1

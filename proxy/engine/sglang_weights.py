@@ -50,12 +50,12 @@ class SglangWeightApi(WeightApi):
         body = {"new_version": str(version), "abort_all_requests": False}
         await self._ask("POST", "/update_weight_version", body, seconds=PROBE_SECONDS)
 
-    async def paused(self) -> bool:
-        """False where SGLang does not tell."""
+    async def paused(self) -> bool | None:
+        """None where SGLang does not tell: 0.5.5 has no such route."""
         try:
             await self._ask("GET", "/ready", seconds=PROBE_SECONDS)
         except StepRefused as error:
-            return error.http_status == 503
+            return None if error.http_status == 404 else error.http_status == 503
         return False
 
     async def loaded(self) -> Loaded:

@@ -66,7 +66,7 @@ class WeightKeeper:
                 raise EngineFailed(f"weights {current.version} were pushed and it cannot take them; {SETUP}")
             replica.weight_version = 0
             return None
-        if await _runs_on(self.api(replica), current.version):
+        if await _runs_on(self.api(replica), current.version, replica):
             replica.weight_version = current.version
             return None
         try:
@@ -85,7 +85,7 @@ class WeightKeeper:
 
     async def _bring_up(self, replica: Replica, api: WeightApi, lock: PushLock) -> None:
         policy, loaded = replica.policy, await _loaded_if_known(api)
-        current, label, paused = await self._weights.current(policy), await api.label(), await api.paused()
+        current, label, paused = await self._weights.current(policy), await api.label(), await _may_stand(api, replica)
         version, torn = int(label) if label.isdecimal() else None, label.startswith(TORN)
         if version is None and current.version == 0 and not torn and (loaded is None or loaded.updates == 0):
             await api.set_label(0)
@@ -165,12 +165,19 @@ def _promoted(version: int, known: int, loaded: Loaded | None, replica: Replica)
     return states
 
 
-async def _runs_on(api: WeightApi, version: int) -> bool:
+async def _runs_on(api: WeightApi, version: int, replica: Replica) -> bool:
     try:
-        return await api.label() == str(version) and not await api.paused()
+        return await api.label() == str(version) and not await _may_stand(api, replica)
     except EngineFailed:
         # A large checkpoint going in, pushed by another process, keeps the engine from answering: the lock tells.
         return False
+
+
+async def _may_stand(api: WeightApi, replica: Replica) -> bool:
+    """Whether the engine is paused; of one that does not tell, whether it may be: a push may have left it so before it was seen here,
+    or when it was taken out. To resume one that runs changes nothing."""
+    paused = await api.paused()
+    return not replica.healthy if paused is None else paused
 
 
 async def _loaded_if_known(api: WeightApi) -> Loaded | None:
