@@ -81,10 +81,10 @@ class TokenPlan:
     body: dict[str, Any] = field(default_factory=dict)
 
 
-def continuation(tree: SessionTree, request: Request) -> Continuation:
-    """The call that `request` continues, found from the last message backwards."""
+def continuation(tree: SessionTree, request: Request, policy: str = "") -> Continuation:
+    """The call that `request`, which `policy` is to answer, continues, found from the last message backwards."""
     rendered = {name: request.forward[name] for name in _RENDERED if name in request.forward}
-    root = root_key(request.model, request.tools, {**request.template_kwargs, **rendered})
+    root = root_key(request.model, request.tools, {**request.template_kwargs, **rendered}, policy)
     fingerprints = tree.fingerprints(root, request.history)
     near, near_at = None, 0
     for position in range(len(request.history) - 1, -1, -1):

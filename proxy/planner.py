@@ -61,6 +61,6 @@ class Planner:
 
 
 def _found(turn: Turn) -> Continuation:
-    if turn.request.prompt is not None:
-        return prompt_continuation(turn.tree, turn.request)
-    return continuation(turn.tree, turn.request)
+    assert turn.replica is not None
+    find = continuation if turn.request.prompt is None else prompt_continuation
+    return find(turn.tree, turn.request, turn.replica.policy)

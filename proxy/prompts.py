@@ -29,9 +29,9 @@ _decode = msgspec.json.decode
 _DIALECT = "completions"
 
 
-def prompt_continuation(tree: SessionTree, request: Request) -> Continuation:
-    """The call that the prompt goes on from; the request's history is told accordingly."""
-    root = root_key(request.model, (), {})
+def prompt_continuation(tree: SessionTree, request: Request, policy: str = "") -> Continuation:
+    """The call that the prompt, which `policy` is to answer, goes on from; the request's history is told accordingly."""
+    root = root_key(request.model, (), {}, policy)
     prompt = request.prompt
     assert prompt is not None
     parent = _by_text(tree, root, prompt) if isinstance(prompt, str) else _by_ids(tree, root, pack_ids(prompt))

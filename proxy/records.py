@@ -110,7 +110,7 @@ def _call_record(
         own_seconds=own_seconds,
         trainable=not quarantine_reason,
         quarantine_reason=quarantine_reason,
-        marks=turn.marks,
+        marks={**turn.marks, "policy": turn.replica.policy} if turn.replica.policy else turn.marks,
     )
 
 

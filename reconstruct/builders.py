@@ -134,6 +134,7 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
         metadata=_metadata(context, places),
         logprob_mode=_logprob_mode(forest, list(places) or path),
         details=row_details(forest, last.call_id, list(places)),
+        policy=last.policy,
     )
 
 

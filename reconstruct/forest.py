@@ -150,6 +150,9 @@ class Forest:
         parent_id = call.node.parent_id
         if parent_id is None or self._lengths[parent_id] > self.prompt_length(call.call_id):
             return False
+        # One row is one policy's, whoever made the records: its versions are counted on one line.
+        if self.calls[parent_id].policy != call.policy:
+            return False
         return self._agree(call.call_id, parent_id, self._lengths[parent_id])
 
     def _agree(self, left_id: str, right_id: str, length: int) -> bool:

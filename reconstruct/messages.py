@@ -52,9 +52,11 @@ def _without_volatile(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def root_key(model: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any]) -> bytes:
-    """The identity of a tree's root: calls under other tools, model or template kwargs never share one."""
-    return hash_bytes(model.encode(), canonical_json(list(tools or ())), canonical_json(dict(template_kwargs or {})))
+def root_key(model: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any], policy: str = "") -> bytes:
+    """The identity of a tree's root: calls under other tools, model or template kwargs never share one, nor calls that one name took
+    to two policies, whose tokens need not even be of one vocabulary."""
+    parts = [model.encode(), canonical_json(list(tools or ())), canonical_json(dict(template_kwargs or {}))]
+    return hash_bytes(*parts, *([policy.encode()] if policy else []))
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,8 @@ class Call:
     parent's messages and its reply. `fingerprint` is the hash chain over the request's canonical messages,
     `reply_fingerprint` the chain after the reply: what a continuing call's history hashes to (see messages.py).
     `preamble` (roots only) is the JSON object of model, tools and template kwargs. `marks` are what the harness itself said of the
-    call in its headers: "retry" (the attempt's number) and what the role was derived from.
+    call in its headers: "retry" (the attempt's number) and what the role was derived from; and the "policy" that sampled it, unless
+    it was the default one.
     """
 
     call_id: str
@@ -155,3 +156,8 @@ class Call:
     trainable: bool = True
     quarantine_reason: str = ""
     marks: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def policy(self) -> str:
+        """The named model that sampled the call, whose weights its spans count; "" is the default one."""
+        return self.marks.get("policy", "")

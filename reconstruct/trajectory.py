@@ -4,8 +4,10 @@
 sampled tokens only, in the row's own positions. `trajectory_id` depends on the session and the calls in the row alone, so
 that a redelivered row has the id it had before.
 
+`policy` is the named model that sampled the row, "" the default one: the versions of the row's spans are that policy's.
+
 One rollout may become several rows. `rollout_id` says which belong together, and `row_weight` is 1 / the number of rows of the
-rollout that train anything (0 for a row that trains nothing), so that the weights of a rollout's rows add up to 1.
+rollout and the policy that train anything (0 for a row that trains nothing), so that what a rollout has for a policy adds up to 1.
 
 `logprob_mode` is the mode of all its logprobs (see `reconstruct.records.Sampling`), or MIXED where its calls differ in it: then
 the row has no one meaning of a ratio. `details` are None unless they were asked for and the engine gave them.
@@ -50,6 +52,7 @@ class Trajectory:
     row_weight: float = 1.0
     logprob_mode: str = UNKNOWN_MODE
     details: RowDetails | None = None
+    policy: str = ""
 
     @property
     def rollout_id(self) -> str:
@@ -58,9 +61,9 @@ class Trajectory:
 
 
 def weighed(rows: Sequence[Trajectory]) -> list[Trajectory]:
-    """The rows, in their order, each with its weight among the trained rows of its rollout."""
-    trained = Counter(row.rollout_id for row in rows if row.loss_mask.any())
-    return [replace(row, row_weight=1 / trained[row.rollout_id] if row.loss_mask.any() else 0.0) for row in rows]
+    """The rows, in their order, each with its weight among the trained rows of its rollout and policy."""
+    trained = Counter((row.rollout_id, row.policy) for row in rows if row.loss_mask.any())
+    return [replace(row, row_weight=1 / trained[row.rollout_id, row.policy] if row.loss_mask.any() else 0.0) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ def as_wire(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
         "row_weight": row.row_weight,
         "logprob_mode": row.logprob_mode,
         **(_details(row.details, arrays) if row.details is not None else {}),
+        "policy": row.policy,
     }
 
 

@@ -38,6 +38,7 @@ class ScriptedPool:
     """Says whether an engine serves."""
 
     answer: tuple[bool, str] = (True, "")
+    policy_names: set[str] = field(default_factory=set)
 
     def ready(self) -> tuple[bool, str]:
         return self.answer
@@ -285,8 +286,8 @@ async def test_a_lease_carries_the_rows_of_a_group_with_the_version_and_is_ackno
     before = time.time()
     batch = await service.lease(max_groups=4, lease_seconds=120, consumer="me")
     assert batch is not None
-    assert set(batch) == {"lease_id", "expires_at", "weight_version", "groups"}
-    assert batch["weight_version"] == 6
+    assert set(batch) == {"lease_id", "expires_at", "weight_version", "weight_versions", "groups"}
+    assert (batch["weight_version"], batch["weight_versions"]) == (6, {"": 6})
     assert before + 119 < batch["expires_at"] < time.time() + 121
     (group,) = batch["groups"]
     assert group["group_id"] == "g"

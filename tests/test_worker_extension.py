@@ -13,7 +13,7 @@ from scripted_engine import Fail, ScriptedEngine
 from vllm_server import require_vllm
 from weight_fixtures import serving
 
-from proxy.store.base import WeightStore
+from proxy.store.weight_store import WeightStore
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ neither acknowledged nor given back: its lease expires and another trainer, or t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,14 +29,36 @@ Estimator = Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]
 class Batch:
     """`rows` are all trajectories in the order of `groups`; per-row values are in `columns`, in that order.
 
+    `weight_version` is the default policy's when the batch was leased, `weight_versions` has that of every policy; each row is measured
+    against its own. Raises ValueError for rows of a policy whose version is not said.
+
     Without a `lease` (rows read from a file, say) ack, nack, extend and the `with` block have nothing to do."""
 
-    def __init__(self, groups: Sequence[Group], weight_version: int, lease: Lease | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        weight_version: int,
+        lease: Lease | None = None,
+        *,
+        weight_versions: Mapping[str, int] | None = None,
+    ) -> None:
         self.groups = tuple(groups)
         self.weight_version = weight_version
+        self.weight_versions: Mapping[str, int] = {**(weight_versions or {}), "": weight_version}
         self.rows: tuple[Trajectory, ...] = tuple(row for group in self.groups for row in group.trajectories)
-        self.columns: RowColumns = row_columns(self.groups, weight_version)
+        if unknown := {row.policy for row in self.rows} - self.weight_versions.keys():
+            raise ValueError(f"there are rows of {', '.join(map(repr, sorted(unknown)))}, whose weight version is not said")
+        self.columns: RowColumns = row_columns(self.groups, self.weight_versions)
         self._lease = lease
+
+    @classmethod
+    def joined(cls, parts: Sequence[Batch]) -> Self:
+        """The groups of several batches as one without a lease, whose versions are the newest of its parts."""
+        versions: dict[str, int] = {}
+        for part in parts:
+            for policy, version in part.weight_versions.items():
+                versions[policy] = max(version, versions.get(policy, version))
+        return cls([group for part in parts for group in part.groups], versions[""], weight_versions=versions)
 
     @property
     def lease_id(self) -> str | None:
@@ -49,8 +71,13 @@ class Batch:
 
     @property
     def staleness(self) -> NDArray[np.int64]:
-        """Per row: `weight_version` minus the oldest version any of its tokens was sampled under."""
+        """Per row: the version of its policy minus the oldest one that any of its tokens was sampled under."""
         return self.columns.staleness  # type: ignore[no-any-return]
+
+    @property
+    def row_versions(self) -> NDArray[np.int64]:
+        """Per row: the version of its policy when the batch was leased."""
+        return np.array([self.weight_versions[row.policy] for row in self.rows], dtype=np.int64)
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ from trainer_client.lease import Lease
 from trainer_client.publish import WeightPush, prune_versions, push_of, what_failed, write_weights
 from trainer_client.publish_nccl import NcclPublisher
 from trainer_client.transport import Transport, never_started
-from trainer_client.wire import ACCEPT, body_of, groups_of
+from trainer_client.wire import ACCEPT, body_of, groups_of, versions_of
 
 Kind = Literal["full", "lora"]
 Mode = Literal["keep", "wait", "abort"]
@@ -62,6 +62,7 @@ class TrainerClient:
         max_groups: int | None = None,
         max_trajectories: int | None = None,
         max_staleness: int | None = None,
+        policy: str | None = None,
         wait_seconds: float = 30.0,
         lease_seconds: float = 600.0,
         keep: bool = True,
@@ -72,7 +73,7 @@ class TrainerClient:
         Ends once `stop()` is true or the client is closed. Both are looked at between requests, each of which waits for at
         most `wait_seconds`; a batch that arrives after that is given back. Arguments and errors as for `lease`.
         """
-        wanted = self._wanted(max_groups, max_trajectories, max_staleness, wait_seconds, lease_seconds)
+        wanted = self._wanted(max_groups, max_trajectories, max_staleness, policy, wait_seconds, lease_seconds)
 
         def ended() -> bool:
             return self._transport.closing.is_set() or bool(stop and stop())
@@ -97,6 +98,7 @@ class TrainerClient:
         max_groups: int | None = None,
         max_trajectories: int | None = None,
         max_staleness: int | None = None,
+        policy: str | None = None,
         wait_seconds: float = 0.0,
         lease_seconds: float = 600.0,
         keep: bool = True,
@@ -105,12 +107,12 @@ class TrainerClient:
 
         Whole groups only: at most `max_groups` of them, or as many as fit into `max_trajectories` (one at least), or all that
         are ready, and no more than this consumer's share while others wait; none with a token sampled more than `max_staleness`
-        versions ago, unless the service is set to mark such groups (`group.stale`). With `keep`, its `with` block extends the
-        lease. When the answer is lost on the way, the request is repeated and what was leased first comes back when that
-        lease expires.
+        versions of its policy ago, unless the service is set to mark such groups (`group.stale`). `policy`: rows of that model
+        alone, "" being the default one; None: of all. With `keep`, its `with` block extends the lease. When the answer is lost on
+        the way, the request is repeated and what was leased first comes back when that lease expires.
         Raises: InvalidAnswer (the batch is given back first), Unauthorized, Unavailable, ConnectionFailed, ClientClosed.
         """
-        wanted = self._wanted(max_groups, max_trajectories, max_staleness, wait_seconds, lease_seconds)
+        wanted = self._wanted(max_groups, max_trajectories, max_staleness, policy, wait_seconds, lease_seconds)
         return self._lease(wanted, keep, until=self._transport.closing.is_set)
 
     def held(self, lease_id: str, *, lease_seconds: float = 600.0) -> Lease:
@@ -190,10 +192,16 @@ class TrainerClient:
         max_groups: int | None,
         max_trajectories: int | None,
         max_staleness: int | None,
+        policy: str | None,
         wait_seconds: float,
         lease_seconds: float,
     ) -> dict[str, Any]:
-        limits = {"max_groups": max_groups, "max_trajectories": max_trajectories, "max_staleness": max_staleness}
+        limits = {
+            "max_groups": max_groups,
+            "max_trajectories": max_trajectories,
+            "max_staleness": max_staleness,
+            "policy": policy,
+        }
         wanted = {"wait_seconds": wait_seconds, "lease_seconds": lease_seconds, "consumer": self.consumer}
         return wanted | {name: limit for name, limit in limits.items() if limit is not None}
 
@@ -209,11 +217,10 @@ class TrainerClient:
             lease = Lease(
                 self._transport, str(body["lease_id"]), float(body["expires_at"]), lease_seconds=lease_seconds, keep=keep
             )
-            weight_version = int(body["weight_version"])
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidAnswer(f"the answer to a lease is incomplete: {error!r}") from error
         try:
-            return Batch(groups_of(body), weight_version, lease)
+            return _batch_of(body, lease)
         except InvalidAnswer as error:
             lease.give_back_after(error)
             raise
@@ -251,3 +258,12 @@ class TrainerClient:
             error.add_note("The push may have happened: weights() tells the version that is served.")
             raise
         return push_of(body_of(response), body["version"], body["path"])
+
+
+def _batch_of(body: Mapping[str, Any], lease: Lease) -> Batch:
+    groups = groups_of(body)
+    try:
+        versions = versions_of(body)
+        return Batch(groups, versions[""], lease, weight_versions=versions)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidAnswer(f"the answer to a lease does not say how old its rows are: {error!r}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeAlias
 
@@ -25,7 +25,8 @@ class RowColumns:
     counted from 0 in order of appearance over the whole batch; rows of one rollout have one rollout_index. `row_weight`
     float32: 1 / (trained rows of the same rollout), as the service counted them, so that each rollout weighs 1 however many
     rows it became.
-    `staleness` int64: the batch's weight version minus the oldest version in the row; 0 for a row without sampled tokens.
+    `staleness` int64: the version of the row's policy when the batch was leased minus the oldest version in the row; 0 for a row without
+    sampled tokens.
     `cut_tokens` int64: sampled tokens lost where the end of the row was cut on request; otherwise 0.
     """
 
@@ -55,8 +56,8 @@ class RowColumns:
         return replace(self, **{n: torch.from_numpy(a) for n, a in arrays.items() if isinstance(a, np.ndarray)})
 
 
-def row_columns(groups: Sequence[Group], weight_version: int) -> RowColumns:
-    """The columns of all rows of `groups`, without advantages and with nothing cut."""
+def row_columns(groups: Sequence[Group], versions: Mapping[str, int]) -> RowColumns:
+    """The columns of all rows of `groups`, without advantages and with nothing cut. `versions`: the current one of each policy."""
     rows = [row for group in groups for row in group.trajectories]
     return RowColumns(
         row_index=np.arange(len(rows), dtype=np.int64),
@@ -65,7 +66,7 @@ def row_columns(groups: Sequence[Group], weight_version: int) -> RowColumns:
         group_index=np.array([at for at, group in enumerate(groups) for _ in group.trajectories], dtype=np.int64),
         rollout_index=_numbered(row.rollout_id for row in rows),
         row_weight=np.array([row.row_weight for row in rows], dtype=np.float32),
-        staleness=np.array([_staleness(row, weight_version) for row in rows], dtype=np.int64),
+        staleness=np.array([_staleness(row, versions[row.policy]) for row in rows], dtype=np.int64),
         cut_tokens=np.zeros(len(rows), dtype=np.int64),
     )
 

@@ -108,15 +108,16 @@ def batch_statistics(
     batch: Batch, data: PaddedBatch | PackedBatch, trainer_logprobs: Any, *, prefix: str = "importance/", **options: Any
 ) -> dict[str, float]:
     """`ratio_statistics` of the sampled tokens of `data`, which `batch` was laid out as: all of them, those of each role
-    (`role/main/…`), and those of each number of versions behind the batch's (`staleness/2/…`). `trainer_logprobs` of the shape of
+    (`role/main/…`), and those of each number of versions behind their policy's (`staleness/2/…`). `trainer_logprobs` of the shape of
     `data.token_ids`. With advantages in `data` the clipped shares go by their signs."""
     mask = _numbers(data.loss_mask) != 0
     rows = row_of_token(data)[mask]
     ratios = log_ratios(trainer_logprobs, data.inference_logprobs, data.loss_mask)
     if data.advantages is not None and "advantages" not in options:
         options["advantages"] = _numbers(data.advantages)[rows]
-    behind = batch.weight_version - _numbers(data.weight_versions)[mask].astype(np.int64)
-    roles = np.array([batch.rows[int(index)].role for index in _numbers(data.row_index)], dtype=object)[rows].astype(str)
+    indexes = _numbers(data.row_index).astype(np.int64)
+    behind = batch.row_versions[indexes][rows] - _numbers(data.weight_versions)[mask].astype(np.int64)
+    roles = np.array([batch.rows[int(index)].role for index in indexes], dtype=object)[rows].astype(str)
     found = ratio_statistics(ratios, **options)
     found |= {f"staleness/{name}": value for name, value in statistics_by(ratios, behind, **options).items()}
     found |= {f"role/{name}": value for name, value in statistics_by(ratios, roles, **options).items()}

@@ -79,6 +79,12 @@ def groups_of(body: Mapping[str, Any]) -> tuple[Group, ...]:
     return groups
 
 
+def versions_of(body: Mapping[str, Any]) -> dict[str, int]:
+    """The current version of every policy, "" being the default one. Raises KeyError, TypeError or ValueError."""
+    versions = {str(policy): int(version) for policy, version in body.get("weight_versions", {}).items()}
+    return {**versions, "": int(body["weight_version"])}
+
+
 def trajectory_of(row: Mapping[str, Any], row_weight: float = 1.0) -> Trajectory:
     """The row as a Trajectory, checked. Fields this build does not know are ignored; `row_weight` is for a row that does not
     say its own. Raises InvalidAnswer."""
@@ -103,6 +109,7 @@ def trajectory_of(row: Mapping[str, Any], row_weight: float = 1.0) -> Trajectory
             row_weight=float(row.get("row_weight", row_weight)),
             logprob_mode=str(row.get("logprob_mode", UNKNOWN_MODE)),
             details=_details(row),
+            policy=str(row.get("policy", "")),
         )
         _check(trajectory)
     except (KeyError, TypeError, ValueError) as error:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from proxy.api.closing import SWEEP_AGE_SECONDS, group_ref, policy_of
+from proxy.api.version_lines import DEFAULT, current_versions
 from proxy.errors import Backpressure
 from proxy.services import Services
 from proxy.store.delivery_store import Admission, Freshness
@@ -64,7 +65,8 @@ async def versions_ahead(services: Services) -> int | None:
     per_version = services.settings.groups_per_version
     if services.settings.admission_staleness is None or per_version is None:
         return None
-    return await services.delivery.versions_ahead((await services.weights.current()).version, per_version)
+    versions = await current_versions(services)
+    return await services.delivery.versions_ahead(versions.pop(DEFAULT), per_version, versions)
 
 
 async def _admitted(services: Services, info: SessionInfo, hung_up: Callable[[], Awaitable[bool]]) -> Admission:
@@ -87,8 +89,9 @@ async def _admitted(services: Services, info: SessionInfo, hung_up: Callable[[],
 async def _ask(services: Services, info: SessionInfo, *, again: bool) -> Admission:
     settings, freshness = services.settings, None
     if settings.admission_staleness is not None and settings.groups_per_version is not None:
-        version = (await services.weights.current()).version
-        freshness = Freshness(version, settings.admission_staleness, settings.groups_per_version)
+        versions = await current_versions(services)
+        version = versions.pop(DEFAULT)
+        freshness = Freshness(version, settings.admission_staleness, settings.groups_per_version, versions)
     group, limit, policy = group_ref(info), settings.max_undelivered_groups, policy_of(settings)
     return await services.delivery.admit(group, info.session_id, limit, policy, time.time(), freshness, again=again)
 

@@ -17,9 +17,10 @@ from proxy.api.bodies import Body, body_of
 from proxy.api.closing import group_name
 from proxy.api.dead_letters import letter_as_wire
 from proxy.api.leased_groups import Batch, encode_groups
-from proxy.errors import VerbatimError
+from proxy.api.version_lines import DEFAULT, current_versions
+from proxy.errors import NotFound, VerbatimError
 from proxy.services import Services
-from proxy.store.groups import Nothing
+from proxy.store.groups import Nothing, PolicyLine
 
 router = APIRouter(prefix="/batches", dependencies=[Depends(trainer_only)])
 
@@ -37,6 +38,7 @@ class LeaseRequest(Body):
     wait_seconds: float = Field(0.0, ge=0, le=3600)
     lease_seconds: LeaseSeconds | None = None
     consumer: str = Field("", max_length=256)
+    policy: str | None = Field(None, max_length=200)
 
 
 class ExtendRequest(Body):
@@ -140,19 +142,24 @@ def _seconds_until(due_at: float | None) -> float:
 async def _take(services: Services, body: LeaseRequest, form: Form, *, waits: bool) -> Batch | Nothing:
     """What is ready for this consumer, with its rows."""
     while True:
-        version = (await services.weights.current()).version
-        settings = services.settings
+        versions, settings = await current_versions(services), services.settings
+        if body.policy is not None and body.policy not in versions:
+            raise NotFound(f"there is no model {body.policy!r}", param="policy")
+        lines = {policy: _line(version, body.max_staleness) for policy, version in versions.items()}
+        line = lines.pop(DEFAULT)
         taken = await services.delivery.lease(
             consumer=body.consumer or UNNAMED,
             max_groups=body.max_groups,
             max_trajectories=body.max_trajectories,
-            oldest_version=None if body.max_staleness is None else max(0, version - body.max_staleness),
+            oldest_version=line.oldest_version,
             lease_seconds=body.lease_seconds or settings.lease_seconds,
             max_deliveries=settings.max_deliveries,
             now=time.time(),
             waits=waits,
             stale_groups=settings.stale_groups,
-            version=version,
+            version=line.version,
+            policy=body.policy,
+            named=lines,
         )
         if isinstance(taken, Nothing):
             return taken
@@ -164,7 +171,11 @@ async def _take(services: Services, body: LeaseRequest, form: Form, *, waits: bo
                 await asyncio.shield(services.delivery.give_back(taken.lease_id, time.time()))
             raise
         if groups:
-            return Batch(taken.lease_id, taken.expires_at, version, groups)
+            return Batch(taken.lease_id, taken.expires_at, line.version, versions, groups)
+
+
+def _line(version: int, max_staleness: int | None) -> PolicyLine:
+    return PolicyLine(version, None if max_staleness is None else max(0, version - max_staleness))
 
 
 def _settled(lease_id: str, refs: Any) -> Response:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from proxy import rows
@@ -19,10 +19,11 @@ from proxy.errors import Conflict, NotFound, StoreUnavailable, VerbatimError
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.delivery_store import Announced, CloseRequest
-from proxy.store.groups import GroupPolicy, Member
+from proxy.store.groups import GroupPolicy, Member, PolicyRows
 from proxy.store.packing import StoredValueError
 from proxy.store.session_store import SessionInfo, SessionState
 from reconstruct.errors import ReconstructError
+from reconstruct.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -175,10 +176,22 @@ async def _member(services: Services, state: SessionState) -> Member:
     except ReconstructError as error:
         log.error("session %s has no usable trajectories: %s", session_id, error)
         return Member(session_id, False, state.reward, 0, 0)
-    versions = [span.version for row in built.rows for span in row.weight_versions]
-    trained = sum(1 for row in built.rows if row.loss_mask.any())
-    usable = state.status == "completed" and state.reward is not None and bool(versions)
-    return Member(session_id, usable, state.reward, trained, min(versions, default=0))
+    by_policy = _by_policy(built.rows)
+    usable = state.status == "completed" and state.reward is not None and bool(by_policy)
+    default = by_policy.pop("", PolicyRows(0, 0))
+    return Member(session_id, usable, state.reward, default.rows, default.oldest_version, by_policy)
+
+
+def _by_policy(built: Sequence[Trajectory]) -> dict[str, PolicyRows]:
+    """Of each policy that sampled what is trained."""
+    trained: dict[str, list[Trajectory]] = {}
+    for row in built:
+        if row.loss_mask.any():
+            trained.setdefault(row.policy, []).append(row)
+    return {
+        policy: PolicyRows(len(found), min(span.version for row in found for span in row.weight_versions))
+        for policy, found in trained.items()
+    }
 
 
 async def _load(services: Services, session_id: str) -> SessionState:

@@ -16,7 +16,7 @@ from proxy.store.groups import DeadLetter
 
 router = APIRouter(prefix="/batches/dead", dependencies=[Depends(admin_only)])
 
-CURSOR = re.compile(r"[0-9.]+(e\+[0-9]+)?:[0-9]+:.+", re.DOTALL)
+CURSOR = re.compile(r"[0-9.]+(e\+[0-9]+)?:[0-9]+[:/].+", re.DOTALL)
 
 
 @router.get("")

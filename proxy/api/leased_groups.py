@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +43,12 @@ class EncodedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
+    """`weight_version` is the default policy's, `weight_versions` has those of all."""
+
     lease_id: str
     expires_at: float
     weight_version: int
+    weight_versions: Mapping[str, int]
     groups: Sequence[EncodedGroup]
 
     def response(self, form: Form) -> Response:
@@ -54,7 +57,8 @@ class Batch:
         return StreamingResponse(_chunks(pieces), headers=length, media_type=form.value)
 
     def _head(self) -> dict[str, Any]:
-        return {"lease_id": self.lease_id, "expires_at": self.expires_at, "weight_version": self.weight_version}
+        versions = {"weight_version": self.weight_version, "weight_versions": self.weight_versions}
+        return {"lease_id": self.lease_id, "expires_at": self.expires_at, **versions}
 
     def _json(self) -> Iterator[bytes]:
         yield msgspec.json.encode(self._head())[:-1] + b',"groups":['
@@ -88,16 +92,18 @@ async def encode_groups(services: Services, taken: Lease, form: Form) -> list[En
 
 
 async def _encode_group(services: Services, group: LeasedGroup, form: Form) -> list[bytes]:
-    members = await asyncio.gather(*(_encode_member(services, session_id, form) for session_id in group.session_ids))
+    members = await asyncio.gather(
+        *(_encode_member(services, session_id, group.policies, form) for session_id in group.session_ids)
+    )
     return [row for member in members for row in member]
 
 
-async def _encode_member(services: Services, session_id: str, form: Form) -> list[bytes]:
+async def _encode_member(services: Services, session_id: str, policies: Container[str], form: Form) -> list[bytes]:
     state = await services.sessions.mark_leased(session_id)
     if state is None:
         raise NotFound(f"session {session_id} was deleted")
     built = await rows.session_rows(services, state)
-    return await asyncio.to_thread(_encode_rows, built.rows, form)
+    return await asyncio.to_thread(_encode_rows, [row for row in built.rows if row.policy in policies], form)
 
 
 def _encode_rows(built: Sequence[Trajectory], form: Form) -> list[bytes]:

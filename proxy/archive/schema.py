@@ -4,7 +4,8 @@
 Columns of kind `json` hold JSON text: their objects differ from row to row, which no column type survives. A change of a column
 is a new SCHEMA_VERSION.
 
-Version 2 has the logprob mode and the details of tokens beside version 1. What is read back, sessions and records, is the same in both.
+Version 2 has the logprob mode, the details of tokens and the policy of a row beside version 1. What is read back, sessions and
+records, is the same in both.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ TRAJECTORIES = {
     "top_logprobs": "list<list<float32>>",
     "prompt_logprobs": "list<float32>",
     "routed_experts": "list<list<list<int16>>>",
+    "policy": "string",
     "session_status": "string",
     "session_reward": "float64",
     "group_size": "int32",

@@ -11,8 +11,8 @@ from proxy.errors import Conflict, NotFound
 from proxy.store.arrivals import StreamArrivals
 from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.delivery_store import Admission, Announced, CloseRequest, Freshness
-from proxy.store.groups import DeadLetter, GroupPolicy, Lease, LeasedGroup, Member, Nothing
-from proxy.store.keys import ARRIVALS, DELIVERY, GROUP_TOTALS
+from proxy.store.groups import DeadLetter, GroupPolicy, Lease, LeasedGroup, Member, Nothing, PolicyLine
+from proxy.store.keys import ARRIVALS, DELIVERY, GROUP_POLICIES, GROUP_TOTALS
 from proxy.store.packing import pack_versioned, unpack_versioned
 
 REMEMBERED_SECONDS = 86400.0
@@ -21,28 +21,32 @@ WAITING_CLAIM_SECONDS = 8.0
 """How long the claim of a waiting consumer outlives its last request: longer than the pause between two of them."""
 POLLED_CLAIM_SECONDS = 2.0
 """The same for a consumer that only looked in."""
+ANY_POLICY = "*"
+"""No policy's name."""
 LETTERS_LOOKED_AT = 1000
 """Dead letters that one page of those with a certain reason looks at; such a page may be short."""
 
-ANNOUNCE = Script.read("announce", "_delivery")
-RETRACT = Script.read("retract", "_delivery")
-ANNOUNCED = Script.read("announced", "_delivery")
-FILL = Script.read("fill", "_delivery")
-WITHDRAW = Script.read("withdraw", "_delivery")
-LEASE = Script.read("lease", "_delivery")
-SETTLE = Script.read("settle", "_delivery")
-EXTEND = Script.read("extend", "_delivery")
-LEAVE = Script.read("leave", "_delivery")
-ADMIT = Script.read("admit", "_delivery")
-VERSIONS_AHEAD = Script.read("versions_ahead", "_delivery")
-DISMISS = Script.read("dismiss", "_delivery")
-UNSEEN = Script.read("unseen", "_delivery")
-SEEN = Script.read("seen", "_delivery")
-TEND = Script.read("tend", "_delivery")
-BURY = Script.read("bury", "_delivery")
-EXHUME = Script.read("exhume", "_delivery")
-DEAD_LETTERS = Script.read("dead_letters", "_delivery")
-COUNTS = Script.read("counts", "_delivery")
+PRELUDES = ("_delivery", "_parts", "_ahead", "_leases")
+
+ANNOUNCE = Script.read("announce", *PRELUDES)
+RETRACT = Script.read("retract", *PRELUDES)
+ANNOUNCED = Script.read("announced", *PRELUDES)
+FILL = Script.read("fill", *PRELUDES)
+WITHDRAW = Script.read("withdraw", *PRELUDES)
+LEASE = Script.read("lease", *PRELUDES)
+SETTLE = Script.read("settle", *PRELUDES)
+EXTEND = Script.read("extend", *PRELUDES)
+LEAVE = Script.read("leave", *PRELUDES)
+ADMIT = Script.read("admit", *PRELUDES)
+VERSIONS_AHEAD = Script.read("versions_ahead", *PRELUDES)
+DISMISS = Script.read("dismiss", *PRELUDES)
+UNSEEN = Script.read("unseen", *PRELUDES)
+SEEN = Script.read("seen", *PRELUDES)
+TEND = Script.read("tend", *PRELUDES)
+BURY = Script.read("bury", *PRELUDES)
+EXHUME = Script.read("exhume", *PRELUDES)
+DEAD_LETTERS = Script.read("dead_letters", *PRELUDES)
+COUNTS = Script.read("counts", *PRELUDES)
 
 ENDED = {"acked": "was acknowledged", "nacked": "was given back", "expired": "has expired"}
 
@@ -70,7 +74,8 @@ class RedisDeliveryStore:
     async def fill(self, group_id: str, group_size: int, member: Member, policy: GroupPolicy, now: float) -> str:
         reward = "" if member.reward is None else repr(float(member.reward))
         entry = (member.session_id, int(member.usable), reward, member.rows, member.oldest_version)
-        args = (group_id, group_size, *entry, repr(now), *_decision(policy))
+        named = (each for name, rows in member.named.items() for each in (name, rows.rows, rows.oldest_version))
+        args = (group_id, group_size, *entry, repr(now), *_decision(policy), *named)
         status: bytes = await self._run(FILL, *args, durable=True)
         return status.decode()
 
@@ -90,13 +95,16 @@ class RedisDeliveryStore:
         again: bool = False,
     ) -> Admission:
         asked = freshness or Freshness(-1, -1, 1)
-        args = (int(not again), asked.version, asked.most_behind, asked.groups_per_version)
+        args = (int(not again), asked.version, asked.most_behind, asked.groups_per_version, *_flat(asked.named))
         answer = await self._run(ADMIT, group_id, session_id, limit, repr(now), policy.members, *args)
         granted, undelivered, noted, ahead = answer
         return Admission(bool(granted), undelivered, bool(noted), ahead if freshness else None)
 
-    async def versions_ahead(self, version: int, groups_per_version: int) -> int:
-        return int(await self._run(VERSIONS_AHEAD, version, groups_per_version))
+    async def policies(self) -> Sequence[str]:
+        return sorted(name.decode() for name in await self._redis.execute("SMEMBERS", GROUP_POLICIES))
+
+    async def versions_ahead(self, version: int, groups_per_version: int, named: Mapping[str, int] | None = None) -> int:
+        return int(await self._run(VERSIONS_AHEAD, version, groups_per_version, *_flat(named or {})))
 
     async def dismiss(self, session_id: str) -> None:
         await self._run(DISMISS, session_id)
@@ -123,15 +131,18 @@ class RedisDeliveryStore:
         waits: bool = False,
         stale_groups: str = "keep",
         version: int | None = None,
+        policy: str | None = None,
+        named: Mapping[str, PolicyLine] | None = None,
     ) -> Lease | Nothing:
         if max_groups is None and max_trajectories is None:
             max_groups = 1
         lease_id = uuid.uuid4().hex
-        limits = (-1 if limit is None else limit for limit in (max_groups, max_trajectories, oldest_version))
+        limits = (_or_none(limit) for limit in (max_groups, max_trajectories, oldest_version))
         times = (repr(now + lease_seconds), max_deliveries, repr(now), REMEMBERED_SECONDS)
         claimed_until = repr(now + (WAITING_CLAIM_SECONDS if waits else POLLED_CLAIM_SECONDS))
-        seen = -1 if version is None else version
-        answer = await self._run(LEASE, lease_id, consumer, *limits, *times, stale_groups, claimed_until, int(waits), seen)
+        lines = (each for name, line in (named or {}).items() for each in (name, _or_none(line.oldest_version), line.version))
+        whose = (_or_none(version), ANY_POLICY if policy is None else policy, *lines)
+        answer = await self._run(LEASE, lease_id, consumer, *limits, *times, stale_groups, claimed_until, int(waits), *whose)
         if answer[0] == b"none":
             return Nothing(float(answer[1]) if answer[1] else None)
         return Lease(lease_id, float(answer[1]), [_leased_group(group) for group in answer[2:]])
@@ -199,14 +210,23 @@ class RedisDeliveryStore:
         return await self._redis.run(script, DELIVERY, args, durable=durable, patient=True)
 
 
+def _or_none(number: int | None) -> int:
+    """None, which a script has no word for, as -1."""
+    return -1 if number is None else number
+
+
+def _flat(versions: Mapping[str, int]) -> list[Argument]:
+    return [each for pair in versions.items() for each in pair]
+
+
 def _decision(policy: GroupPolicy) -> tuple[str, int, str]:
     return policy.members, policy.minimum, policy.zero_variance
 
 
 def _leased_group(answer: Any) -> LeasedGroup:
-    reference, group_id, deliveries, oldest_version, stale, session_ids = answer
-    members = [each.decode() for each in session_ids]
-    return LeasedGroup(reference.decode(), group_id.decode(), members, deliveries, oldest_version, bool(stale))
+    reference, group_id, deliveries, oldest_version, stale, session_ids, names = answer
+    members, policies = [each.decode() for each in session_ids], sorted(each.decode() for each in names)
+    return LeasedGroup(reference.decode(), group_id.decode(), members, deliveries, oldest_version, bool(stale), policies)
 
 
 def _dead_letter(answer: Any) -> DeadLetter:

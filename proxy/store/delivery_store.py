@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from proxy.store.groups import DeadLetter, GroupPolicy, Lease, Member, Nothing
+from proxy.store.groups import DeadLetter, GroupPolicy, Lease, Member, Nothing, PolicyLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,12 @@ class Admission:
 @dataclass(frozen=True, slots=True)
 class Freshness:
     """Begin no group that would probably be leased more than `most_behind` versions after `version`, the current one, when a
-    version takes `groups_per_version` groups."""
+    version takes `groups_per_version` groups. `named` has the current versions of the other policies, for which the same goes."""
 
     version: int
     most_behind: int
     groups_per_version: int
+    named: Mapping[str, int] = field(default_factory=dict)
 
 
 class Arrivals(Protocol):
@@ -107,8 +108,13 @@ class DeliveryStore(Protocol):
         ready. A session of a group that is there and has room is always let in. A refusal is counted unless it comes `again`."""
         ...
 
-    async def versions_ahead(self, version: int, groups_per_version: int) -> int:
-        """As in `Admission`: (undelivered groups + groups leased and not yet in the weights) / groups_per_version, rounded down.
+    async def policies(self) -> Sequence[str]:
+        """The named models whose rows were ever filled into a group."""
+        ...
+
+    async def versions_ahead(self, version: int, groups_per_version: int, named: Mapping[str, int] | None = None) -> int:
+        """As in `Admission`: (undelivered groups + groups leased and not yet in the weights) / groups_per_version, rounded down; the
+        greatest of all policies, whose versions are `version` and `named`.
 
         Source: the staleness control of Fu et al., "AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language
         Reasoning", arXiv:2505.24298, counted from the current version instead of the first one."""
@@ -145,6 +151,8 @@ class DeliveryStore(Protocol):
         waits: bool = False,
         stale_groups: str = "keep",
         version: int | None = None,
+        policy: str | None = None,
+        named: Mapping[str, PolicyLine] | None = None,
     ) -> Lease | Nothing:
         """Take ready groups, oldest first, expired leases put back before. A group delivered `max_deliveries` times goes to the
         dead letters instead. `stale_groups`: a group with a span older than `oldest_version` is passed over and kept for
@@ -156,7 +164,11 @@ class DeliveryStore(Protocol):
         Who gets nothing has a claim; `waits` says that it will ask again as soon as something comes. Ready groups are dealt,
         oldest first, among all claims that can take them, each to the one with the fewest, the longest waiting of several;
         the caller gets its own. Claims end when groups are given, by `leave`, or soon after the last request, and those that
-        do not wait keep nobody from a last group. `version`, the current one, is what `versions_ahead` counts from."""
+        do not wait keep nobody from a last group. `version`, the current one, is what `versions_ahead` counts from.
+
+        `version` and `oldest_version` are the default policy's; `named` has the other policies' (of `policies`): rows of one that it
+        lacks are left for the next lease. With `policy` only that one's rows are taken, "" being the default one's; the others'
+        in the same group stay for their own lease, as a group of their own. A group is stale by any of the rows that are taken."""
         ...
 
     def watch(self) -> AbstractAsyncContextManager[Arrivals]:

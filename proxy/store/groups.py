@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRows:
+    """What a named model sampled in a session: so many trained rows, and the oldest version of it in them."""
+
+    rows: int
+    oldest_version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A closed session's entry in its group. `usable`: completed with a reward. `oldest_version`: of its sampled tokens."""
+    """A closed session's entry in its group. `usable`: completed with a reward. `rows` are those of the default policy and
+    `oldest_version` that of their sampled tokens; `named` has the rows of other policies."""
 
     session_id: str
     usable: bool
     reward: float | None
     rows: int
     oldest_version: int
+    named: Mapping[str, PolicyRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +40,8 @@ class GroupPolicy:
 @dataclass(frozen=True, slots=True)
 class LeasedGroup:
     """`deliveries` counts this one. `session_ids` are the usable members, in the order they closed. `reference` tells it from
-    other rounds of its group id. `stale`: it has a token older than the lease asked for, and is given all the same."""
+    other rounds of its group id. `stale`: it has a token older than the lease asked for, and is given all the same. `policies`: whose
+    rows are given; "" is the default one."""
 
     reference: str
     group_id: str
@@ -38,6 +49,15 @@ class LeasedGroup:
     deliveries: int
     oldest_version: int
     stale: bool = False
+    policies: Sequence[str] = ("",)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLine:
+    """Where a named model's weights stand, for a lease: the current `version`, and the `oldest_version` that is not stale (None: any)."""
+
+    version: int
+    oldest_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

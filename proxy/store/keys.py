@@ -22,7 +22,8 @@ The processes that serve, kept for good:
     vb:cuts                stream  session_id whose calls are to be ended wherever they run; the newest thousand or so
 
 Delivery, all in the slot of `{delivery}` so that a lease is one script; kept for good (a leased group shrinks when it is
-acknowledged). A group id may be used again; each use is a round, and a group's reference is `<round>:<group_id>`:
+acknowledged). A group id may be used again; each use is a round, and a group's reference is `<round>:<group_id>`. The rows of one
+policy that were leased apart are a group of their own, `<round>/<policy>=<group_id>`:
 
     vb:{delivery}:groups     hash  reference -> group (msgpack): size, members, status, deliveries, oldest version, place
     vb:{delivery}:rounds     hash  group_id -> the round being filled
@@ -34,9 +35,11 @@ acknowledged). A group id may be used again; each use is a round, and a group's 
     vb:{delivery}:ended      zset  lease_id of an ended lease, by its end
     vb:{delivery}:dead       zset  reference of a dead group, by its time of death
     vb:{delivery}:counts     hash  state -> number of groups; `place` numbers the groups that became ready; `taken` were
-                                   leased under `version_seen`, the newest weight version that was seen here
+                                   leased under `version_seen`, the newest weight version that was seen here; another policy's have
+                                   `:<policy>` behind them
     vb:{delivery}:totals     hash  state or event -> how often, since the store began
     vb:{delivery}:filling    zset  reference of a filling group, by when its last member came
+    vb:{delivery}:policies   set   named models whose rows were filled into groups; the default policy's is not among them
     vb:{delivery}:arrivals   stream one entry, new whenever a group became ready: waiting consumers read it
     vb:{delivery}:claims     hash  consumer that got nothing -> since when it wants what (msgpack); seconds after its last request
     vb:{delivery}:opening    hash  group_id let in of which no member has closed -> its sessions (msgpack)
@@ -95,10 +98,12 @@ DELIVERY = tuple(
         "totals",
         "arrivals",
         "unseen",
+        "policies",
     )
 )
 """In the order in which `scripts/_delivery.lua` names them."""
 GROUP_TOTALS = "vb:{delivery}:totals"
+GROUP_POLICIES = "vb:{delivery}:policies"
 ARRIVALS = "vb:{delivery}:arrivals"
 
 WEIGHTS_IDENTITY = "vb:{weights}:identity"

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from proxy.store import keys
 from proxy.store.connection import Script, StoreConnection
+from proxy.store.delivery import PRELUDES
 
-STANDINGS = Script.read("standings", "_delivery")
+STANDINGS = Script.read("standings", *PRELUDES)
 MEMORY = Script.read("memory")
 LOCK = Script.read("lock")
 UNLOCK = Script.read("unlock")

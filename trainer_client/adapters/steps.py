@@ -43,7 +43,7 @@ class Steps:
                 parts.append(opened.enter_context(self._next(missing)))
             opened.pop_all()
         self._out.append(parts)
-        return Batch([group for part in parts for group in part.groups], max(part.weight_version for part in parts))
+        return Batch.joined(parts)
 
     def finish(self) -> None:
         """Acknowledges all that is out: the trainer has ended well. Raises LeaseLost, ConnectionFailed or Unavailable."""

@@ -87,6 +87,7 @@ class LeasedRows(IterableDataset[Part]):
         max_groups: int | None = 1,
         max_trajectories: int | None = None,
         max_staleness: int | None = None,
+        policy: str | None = None,
         wait_seconds: float = 2.0,
         lease_seconds: float = 600.0,
         consumer: str | None = None,
@@ -99,6 +100,7 @@ class LeasedRows(IterableDataset[Part]):
             "max_groups": max_groups,
             "max_trajectories": max_trajectories,
             "max_staleness": max_staleness,
+            "policy": policy,
             "wait_seconds": wait_seconds,
             "lease_seconds": lease_seconds,
         }

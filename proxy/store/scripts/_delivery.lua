@@ -1,14 +1,18 @@
--- A group: {group_id, size, status, place, deliveries, oldest, rows, lease, since, members = {{id, usable, reward, rows, oldest}}}
+-- A group: {group_id, size, status, place, deliveries, lease, since, members = {{id, usable, reward, rows, oldest, named}}, parts}
 -- status: filling, ready, dropped, leased, acked, dead. A ready group that was passed over sits in `stale`.
 -- `since` is when its last member came, `given_up` that no more are waited for, `stale` that its lease asked for newer rows,
--- `leased_at` the weight version it was leased under, `passed` that it was counted as stale before, `final` that nothing changes it any more, `left` its sessions by then.
+-- `leased_at` the weight version of each policy it was leased under, `passed` that it was counted as stale before, `final` that nothing
+-- changes it any more, `left` its sessions by then.
+-- Rows belong to policies, '' is the default one: a member's `rows` and `oldest` are the default's, named[policy] = {rows, oldest} those
+-- of another one, and parts[policy] = {rows, oldest} what the group has to give. A lease of one policy takes that part out of a group
+-- that has several: `given` are the policies taken out, and the part is a group of its own, `of` that policy.
 redis.replicate_commands()
 
 local groups, rounds, members, ready, stale = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local leases, deadlines, ended, dead = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local counts, announced, requests = KEYS[10], KEYS[11], KEYS[12]
 local filling, claims, opening, admitted = KEYS[13], KEYS[14], KEYS[15], KEYS[16]
-local totals, arrivals, unseen = KEYS[17], KEYS[18], KEYS[19]
+local totals, arrivals, unseen, policies = KEYS[17], KEYS[18], KEYS[19], KEYS[20]
 
 local function tally(what)
   redis.call('HINCRBY', totals, what, 1)
@@ -65,7 +69,7 @@ local function move(ref, group, status)
 end
 
 local function settled(group)
-  return group.status == 'leased' or group.status == 'acked' or group.status == 'dead' or group.final
+  return group.status == 'leased' or group.status == 'acked' or group.status == 'dead' or group.final or group.given
 end
 
 -- Nothing changes the group any more, but its sessions are still known to have been in it until each is deleted.
@@ -143,144 +147,4 @@ local function decide(group, policy, minimum, zero_variance)
     return 'dropped'
   end
   return 'ready'
-end
-
-local function measure(group)
-  group.rows, group.oldest = 0, nil
-  for _, member in ipairs(usable_members(group)) do
-    group.rows = group.rows + member.rows
-    if not group.oldest or member.oldest < group.oldest then
-      group.oldest = member.oldest
-    end
-  end
-  group.oldest = group.oldest or 0
-end
-
--- The groups that were leased under the newest version that a lease or an admission has seen: version_seen, taken.
-local function version_seen()
-  return tonumber(redis.call('HGET', counts, 'version_seen') or '-1')
-end
-
-local function see_version(version)
-  if version > version_seen() then
-    redis.call('HSET', counts, 'version_seen', version, 'taken', 0)
-  end
-end
-
-local function count_taken(group, version)
-  group.leased_at = version
-  if version >= 0 and version == version_seen() then
-    redis.call('HINCRBY', counts, 'taken', 1)
-  end
-end
-
--- The group comes to nothing under the version it was leased under.
-local function uncount_taken(group)
-  if group.leased_at and group.leased_at >= 0 and group.leased_at == version_seen() then
-    redis.call('HINCRBY', counts, 'taken', -1)
-  end
-  group.leased_at = nil
-end
-
--- Groups that some trainer has and that are not in the weights of `version` yet. One that acknowledges first and then publishes
--- has none leased meanwhile; one that fetches ahead has more leased than it took under this version.
-local function in_training(version)
-  local taken = version >= 0 and version == version_seen() and tonumber(redis.call('HGET', counts, 'taken')) or 0
-  return math.max(taken, tonumber(redis.call('HGET', counts, 'leased') or '0'))
-end
-
-local function undelivered()
-  local opened = redis.call('HLEN', opening)
-  return tonumber(redis.call('HGET', counts, 'filling') or '0') + redis.call('ZCARD', ready) + opened
-end
-
--- How many versions will have come by the time a group that is begun now is leased, when groups are taken in their order.
-local function versions_ahead(version, groups_per_version)
-  return math.floor((undelivered() + in_training(version)) / groups_per_version)
-end
-
-local function kill(ref, group, reason, now)
-  group.reason, group.lease, group.stale = reason, nil, nil
-  redis.call('ZADD', dead, now, ref)
-  move(ref, group, 'dead')
-end
-
-local function end_lease(lease_id, lease, status, now)
-  lease.status = status
-  redis.call('HSET', leases, lease_id, cmsgpack.pack(lease))
-  redis.call('ZREM', deadlines, lease_id)
-  redis.call('ZADD', ended, now, lease_id)
-end
-
-local function put_back(lease_id, lease, status, now)
-  for _, ref in ipairs(lease.refs) do
-    local group = load_packed(groups, ref)
-    uncount_taken(group)
-    group.lease, group.stale = nil, nil
-    group.fate = (status == 'expired' and 'lease expired' or 'given back') .. ' by ' .. lease.consumer
-    tally(status)
-    move(ref, group, 'ready')
-  end
-  end_lease(lease_id, lease, status, now)
-end
-
-local function expire(now)
-  for _, lease_id in ipairs(redis.call('ZRANGEBYSCORE', deadlines, '-inf', now)) do
-    put_back(lease_id, load_packed(leases, lease_id), 'expired', now)
-  end
-end
-
-local function group_ids(lease)
-  local ids = {}
-  for _, ref in ipairs(lease.refs) do
-    ids[#ids + 1] = load_packed(groups, ref).group_id
-  end
-  return ids
-end
-
--- The lease when it is active at `now`; otherwise nil and what to answer.
-local function active(lease_id, now)
-  expire(now)
-  local lease = load_packed(leases, lease_id)
-  if not lease then
-    return nil, {'missing'}
-  end
-  if lease.status ~= 'active' then
-    return nil, {lease.status, group_ids(lease)}
-  end
-  return lease
-end
-
--- A session that was let in is in its group, or gone: the group is not one that is only opened any more, or loses one session.
-local function leave_opening(session_id)
-  local group_id = redis.call('HGET', admitted, session_id)
-  local entry = group_id and load_packed(opening, group_id)
-  redis.call('HDEL', admitted, session_id)
-  redis.call('ZREM', unseen, session_id)
-  if not entry then
-    return
-  end
-  local kept = {}
-  for _, id in ipairs(entry.ids) do
-    if id ~= session_id then
-      kept[#kept + 1] = id
-    end
-  end
-  entry.ids = kept
-  if #kept == 0 then
-    redis.call('HDEL', opening, group_id)
-  else
-    redis.call('HSET', opening, group_id, cmsgpack.pack(entry))
-  end
-end
-
-local function end_opening(group_id)
-  local entry = load_packed(opening, group_id)
-  if entry then
-    for _, id in ipairs(entry.ids) do
-      redis.call('HDEL', admitted, id)
-      redis.call('ZREM', unseen, id)
-    end
-    redis.call('HDEL', opening, group_id)
-  end
 end

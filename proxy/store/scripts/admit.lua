@@ -1,12 +1,13 @@
 -- ARGV: group id, session id, limit or 0, now, policy, whether a refusal is counted, the weight version, most versions the group
--- may lie behind or -1, groups a version.
+-- may lie behind or -1, groups a version, then each other policy and its version.
 -- {whether the session is let in, undelivered groups, whether it was noted, versions ahead or -1}
 local group_id, session_id, limit = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local version, most_behind = tonumber(ARGV[7]), tonumber(ARGV[8])
+local most_behind = tonumber(ARGV[8])
 local waiting, behind = undelivered(), -1
 if most_behind >= 0 then
-  see_version(version)
-  behind = versions_ahead(version, tonumber(ARGV[9]))
+  local versions = versions_from(ARGV[7], 10)
+  see_versions(versions)
+  behind = versions_ahead(versions, tonumber(ARGV[9]))
 end
 
 local function note(entry)

@@ -8,8 +8,11 @@ local function meant(name)
   end
   local refs = {}
   for round = 1, tonumber(redis.call('HGET', rounds, name) or '0') do
-    if redis.call('ZSCORE', dead, round .. ':' .. name) then
-      refs[#refs + 1] = round .. ':' .. name
+    local ref = round .. ':' .. name
+    for _, each in ipairs(with_parts(ref, load_packed(groups, ref))) do
+      if redis.call('ZSCORE', dead, each) then
+        refs[#refs + 1] = each
+      end
     end
   end
   return refs
@@ -29,8 +32,9 @@ end
 
 for _, ref in ipairs(action == 'retry' and refs or {}) do
   local group = load_packed(groups, ref)
-  -- Newcomers fill the last round of a group id only.
-  if revived(group) == 'filling' and redis.call('HGET', rounds, group.group_id) .. ':' .. group.group_id ~= ref then
+  -- Newcomers fill the last round of a group id only, and none of whose rows a part was given.
+  local last = redis.call('HGET', rounds, group.group_id) .. ':' .. group.group_id
+  if revived(group) == 'filling' and (group.given or last ~= ref) then
     return {'superseded', ref}
   end
 end

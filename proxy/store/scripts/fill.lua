@@ -1,4 +1,5 @@
--- ARGV: group id, size, session id, usable, reward or '', rows, oldest version, now, policy, minimum, zero variance. The status.
+-- ARGV: group id, size, session id, usable, reward or '', rows, oldest version, now, policy, minimum, zero variance, then the name of
+-- each other model that sampled in the session, its rows and their oldest version. The status.
 local group_id, size, session_id, policy = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[9]
 local member = {
   id = session_id,
@@ -7,6 +8,11 @@ local member = {
   rows = tonumber(ARGV[6]),
   oldest = tonumber(ARGV[7]),
 }
+for i = 12, #ARGV, 3 do
+  member.named = member.named or {}
+  member.named[ARGV[i]] = {rows = tonumber(ARGV[i + 1]), oldest = tonumber(ARGV[i + 2])}
+  redis.call('SADD', policies, ARGV[i])
+end
 
 local function join_round()
   local round, group = newcomers_round(group_id, policy)

@@ -1,15 +1,72 @@
 -- ARGV: lease id, consumer, max groups or -1, max rows or -1, oldest version or -1, deadline, max deliveries, now,
 -- how long an ended lease is remembered, what becomes of stale groups, until when the claim of who gets nothing lives,
--- whether it waits, the weight version or -1.
--- {'leased', deadline, {reference, group id, deliveries, oldest version, stale, {session ids}}, ...}, or {'none', when
+-- whether it waits, the weight version or -1, the one policy whose rows are wanted or '*', then each other policy, the oldest version
+-- of it or -1, and its weight version.
+-- {'leased', deadline, {reference, group id, deliveries, oldest version, stale, {session ids}, {policies}}, ...}, or {'none', when
 -- something may be there by itself or ''}
 local lease_id, consumer, deadline, now = ARGV[1], ARGV[2], ARGV[6], tonumber(ARGV[8])
-local version = tonumber(ARGV[13])
-local oldest, max_deliveries, stale_groups = tonumber(ARGV[5]), tonumber(ARGV[7]), ARGV[10]
+local max_deliveries, stale_groups = tonumber(ARGV[7]), ARGV[10]
+local versions, oldest = {[''] = tonumber(ARGV[13])}, {[''] = tonumber(ARGV[5])}
+for i = 15, #ARGV, 3 do
+  oldest[ARGV[i]], versions[ARGV[i]] = tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
+end
 
 -- Who else wants groups, and the asker, in the order in which they began to want; with what each is dealt here.
 local me = {name = consumer, since = now, waits = ARGV[12] == '1', until_ = tonumber(ARGV[11])}
 me.max_groups, me.max_rows, me.oldest = tonumber(ARGV[3]), tonumber(ARGV[4]), oldest
+me.policy = ARGV[14] ~= '*' and ARGV[14] or nil
+
+-- What of the group the claim is for: nil when nothing is.
+local function wanted_of(claim, group)
+  local parts = parts_of(group)
+  if not claim.policy then
+    return parts
+  end
+  return parts[claim.policy] and {[claim.policy] = parts[claim.policy]}
+end
+
+-- Rows of a policy that came up since the asker looked which there are: how old they are cannot be told.
+local function unknown(parts)
+  for policy in pairs(parts) do
+    if not versions[policy] then
+      return true
+    end
+  end
+  return false
+end
+
+local function too_old(claim, parts)
+  for policy, part in pairs(parts) do
+    if part.oldest < (claim.oldest[policy] or -1) then
+      return true
+    end
+  end
+  return false
+end
+
+local function rows_of(parts)
+  local rows = 0
+  for _, part in pairs(parts) do
+    rows = rows + part.rows
+  end
+  return rows
+end
+
+local function oldest_of(parts)
+  local least
+  for _, part in pairs(parts) do
+    least = math.min(least or part.oldest, part.oldest)
+  end
+  return least
+end
+
+local function newest_of(parts)
+  local most = -1
+  for _, part in pairs(parts) do
+    most = math.max(most, part.oldest)
+  end
+  return most
+end
 
 local function forget_ended()
   local old = redis.call('ZRANGEBYSCORE', ended, '-inf', now - tonumber(ARGV[9]), 'LIMIT', 0, 100)
@@ -20,10 +77,17 @@ local function forget_ended()
 end
 
 local function revive_stale()
-  local from = stale_groups == 'flag' and '-inf' or oldest
-  for _, ref in ipairs(redis.call('ZRANGEBYSCORE', stale, from, '+inf')) do
-    redis.call('ZREM', stale, ref)
-    redis.call('ZADD', ready, load_packed(groups, ref).place, ref)
+  local from = math.huge
+  for policy, version in pairs(oldest) do
+    from = (not me.policy or me.policy == policy) and math.min(from, version) or from
+  end
+  for _, ref in ipairs(redis.call('ZRANGEBYSCORE', stale, stale_groups == 'flag' and '-inf' or from, '+inf')) do
+    local group = load_packed(groups, ref)
+    local parts = wanted_of(me, group)
+    if parts and (stale_groups == 'flag' or not too_old(me, parts)) then
+      redis.call('ZREM', stale, ref)
+      redis.call('ZADD', ready, group.place, ref)
+    end
   end
 end
 
@@ -31,7 +95,7 @@ local function wanting()
   local all, stored = {me}, redis.call('HGETALL', claims)
   for i = 1, #stored, 2 do
     local claim = cmsgpack.unpack(stored[i + 1])
-    if claim.until_ < now then
+    if claim.until_ < now or type(claim.oldest) ~= 'table' then
       redis.call('HDEL', claims, stored[i])
     elseif stored[i] == consumer then
       me.since = claim.since
@@ -51,53 +115,70 @@ local function wanting()
   return all
 end
 
-local function filled_by(claim, group)
+local function filled_by(claim, rows)
   if claim.max_groups >= 0 and claim.groups >= claim.max_groups then
     return true
   end
-  return claim.max_rows >= 0 and claim.groups > 0 and claim.rows + group.rows > claim.max_rows
+  return claim.max_rows >= 0 and claim.groups > 0 and claim.rows + rows > claim.max_rows
+end
+
+-- Two that want other policies' rows do not stand in each other's way.
+local function rival(claim)
+  return not claim.policy or not me.policy or claim.policy == me.policy
 end
 
 -- The claim this group falls to: of those that can take it, the one with the fewest so far, the oldest of several.
 local function deal(group, all)
-  local best
+  local best, its
   for _, claim in ipairs(all) do
-    claim.full = claim.full or filled_by(claim, group)
-    local new_enough = stale_groups == 'flag' or group.oldest >= claim.oldest
-    if not claim.full and new_enough and (not best or claim.groups < best.groups) then
-      best = claim
+    local parts = rival(claim) and wanted_of(claim, group)
+    if parts then
+      claim.full = claim.full or filled_by(claim, rows_of(parts))
+      local new_enough = stale_groups == 'flag' or not too_old(claim, parts)
+      if not claim.full and new_enough and (not best or claim.groups < best.groups) then
+        best, its = claim, parts
+      end
     end
   end
   if best then
-    best.groups, best.rows = best.groups + 1, best.rows + group.rows
+    best.groups, best.rows = best.groups + 1, best.rows + rows_of(its)
   end
   return best
 end
 
-local function pass_over(ref, group)
+-- Whether the group went out of the way: one with other rows than those that are too old stays for who wants these.
+local function pass_over(ref, group, parts)
   if stale_groups == 'drop' then
+    ref, group = own_group(ref, group, parts)
     tally('stale_dropped')
     move(ref, group, 'dropped')
-    return
+    return true
   end
   if not group.passed then
     group.passed = true
     save_group(ref, group)
     tally('stale_kept')
   end
-  redis.call('ZREM', ready, ref)
-  redis.call('ZADD', stale, group.oldest, ref)
+  if are_all(parts, group) then
+    redis.call('ZREM', ready, ref)
+    redis.call('ZADD', stale, newest_of(parts), ref)
+    return true
+  end
+  return false
 end
 
-local function take(ref, group)
+-- The reference of what was taken: of the group, or of its part.
+local function take(ref, group, parts)
+  ref, group = own_group(ref, group, parts)
   group.deliveries = group.deliveries + 1
   group.lease = lease_id
-  count_taken(group, version)
-  group.stale = group.oldest < oldest
+  count_taken(group, versions)
+  group.stale = too_old(me, parts)
   if group.stale then
     tally('stale_flagged')
   end
   move(ref, group, 'leased')
+  return ref
 end
 
 -- The references taken, and when the first claim that was respected ends.
@@ -106,18 +187,20 @@ local function take_share(all)
   while true do
     local ref = redis.call('ZRANGE', ready, withheld, withheld)[1]
     local group = ref and load_packed(groups, ref)
+    local parts = group and wanted_of(me, group)
     if not group then
       break
+    elseif not parts or unknown(parts) then
+      withheld = withheld + 1
     elseif group.deliveries >= max_deliveries then
       local times = group.deliveries .. (group.deliveries == 1 and ' time' or ' times')
       kill(ref, group, 'delivered ' .. times .. ', never acknowledged; at last: ' .. group.fate, now)
-    elseif group.oldest < oldest and stale_groups ~= 'flag' then
-      pass_over(ref, group)
+    elseif too_old(me, parts) and stale_groups ~= 'flag' then
+      withheld = withheld + (pass_over(ref, group, parts) and 0 or 1)
     else
       local claim = deal(group, all)
       if claim == me then
-        take(ref, group)
-        refs[#refs + 1] = ref
+        refs[#refs + 1] = take(ref, group, parts)
       elseif me.full then
         break
       else
@@ -129,8 +212,8 @@ local function take_share(all)
   end
   -- Somebody who only looked in now and then keeps nobody from the last group.
   if #refs == 0 and spare then
-    take(spare, load_packed(groups, spare))
-    refs[1] = spare
+    local group = load_packed(groups, spare)
+    refs[1] = take(spare, group, wanted_of(me, group))
   end
   return refs, until_
 end
@@ -139,8 +222,12 @@ local function answer(lease)
   local given = {'leased', lease.deadline}
   for _, ref in ipairs(lease.refs) do
     local group = load_packed(groups, ref)
-    local ids = session_ids(usable_members(group))
-    given[#given + 1] = {ref, group.group_id, group.deliveries, group.oldest, group.stale and 1 or 0, ids}
+    local ids, names = session_ids(usable_members(group)), {}
+    for policy in pairs(parts_of(group)) do
+      names[#names + 1] = policy
+    end
+    local oldest_version = oldest_of(parts_of(group))
+    given[#given + 1] = {ref, group.group_id, group.deliveries, oldest_version, group.stale and 1 or 0, ids, names}
   end
   return given
 end
@@ -158,7 +245,7 @@ local held = load_packed(leases, lease_id)
 if held then
   return answer(held) -- the same request, sent again after its answer was lost
 end
-see_version(version)
+see_versions(versions)
 expire(now)
 forget_ended()
 revive_stale()

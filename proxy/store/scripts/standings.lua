@@ -1,12 +1,24 @@
--- ARGV: session ids. What keeps each of them: announced, its group's status, or 'none'.
+-- ARGV: session ids. What keeps each of them: announced, its group's status, or 'none'. Of a group that was given in parts it is
+-- the status of one that is not over, if there is one.
+local function standing(ref)
+  local group = load_packed(groups, ref)
+  local status = group and group.status or 'none'
+  for _, each in ipairs(with_parts(ref, group)) do
+    local part = load_packed(groups, each)
+    if part and part.status ~= 'acked' and part.status ~= 'dropped' then
+      return part.status
+    end
+  end
+  return status
+end
+
 local found = {}
 for i, session_id in ipairs(ARGV) do
   local ref = redis.call('HGET', members, session_id)
-  local group = ref and load_packed(groups, ref)
   if redis.call('ZSCORE', announced, session_id) then
     found[i] = 'announced'
   else
-    found[i] = group and group.status or 'none'
+    found[i] = ref and standing(ref) or 'none'
   end
 end
 return found

@@ -2,51 +2,68 @@
 local session_id = ARGV[1]
 local ref = redis.call('HGET', members, session_id)
 local group = ref and load_packed(groups, ref)
-if group and group.status == 'leased' then
-  return 'leased'
+local refs = group and with_parts(ref, group) or {}
+for _, each in ipairs(refs) do
+  local part = load_packed(groups, each)
+  if part and part.status == 'leased' then
+    return 'leased'
+  end
 end
 leave_opening(session_id)
 redis.call('HDEL', members, session_id)
-if not group then
-  return 'gone'
-end
 
-local function forget()
+local function forget(each, gone)
   for _, queue in ipairs({ready, stale, filling, dead}) do
-    redis.call('ZREM', queue, ref)
+    redis.call('ZREM', queue, each)
   end
-  redis.call('HDEL', groups, ref)
+  redis.call('HDEL', groups, each)
   -- A later round's number would be taken again if it were forgotten while that round is there.
-  if ref == '1:' .. group.group_id and redis.call('HGET', rounds, group.group_id) == '1' then
-    redis.call('HDEL', rounds, group.group_id)
+  if each == '1:' .. gone.group_id and redis.call('HGET', rounds, gone.group_id) == '1' then
+    redis.call('HDEL', rounds, gone.group_id)
   end
 end
 
-local kept = {}
-for _, member in ipairs(group.members) do
-  if member.id ~= session_id then
-    kept[#kept + 1] = member
+local function kept_members(left)
+  local kept = {}
+  for _, member in ipairs(left.members) do
+    if member.id ~= session_id then
+      kept[#kept + 1] = member
+    end
+  end
+  return kept
+end
+
+local function take_out(each, left)
+  left.members = kept_members(left)
+  if left.final then
+    -- What was acknowledged or given up stays counted.
+    left.left = left.left - 1
+    if left.left == 0 then
+      forget(each, left)
+    else
+      save_group(each, left)
+    end
+  elseif #left.members == 0 then
+    redis.call('HINCRBY', counts, left.status, -1)
+    forget(each, left)
+  elseif left.status == 'dropped' and (left.given_up or #left.members + 1 >= left.size) then
+    -- One member less, it would pass for a group that still fills, or for one that is ready.
+    finish(each, left, 'dropped')
+  elseif left.status == 'dead' then
+    save_group(each, left)
+  elseif left.given or left.of then
+    -- Nobody can take the place: the other rows of the group may have been trained.
+    finish(each, left, 'dropped')
+  else
+    measure(left)
+    move(each, left, decide(left, ARGV[2], tonumber(ARGV[3]), ARGV[4]))
   end
 end
-group.members = kept
-if group.final then
-  -- What was acknowledged or given up stays counted.
-  group.left = group.left - 1
-  if group.left == 0 then
-    forget()
-  else
-    save_group(ref, group)
+
+for _, each in ipairs(refs) do
+  local left = load_packed(groups, each)
+  if left then
+    take_out(each, left)
   end
-elseif #kept == 0 then
-  redis.call('HINCRBY', counts, group.status, -1)
-  forget()
-elseif group.status == 'dropped' and (group.given_up or #kept + 1 >= group.size) then
-  -- One member less, it would pass for a group that still fills, or for one that is ready.
-  finish(ref, group, 'dropped')
-elseif group.status == 'dead' then
-  save_group(ref, group)
-else
-  measure(group)
-  move(ref, group, decide(group, ARGV[2], tonumber(ARGV[3]), ARGV[4]))
 end
 return 'gone'
