@@ -149,7 +149,8 @@ def main(
         max_staleness=max_staleness,
     )
     console = Console()
-    # Told to stop in either way, the demo ends its children first.
+    # Told to stop in either way, the demo ends its children first; a shell that runs it in the background has SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         code = run(plan, console)
