@@ -83,7 +83,7 @@ class Stage:
         at_home: Callable[[Path], object] = lambda home: None,
         prepare: Callable[[Path], object] = lambda workdir: None,
         break_at: bytes = b"",
-        timeout_seconds: float = 90.0,
+        timeout_seconds: float = 240.0,
     ) -> Played:
         """One run of the agent while the engine samples `acts`, and `helper` for what does not speak of the task. `prepare` is done
         to the repository first, `at_home` to the agent's home; its connection breaks where an answer first says `break_at`."""

@@ -55,7 +55,7 @@ def test_pi_on_a_real_engine_is_recorded_as_it_was_sampled(
 
     workdir = make_repository(tmp_path / "work")
     with Outside() as outside:
-        options = {"at_home": speak_the_dialect, "timeout_seconds": 90.0}
+        options = {"at_home": speak_the_dialect, "timeout_seconds": 240.0}
         ended = run(PI, address, session.api_key, TASK, workdir, outside.variables, **options)
     calls = session.calls
     assert calls and {(call["dialect"], call["api"]) for call in calls} == {(dialect, "token")}, str(ended)
