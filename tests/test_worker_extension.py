@@ -63,9 +63,12 @@ async def test_an_engine_that_does_not_say_how_its_workers_were_started_is_asked
 
 
 ASKED = """
+from types import SimpleNamespace
+
 from proxy.engine.vllm_backend import VerbatimWorker
 
 class Worker(VerbatimWorker):
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(logprobs_mode="raw_logprobs"))
     weight_transfer_engine = None
 
 worker = Worker()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import aiohttp
 
+from proxy.engine import worker_extension
 from proxy.errors import EngineUnavailable
 
 Api = Literal["token", "completions", "sglang", "chat"]
@@ -73,7 +74,18 @@ async def find_api(http: aiohttp.ClientSession, url: str, asked: str, *, renders
 
 async def find_logprob_mode(http: aiohttp.ClientSession, url: str) -> str | None:
     """vLLM's `--logprobs-mode`, from the workers of an engine that has this project's extension; None where they do not say, or not
-    the same. Raises what aiohttp raises."""
+    the same, and where it is known that they cannot. Raises what aiohttp raises."""
+
+    async def told(route: str) -> dict[str, Any]:
+        async with http.get(f"{url}{route}", timeout=PROBE_TIMEOUT) as response:
+            try:
+                answer = await response.json(content_type=None) if response.status == 200 else None
+            except ValueError:
+                answer = None
+            return answer if isinstance(answer, dict) else {}
+
+    if await worker_extension.is_missing(told):
+        return None
     question = {"method": "verbatim_weights"}
     async with http.post(f"{url}/collective_rpc", json=question, timeout=PROBE_TIMEOUT) as response:
         if response.status != 200:

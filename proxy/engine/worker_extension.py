@@ -13,12 +13,12 @@ from typing import Any
 EXTENSION = "VerbatimWorker"
 
 Ask = Callable[[str], Awaitable[dict[str, Any]]]
-"""GET a route of the engine. Raises EngineFailed."""
+"""GET a route of the engine, {} or an error of its own where there is none."""
 
 
 async def is_missing(ask: Ask) -> bool:
     """Whether it is known that they are not there; False for an engine of one worker, whose error is just that, and where the
-    server does not say. Raises EngineFailed."""
+    server does not say. Raises what `ask` raises."""
     if int((await ask("/get_world_size")).get("world_size", 1)) <= 1:
         return False
     config = (await ask("/server_info?config_format=json")).get("vllm_config")
