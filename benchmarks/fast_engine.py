@@ -1,4 +1,5 @@
-"""An engine that costs next to nothing, so that what is measured is the service: vLLM's token routes, no model behind them.
+"""An engine that costs next to nothing, so that what is measured is the service: vLLM's token routes and its chat route, no model
+behind them.
 
 A message's ids are made of its bytes and remembered, so a history is rendered by joining arrays. Every reply is `--tokens` random
 ids and an end of turn, read back as one tool call. The format is ChatML's: a newline follows the end of every turn.
@@ -70,6 +71,7 @@ class FastEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/seconds", self._seconds)
         for path, answer in (
+            ("/v1/chat/completions", self._chat),
             ("/v1/chat/completions/render", self._render),
             ("/inference/v1/generate", self._generate),
             ("/v1/chat/completions/derender", self._derender),
@@ -103,11 +105,35 @@ class FastEngine:
             self._rendered[raw] = ids
         return ids
 
+    def _chat(self, body: bytes) -> Any:
+        """What a plain client is told; ids and logprobs as well, which vLLM tells when it is asked for them."""
+        prompt = self._render(body)["token_ids"]
+        choice = self._sampled()
+        told = {name: choice[name] for name in ("index", "token_ids", "stop_reason")}
+        entries = [
+            {"token": "word", "logprob": entry["logprob"], "top_logprobs": []} for entry in choice["logprobs"]["content"]
+        ]
+        message = self._message_of(choice["token_ids"])
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(choice["token_ids"])}
+        usage["total_tokens"] = sum(usage.values())
+        return {
+            "id": "chatcmpl-1",
+            "object": "chat.completion",
+            "created": 1_700_000_000,
+            "model": "policy",
+            "choices": [told | {"message": message, "finish_reason": "tool_calls", "logprobs": {"content": entries}}],
+            "usage": usage,
+            "prompt_token_ids": prompt,
+        }
+
     def _generate(self, body: bytes) -> Any:
         asked = msgspec.json.decode(body, type=_Generate)
+        return {"request_id": asked.request_id, "choices": [self._sampled()]}
+
+    def _sampled(self) -> dict[str, Any]:
         ids = [*self._random.choices(range(FIRST_WORD, VOCABULARY), k=self._tokens), END]
         entries = [{"token_id": token_id, "logprob": -token_id / VOCABULARY, "rank": 1, "top_logprobs": []} for token_id in ids]
-        choice = {
+        return {
             "index": 0,
             "token_ids": ids,
             "finish_reason": "stop",
@@ -115,14 +141,16 @@ class FastEngine:
             "logprobs": {"content": entries},
             "weight_versions": [{"version": "0", "start": 0, "end": len(ids)}],
         }
-        return {"request_id": asked.request_id, "choices": [choice]}
 
     def _derender(self, body: bytes) -> Any:
         said = msgspec.json.decode(body, type=_Derender).generate_response.choices[0].token_ids
+        return {"choices": [{"index": 0, "message": self._message_of(said)}]}
+
+    def _message_of(self, said: list[int]) -> dict[str, Any]:
         text = " ".join(map(str, said[: len(said) // 2]))
         function = {"name": "lookup", "arguments": msgspec.json.encode({"key": text, "number": next(self._numbers)}).decode()}
         call = {"id": "call_0", "type": "function", "function": function}
-        return {"choices": [{"index": 0, "message": {"role": "assistant", "content": None, "tool_calls": [call]}}]}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def _posted(answer: Callable[[bytes], Any]) -> Callable[[web.Request], Awaitable[web.Response]]:

@@ -1,10 +1,15 @@
 """What the service adds before a stream begins and before its first text: a real vLLM asked directly and through each path and
 dialect, in turn.
 
-Every round asks all of them once, in an order of its own, the same new question each; what is compared is the median over the
-rounds. "first byte" is that of the stream's body, "first text" the first event that carries sampled text, whatever the dialect calls
-it. vLLM is asked as a harness would ask it, and as the service asks it: with ids and logprobs, which cost it something of its own;
-the latter is what the service's figures are compared with.
+Every round asks all of them once, in an order of its own, the same new question each behind a number of its own: no prompt is longer
+than another, and the engine's cache knows none. What is compared is the median over the rounds. "first byte" is that of the stream's
+body, "first text" the first event that carries sampled text, whatever the dialect calls it; ids, where the engine is asked for those
+alone. vLLM is asked as a harness would ask it, and as each path of the service asks it: for chat completions with ids and logprobs, and
+for a rendering and then for what follows its ids. The service's figures are compared with what vLLM takes for the same by itself
+("added": of the medians; "by round": the median of what each round says), and with its chat completions ("to chat").
+
+The service and its Redis have one core and vLLM and who asks the others, where there are two: an engine that samples on the CPU would
+else stand in the way of both.
 
     python -m benchmarks.first_byte [--rounds 60] [--prompt-words 200] [--json FILE]
 """
@@ -14,11 +19,12 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,26 +32,36 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.cores import cores, pinned
 from benchmarks.processes import machine, redis_server, request, serving
+from benchmarks.results import Grid
 from examples.demo.tiny_model import make_tiny_model
+from proxy.engine.generated import GENERATE
 from proxy.engine.vllm_launch import VllmServer, free_port, vllm_command
 
 TOKENS = 16
 WARM_UP_ROUNDS = 5
+PAUSE_SECONDS = 0.03
+"""After each call, for what it leaves to be done behind it."""
 Body = dict[str, Any]
+
+
+CHAT, IDS = "vLLM, chat with ids and logprobs", "vLLM, render and generate"
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to the model: where to post, under which key, and how its dialect spells a question."""
+    """One way to the model: where to post, under which key, and how its dialect spells a question. `base` names the way that it is
+    compared with; `renders`: the engine is asked for a rendering first, and then for what follows its ids."""
 
     name: str
     url: str
     path: str
     key: str
     more: Mapping[str, Any] = field(default_factory=dict)
+    base: str = CHAT
+    renders: bool = False
 
     def body(self, question: str) -> Body:
         if self.path.endswith("/responses"):
@@ -72,6 +88,11 @@ class Way:
         content = json.dumps(self.body(question))
         headers = {"content-type": "application/json", "authorization": f"Bearer {self.key}"}
         started = time.perf_counter()
+        if self.renders:
+            connection.request("POST", parts.path + "/v1/chat/completions/render", content, headers)
+            rendered = json.loads(connection.getresponse().read())
+            sampling = {**rendered["sampling_params"], "max_tokens": TOKENS, "logprobs": 0}
+            content = json.dumps({**rendered, "sampling_params": sampling, "stream": True, "return_token_ids": False})
         connection.request("POST", parts.path + self.path, content, headers)
         answer = connection.getresponse()
         answer.peek(1)
@@ -96,7 +117,8 @@ def _text(event: Any) -> bool:
         delta = event["delta"]
         return bool(delta if isinstance(delta, str) else delta.get("text") or delta.get("thinking"))
     for choice in event.get("choices") or ():
-        if any(choice["delta"].get(name) for name in ("content", "reasoning_content", "reasoning")):
+        # The engine's ids are as near to text as it comes with them.
+        if any(choice.get("delta", choice).get(name) for name in ("content", "reasoning_content", "reasoning", "token_ids")):
             return True
     return any(part.get("text") for candidate in event.get("candidates") or () for part in candidate["content"]["parts"])
 
@@ -107,59 +129,102 @@ def ways() -> Iterator[list[Way]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verbatim-benchmark-")))
         port = free_port()
         argv, env = vllm_command(make_tiny_model(folder / "model", seed=0), port, reasoning_parser="qwen3")
-        engine = VllmServer(argv, env | {"HF_HUB_OFFLINE": "1"}, f"http://127.0.0.1:{port}", folder / "vllm.log")
+        env |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(len(cores("load")) or 1)}
+        engine = VllmServer(pinned(argv, "load"), env, f"http://127.0.0.1:{port}", folder / "vllm.log")
         stack.enter_context(engine)
-        redis_port = stack.enter_context(redis_server())
+        redis_port = stack.enter_context(redis_server("tested"))
         asked = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
         made = [
-            Way("vLLM itself", engine.url, "/v1/chat/completions", ""),
-            Way("vLLM, ids and logprobs", engine.url, "/v1/chat/completions", "", asked),
+            Way("vLLM, chat", engine.url, "/v1/chat/completions", ""),
+            Way(CHAT, engine.url, "/v1/chat/completions", "", asked),
+            Way(IDS, engine.url, GENERATE, "", base=IDS, renders=True),
         ]
-        for api in ("chat", "token"):
-            _, url = stack.enter_context(serving(engine.url, redis_port, "--engine-api", api))
-            made.append(_way(url, f"{api} path, chat", "/v1/chat/completions"))
+        _, url = stack.enter_context(serving(engine.url, redis_port, "--engine-api", "chat", side="tested"))
+        made.append(_way(url, "chat path, chat", "/v1/chat/completions", CHAT))
+        _, url = stack.enter_context(serving(engine.url, redis_port, "--engine-api", "token", side="tested"))
+        made.append(_way(url, "token path, chat", "/v1/chat/completions"))
         made.append(_way(url, "token path, responses", "/v1/responses"))
         made.append(_way(url, "token path, messages", "/v1/messages"))
         made.append(_way(url, "token path, gemini", "/v1beta/models/policy:streamGenerateContent?alt=sse"))
+        if theirs := cores("load"):
+            # Beside the engine; last, since what is started gets no more cores than who starts it.
+            os.sched_setaffinity(0, theirs)
         yield made
 
 
-def _way(url: str, name: str, path: str) -> Way:
+def _way(url: str, name: str, path: str, base: str = IDS) -> Way:
     session = request(url, "POST", "/sessions", {})
-    return Way(name, f"{url}/s/{session['session_id']}", path, session["api_key"])
+    return Way(name, f"{url}/s/{session['session_id']}", path, session["api_key"], base=base)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    median_ms: float
+    p90_ms: float
+    added_ms: float
+    to_chat_ms: float
+    added_by_round_ms: float
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Milliseconds: median and ninth decile, and the median over that of the engine asked for the same, directly."""
+    """Milliseconds: median and ninth decile, the median over that of the engine asked for the same directly, and over that of its
+    chat completions; and the median over the rounds of what each took longer than the engine in the same round."""
 
     name: str
-    byte_median_ms: float
-    byte_p90_ms: float
-    byte_added_ms: float
-    text_median_ms: float
-    text_p90_ms: float
-    text_added_ms: float
+    byte: Figures
+    text: Figures
 
 
 def measure(made: list[Way], rounds: int, words: int) -> list[Measured]:
     dice = random.Random(1)
-    bytes_ms: dict[str, list[float]] = {way.name: [] for way in made}
-    texts_ms: dict[str, list[float]] = {way.name: [] for way in made}
+    bytes_ms: dict[str, dict[int, float]] = {way.name: {} for way in made}
+    texts_ms: dict[str, dict[int, float]] = {way.name: {} for way in made}
     for number in range(WARM_UP_ROUNDS + rounds):
-        question = f"{number}: " + " ".join(f"{dice.randrange(1000)}" for _ in range(words))
+        question = " ".join(f"{dice.randrange(1000)}" for _ in range(words))
         for way in dice.sample(made, len(made)):
-            begun, told = way.seconds_to_first(f"{way.name} {question}")
+            begun, told = way.seconds_to_first(f"{dice.randrange(10**8):08} {question}")
+            time.sleep(PAUSE_SECONDS)
             if number >= WARM_UP_ROUNDS and told is not None:
-                bytes_ms[way.name].append(begun * 1000)
-                texts_ms[way.name].append(told * 1000)
-    return [Measured(way.name, *_against(made[1], way, bytes_ms), *_against(made[1], way, texts_ms)) for way in made]
+                bytes_ms[way.name][number] = begun * 1000
+                texts_ms[way.name][number] = told * 1000
+    return [Measured(way.name, compared(way, bytes_ms), compared(way, texts_ms)) for way in made]
 
 
-def _against(base: Way, way: Way, times: Mapping[str, list[float]]) -> tuple[float, float, float]:
-    taken = times[way.name]
-    median = statistics.median(taken)
-    return median, sorted(taken)[len(taken) * 9 // 10], median - statistics.median(times[base.name])
+def compared(way: Way, times: Mapping[str, Mapping[int, float]]) -> Figures:
+    """`times` are by way and round; a round in which a way's model said nothing is missing there."""
+    medians = {name: statistics.median(taken.values()) for name, taken in times.items()}
+    taken, base, median = times[way.name], times[way.base], medians[way.name]
+    return Figures(
+        median_ms=median,
+        p90_ms=sorted(taken.values())[len(taken) * 9 // 10],
+        added_ms=median - medians[way.base],
+        to_chat_ms=median - medians[CHAT],
+        added_by_round_ms=statistics.median(taken[place] - base[place] for place in taken.keys() & base.keys()),
+    )
+
+
+def tables(result: dict[str, Any]) -> Sequence[Grid]:
+    """First bytes, then first texts."""
+    columns = ("way", "median ms", "90 % ms", "added ms", "added ms, by round", "to chat ms")
+    grids = []
+    for what in ("byte", "text"):
+        rows = [(item["name"], *_row(item[what])) for item in result["ways"]]
+        grids.append(Grid(f"First {what} of a stream, one call at a time", columns, tuple(rows)))
+    return grids
+
+
+def _row(figures: Mapping[str, float]) -> Iterator[str]:
+    yield from (f"{figures[name]:.1f}" for name in ("median_ms", "p90_ms"))
+    yield from (f"{figures[name]:+.1f}" if name in figures else "-" for name in ("added_ms", "added_by_round_ms", "to_chat_ms"))
+
+
+def _apart() -> str:
+    """Who is on which core."""
+    ours, theirs = cores("tested"), cores("load")
+    if ours == theirs:
+        return "nothing pinned"
+    return f"the service and its Redis on core {ours[0]}; vLLM and who asks on {', '.join(map(str, theirs))}"
 
 
 def main() -> None:
@@ -168,16 +233,14 @@ def main() -> None:
     parser.add_argument("--prompt-words", type=int, default=200, help="numbers in the question, about four tokens each")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     asked = parser.parse_args()
+    described = machine() | {"pinned": _apart()}
     with ways() as made:
         measured = measure(made, asked.rounds, asked.prompt_words)
-    table = Table("way", "first byte, median ms", "90 %", "added", "first text, median ms", "90 %", "added")
-    for item in measured:
-        byte = (f"{item.byte_median_ms:.1f}", f"{item.byte_p90_ms:.1f}", f"{item.byte_added_ms:+.1f}")
-        text = (f"{item.text_median_ms:.1f}", f"{item.text_p90_ms:.1f}", f"{item.text_added_ms:+.1f}")
-        table.add_row(item.name, *byte, *text)
-    Console().print(table)
+    result = {"machine": described, "ways": [asdict(item) for item in measured]}
+    for grid in tables(result):
+        Console().print(grid.rich())
     if asked.json:
-        asked.json.write_text(json.dumps({"machine": machine(), "ways": [asdict(item) for item in measured]}, indent=1))
+        asked.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

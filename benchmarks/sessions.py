@@ -12,7 +12,6 @@ prints tables and writes `sessions.json` and `sessions.png`. Own time is CPU tim
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import statistics
 import time
@@ -26,7 +25,7 @@ import redis
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.processes import ROOT, Parts, cpu_seconds, machine, request, running
+from benchmarks.processes import ROOT, Parts, connection_to, cpu_seconds, machine, request, running
 from benchmarks.reconstruction import SHAPES, Reconstructed, reconstruct
 from proxy.store import keys
 from reconstruct.codec import decode
@@ -121,16 +120,15 @@ def _measured(
 class Harness:
     """An append-only conversation; keeps its history as JSON, so that its own share of the time is small."""
 
-    def __init__(self, base_url: str, api_key: str) -> None:
-        parts = urlsplit(base_url)
-        assert parts.hostname is not None
-        self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=120)
-        self._path = f"{parts.path}/chat/completions"
+    def __init__(self, base_url: str, api_key: str, result_bytes: int = RESULT_BYTES) -> None:
+        self._connection = connection_to(base_url)
+        self._path = f"{urlsplit(base_url).path}/chat/completions"
         self._headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
         self._head = json.dumps({"model": "policy", "tools": TOOLS})[:-1] + ', "messages": ['
         system = {"role": "system", "content": "You look keys up until you know the answer. " * 40}
         self._messages = [json.dumps(system), json.dumps({"role": "user", "content": "Find alpha."})]
         self._turns = 0
+        self._result_bytes = result_bytes
         self.body_bytes = 0
 
     def turn(self) -> None:
@@ -141,7 +139,7 @@ class Harness:
         content = answer.read()
         assert answer.status == 200, content
         message = json.loads(content)["choices"][0]["message"]
-        result = f"{self._turns}: ".ljust(RESULT_BYTES, "r")
+        result = f"{self._turns}: ".ljust(self._result_bytes, "r")
         tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": result}
         self._messages += [json.dumps(message), json.dumps(tool)]
         self._turns += 1

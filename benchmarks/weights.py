@@ -7,19 +7,21 @@ against the rate before, as seconds of that rate (`lost`). Text is told in piece
 over the seconds before it is the base line. A call counts as failed when it gets an error or breaks off; one that `abort` cuts ends
 with what it has.
 
-    python -m benchmarks.weights [--pushes 5] [--clients 8] [--replicas 2] [--json FILE]
+And what a gigabyte costs: one vLLM with a larger model, whose checkpoint is pushed with nobody calling, from the path to the moment
+at which a call has been answered under the new version.
+
+    python -m benchmarks.weights [--quick]
 """
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -27,18 +29,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.processes import machine, redis_server, request, serving
+from benchmarks.processes import redis_server, request, serving
+from benchmarks.results import Grid, main, number, progress, spread
 from examples.demo.tiny_model import make_tiny_model
 from proxy.engine.vllm_launch import VllmServer, free_port, vllm_command
 
 MODES = ("keep", "wait", "abort")
 TOKENS = 160
 """Length of a reply that is not cut."""
-STEADY_SECONDS = 8.0
+STEADY_SECONDS = 6.0
 """Load before each push, over which its rate is taken."""
+WIDTH, LAYERS, QUICK_LAYERS = 1024, 10, 1
+"""Of the larger model: about 50 MB a layer, in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,18 @@ def replicas(model: Path, count: int, folder: Path) -> Iterator[list[str]]:
         yield [server.url for server in servers]
 
 
-def run(pushes: int, clients: int, count: int) -> dict[str, Any]:
+def run(quick: bool) -> Iterator[dict[str, Any]]:
+    """First the modes, then the gigabyte as well."""
+    pushes, clients, count = (1, 2, 1) if quick else (3, 8, 2)
+    with progress() as bar:
+        task = bar.add_task("weights", total=pushes * len(MODES) + pushes + 1)
+        found = under_load(pushes, clients, count, lambda: bar.advance(task))
+        yield found
+        checkpoints = per_gigabyte(QUICK_LAYERS if quick else LAYERS, pushes + 1, lambda: bar.advance(task))
+        yield found | {"checkpoints": [checkpoints]}
+
+
+def under_load(pushes: int, clients: int, count: int, advance: Callable[[], None]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="verbatim-benchmark-") as name, ExitStack() as stack:
         folder = Path(name)
         checkpoints = [make_tiny_model(folder / f"seed{seed}", seed=seed) for seed in (0, 1)]
@@ -176,14 +189,55 @@ def run(pushes: int, clients: int, count: int) -> dict[str, Any]:
         port = stack.enter_context(redis_server())
         more = [flag for url in urls[1:] for flag in ("--engine", url)]
         _, url = stack.enter_context(serving(urls[0], port, *more))
-        measured = []
+        pushed = []
         with Load(url, clients) as load:
-            for number in range(pushes * len(MODES)):
-                checkpoint = checkpoints[(number + 1) % 2]
-                measured.append(measure(url, load, number + 1, checkpoint, MODES[number % len(MODES)]))
+            for place in range(pushes * len(MODES)):
+                checkpoint = checkpoints[(place + 1) % 2]
+                pushed.append(measure(url, load, place + 1, checkpoint, MODES[place % len(MODES)]))
+                advance()
         calls = {"calls": load.calls, "failed": load.failed, "events_seen": len(load.seen)}
     setup = {"replicas": count, "clients": clients, "pushes_per_mode": pushes, "tokens_per_reply": TOKENS}
-    return {"machine": machine(), **setup, **calls, "modes": summary(measured), "pushes": [asdict(item) for item in measured]}
+    return {**setup, **calls, "modes": summary(pushed), "pushes": [asdict(item) for item in pushed]}
+
+
+def per_gigabyte(layers: int, pushes: int, advance: Callable[[], None]) -> dict[str, Any]:
+    """Pushes of one checkpoint to one replica, nobody calling. The first is not counted: the file is read from disk in it."""
+    with tempfile.TemporaryDirectory(prefix="verbatim-benchmark-") as name, ExitStack() as stack:
+        folder = Path(name)
+        model = make_tiny_model(folder / "model", hidden_size=WIDTH, layers=layers)
+        size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        (engine,) = stack.enter_context(replicas(model, 1, folder))
+        port = stack.enter_context(redis_server())
+        _, url = stack.enter_context(serving(engine, port))
+        seconds, serving_seconds, paused = [], [], []
+        for version in range(1, pushes + 1):
+            began = time.perf_counter()
+            answer = request(url, "POST", "/weights", {"version": version, "path": str(model), "mode": "keep"})
+            seconds.append(time.perf_counter() - began)
+            _sampled_under(url, version)
+            serving_seconds.append(time.perf_counter() - began)
+            paused.append(statistics.fmean(replica["paused_seconds"] for replica in answer["replicas"].values()))
+            advance()
+    gigabytes = size / 1e9
+    return {
+        "bytes": size,
+        "pushes": pushes - 1,
+        "push_seconds": spread(seconds[1:]),
+        "serving_seconds": spread(serving_seconds[1:]),
+        "paused_seconds": spread(paused[1:]),
+        "seconds_per_gb": spread(value / gigabytes for value in serving_seconds[1:]),
+        "paused_seconds_per_gb": spread(value / gigabytes for value in paused[1:]),
+    }
+
+
+def _sampled_under(url: str, version: int) -> None:
+    """Returns when a call has been answered; its token is of that version."""
+    session = request(url, "POST", "/sessions", {})
+    body = {"model": "policy", "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 1}
+    request(url, "POST", f"/s/{session['session_id']}/v1/chat/completions", body, token=session["api_key"])
+    calls = request(url, "GET", f"/sessions/{session['session_id']}/calls")["calls"]
+    versions = [span[0] for span in calls[0]["weight_versions"]]
+    assert versions == [version], f"version {version} was pushed, {versions} sampled"
 
 
 def summary(measured: Sequence[Pushed]) -> dict[str, dict[str, float]]:
@@ -198,27 +252,23 @@ def summary(measured: Sequence[Pushed]) -> dict[str, dict[str, float]]:
     return found
 
 
-def table(result: dict[str, Any]) -> Table:
-    title = f"{result['replicas']} replicas, {result['clients']} clients; seconds per push, medians; {result['failed']} calls failed"
-    shown = Table("mode", "push", "silent", "silent at most", "silent without a push", "lost", "a replica paused", title=title)
+def tables(result: dict[str, Any]) -> Sequence[Grid]:
+    columns = ("mode", "push s", "silent s", "silent s, most", "silent s without a push", "lost s", "a replica paused s")
     names = ("seconds", "silent_seconds", "silent_seconds_most", "base_silent_seconds", "lost_seconds", "paused_seconds")
-    for mode, figures in result["modes"].items():
-        shown.add_row(mode, *(f"{figures[name]:.3f}" for name in names))
-    return shown
+    rows = tuple((mode, *(number(figures[name]) for name in names)) for mode, figures in result["modes"].items())
+    failed = f"{result['failed']} of {result['calls']} calls failed"
+    title = f"{result['replicas']} replicas of a tiny model, {result['clients']} clients; {failed}"
+    grids = [Grid(title, columns, rows)]
+    checkpoints = result.get("checkpoints")
+    return [*grids, _gigabyte(checkpoints)] if checkpoints else grids
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pushes", type=int, default=5, help="per mode")
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--json", type=Path, default=None, help="also write the figures there")
-    options = parser.parse_args()
-    result = run(options.pushes, options.clients, options.replicas)
-    Console().print(table(result))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+def _gigabyte(checkpoints: Sequence[dict[str, Any]]) -> Grid:
+    names = ("push_seconds", "serving_seconds", "paused_seconds", "seconds_per_gb", "paused_seconds_per_gb")
+    rows = tuple((number(found["bytes"] / 1e6), *(number(found[name]["median"]) for name in names)) for found in checkpoints)
+    columns = ("checkpoint MB", "push s", "path to serving s", "paused s", "path to serving, s per GB", "paused, s per GB")
+    return Grid("One replica, nobody calling: from the path of a checkpoint to a call that it answers", columns, rows)
 
 
 if __name__ == "__main__":
-    main()
+    main("weights", __doc__, run, tables, alone=False)

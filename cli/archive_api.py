@@ -34,8 +34,8 @@ class Passing(Exception):
 class ArchiveApi(Control):
     """Used in a `with` block. Every request raises `Refusal` when it failed for good."""
 
-    def __init__(self, url: str | None = None, *, retry_seconds: float = RETRY_SECONDS) -> None:
-        super().__init__(url)
+    def __init__(self, url: str | None = None, token: str | None = None, *, retry_seconds: float = RETRY_SECONDS) -> None:
+        super().__init__(url, token)
         self._client = httpx.Client(timeout=TIMEOUT_SECONDS, headers={"Authorization": f"Bearer {self._token}"})
         self._retry_seconds = retry_seconds
 

@@ -18,6 +18,7 @@ def show(given: Settings, effective: Settings, url: str) -> None:
     url = (effective.public_url or url).rstrip("/")
     rows = {
         "base URL": url,
+        "pages": f"{url}/ui",
         "engines": ", ".join(effective.engine) + f" ({effective.engine_api})",
         "data": str(given.data_dir.resolve()) if not given.redis else "in the Redis given",
         "admin token": _token(given, effective, "admin"),

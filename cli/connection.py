@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import http
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from cli.head_first import HeadFirst
 from proxy.asgi import EXTENSION
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.transport = cast("asyncio.Transport", HeadFirst(transport, self.loop))
         self._await_within(self._patience.header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -83,9 +85,11 @@ class Connection(HttpToolsProtocol):
             return
         if self._awaits == "nothing":
             self._awaits = "request"
-            self._await_within(self._patience.header_seconds)
         self._unread_bytes += len(data)
         super().data_received(data)
+        # Most requests come whole, and no timer is made for them.
+        if self._awaiting is None and self._awaits != "nothing" and not self._refused:
+            self._await_within(self._patience.body_seconds if self._awaits == "body" else self._patience.header_seconds)
         if self._unread_bytes <= self._patience.header_bytes:
             return
         if self._awaits == "head":
@@ -95,8 +99,6 @@ class Connection(HttpToolsProtocol):
             self._refuse(431, f"the request has more than {self._patience.header_bytes} bytes beside head and body")
 
     def on_message_begin(self) -> None:
-        if self._awaits == "nothing":
-            self._await_within(self._patience.header_seconds)
         # What came with its first bytes may be the end of another request.
         self._awaits, self._unread_bytes = "head", 0
         super().on_message_begin()
@@ -110,7 +112,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(431, f"the request has more than {self._patience.headers} headers")
         else:
             self._awaits, self._unread_bytes = "body", 0
-            self._await_within(self._patience.body_seconds)
+            self._await_no_more()
             super().on_headers_complete()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -125,7 +127,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._awaits, self._unread_bytes = "nothing", 0
-        _cancel(self._awaiting)
+        self._await_no_more()
         if not self._refused:
             super().on_message_complete()
 
@@ -166,6 +168,10 @@ class Connection(HttpToolsProtocol):
     def _await_within(self, seconds: float) -> None:
         _cancel(self._awaiting)
         self._awaiting = self.loop.call_later(seconds, self._waited) if seconds else None
+
+    def _await_no_more(self) -> None:
+        _cancel(self._awaiting)
+        self._awaiting = None
 
     def _waited(self) -> None:
         """The request is not whole, and its time is over."""

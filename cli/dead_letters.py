@@ -37,12 +37,11 @@ def list_(
     """List dead letters with their reasons, newest first."""
     from itertools import islice
 
-    from rich.console import Console
-
     from cli.control import Control
+    from cli.tables import standard_output
 
     found = list(islice(letters(Control(), reason), limit + 1))
-    console = Console()
+    console = standard_output()
     console.print(letters_table(found[:limit]))
     if len(found) > limit:
         console.print(f"There are more: raise --limit above {limit}.")
@@ -79,9 +78,10 @@ def letters(control: Control, reason: str | None) -> Iterator[dict[str, Any]]:
 
 def letters_table(found: list[dict[str, Any]]) -> Table:
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table("letter", "sessions", "deliveries", "died", "reason")
+    from cli.tables import whole_table
+
+    table = whole_table("letter", "sessions", "deliveries", "died", "reason")
     for letter in found:
         died_at = datetime.fromtimestamp(letter["died_at"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         sessions = str(len(letter["session_ids"]))

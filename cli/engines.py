@@ -19,12 +19,11 @@ app = typer.Typer(
 @app.command("list")
 def list_() -> None:
     """List the replicas with what they serve, and why one does not."""
-    from rich.console import Console
-
     from cli.control import Control
+    from cli.tables import standard_output
 
     found = Control().get("/engines")
-    console = Console()
+    console = standard_output()
     console.print(replicas_table(found["replicas"]))
     for policy, calls in found["waiting"].items():
         if calls:
@@ -70,9 +69,9 @@ _OF = ("url", "source")
 
 
 def replicas_table(found: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
+    from cli.tables import whole_table
 
-    table = Table("replica", "policy", "status", "weights", "calls", "models", "from", "reason")
+    table = whole_table("replica", "policy", "status", "weights", "calls", "models", "from", "reason")
     for replica in found:
         most = f" of {replica['max_calls']}" if replica["max_calls"] else ""
         table.add_row(

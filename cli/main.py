@@ -11,7 +11,24 @@ from typing import Annotated
 
 import typer
 
-from cli import audit, dead_letters, engines, env, export, imports, run, serve, sessions, weights
+from cli import (
+    audit,
+    bench,
+    dead_letters,
+    engines,
+    env,
+    export,
+    generate,
+    imports,
+    node,
+    run,
+    serve,
+    sessions,
+    tasks,
+    top,
+    view,
+    weights,
+)
 from cli.refusal import Refusal
 
 app = typer.Typer(
@@ -24,15 +41,21 @@ app = typer.Typer(
     help="Reinforcement learning on any agent, unmodified: point it at a URL, train on exactly the tokens it saw and said.",
 )
 app.command("serve")(serve.serve)
-app.command("run")(run.run)
-app.command("env")(env.env)
-app.command("audit")(audit.audit)
-app.command("export")(export.export)
-app.command("import")(imports.import_sessions)
-app.add_typer(sessions.app, name="sessions")
-app.add_typer(dead_letters.app, name="dead-letters")
-app.add_typer(engines.app, name="engines")
-app.add_typer(weights.app, name="weights")
+app.command("run", short_help="Run a harness in a new session, and close it.")(run.run)
+app.command("node", short_help="Run rollouts of submitted tasks on this machine.")(node.node)
+app.command("generate", short_help="Attempt tasks until enough attempts are accepted.")(generate.generate)
+app.command("env", short_help="Open a session and print what a harness needs for it.")(env.env)
+app.command("audit", short_help="Check a session: its tree, its tokens, its logprobs.")(audit.audit)
+app.command("top", short_help="Watch a running service: calls, engines, groups, nodes.")(top.top)
+app.command("view", short_help="Write a session's page into one HTML file.")(view.view)
+app.command("bench", short_help="Ask an engine directly and through the service.")(bench.bench)
+app.command("export", short_help="Write closed sessions to files.")(export.export)
+app.command("import", short_help="Put exported sessions into the store of a service.")(imports.import_sessions)
+app.add_typer(sessions.app, name="sessions", short_help="Look at the sessions of a running service.")
+app.add_typer(tasks.app, name="tasks", short_help="Submit, watch and cancel tasks.")
+app.add_typer(dead_letters.app, name="dead-letters", short_help="Groups that no trainer gets any more.")
+app.add_typer(engines.app, name="engines", short_help="The engines of a running service, added and removed.")
+app.add_typer(weights.app, name="weights", short_help="The engines' weights: push, see, go back.")
 
 
 def _print_version(wanted: bool) -> None:

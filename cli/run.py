@@ -173,7 +173,7 @@ def attempt(
         env = surroundings(os.environ, prepared, home, passed)
         if stop.number is not None:
             return outcome_of(definition.name, 0, None, stop.number)
-        process = HarnessProcess(prepared.argv, env, workdir, stdin=definition.stdin)
+        process = HarnessProcess(prepared.argv, env, workdir, stdin=definition.stdin, given=prepared.stdin)
     except MissingExecutable as error:
         return Outcome("failed", NOT_FOUND, not_there(definition, str(error)))
     except CannotStart as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,8 @@ import typer
 from cli.refusal import Refusal
 
 if TYPE_CHECKING:
+    from pydantic_settings import SettingsError
+
     from proxy.settings import Settings
 
 
@@ -113,6 +116,14 @@ def serve(
         str,
         typer.Option(metavar="debug|info|warning|error", help="How much to write to stderr."),
     ] = "info",
+    log_format: Annotated[
+        str | None,
+        typer.Option(metavar="human|json", help="Lines for people (default), or one JSON object per line."),
+    ] = None,
+    log_calls: Annotated[
+        bool,
+        typer.Option("--log-calls", help="Write a line of every call: who, what became of it, how long; never what was said."),
+    ] = False,
 ) -> None:
     """Serve harnesses and trainers until Ctrl-C or SIGTERM.
 
@@ -128,7 +139,6 @@ def serve(
     except ModuleNotFoundError as error:
         raise Refusal(f"the service is not installed ({error.name} is missing): pip install 'verbatim-rl[proxy]'") from error
 
-    logs.configure(log_level)
     flags = {
         "engine": engine or None,
         "engine_api": engine_api,
@@ -142,8 +152,12 @@ def serve(
         "tls_key": tls_key,
         "open": open_mode or None,
         "thinking": thinking,
+        "log_format": log_format,
+        "log_calls": log_calls or None,
     }
-    service.run(read_settings({name: value for name, value in flags.items() if value is not None}), workers, log_level)
+    settings = read_settings({name: value for name, value in flags.items() if value is not None})
+    logs.configure(log_level, settings.log_format)
+    service.run(settings, workers, log_level)
 
 
 def read_settings(flags: dict[str, Any]) -> Settings:
@@ -158,15 +172,20 @@ def read_settings(flags: dict[str, Any]) -> Settings:
     except ValidationError as error:
         raise Refusal(_what_is_wrong(error.errors()[0]), exit_code=2) from error
     except SettingsError as error:
-        raise Refusal(
-            f"{error}; lists in the environment are JSON, for example '[\"http://host:8000\"]'", exit_code=2
-        ) from error
+        raise Refusal(_what_is_no_json(error), exit_code=2) from error
     if not settings.engine and "engine" not in settings.model_fields_set:
         raise Refusal(
             "no engine given: pass --engine URL, or set VERBATIM_ENGINE to a JSON list of URLs, [] if they are added later",
             exit_code=2,
         )
     return settings.model_copy(update={"engine": [engine_url(url) for url in settings.engine]})
+
+
+def _what_is_no_json(error: SettingsError) -> str:
+    found = re.search(r'field "(\w+)"', str(error))
+    name = found[1] if found else ""
+    hint = "; a list of one URL is '[\"http://host:8000\"]'" if name == "engine" else ""
+    return f"VERBATIM_{name.upper()} is no JSON, in which lists and tables are given: {error.__cause__ or error}{hint}"
 
 
 def _what_is_wrong(problem: Any) -> str:

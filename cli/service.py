@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
@@ -17,22 +19,25 @@ from cli.server import raise_on_stop_signals, run_server
 from cli.store import opened
 from cli.tls import certificate
 from cli.workers import Workers
-from proxy.settings import tokens_in
+from proxy.settings import Settings
+from proxy.token_file import tokens_in
 from proxy.tokens import mint_token
-
-if TYPE_CHECKING:
-    from proxy.settings import Settings
+from rollout.settings import RolloutSettings
 
 log = logging.getLogger(__name__)
 
 SHORT_TOKEN = 16
 """Characters below which a token is warned of."""
+ALIKE = 0.92
+"""From which likeness on a name is taken for a misspelt one."""
 
 
 def run(settings: Settings, workers: int, log_level: str) -> None:
     """Serve until SIGTERM or Ctrl-C, then return with everything stopped. Raises `Refusal` when it cannot start."""
     raise_on_stop_signals()
     raise_descriptor_limit()
+    for name, meant in misspelt(os.environ):
+        log.warning("%s is no setting and changes nothing: is %s meant?", name, meant)
     certificate(settings)
     warn_of_weak_tokens(settings)
     listener = listen(settings.host, settings.port)
@@ -69,6 +74,13 @@ def warn_of_weak_tokens(settings: Settings) -> None:
             log.warning("%s token has fewer than %d characters and may be guessed", role, SHORT_TOKEN)
     if admin & trainer:
         log.warning("an admin token is also a trainer token: who has it is the admin")
+
+
+def misspelt(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Those of `names` that are no setting of the service but nearly one, each with that one."""
+    settings = [f"VERBATIM_{name.upper()}" for of in (Settings, RolloutSettings) for name in of.model_fields]
+    strange = sorted(name for name in names if name.startswith("VERBATIM_") and name not in settings)
+    return [(name, near[0]) for name in strange if (near := get_close_matches(name, settings, n=1, cutoff=ALIKE))]
 
 
 def _secrets(one: SecretStr | None, more: list[SecretStr], file: Path | None) -> set[str]:

@@ -28,12 +28,11 @@ def ls(
     limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="At most so many, the newest.")] = 50,
 ) -> None:
     """List sessions, newest first."""
-    from rich.console import Console
-
     from cli.control import Control
+    from cli.tables import standard_output
 
     answer = Control().get("/sessions", status=status, group_id=group, limit=limit)
-    console = Console()
+    console = standard_output()
     console.print(sessions_table(answer["sessions"]))
     if answer.get("cursor"):
         console.print(f"There are more: raise --limit above {limit}.")
@@ -42,15 +41,14 @@ def ls(
 @app.command("show")
 def show(session_id: Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")]) -> None:
     """Show one session: its state, its calls, and where its sampled tokens went."""
-    from rich.console import Console
-
     from cli.control import Control
+    from cli.tables import standard_output
 
     control, path = Control(), f"/sessions/{quote(session_id, safe='')}"
     session = control.get(path)
     calls = all_calls(control, session_id)
     exported = control.get(f"{path}/trajectories")
-    console = Console()
+    console = standard_output()
     console.print(sessions_table([session]))
     console.print(calls_table(calls))
     console.print(accounting_line(len(exported["trajectories"]), exported["accounting"]))
@@ -70,11 +68,13 @@ def all_calls(control: Control, session_id: str) -> list[dict[str, Any]]:
 
 def sessions_table(sessions: list[dict[str, Any]]) -> Table:
     from rich.markup import escape
-    from rich.table import Column, Table
+    from rich.table import Column
+
+    from cli.tables import whole_table
 
     # An id that is cut cannot be copied.
     session_id = Column("session", no_wrap=True, overflow="fold")
-    table = Table(session_id, Column("status", no_wrap=True), "calls", "reward", "group", "task", "created")
+    table = whole_table(session_id, Column("status", no_wrap=True), "calls", "reward", "group", "task", "created")
     for session in sessions:
         table.add_row(
             session["session_id"],
@@ -89,9 +89,9 @@ def sessions_table(sessions: list[dict[str, Any]]) -> Table:
 
 
 def calls_table(calls: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
+    from cli.tables import whole_table
 
-    table = Table("call", "continues", "status", "finish", "prompt", "sampled", "weights", "seconds", "engine")
+    table = whole_table("call", "continues", "status", "finish", "prompt", "sampled", "weights", "seconds", "engine")
     for call in calls:
         table.add_row(
             call["call_id"],

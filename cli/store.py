@@ -26,6 +26,8 @@ def opened(settings: Settings) -> Iterator[tuple[str, Callable[[], None]]]:
     Raises `Refusal` when there is none, or when the data directory is not ours to use.
     """
     if settings.redis:
+        if settings.fsync == "always":
+            raise Refusal("--fsync is the embedded Redis's: a Redis of your own has `appendfsync always`", exit_code=2)
         _ask(settings, settings.redis)
         yield settings.redis, _leave_alone
         return

@@ -87,11 +87,10 @@ def status(
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="At most so many versions of the history, the newest.")] = 5,
 ) -> None:
     """Show the current version of every model, what each replica holds, and what was pushed before."""
-    from rich.console import Console
-
     from cli.control import Control
+    from cli.tables import standard_output
 
-    console, answer = Console(), Control().get("/weights")
+    console, answer = standard_output(), Control().get("/weights")
     for name, line in {"": answer, **answer["models"]}.items():
         if name or line["replicas"] or not answer["models"]:
             _show(console, name, line, limit)
@@ -178,9 +177,9 @@ def _show(console: Console, name: str, line: Mapping[str, Any], limit: int) -> N
 
 
 def _replicas_table(replicas: Mapping[str, Mapping[str, Any]]) -> Table:
-    from rich.table import Table
+    from cli.tables import whole_table
 
-    table = Table("replica", "version", "serves", "reason")
+    table = whole_table("replica", "version", "serves", "reason")
     for name, replica in replicas.items():
         version = replica["weight_version"]
         table.add_row(name, "?" if version is None else str(version), "yes" if replica["healthy"] else "no", replica["reason"])
@@ -188,9 +187,9 @@ def _replicas_table(replicas: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _history_table(history: Iterable[Mapping[str, Any]]) -> Table:
-    from rich.table import Table
+    from cli.tables import whole_table
 
-    table = Table("version", "kind", "pushed", "path")
+    table = whole_table("version", "kind", "pushed", "path")
     for state in history:
         pushed = datetime.fromtimestamp(state["updated_at"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         table.add_row(str(state["version"]), state["kind"], pushed, state["path"])

@@ -138,7 +138,7 @@ def work(settings: Settings, listener: socket.socket, says: Connection, log_leve
     """The life of one worker process."""
     from cli.server import run_server
 
-    logs.configure(log_level)
+    logs.configure(log_level, settings.log_format)
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
         run_server(settings, listener, on_ready=lambda: says.send("ready"), on_force=lambda: None)

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 from proxy.asgi import JSON, Client, Headers, Receive, Send, send_part, send_whole
+from proxy.deadline import Deadline
 from proxy.dialects.base import Delta, Dialect, FirstToken, Reply, StreamRenderer
-from proxy.errors import Conflict, EngineFailed, NotFound, RequestError, VerbatimError
+from proxy.errors import Conflict, EngineFailed, NotFound, RequestError, StoreUnavailable, VerbatimError
 from proxy.flow import Flow
 from proxy.services import Services
+from proxy.steps import HARNESS, REPLY, Waiting
+from proxy.store.session_store import Unserved
 from proxy.turn import Turn
 
 Item = FirstToken | Delta | Reply | VerbatimError
@@ -22,6 +27,8 @@ Item = FirstToken | Delta | Reply | VerbatimError
 log = logging.getLogger(__name__)
 
 _UNBUFFERED: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+_LATER_SECONDS = 1.0
+"""Between tries to note what the store could not be told at once."""
 TOO_DEEP = "the body is nested too deeply"
 
 
@@ -38,7 +45,9 @@ class Answering:
         leaving = asyncio.create_task(self._watch(client.receive, turn))
         try:
             answer = self._stream if turn.request.stream else self._whole
-            answered = await answer(client.send, dialect, turn, items) and await _arrived(client, leaving)
+            answered = await answer(client.send, dialect, turn, items)
+            with Waiting(HARNESS):
+                answered = answered and await _arrived(client, leaving)
         except asyncio.CancelledError:
             # The server gives up waiting for this answer: end the call, and let it be recorded.
             self._in_background(turn.running.abort())
@@ -47,6 +56,8 @@ class Answering:
             leaving.cancel()
             # Not awaited itself: its end is what counts, however it ended.
             await asyncio.wait((work,))
+        if turn.times.step == REPLY:
+            self._services.metrics.steps.took(turn.times)
         if answered and not turn.running.cut.is_set():
             self._in_background(self._services.sessions.mark_delivered(turn.session_id, turn.call_ids))
 
@@ -58,19 +69,26 @@ class Answering:
         await send_whole(send, answer.status, headers, answer.body)
 
     async def settle(self) -> None:
-        """Wait for what still runs behind answered calls."""
+        """Wait for what still runs behind answered calls, when no more come: what waits for a store that is away tries it once more."""
+        self._services.stopping.set()
         await asyncio.gather(*self._background)
 
     async def _work(self, turn: Turn, items: asyncio.Queue[Item]) -> None:
         """Run the call to its end whatever becomes of the harness; its last item is the reply or an error."""
         try:
             async for item in self._flow.call(turn):
+                if isinstance(item, Reply) and turn.running.cut.is_set():
+                    await self._note_unserved(turn, EngineFailed("the service stopped in the middle of the reply"))
                 items.put_nowait(item)
+                if isinstance(item, FirstToken):
+                    # The harness hears of it before anything is made of it.
+                    await asyncio.sleep(0)
         except VerbatimError as error:
             if isinstance(error, (NotFound, Conflict)):
                 self._services.trees.forget(turn.session_id)
             if error.status >= 500:
                 log.warning("session %s: call %s failed: %s", turn.session_id, turn.call_ids[0], error.message)
+                await self._note_unserved(turn, error)
             items.put_nowait(error)
         except RecursionError:
             items.put_nowait(RequestError(TOO_DEEP))
@@ -80,9 +98,30 @@ class Answering:
             raise
         except Exception:
             log.exception("session %s: call %s failed inside the service", turn.session_id, turn.call_ids[0])
-            items.put_nowait(VerbatimError("the service failed inside; its log says where"))
+            failed = VerbatimError("the service failed inside; its log says where")
+            await self._note_unserved(turn, failed)
+            items.put_nowait(failed)
         finally:
             self._flow.leave(turn)
+
+    async def _note_unserved(self, turn: Turn, error: VerbatimError) -> None:
+        """Returns before the harness is told: what it does then is nothing that the model made it do. Whoever hung up was not failed."""
+        if turn.running.cut.is_set() and not self._services.stopping.is_set():
+            return
+        unserved = Unserved(time.time(), turn.call_ids[0], error.code, error.message)
+        if not isinstance(error, StoreUnavailable):
+            with suppress(StoreUnavailable):
+                await self._services.sessions.note_unserved(turn.session_id, unserved)
+                return
+        self._in_background(self._noted_later(turn.session_id, unserved))
+
+    async def _noted_later(self, session_id: str, unserved: Unserved) -> None:
+        while not self._services.stopping.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._services.stopping.wait(), _LATER_SECONDS)
+            with suppress(StoreUnavailable):
+                await self._services.sessions.note_unserved(session_id, unserved)
+                return
 
     async def _watch(self, receive: Receive, turn: Turn) -> None:
         """End the call when the harness hangs up."""
@@ -132,7 +171,7 @@ class Answering:
     async def _next(self, items: asyncio.Queue[Item]) -> Item | None:
         """The next item, or None when there was none for so long that the harness wants a sign of life."""
         try:
-            async with asyncio.timeout(self._services.settings.keepalive_seconds):
+            async with Deadline(self._services.settings.keepalive_seconds):
                 return await items.get()
         except TimeoutError:
             return None

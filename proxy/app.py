@@ -11,15 +11,22 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from functools import cache
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from proxy.api.admission import reclaim_places
 from proxy.api.closing import policy_of, sweep
 from proxy.api.control import control_router
+from proxy.api.description.catalogue import OPERATIONS
+from proxy.api.description.document import description
+from proxy.api.description.operation import Operation
 from proxy.api.errors import install_error_handlers
 from proxy.api.expiry import expire_idle, sweep_seconds
+from proxy.asgi import Application
 from proxy.engine.local_renderer import LocalRenderer
 from proxy.engine.pool import EnginePool
 from proxy.engine.updates import WeightUpdater
@@ -29,6 +36,7 @@ from proxy.harness import Harness
 from proxy.inflight import Inflight
 from proxy.limits import CallRate, CallSlots
 from proxy.metrics import Metrics
+from proxy.observed import harness_of
 from proxy.peers import Peers
 from proxy.retention import Retention
 from proxy.services import Services
@@ -43,11 +51,33 @@ from proxy.store.sessions import RedisSessionStore
 from proxy.store.weights import RedisWeightStore
 from proxy.tokens import Tokens
 from proxy.trees import SessionTrees
+from proxy.ui.router import ui_router
+from proxy.ui.shown import Ui
 
 log = logging.getLogger(__name__)
 
+ABOUT = (
+    "Harnesses call a model under `/s/{session_id}/…` with the key of their session; trainers lease batches and push weights; whoever "
+    "runs harnesses opens and closes sessions, or submits tasks. Bodies and answers are JSON. Errors of the control side are "
+    '`{"error": {"code", "message", "param"?}}`, those of model calls have the shape of their dialect.'
+)
 
-def create_app(settings: Settings) -> Harness:
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What another package brings into the served app: routes of the control side, and what runs for as long as the app does."""
+
+    router: APIRouter
+    running: Callable[[], AbstractAsyncContextManager[None]]
+    operations: Sequence[Operation] = ()
+    """What the description of the service says of the routes."""
+
+
+Adding = Callable[[Services, Application], Addition]
+"""Makes one, of what the process holds and the application itself."""
+
+
+def create_app(settings: Settings, *adding: Adding) -> Harness:
     """The ASGI application of one process."""
     if settings.redis is None:
         raise ValueError("create_app needs settings.redis; start EmbeddedRedis first and put its URL there")
@@ -55,11 +85,18 @@ def create_app(settings: Settings) -> Harness:
     services = build_services(settings, store)
     # No pages that load scripts from elsewhere and ask for a token.
     control = FastAPI(title="Verbatim", docs_url=None, redoc_url=None)
-    harness = Harness(services, control)
-    control.router.lifespan_context = lambda _: _lifespan(services, store, harness)
+    harness = harness_of(services, control)
+    additions = [add(services, harness) for add in adding]
+    control.router.lifespan_context = lambda _: _lifespan(services, store, harness, additions)
     control.state.services = services
+    control.state.ui = Ui(services)
     install_error_handlers(control)
     control.include_router(control_router())
+    control.include_router(ui_router())
+    for addition in additions:
+        control.include_router(addition.router)
+    operations = [*OPERATIONS, *(operation for addition in additions for operation in addition.operations)]
+    control.openapi = harness.description = cache(lambda: description(control, operations, ABOUT))  # type: ignore[method-assign]
     return harness
 
 
@@ -93,7 +130,9 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
 
 
 @contextlib.asynccontextmanager
-async def _lifespan(services: Services, store: StoreConnection, harness: Harness) -> AsyncIterator[None]:
+async def _lifespan(
+    services: Services, store: StoreConnection, harness: Harness, additions: list[Addition]
+) -> AsyncIterator[None]:
     services.peers.start()
     preparing = asyncio.create_task(services.renderer.prepare())
     await services.pool.start()
@@ -101,7 +140,10 @@ async def _lifespan(services: Services, store: StoreConnection, harness: Harness
     # Beside the sweep, which must not wait while an archive is written.
     retention = asyncio.create_task(Retention(services, RedisRetentionStore(store)).run())
     try:
-        yield
+        async with AsyncExitStack() as stack:
+            for addition in additions:
+                await stack.enter_async_context(addition.running())
+            yield
     finally:
         preparing.cancel()
         sweeper.cancel()

@@ -1,6 +1,6 @@
 """The path of one call: one function for all dialects, streamed or not.
 
-`Flow.call` reads like the steps: admit, plan the prompt, write the intent, sample, commit; it yields deltas as text becomes
+`Flow.call` reads like the steps: admit, plan the prompt and write the intent, sample, commit; it yields deltas as text becomes
 certain and ends with the reply, which is yielded only once its record is in the store. What the harness must not see before the
 commit (the reply's end) it does not.
 """
@@ -25,6 +25,7 @@ from proxy.planner import Planner
 from proxy.records import call_records, prompt_of
 from proxy.services import Services
 from proxy.session_tree import SessionTree
+from proxy.steps import CLOCK, COMMIT, ENGINE, INTENT, PLAN, QUEUE, REPLY, SAMPLE, STORE, CallClock, Waiting
 from proxy.store.session_store import Intent
 from proxy.turn import Turn, marks_of
 from proxy.wanted import logprob_mode, overrides, wanted_of
@@ -55,7 +56,8 @@ class Flow:
         """The call enters: from here on closing the session or the service ends it properly. `leave` must follow."""
         call_ids = [new_call_id() for _ in range(request.n)]
         running = Running(tree.info.session_id, call_ids[0])
-        turn = Turn(tree, request, hash_bytes(body), call_ids, running, time.time(), time.perf_counter())
+        times = CLOCK.get() or CallClock()
+        turn = Turn(tree, request, hash_bytes(body), call_ids, running, time.time(), time.perf_counter(), times)
         turn.sampling = {**request.sampling, **overrides(tree.info.sampling)}
         turn.role, turn.agent = role_of(marks_of(request, headers), self._rules)
         retry = headers.get("x-stainless-retry-count", "0")
@@ -88,11 +90,13 @@ class Flow:
         caller = Caller(turn.session_id, turn.running.cut, lambda: self._check_open(turn))
         async with self._services.pool.route(turn.request.model, caller) as route:
             while True:
-                turn.go_to(await self._unless_cut(turn, route.next()))
+                turn.times.begin(QUEUE)
+                with Waiting(ENGINE):
+                    replica = await self._unless_cut(turn, route.next())
+                turn.go_to(replica)
                 answered = False
                 try:
-                    await self._unless_cut(turn, self._planner.plan(turn))
-                    await self._begin(turn)
+                    await self._prepare(turn)
                     async for piece in self._sample(turn):
                         answered = True
                         yield piece
@@ -100,6 +104,34 @@ class Flow:
                 except EngineUnavailable:
                     if answered or turn.running.cut.is_set() or not route.another():
                         raise
+
+    async def _prepare(self, turn: Turn) -> None:
+        """Plan the prompt and write the intent, neither waiting for the other. Raises as they do; then no intent is left."""
+        self._planner.find(turn)
+        begun = asyncio.create_task(self._begin(turn))
+        try:
+            found = turn.found
+            await self._unless_cut(turn, self._planner.plan(turn))
+            turn.times.begin(INTENT)
+            with Waiting(STORE):
+                await begun
+            if turn.found is not found:
+                turn.times.begin(PLAN)
+                await self._unless_cut(turn, self._planner.plan(turn))
+        except VerbatimError:
+            await self._take_back(turn, begun)
+            raise
+        except BaseException:
+            begun.cancel()
+            raise
+
+    async def _take_back(self, turn: Turn, begun: asyncio.Task[None]) -> None:
+        """The call is not sampled: drop its intent, if one was written."""
+        try:
+            await begun
+        except VerbatimError:
+            return
+        await self._services.sessions.drop_intent(turn.session_id, turn.call_ids[0])
 
     async def _unless_cut(self, turn: Turn, work: Coroutine[Any, Any, T]) -> T:
         """What `work` gives, which is broken off when the call is cut meanwhile. Raises EngineFailed then."""
@@ -156,17 +188,18 @@ class Flow:
             if begun.status != "open":
                 raise Conflict(f"session '{turn.session_id}' is {begun.status}; it takes no more calls")
             if turn.tree.learn(begun.records, known):
-                await self._planner.replan(turn)
+                self._planner.find_again(turn)
         raise Unavailable(f"session '{turn.session_id}' is too busy; try again")
 
     async def _sample(self, turn: Turn) -> AsyncIterator[FirstToken | Delta | Outcome]:
         """Let the engine sample; a call that it refused or lost before its first token leaves the tree as it was."""
         assert turn.replica is not None and turn.replica.api is not None
+        turn.times.begin(SAMPLE)
         engine = self._apis.engine(turn.replica, turn.request)
         job = Job(turn.call_ids[0], turn.request, turn.sampling, Line(), wanted=wanted_of(turn, self._services.settings))
+        job.id_text = self._apis.id_text(turn.session_id)
         if turn.plan is not None:
             job.prompt_ids, job.body = turn.plan.prompt_ids, turn.plan.body
-            job.id_text = self._apis.id_text(turn.session_id)
         turn.running.ask_engine = lambda: self._end(turn, engine, job)
         clock = time.perf_counter()
         try:
@@ -215,6 +248,7 @@ class Flow:
     async def _commit(self, turn: Turn, outcome: Outcome) -> Reply:
         """Record every choice in one step, then let the tree and the reply know them."""
         assert turn.found is not None and turn.replica is not None
+        turn.times.begin(COMMIT)
         spoken = any(sampled.token_ids or sampled.message.get("content") for sampled in outcome.choices)
         if turn.running.cut.is_set() and not spoken:
             await self._services.sessions.drop_intent(turn.session_id, turn.call_ids[0])
@@ -225,13 +259,15 @@ class Flow:
         mode = logprob_mode(turn.replica, self._services.settings)
         calls = call_records(turn, outcome, choices, frozen=frozen, logprob_mode=mode)
         records = {call.call_id: encode(call) for call in calls}
-        total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records)
+        with Waiting(STORE):
+            total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records)
+        turn.times.begin(REPLY)
         prompt_ids = prompt_of(turn, outcome)[0]
         turn.tree.committed(calls, prompt_ids, total)
         if turn.plan is not None:
             turn.tree.rendered(turn.call_ids[0], turn.plan.rendering)
         self._services.metrics.recorded(calls, time.perf_counter() - turn.clock, turn.engine_seconds)
-        tokens = outcome.prompt_tokens or len(outcome.prompt_ids or ())
+        tokens = outcome.prompt_tokens or len(prompt_ids)
         reply = Reply(turn.call_ids[0], turn.request.model, int(turn.started_at), tokens, choices, outcome.cached_tokens)
         if turn.request.wants_ids:
             reply.prompt_ids = prompt_ids.tolist()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 from proxy.answer import TOO_DEEP, Answering
@@ -24,6 +24,7 @@ from proxy.outward import refuse_remote_media, refuse_transfers
 from proxy.routes import Route, dialect_of, find, is_harness
 from proxy.services import Services
 from proxy.session_tree import SessionTree
+from proxy.steps import CLOCK, HARNESS, PARSE, CallClock, Waiting
 from proxy.store.session_store import SessionInfo
 
 T = TypeVar("T")
@@ -34,10 +35,12 @@ log = logging.getLogger(__name__)
 class Harness:
     """The ASGI application in front: harness calls are answered here, everything else goes to `control`."""
 
-    def __init__(self, services: Services, control: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, services: Services, control: Callable[[Scope, Receive, Send], Awaitable[None]], flow: Flow) -> None:
         self._services = services
         self._control = control
-        self._flow = Flow(services)
+        self.description: Callable[[], dict[str, Any]] = dict
+        """The service's OpenAPI document, once whoever made the application has said what it is."""
+        self._flow = flow
         self._dialects = Dialects(services.settings)
         self._answering = Answering(services, self._flow)
 
@@ -58,7 +61,12 @@ class Harness:
             return
         await self._answering.refuse(send, self._dialects[dialect_of(scope["path"])], refusal)
 
+    def _clock(self) -> CallClock:
+        """The clock of a request that has come in."""
+        return CallClock()
+
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        clock = self._clock()
         headers = headers_of(scope)
         try:
             route = find(scope["method"], scope["path"], headers)
@@ -69,7 +77,10 @@ class Harness:
         if route.action == "probe":
             await send_whole(send, 200, JSON, b"{}" if scope["method"] == "GET" else b"")
             return
-        query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+        if route.action == "call":
+            CLOCK.set(clock)
+        asked = scope.get("query_string", b"")
+        query = dict(parse_qsl(asked.decode("latin-1"))) if asked else {}
         tree = await self._session(route, headers, query)
         self._services.rate.admit(tree.info.session_id)
         with self._services.slots.take(tree.info.session_id):
@@ -85,7 +96,8 @@ class Harness:
             await send_whole(client.send, 200, JSON, await self._looked_up(tree, route))
             return
         settings = self._services.settings
-        body = await read_body(client.receive, settings.max_body_bytes, settings.body_timeout_seconds)
+        with Waiting(HARNESS):
+            body = await read_body(client.receive, settings.max_body_bytes, settings.body_timeout_seconds)
         asked = Asked(body, route.path, query)
         if route.action == "call":
             await self._answer(client, tree, route, asked, headers)
@@ -154,6 +166,8 @@ class Harness:
 
     async def _answer(self, client: Client, tree: SessionTree, route: Route, asked: Asked, headers: Mapping[str, str]) -> None:
         """Answer one model call."""
+        if (clock := CLOCK.get()) is not None:
+            clock.begin(PARSE)
         dialect = self._dialects[route.dialect]
         request = await self._parsed(tree, lambda: dialect.parse(asked, tree))
         self._services.metrics.dropped(request.dialect, request.dropped_tools)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +58,8 @@ class Inflight:
         everyone = [running for calls in self._running.values() for running in calls]
         waits = [asyncio.ensure_future(running.done.wait()) for running in everyone]
         if waits:
+            if seconds:
+                log.info("calls in flight: %d, which have up to %g s to end before they are cut", len(waits), seconds)
             await asyncio.wait(waits, timeout=seconds)
             for wait in waits:
                 wait.cancel()

@@ -5,7 +5,6 @@ The head of a request is limited where the connection is (`cli.connection`); not
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from proxy.deadline import Deadline
 from proxy.errors import RequestError, RequestTimeout, TooLarge, TooManyCalls
 
 MAX_DEPTH = 100
@@ -49,7 +49,7 @@ async def read_body(receive: Callable[[], Awaitable[MutableMapping[str, Any]]], 
     """The request body. Raises TooLarge, RequestTimeout when it is not whole after `seconds` (0: any time), and RequestError when
     the caller breaks off."""
     try:
-        async with asyncio.timeout(seconds or None):
+        async with Deadline(seconds):
             return await _read(receive, most_bytes)
     except TimeoutError as error:
         raise RequestTimeout(f"the body was not whole after {seconds:g} seconds") from error

@@ -1,33 +1,6 @@
 """Prometheus metrics of one process. Labels are bounded: no session, call or group ids.
 
-| name | type | labels | meaning |
-|---|---|---|---|
-| verbatim_calls_total | counter | dialect, api, status | recorded calls |
-| verbatim_tokens_total | counter | kind (prompt, sampled) | tokens of recorded calls; prompt counts only new ones |
-| verbatim_branches_total | counter | reason | calls that do not simply extend their parent |
-| verbatim_refused_total | counter | dialect, code | calls answered with an error |
-| verbatim_tools_dropped_total | counter | dialect, kind | tools offered that no engine can serve |
-| verbatim_call_seconds | histogram | part (engine, own) | time of a call spent waiting for the engine, and the rest |
-| verbatim_calls_in_flight | gauge | | calls under way in this process |
-| verbatim_engine_up | gauge | replica, policy | 1: it serves, 0: it does not |
-| verbatim_engine_calls_in_flight | gauge | replica, policy | calls under way there from this process |
-| verbatim_engine_queue | gauge | policy | calls of this process that wait for a replica with room |
-| verbatim_engine_queue_seconds | histogram | policy | how long calls waited for one, those that did not have to included |
-| verbatim_engine_retries_total | counter | policy | calls that a replica did not take and that went to another one |
-| verbatim_engine_ejections_total | counter | policy | replicas that served and were taken out because they failed |
-| verbatim_store_groups | gauge | state | groups in the store by state; every process shows the same: take the max, not the sum |
-| verbatim_groups_total | counter | state | groups that came into a state or to which this happened, in all; the same everywhere |
-| verbatim_backpressure_total | counter | | sessions this process refused because of what trainers have not taken yet |
-| verbatim_admission_versions_ahead | gauge | | versions until a group begun now is leased; only with `admission_staleness` |
-| verbatim_expired_sessions_total | counter | | sessions this process closed as timeout because they were idle |
-| verbatim_retained_sessions_total | counter | step (archived, deleted) | closed sessions this process took out of the store |
-| verbatim_sweep_age_seconds | gauge | sweep (sessions, retention) | since this process last ended that sweep well, or began to |
-
-States of groups: opened, filling, ready, leased, acked, dropped, dead, stale. What else is counted in verbatim_groups_total:
-expired and nacked leases, timed_out, retried, refused and refused_stale
-(admissions), and stale_kept, stale_dropped and stale_flagged.
-
-Those of weight updates are in proxy/engine/weight_metrics.py.
+docs/metrics.md has the table of them all. Those of weight updates are in proxy/engine/weight_metrics.py.
 """
 
 from __future__ import annotations
@@ -36,11 +9,20 @@ import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from proxy.engine.replica import Replica
+from proxy.steps import StepSeconds
 from reconstruct.records import Call
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
@@ -97,6 +79,8 @@ class EngineNumbers(Collector):
 
 class Metrics:
     def __init__(self) -> None:
+        # The times at which counters began would be as many series again, which nothing reads.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._calls = Counter("verbatim_calls", "Recorded calls.", ("dialect", "api", "status"), registry=self.registry)
         self._tokens = Counter("verbatim_tokens", "Tokens of recorded calls.", ("kind",), registry=self.registry)
@@ -113,6 +97,9 @@ class Metrics:
             "verbatim_call_seconds", "Seconds of a call by part.", ("part",), registry=self.registry, buckets=_SECONDS
         )
         self._in_flight = Gauge("verbatim_calls_in_flight", "Calls under way in this process.", registry=self.registry)
+        # Looking a labelled metric up costs more than counting.
+        self._engine_seconds, self._own_seconds = self._seconds.labels("engine"), self._seconds.labels("own")
+        self._prompt_tokens, self._sampled_tokens = self._tokens.labels("prompt"), self._tokens.labels("sampled")
         self._held_back = Counter("verbatim_backpressure", "Sessions refused: too much is undelivered.", registry=self.registry)
         self._expired = Counter("verbatim_expired_sessions", "Sessions closed because they were idle.", registry=self.registry)
         self._retained = Counter(
@@ -134,6 +121,9 @@ class Metrics:
         self._ejections = Counter("verbatim_engine_ejections", "Replicas taken out.", ("policy",), registry=self.registry)
         self._groups = StoredGroups()
         self.registry.register(self._groups)
+        self.steps = StepSeconds()
+        self.registry.register(self.steps)
+        ProcessCollector(registry=self.registry)
 
     def watch(self, in_flight: Callable[[], float]) -> None:
         """Where the gauge reads its value when it is scraped."""
@@ -156,12 +146,12 @@ class Metrics:
     def recorded(self, calls: Iterable[Call], seconds: float, engine_seconds: float) -> None:
         for call in calls:
             self._calls.labels(call.dialect, call.api, call.status).inc()
-            self._tokens.labels("prompt").inc(len(call.node.delta_ids))
-            self._tokens.labels("sampled").inc(len(call.node.completion_ids))
+            self._prompt_tokens.inc(len(call.node.delta_ids))
+            self._sampled_tokens.inc(len(call.node.completion_ids))
             if call.node.branch_reason:
                 self._branches.labels(call.node.branch_reason).inc()
-        self._seconds.labels("engine").observe(engine_seconds)
-        self._seconds.labels("own").observe(max(0.0, seconds - engine_seconds))
+        self._engine_seconds.observe(engine_seconds)
+        self._own_seconds.observe(max(0.0, seconds - engine_seconds))
 
     def refused(self, dialect: str, code: str) -> None:
         self._refused.labels(dialect, code).inc()

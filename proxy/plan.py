@@ -20,7 +20,7 @@ from proxy.errors import RequestError
 from proxy.session_tree import Replay, SessionTree
 from reconstruct.bridge import Bridge, Refusal, Rendering, Reply, derive, turn_end
 from reconstruct.forest import shared_length
-from reconstruct.messages import Message, root_key
+from reconstruct.messages import Message
 from reconstruct.records import Call, Ids, pack_ids
 
 _RENDERED = ("reasoning_effort", "chat_template", "documents")
@@ -84,7 +84,7 @@ class TokenPlan:
 def continuation(tree: SessionTree, request: Request, policy: str = "") -> Continuation:
     """The call that `request`, which `policy` is to answer, continues, found from the last message backwards."""
     rendered = {name: request.forward[name] for name in _RENDERED if name in request.forward}
-    root = root_key(request.model, request.tools, {**request.template_kwargs, **rendered}, policy)
+    root = tree.root(request.model, request.tools, {**request.template_kwargs, **rendered}, policy)
     fingerprints = tree.fingerprints(root, request.history)
     near, near_at = None, 0
     for position in range(len(request.history) - 1, -1, -1):
@@ -189,12 +189,17 @@ async def _drive(steps: Generator[tuple[Rendering, ...], Sequence[Ids], T], rend
     wanted = next(steps)
     while True:
         asked = render if not rendered else _tolerant(render)
-        answers = await asyncio.gather(*(asked(rendering) for rendering in wanted))
-        rendered.append(list(answers))
+        answers = await _all_of([asked(rendering) for rendering in wanted])
+        rendered.append(answers)
         try:
             wanted = steps.send([answer.ids for answer in answers])
         except StopIteration as stop:
             return stop.value, rendered
+
+
+async def _all_of(answers: Sequence[Coroutine[Any, Any, Rendered]]) -> list[Rendered]:
+    """What each gives; a first call asks for one, which needs no task of its own."""
+    return [await answers[0]] if len(answers) == 1 else list(await asyncio.gather(*answers))
 
 
 def _tolerant(render: Render) -> Render:

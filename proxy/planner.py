@@ -1,7 +1,7 @@
 """Planner: what a call continues, and what its replica samples after.
 
-`plan` decides what to ask: it finds the call's parent and, where the replica takes ids, makes the prompt's ids and the sampling
-that fits its window; how ids are proven is `proxy.plan`'s and `proxy.prompts`' to know. It leaves both on the turn.
+`find` looks for the call's parent; `plan` decides what to ask: where the replica takes ids, it makes the prompt's ids and the
+sampling that fits its window; how ids are proven is `proxy.plan`'s and `proxy.prompts`' to know. Both leave it on the turn.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from proxy.engine.base import Rendered
 from proxy.engine.replica import Replica
 from proxy.plan import Continuation, TokenPlan, continuation, plan_tokens
 from proxy.prompts import plan_prompt, prompt_continuation
+from proxy.steps import PLAN
 from proxy.turn import Turn, fit_window, refuse_media
 from reconstruct.bridge import Rendering
 
@@ -24,10 +25,20 @@ class Planner:
         self._apis = apis
         self._retain_thinking = retain_thinking
 
-    async def plan(self, turn: Turn) -> None:
-        """Find the parent; except on the chat path make the prompt's ids and the sampling that fits the window."""
-        assert turn.replica is not None
+    def find(self, turn: Turn) -> None:
+        """Leave on the turn what it continues."""
+        turn.times.begin(PLAN)
         turn.found = _found(turn)
+
+    def find_again(self, turn: Turn) -> None:
+        """The same, where the calls that the tree has just learned change it."""
+        found = _found(turn)
+        if turn.found is None or found.parent is not turn.found.parent:
+            turn.found = found
+
+    async def plan(self, turn: Turn) -> None:
+        """Except on the chat path make the prompt's ids after what was found, and the sampling that fits the window."""
+        assert turn.replica is not None and turn.found is not None
         if turn.replica.api in (None, "chat"):
             return
         clock = time.perf_counter()
@@ -38,13 +49,6 @@ class Planner:
             turn.plan = await plan_prompt(turn.tree, turn.found, turn.request, tokenizer)
         turn.engine_seconds += time.perf_counter() - clock
         fit_window(turn, len(turn.plan.prompt_ids))
-
-    async def replan(self, turn: Turn) -> None:
-        """Plan again if the calls that the tree has just learned change what this one continues."""
-        before = turn.found
-        found = _found(turn)
-        if before is None or found.parent is not before.parent:
-            await self.plan(turn)
 
     async def _of_messages(self, turn: Turn, found: Continuation, replica: Replica) -> TokenPlan:
         refuse_media(turn.request, found)

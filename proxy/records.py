@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from proxy.dialects.base import Choice, Request
 from proxy.engine.base import Outcome, Sampled
@@ -66,7 +65,7 @@ def prompt_of(turn: Turn, outcome: Outcome) -> tuple[Ids, str | None]:
     """The ids that were sampled after, and why they are a fresh rendering where they were planned as one."""
     if turn.plan is not None:
         return turn.plan.prompt_ids, turn.plan.branch_reason
-    return pack_ids(outcome.prompt_ids or ()), None
+    return pack_ids(()) if outcome.prompt_ids is None else outcome.prompt_ids, None
 
 
 def _call_record(
@@ -137,7 +136,7 @@ def _node(where: Place, sibling: Call | None, sampled: Sampled) -> Node:
         base_length=base_length,
         delta_ids=delta_ids,
         completion_ids=pack_ids(sampled.token_ids or ()),
-        logprobs=pack_logprobs([np.nan if value is None else value for value in sampled.logprobs]),
+        logprobs=pack_logprobs(sampled.logprobs),
         spans=sampled.spans,
         details=sampled.details and sampled.details.told_after(base_length, len(delta_ids)),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from proxy.cursors import CallsCursor
 from proxy.errors import RequestError
 from proxy.services import Services
 from proxy.store.session_store import Intent, SessionState
-from reconstruct.accounting import account, settle
+from reconstruct.accounting import Settled, account, settle
 from reconstruct.builders import RowContext, builder_named
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError, ReconstructError
@@ -43,6 +43,7 @@ _BLANK: Mapping[str, Any] = dict.fromkeys(
 class Built:
     rows: list[Trajectory]
     accounting: Accounting
+    settled: Settled
 
 
 def build_rows(
@@ -81,7 +82,7 @@ def build_rows(
     )
     finished = {call.call_id for call in calls}
     untold = {intent.call_id: "dangling" for intent in intents if intent.call_id not in finished} | damaged
-    return Built(weighed(rows), account(settled, rows, untold))
+    return Built(weighed(rows), account(settled, rows, untold), settled)
 
 
 def _decoded(records: Sequence[bytes]) -> tuple[list[Call], dict[str, str]]:
@@ -112,23 +113,36 @@ def calls_as_wire(
     `in_flight` holds the ids of the unfinished calls that are under way; the others are dangling."""
     calls, _ = _decoded(records)
     settled = settle(calls)
-    finished = {call.call_id for call in calls}
-    unfinished = sorted(
-        (begun, intent)
-        for intent in intents
-        if intent.call_id not in finished and (begun := (intent.started_at, intent.call_id)) > start.unfinished
-    )
-    strays = {call.call_id for call in settled.stray}
-    shown: list[dict[str, Any]] = []
-    for call in calls[start.recorded : start.recorded + limit]:
-        forest = Forest() if call.call_id in strays else settled.forest
-        shown.append(_call(call, forest, call.call_id in delivered, arrays))
+    unfinished = [(begun, intent) for begun, intent in _left(intents, calls) if begun > start.unfinished]
+    shown = list(_recorded(calls[start.recorded : start.recorded + limit], settled, delivered, arrays))
     recorded, room = start.recorded + len(shown), limit - len(shown)
     for _, intent in unfinished[:room]:
-        shown.append(_unfinished(intent, "in_flight" if intent.call_id in in_flight else "dangling"))
+        shown.append(_unfinished(intent, in_flight))
     last = unfinished[:room][-1][0] if unfinished[:room] else start.unfinished
     more = recorded < len(calls) or len(unfinished) > room
     return shown, str(CallsCursor(recorded, last)) if more else None
+
+
+def every_call_as_wire(
+    records: Sequence[bytes], delivered: Container[str], intents: Sequence[Intent], in_flight: Container[str]
+) -> Iterator[dict[str, Any]]:
+    """What all pages of `calls_as_wire` hold, arrays as lists, made one by one: together they are many times the records."""
+    calls, _ = _decoded(records)
+    yield from _recorded(calls, settle(calls), delivered, "list")
+    for _, intent in _left(intents, calls):
+        yield _unfinished(intent, in_flight)
+
+
+def _left(intents: Sequence[Intent], calls: Sequence[Call]) -> list[tuple[tuple[float, str], Intent]]:
+    """The intents without a call, in the order in which they began."""
+    finished = {call.call_id for call in calls}
+    return sorted(((each.started_at, each.call_id), each) for each in intents if each.call_id not in finished)
+
+
+def _recorded(calls: Sequence[Call], settled: Settled, delivered: Container[str], arrays: str) -> Iterator[dict[str, Any]]:
+    strays = {call.call_id for call in settled.stray}
+    for call in calls:
+        yield _call(call, Forest() if call.call_id in strays else settled.forest, call.call_id in delivered, arrays)
 
 
 def _call(call: Call, forest: Forest, delivered: bool, arrays: str) -> dict[str, Any]:
@@ -149,10 +163,10 @@ def _call(call: Call, forest: Forest, delivered: bool, arrays: str) -> dict[str,
         "weight_versions": [[span.version, span.start, span.end] for span in node.spans],
         "finish_reason": call.finish_reason,
         "stop_reason": call.stop_reason,
-        "sampling": _sampling(call.sampling),
+        "sampling": sampling_as_wire(call.sampling),
         "delivered": delivered,
         "projection": call.projection,
-        "messages": _messages(call, forest),
+        "messages": messages_of(call, forest),
         "reply": _decode(call.reply),
         "replica": call.replica,
         "started_at": call.started_at,
@@ -161,7 +175,7 @@ def _call(call: Call, forest: Forest, delivered: bool, arrays: str) -> dict[str,
     }
 
 
-def _messages(call: Call, forest: Forest) -> list[Any]:
+def messages_of(call: Call, forest: Forest) -> list[Any]:
     """All messages of the request: the parent's, its reply, and the new ones."""
     own: list[Any] = _decode(call.messages)
     if not call.messages_from or call.call_id not in forest:
@@ -173,7 +187,7 @@ def _messages(call: Call, forest: Forest) -> list[Any]:
     return [message for part in reversed(parts) for message in part]
 
 
-def _sampling(sampling: Sampling) -> dict[str, Any]:
+def sampling_as_wire(sampling: Sampling) -> dict[str, Any]:
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -186,13 +200,13 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _unfinished(intent: Intent, status: str) -> dict[str, Any]:
+def _unfinished(intent: Intent, in_flight: Container[str]) -> dict[str, Any]:
     """A call whose engine was asked and whose result has not come: visible, with nothing to train."""
     return {
         **_BLANK,
         "call_id": intent.call_id,
         "parent_id": intent.parent_id,
-        "status": status,
+        "status": "in_flight" if intent.call_id in in_flight else "dangling",
         "prompt_ids": [],
         "completion_ids": [],
         "logprobs": [],

@@ -21,10 +21,11 @@ from proxy.store.session_store import SessionInfo
 from reconstruct.codec import decode
 from reconstruct.errors import ReconstructError
 from reconstruct.forest import Forest
-from reconstruct.messages import chain, digest_message, hash_bytes, minted_call_ids, projection, without_lines
+from reconstruct.messages import chain, digest_message, hash_bytes, minted_call_ids, projection, root_key, without_lines
 from reconstruct.records import Call, Ids
 
 _decode = msgspec.json.decode
+_encode = msgspec.json.Encoder().encode
 
 _RECENT_PROMPTS = 2
 """Calls whose whole ids are kept put together: the next call mostly continues one of them."""
@@ -72,6 +73,7 @@ class SessionTree:
         self._renderings: OrderedDict[str, Ids] = OrderedDict()
         self._replays: OrderedDict[str, Replay] = OrderedDict()
         self._histories: OrderedDict[str, list[Seen]] = OrderedDict()
+        self._root = (b"", b"")
         self._chains: deque[Chained] = deque(maxlen=_RECENT_HISTORIES)
 
     def see(self, raw: bytes, read: Read) -> list[Seen]:
@@ -89,6 +91,14 @@ class SessionTree:
             message = dict(without_lines(message, self._volatile))
         named = minted_call_ids(message)
         return Seen(message, digest_message(message), (*named, heard.minted) if heard.minted else tuple(named))
+
+    def root(self, model: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any], policy: str) -> bytes:
+        """`root_key` of the same, made only where a call does not bring the values of the one before: all of a harness's tools go
+        with every call."""
+        told = hash_bytes(_encode((model, tools, template_kwargs, policy)))
+        if told != self._root[0]:
+            self._root = (told, root_key(model, tools, template_kwargs, policy))
+        return self._root[1]
 
     def fingerprints(self, root: bytes, history: list[Seen]) -> list[bytes]:
         """The hash chain over `history` (see reconstruct.messages.chain), hashed only from where no recent history agrees."""

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_val
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from proxy.loopback import is_loopback
+from proxy.token_file import check_token, tokens_in
 from reconstruct.roles import RoleRule
 
 Role = Literal["main", "subagent", "compaction", "side"]
@@ -33,22 +34,12 @@ def _expression(text: str) -> str:
 Expression = Annotated[str, AfterValidator(_expression)]
 
 
-def tokens_in(path: Path) -> list[str]:
-    """The tokens in a file: its lines, except empty ones and those that begin with #. Raises ValueError when it cannot be read."""
+def _installed(module: str) -> bool:
     try:
-        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
-    except OSError as error:
-        raise ValueError(f"it cannot be read: {error.strerror}") from error
-    found = [line for line in lines if line and not line.startswith("#")]
-    for token in found:
-        _check_token(token)
-    return found
-
-
-def _check_token(token: str) -> None:
-    # Anything else does not arrive as it was sent, or is cut at the blank.
-    if not re.fullmatch(r"[!-~]*", token):
-        raise ValueError("a token is made of ASCII letters, digits and signs, without blanks")
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        # Of what it lies in.
+        return False
 
 
 class Settings(BaseSettings):
@@ -124,7 +115,7 @@ class Settings(BaseSettings):
 
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: int = 8700
+    port: int = Field(8700, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
     public_url: str | None = None
     """What harnesses call this service, for the base_urls of new sessions; none: taken from the request."""
@@ -234,6 +225,16 @@ class Settings(BaseSettings):
     retain_check_seconds: float = Field(900.0, gt=0)
     """How often retention looks."""
 
+    log_calls: bool = False
+    """Write a line of every call into the log: who, what became of it, how long it took; never what was said."""
+    log_format: Literal["human", "json"] = "human"
+    """How the log is written: lines for people, or one JSON object per line."""
+    trace_endpoint: str | None = None
+    """Where OpenTelemetry traces of calls are sent, by OTLP over HTTP: the whole URL, http://collector:4318/v1/traces; none: no
+    traces. The SDK's own OTEL_ variables (headers, certificates, service name) count."""
+    trace_ratio: float = Field(1.0, ge=0, le=1)
+    """Share of the calls that are traced, of those that come without a traceparent; with one the harness has decided."""
+
     weights_roots: list[Path] = Field(default_factory=list)
     """Folders that a weight push may read from; empty: any path (the engines open it, not the proxy)."""
     weights_timeout_seconds: float = 600.0
@@ -252,6 +253,15 @@ class Settings(BaseSettings):
             raise ValueError("the renderers package is missing: pip install 'verbatim-rl[renderers]'")
         return model
 
+    @field_validator("trace_endpoint")
+    @classmethod
+    def _can_be_traced(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not re.match(r"https?://[^/]+/", endpoint):
+            raise ValueError("it is the whole URL of a collector, for example http://collector:4318/v1/traces")
+        if endpoint is not None and not _installed("opentelemetry.exporter.otlp.proto.http"):
+            raise ValueError("the OpenTelemetry SDK is missing: pip install 'verbatim-rl[otel]'")
+        return endpoint
+
     @field_validator("policy_models")
     @classmethod
     def _are_each_of_one(cls, models: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -267,7 +277,7 @@ class Settings(BaseSettings):
     def _can_be_sent(cls, given: SecretStr | list[SecretStr] | None) -> SecretStr | list[SecretStr] | None:
         for token in given if isinstance(given, list) else [given]:
             if token is not None:
-                _check_token(token.get_secret_value())
+                check_token(token.get_secret_value())
         return given
 
     @field_validator("admin_token_file", "trainer_token_file")

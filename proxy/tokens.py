@@ -7,24 +7,17 @@ another without a restart: add the new one, give it to the clients, take the old
 from __future__ import annotations
 
 import hmac
-import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
-from pathlib import Path
 
 from pydantic import SecretStr
 
 from proxy.auth import hash_key, session_of_key
 from proxy.errors import Forbidden, Unauthorized
-from proxy.settings import Settings, tokens_in
-
-log = logging.getLogger(__name__)
-
-CHECK_SECONDS = 1.0
-"""How soon a changed token file counts."""
+from proxy.settings import Settings
+from proxy.token_file import TokenFile
 
 
 class Role(StrEnum):
@@ -35,38 +28,6 @@ class Role(StrEnum):
 def mint_token() -> str:
     """A new admin or trainer token."""
     return secrets.token_urlsafe(32)
-
-
-class TokenFile:
-    """The tokens in a file, as they are now. One that cannot be read any more leaves them as they were; an empty one opens nothing."""
-
-    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        self._path = path
-        self._clock = clock
-        self._looked_at = -math.inf
-        self._stamp: tuple[int, ...] = ()
-        self._digests: list[bytes] = []
-        self._complained = False
-
-    def digests(self) -> list[bytes]:
-        """sha256 of each token."""
-        if self._clock() - self._looked_at >= CHECK_SECONDS:
-            self._looked_at = self._clock()
-            try:
-                self._look()
-                self._complained = False
-            except (OSError, ValueError) as error:
-                if not self._complained:
-                    log.error("the tokens of %s stay as they were: %s", self._path, getattr(error, "strerror", None) or error)
-                self._complained = True
-        return self._digests
-
-    def _look(self) -> None:
-        found = self._path.stat()
-        stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
-        if stamp != self._stamp:
-            self._digests = [hash_key(token) for token in tokens_in(self._path)]
-            self._stamp = stamp
 
 
 class Tokens:
@@ -88,6 +49,10 @@ class Tokens:
             if hmac.compare_digest(digest, expected) and found is not Role.ADMIN:
                 found = role
         return found
+
+    def digests_of(self, role: Role) -> list[bytes]:
+        """sha256 of every token of the role."""
+        return [digest for given, digest in self._all() if given is role]
 
     def _all(self) -> Iterator[tuple[Role, bytes]]:
         yield from self._given

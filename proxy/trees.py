@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from proxy.errors import NotFound, Unauthorized
 from proxy.session_tree import SessionTree
+from proxy.steps import STORE, Waiting
 from proxy.store.session_store import SessionInfo, SessionStore
 
 
@@ -31,7 +32,8 @@ class SessionTrees:
             self._trees.move_to_end(session_id)
             return tree
         # Also when memory admits nobody: meanwhile another session may have been given the same id, and another key.
-        state = await self._sessions.load(session_id)
+        with Waiting(STORE):
+            state = await self._sessions.load(session_id)
         if state is None:
             self.forget(session_id)
             raise NotFound(f"session '{session_id}' does not exist")
@@ -40,7 +42,9 @@ class SessionTrees:
             self.forget(session_id)
         tree = SessionTree(state.info, self._volatile)
         if state.calls:
-            tree.learn(await self._sessions.records(session_id), 0)
+            with Waiting(STORE):
+                records = await self._sessions.records(session_id)
+            tree.learn(records, 0)
         # Another call may have opened it while the store was asked: one tree for all of them.
         tree = self._trees.setdefault(session_id, tree)
         while len(self._trees) > self._capacity:
@@ -50,7 +54,9 @@ class SessionTrees:
     async def refresh(self, tree: SessionTree) -> None:
         """Take in what other processes recorded meanwhile."""
         known = tree.known
-        tree.learn(await self._sessions.records(tree.info.session_id, known), known)
+        with Waiting(STORE):
+            records = await self._sessions.records(tree.info.session_id, known)
+        tree.learn(records, known)
 
     def forget(self, session_id: str) -> None:
         self._trees.pop(session_id, None)

@@ -12,6 +12,7 @@ from proxy.errors import ContextTooLong, RequestError
 from proxy.inflight import Running
 from proxy.plan import Continuation, TokenPlan
 from proxy.session_tree import SessionTree
+from proxy.steps import CallClock
 from reconstruct.messages import plain_content
 from reconstruct.roles import Marks
 
@@ -27,6 +28,7 @@ class Turn:
     running: Running
     started_at: float
     clock: float
+    times: CallClock
     engine_seconds: float = 0.0
     found: Continuation | None = None
     plan: TokenPlan | None = None

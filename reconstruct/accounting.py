@@ -127,6 +127,10 @@ def _missing(call: Call, forest: Forest) -> str | None:
 
 def _out_of_range(forest: Forest) -> set[str]:
     """The calls with a negative id anywhere in their context: no row may run through it, whoever sampled or rendered it."""
+    own_ids = [ids for call in forest.calls.values() for ids in (call.node.delta_ids, call.node.completion_ids)]
+    # Hardly a session has one: they are looked for in all ids at once.
+    if not own_ids or not np.count_nonzero(np.concatenate(own_ids) < 0):
+        return set()
     first: dict[str, int] = {}
     for call in forest.calls.values():
         node = call.node
@@ -152,8 +156,7 @@ def account(settled: Settled, rows: Sequence[Trajectory], untold: Mapping[str, s
     sampled = sum(len(call.node.completion_ids) for call in calls)
     quarantined = [
         Quarantined(call.call_id, len(call.node.completion_ids), settled.refused[call.call_id])
-        for call in sorted(calls, key=order_key)
-        if call.call_id in settled.refused
+        for call in sorted((call for call in calls if call.call_id in settled.refused), key=order_key)
     ]
     quarantined += [Quarantined(call_id, 0, reason) for call_id, reason in (untold or {}).items()]
     accounting = Accounting(sampled, trained, tuple(quarantined))

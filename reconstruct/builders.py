@@ -22,7 +22,7 @@ from reconstruct.accounting import Settled
 from reconstruct.details import row_details
 from reconstruct.errors import ReconstructError
 from reconstruct.forest import Forest, order_key
-from reconstruct.records import Call, Span, pack_ids
+from reconstruct.records import Call, Span
 from reconstruct.trajectory import MIXED, Trajectory
 
 
@@ -77,7 +77,8 @@ def _leaves(settled: Settled) -> list[Call]:
     in_trained_rows: set[str] = set()
     in_rows: set[str] = set()
     leaves = []
-    for call in sorted(forest.calls.values(), key=_last_first(forest)):
+    # The forest holds parents before children.
+    for call in reversed(forest.calls.values()):
         passed = in_rows if call.call_id in settled.shown else in_trained_rows
         has_row = _has_row(settled, call.call_id)
         if has_row and call.call_id not in passed:
@@ -90,12 +91,6 @@ def _leaves(settled: Settled) -> list[Call]:
         if (has_row and call.call_id not in settled.shown) or call.call_id in in_trained_rows:
             in_trained_rows.add(call.node.parent_id)
     return sorted(leaves, key=order_key)
-
-
-def _last_first(forest: Forest) -> Callable[[Call], int]:
-    """Sort key that puts every call before its parent: the forest holds parents before children."""
-    position = {call_id: index for index, call_id in enumerate(forest.calls)}
-    return lambda call: -position[call.call_id]
 
 
 def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], context: RowContext) -> Trajectory:
@@ -123,7 +118,7 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
         task_id=context.task_id,
         role=last.role,
         agent=last.agent,
-        token_ids=pack_ids(token_ids),
+        token_ids=token_ids,
         loss_mask=loss_mask,
         logprobs=logprobs,
         weight_versions=tuple(spans),

@@ -93,10 +93,17 @@ class Forest:
         return self.prefix(call_id, self.prompt_length(call_id))
 
     def prefix(self, call_id: str, length: int) -> Ids:
-        """The first `length` ids of the call's prompt and completion, as int32 of shape (length,)."""
-        parts = [_own_ids(self.calls[owner].node, start, end) for owner, start, end in self.pieces(call_id, length)]
+        """The first `length` ids of the call's prompt and completion, as read-only int32 of shape (length,)."""
+        parts = []
+        for owner, start, end in self.pieces(call_id, length):
+            node, own = self.calls[owner].node, end - start
+            if own > len(node.delta_ids):
+                parts.append(node.completion_ids[: own - len(node.delta_ids)])
+            parts.append(node.delta_ids[:own])
         parts.reverse()
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+        ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+        ids.flags.writeable = False
+        return ids
 
     def pieces(self, call_id: str, length: int) -> Iterator[tuple[str, int, int]]:
         """Who stores the first `length` ids of the call's prompt and completion: the call and its positions, the last ones first."""
@@ -184,5 +191,5 @@ def _own_ids(node: Node, start: int, end: int) -> Ids:
 def shared_length(left: Ids, right: Ids) -> int:
     """Length of the common prefix of two id arrays."""
     length = min(len(left), len(right))
-    different = np.flatnonzero(left[:length] != right[:length])
-    return int(different[0]) if len(different) else length
+    different = left[:length] != right[:length]
+    return int(different.argmax()) if np.count_nonzero(different) else length

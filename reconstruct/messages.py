@@ -27,6 +27,8 @@ _IGNORED_FIELDS = frozenset({"cache_control", "index", "role", "content", "tool_
 
 Message = Mapping[str, Any]
 
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode
+
 
 def hash_bytes(*parts: bytes) -> bytes:
     """A 16-byte digest of the parts; lengths are hashed too, so that no two lists of parts collide."""
@@ -39,12 +41,14 @@ def hash_bytes(*parts: bytes) -> bytes:
 
 def canonical_json(value: Any) -> bytes:
     """`value` as JSON with sorted keys, no spaces, null fields and volatile keys dropped; lone surrogates survive."""
-    text = json.dumps(_without_volatile(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return text.encode("ascii")
+    return _canonical(_without_volatile(value)).encode("ascii")
 
 
 def _without_volatile(value: Any) -> Any:
-    if isinstance(value, Mapping):
+    if type(value) is str:
+        return value
+    # Asking whether something is a Mapping costs more than all the rest; it mostly is a dict.
+    if type(value) is dict or isinstance(value, Mapping):
         return {k: _without_volatile(v) for k, v in value.items() if k != "cache_control" and v is not None}
     if isinstance(value, (list, tuple)):
         return [_without_volatile(item) for item in value]

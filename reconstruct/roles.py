@@ -15,6 +15,25 @@ from dataclasses import dataclass
 
 ROLES = ("main", "subagent", "compaction", "side")
 
+_TITLE = r"(?i)\btitle generator\b|\bgenerate a (?:\S+ ){0,3}title\b|\bsession title\b"
+_COMMIT_MESSAGE = r"(?i)\bgenerates? (?:a )?(?:concise,? |one-line )*(?:git )?commit messages?\b"
+_ROUTE = r"(?i)task routing ai|route the (?:user )?request"
+_TEXT_ONLY = r"(?s)\ACRITICAL: Respond with TEXT ONLY\. Do NOT call any tools\..*detailed summary of th"
+_SUMMARY = (
+    r"(?i)context checkpoint compaction|detailed summary of (?:the|our|this) conversation|"
+    r"summari[sz]e (?:the|our|this) (?:conversation|chat|session)|<state_snapshot>|conversation (?:history )?compaction"
+)
+
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    _TITLE: ("title",),
+    _COMMIT_MESSAGE: ("commit message",),
+    _ROUTE: ("task routing ai", "route the "),
+    _TEXT_ONLY: ("critical: respond with text only",),
+    _SUMMARY: ("compaction", "detailed summary of ", "summarise ", "summarize ", "<state_snapshot>"),
+}
+"""Of the expressions above: a text in which none of the words stands, in any case, holds none of them. Finding words costs a
+tenth of what the expressions do, which every call would pay for its whole last message."""
+
 
 @dataclass(frozen=True, slots=True)
 class RoleRule:
@@ -34,6 +53,8 @@ class RoleRule:
     system: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("header", "agent_header"):
+            object.__setattr__(self, name, getattr(self, name).lower())
         if self.role not in ROLES:
             raise ValueError(f"the role {self.role!r} is none of {', '.join(ROLES)}")
         for expression in (self.value, self.text, self.system):
@@ -61,35 +82,57 @@ BUILT_IN: tuple[RoleRule, ...] = (
     RoleRule("subagent", header="x-parent-session-id", agent_header="x-session-id"),
     # In the system prompt alone: a task may well speak of titles, commit messages and routes, and a harness without tools is
     # no sign of a side call.
-    RoleRule("side", tools=False, system=r"(?i)\btitle generator\b|\bgenerate a (?:\S+ ){0,3}title\b|\bsession title\b"),
-    RoleRule("side", tools=False, system=r"(?i)\bgenerates? (?:a )?(?:concise,? |one-line )*(?:git )?commit messages?\b"),
-    RoleRule("side", tools=False, system=r"(?i)task routing ai|route the (?:user )?request"),
+    RoleRule("side", tools=False, system=_TITLE),
+    RoleRule("side", tools=False, system=_COMMIT_MESSAGE),
+    RoleRule("side", tools=False, system=_ROUTE),
     # Claude Code 2.1 offers its tools here as everywhere, and says that none must be called.
-    RoleRule("compaction", text=r"(?s)\ACRITICAL: Respond with TEXT ONLY\. Do NOT call any tools\..*detailed summary of th"),
-    RoleRule(
-        "compaction",
-        tools=False,
-        text=r"(?i)context checkpoint compaction|detailed summary of (?:the|our|this) conversation|"
-        r"summari[sz]e (?:the|our|this) (?:conversation|chat|session)|<state_snapshot>|conversation (?:history )?compaction",
-    ),
+    RoleRule("compaction", text=_TEXT_ONLY),
+    RoleRule("compaction", tools=False, text=_SUMMARY),
 )
 
 
 def role_of(marks: Marks, rules: Sequence[RoleRule] = BUILT_IN) -> tuple[str, str]:
     """(role, agent) by the first rule that fits; ("main", "") when none does."""
+    system, last = _Searched(marks.system), _Searched(marks.last)
     for rule in rules:
-        if _fits(rule, marks):
-            return rule.role, marks.headers.get(rule.agent_header.lower(), "") if rule.agent_header else ""
+        if rule.tools not in (None, marks.tools) or (rule.header and rule.header not in marks.headers):
+            continue
+        if _fits(rule, marks, system, last):
+            return rule.role, marks.headers.get(rule.agent_header, "")
     return "main", ""
 
 
-def _fits(rule: RoleRule, marks: Marks) -> bool:
-    if rule.header:
-        value = marks.headers.get(rule.header.lower())
-        if value is None or not re.search(rule.value, value):
-            return False
-    if rule.tools is not None and rule.tools != marks.tools:
+class _Searched:
+    """A text in which expressions are looked for."""
+
+    __slots__ = ("_small", "_text")
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._small: str | None = None
+
+    def holds(self, expression: str) -> bool:
+        words = _WORDS.get(expression)
+        if words is not None:
+            if self._small is None:
+                self._small = small_letters(self._text)
+            if not any(word in self._small for word in words):
+                return False
+        return re.search(expression, self._text) is not None
+
+
+def small_letters(text: str) -> str:
+    """`text` with every letter that a regular expression takes for one of a to z, whatever its case, as that letter."""
+    if text.isascii():
+        return text.lower()
+    # The two letters that casefold leaves what they are, or makes two of.
+    return text.replace("\u0131", "i").replace("\u0130", "i").casefold()
+
+
+def _fits(rule: RoleRule, marks: Marks, system: _Searched, last: _Searched) -> bool:
+    """Whether what the rule says of values and texts holds."""
+    if rule.header and not re.search(rule.value, marks.headers[rule.header]):
         return False
-    if rule.system and not re.search(rule.system, marks.system):
+    if rule.system and not system.holds(rule.system):
         return False
-    return not rule.text or any(re.search(rule.text, text) for text in (marks.system, marks.last))
+    return not rule.text or system.holds(rule.text) or last.holds(rule.text)

@@ -4,10 +4,13 @@ import os
 import shutil
 import subprocess
 import threading
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from redis_server import redis_kind, redis_server, redis_url, store
+from rollout_fixtures import world
+from rollout_stores import stores
 from scripted_fixtures import engine, engines, service, token_service
 from scripted_service import scripted_server
 from vllm_server import tiny_model, vllm_server, vllm_url
@@ -22,11 +25,13 @@ __all__ = [
     "scripted_server",
     "service",
     "store",
+    "stores",
     "tiny_model",
     "token_service",
     "vllm_server",
     "vllm_url",
     "weights",
+    "world",
 ]
 
 # Other tests run engines beside these: a slow example says nothing about the code.
@@ -46,22 +51,53 @@ def _gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
-_LEFT_OUT = pytest.StashKey[int]()
+_LEFT_OUT = pytest.StashKey[dict[str, int]]()
+
+
+def _missing() -> dict[str, str]:
+    """Marks of the tests that are left out, and why: what a machine cannot have is no failure of its tests."""
+    missing = {}
+    if (gpus := _gpus()) < 2:
+        missing["gpu"] = f"need two GPUs, this machine has {gpus}"
+    if os.environ.get("VERBATIM_TESTS_WITHOUT") == "apptainer":
+        missing["apptainer"] = "need the real apptainer, which could not be had"
+    return missing
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu are left out where there are not two: what no machine of the project has is no failure of its tests."""
-    wanting = [item for item in items if item.get_closest_marker("gpu")]
-    if wanting and _gpus() < 2:
-        items[:] = [item for item in items if item not in wanting]
-        config.hook.pytest_deselected(items=wanting)
-        config.stash[_LEFT_OUT] = len(wanting)
+    _leave_out(config, items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from shared_tests import SharedTests
+
+    return SharedTests(config, log)
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out: dict[str, int] = {}
+    for mark, reason in _missing().items():
+        if wanting := [item for item in items if item.get_closest_marker(mark)]:
+            items[:] = [item for item in items if item not in wanting]
+            config.hook.pytest_deselected(items=wanting)
+            left_out[reason] = len(wanting)
+    config.stash[_LEFT_OUT] = left_out
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of several has ended; what it left out, each did."""
+    if left_out := getattr(node, "workeroutput", {}).get("left_out"):
+        node.config.stash[_LEFT_OUT] = left_out
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if left_out := terminalreporter.config.stash.get(_LEFT_OUT, 0):
-        terminalreporter.write_line(f"left out: {left_out} tests that need two GPUs, this machine has {_gpus()}")
+    for reason, count in terminalreporter.config.stash.get(_LEFT_OUT, {}).items():
+        terminalreporter.write_line(f"left out: {count} tests that {reason}")
     if left := _left_running():
         terminalreporter.write_line(f"ERROR: tests left threads running: {', '.join(left)}", red=True)
 

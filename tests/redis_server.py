@@ -27,6 +27,11 @@ from proxy.store.weights import RedisWeightStore
 
 BINARY = os.environ.get("VERBATIM_TEST_REDIS") or str(redis_server_binary())
 """The redis-server under the tests; the variable names another one, for example a newer."""
+SLOW = (
+    "local t = redis.call('TIME')[1] * 1000000 + redis.call('TIME')[2]; local n = t; while n < t + %d do local now = "
+    "redis.call('TIME'); n = now[1] * 1000000 + now[2] end; return 'slow'"
+)
+"""A script that takes so many microseconds."""
 
 
 @dataclass
@@ -176,13 +181,15 @@ def _await(happened: Callable[[], bool], what: str, seconds: float = 20.0) -> No
 
 
 @contextmanager
-def running_sentinel(master: RedisServer) -> Iterator[RedisServer]:
-    """One Sentinel that watches `master` under the name "store", and needs nobody's consent to replace it."""
+def running_sentinel(master: RedisServer, password: str = "") -> Iterator[RedisServer]:
+    """One Sentinel that watches `master`, which wants that password, under the name "store", and needs nobody's consent to replace
+    it."""
     folder = Path(tempfile.mkdtemp(prefix="verbatim-test-"))
     port = free_port()
     (folder / "sentinel.conf").write_text(
         f"port {port}\nbind 127.0.0.1\ndir {folder}\nsentinel monitor store 127.0.0.1 {master.port} 1\n"
         "sentinel down-after-milliseconds store 300\nsentinel failover-timeout store 3000\n"
+        + (f"sentinel auth-pass store {password}\n" if password else "")
     )
     command = [BINARY, str(folder / "sentinel.conf"), "--sentinel"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

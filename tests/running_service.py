@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -16,25 +16,28 @@ import uvicorn
 from openai import OpenAI
 from pydantic import SecretStr
 
-from proxy.app import create_app
+from proxy.app import Adding, create_app
 from proxy.settings import Settings
 
 ADMIN, TRAINER = "admin-of-the-test", "trainer-of-the-test"
 
 
 class RunningService:
-    """`create_app(settings)` on a free port; used in a `with` block. Settings are keyword arguments. `protocol`: uvicorn's for HTTP.
-    `send_bytes`: how much the system takes of an answer before the client does, or as much as it likes."""
+    """`create_app(settings, *adding)` on a free port; used in a `with` block. Settings are keyword arguments. `protocol`: uvicorn's for
+    HTTP. `send_bytes`: how much the system takes of an answer before the client does, or as much as it likes."""
 
     def __init__(
         self,
         engine: str | list[str],
         redis_url: str,
         *,
+        adding: Sequence[Adding] = (),
         protocol: Any = "auto",
         send_bytes: int | None = None,
         **settings: Any,
     ) -> None:
+        self.adding = adding
+        self._port = 0
         engines = [engine] if isinstance(engine, str) else engine
         tokens = {"admin_token": SecretStr(ADMIN), "trainer_token": SecretStr(TRAINER)}
         self.settings = Settings(engine=engines, redis=redis_url, **{**tokens, "drain_seconds": 2.0, **settings})
@@ -43,14 +46,21 @@ class RunningService:
         self._control = httpx.Client(verify=False, timeout=30)
         self._sessions: list[Session] = []
 
+    def on(self, port: int) -> Self:
+        """To be entered instead: where another service was."""
+        self._port = port
+        return self
+
     def __enter__(self) -> Self:
         listener = socket.socket()
+        # Where another service was a moment ago, some of its connections still are.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if self._send_bytes is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_bytes)
-        listener.bind(("127.0.0.1", 0))
+        listener.bind(("127.0.0.1", self._port))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         config = uvicorn.Config(
-            create_app(self.settings),
+            create_app(self.settings, *self.adding),
             http=self._protocol,
             ws="none",
             lifespan="on",

@@ -189,7 +189,7 @@ class Live:
         if len(content) > len(self._content):
             delta["content"] = content[len(self._content) :]
         if parsed.calls:
-            delta["tool_calls"] = [piece for n, call in enumerate(parsed.calls) for piece in _call_deltas(n, *call)]
+            delta["tool_calls"] = [piece for n, call in enumerate(parsed.calls) for piece in call_deltas(n, *call)]
         self._reasoning, self._content = reasoning, content
         return delta, bool(parsed.calls)
 
@@ -228,7 +228,7 @@ def tool_call(identifier: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _call_deltas(position: int, name: str, arguments: str) -> list[dict[str, Any]]:
+def call_deltas(position: int, name: str, arguments: str) -> list[dict[str, Any]]:
     """A call in two pieces, name first, as vLLM streams it."""
     head = {"index": position, **tool_call(f"chatcmpl-tool-{os.urandom(8).hex()}", name, "")}
     return [head, {"index": position, "function": {"arguments": arguments}}]

@@ -298,7 +298,7 @@ def main() -> None:
         return Say(token_ids=said.token_ids, seconds_per_token=options.seconds_per_token)
 
     engine = ScriptedEngine(options.family, plain=options.plain, max_model_len=options.window, default=reply)
-    with engine:
+    with engine.start(options.port):
         print(engine.url, flush=True)  # noqa: T201
         threading.Event().wait()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from redis_server import Store
 
-from proxy.store.delivery_store import Freshness
+from proxy.store.delivery_store import Freshness, LeaseTerms
 from proxy.store.groups import GroupPolicy, Lease, Member
 
 ALL = GroupPolicy("require_all")
@@ -78,14 +78,16 @@ async def test_the_store_counts_as_the_model_does(store: Store, seed: int) -> No
 
 async def lease(store: Store, groups: int, version: int, now: float) -> Lease:
     taken = await store.delivery.lease(
-        consumer="t",
-        max_groups=groups,
-        max_trajectories=None,
-        oldest_version=None,
-        lease_seconds=10**6,
-        max_deliveries=10**6,
-        now=now,
-        version=version,
+        LeaseTerms(
+            consumer="t",
+            max_groups=groups,
+            max_trajectories=None,
+            oldest_version=None,
+            lease_seconds=10**6,
+            max_deliveries=10**6,
+            now=now,
+            version=version,
+        )
     )
     assert isinstance(taken, Lease)
     return taken

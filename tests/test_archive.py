@@ -36,6 +36,7 @@ from proxy.archive.folder import ArchiveReader
 from proxy.archive.schema import SCHEMA_VERSION, TABLES, arrow_schema
 from proxy.errors import Conflict
 from proxy.store.archive import RedisArchiveStore
+from proxy.store.groups import GroupRule
 from proxy.store.session_store import Intent, SessionInfo, SessionState
 
 CALLS = 12
@@ -318,11 +319,24 @@ def test_a_session_as_it_is_shown_has_every_field_and_is_the_same_session_again(
     info = SessionInfo("s", b"the hash of a key", 1.5, "t", "g", 4, {"a": [1]}, {"seed": 7})
     state = SessionState(info, "failed", 3, 0.5, {"c0": 1.0}, {"b": 0.25}, {"by": "judge"}, "broke", 9.5, 10.5)
     wire = session_as_wire(state)
-    assert {*wire, "info", "key_hash"} == {each.name for kind in (SessionInfo, SessionState) for each in fields(kind)}
+    assert {*wire, "info", "key_hash", "group_rule", "trained", "unserved"} == {
+        each.name for kind in (SessionInfo, SessionState) for each in fields(kind)
+    }
     assert session_of_wire(wire) == replace(state, info=replace(info, key_hash=b""))
+    ruled = replace(state, info=replace(info, group_rule=GroupRule("drop")))
+    assert session_as_wire(ruled) == wire
     for name in wire:
         with pytest.raises(msgspec.ValidationError, match=name):
             session_of_wire({other: value for other, value in wire.items() if other != name})
+
+
+def test_a_session_with_a_rule_for_its_group_is_found_to_be_the_one_that_was_archived(
+    service: RunningService, tmp_path: Path
+) -> None:
+    talked(service, session_id="ruled", group_id="g", group_policy="drop", group_minimum=1, zero_variance="keep")
+    export(service, tmp_path)
+    imported(service, tmp_path)
+    assert service.request("GET", "/sessions/ruled").json()["status"] == "completed"
 
 
 def test_records_of_another_session_are_refused(service: RunningService, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from proxy.auth import SESSION_ID, credential, key_opens, mint_key, named_sessio
 from proxy.errors import Forbidden, Unauthorized
 from proxy.loopback import check_local, is_loopback
 from proxy.settings import Settings
-from proxy.tokens import CHECK_SECONDS, Role, Tokens, mint_token
+from proxy.token_file import CHECK_SECONDS
+from proxy.tokens import Role, Tokens, mint_token
 
 TOKENS = Tokens(Settings(admin_token=SecretStr("the-admin"), trainer_token=SecretStr("the-trainer")))
 

@@ -6,10 +6,16 @@ import re
 import socket
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from settings_in_code import variables
 from verbatim_process import ADMIN, Serving, environment, verbatim
+
+from cli.service import misspelt
+from cli.tables import whole_table
 
 ENGINE = ("--engine", "http://127.0.0.1:9")
 FLAGS = (
@@ -42,6 +48,7 @@ def test_help_names_the_commands_and_says_what_they_are_for() -> None:
     assert shown.returncode == 0
     assert "Reinforcement learning on any agent" in shown.stdout
     assert "serve " in shown.stdout and "sessions " in shown.stdout
+    assert "..." not in verbatim("--help", COLUMNS="80").stdout.partition("Commands:")[2]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +108,9 @@ def test_a_bad_engine_url_is_named(url: str) -> None:
 
 def test_an_engine_list_in_the_environment_that_is_no_json_is_explained() -> None:
     sentence = refused("serve", code=2, VERBATIM_ENGINE="http://127.0.0.1:9")
-    assert "JSON" in sentence and "engine" in sentence
+    assert "VERBATIM_ENGINE is no JSON" in sentence and """'["http://host:8000"]'""" in sentence
+    rules = refused("serve", *ENGINE, code=2, VERBATIM_ROLE_RULES="[{")
+    assert "VERBATIM_ROLE_RULES is no JSON" in rules and "host:8000" not in rules
 
 
 @pytest.mark.parametrize(
@@ -113,8 +122,20 @@ def test_a_value_that_a_flag_cannot_have_is_named_with_what_it_can_have(flag: st
     assert flag in sentence and repr(value) in sentence
 
 
+def test_a_port_that_there_is_not_is_refused() -> None:
+    """A socket takes it modulo 65536, and the service would be somewhere else."""
+    assert "--port (or VERBATIM_PORT) cannot be '65537'" in refused("serve", *ENGINE, "--port", "65537", code=2)
+
+
 def test_a_bad_environment_variable_is_named() -> None:
     assert "VERBATIM_KEEPALIVE_SECONDS" in refused("serve", *ENGINE, code=2, VERBATIM_KEEPALIVE_SECONDS="soon")
+
+
+def test_a_setting_that_is_misspelt_is_warned_of_and_no_variable_of_another_part_is_taken_for_one() -> None:
+    assert misspelt(variables()) == []
+    assert misspelt(["VERBATIM_DRAIN_SECOND", "VERBATIM_PROXY_PORT"]) == [("VERBATIM_DRAIN_SECOND", "VERBATIM_DRAIN_SECONDS")]
+    args = ("serve", *ENGINE, "--tls-cert", "none.crt", "--tls-key", "none.key")
+    assert "VERBATIM_DRAIN_SECOND is no setting" in verbatim(*args, VERBATIM_DRAIN_SECOND="5").stderr
 
 
 def test_a_taken_port_is_reported(tmp_path: Path) -> None:
@@ -191,11 +212,23 @@ def test_sessions_are_listed_and_shown(tmp_path: Path) -> None:
         assert "token" in refused("sessions", "ls", **wrong)
 
 
+def test_what_has_no_room_in_a_table_goes_on_in_the_next_line() -> None:
+    shown = StringIO()
+    table = whole_table("logs", "call", "continues")
+    table.add_row("/var/lib/verbatim-node/logs/a-task/0.1", "01a2012141381bfba3db7958", "01a20121424fbaeb929c8443")
+    Console(file=shown, width=40).print(table)
+    rows = [line[1:-1].split("│") for line in shown.getvalue().splitlines() if line.startswith("│")]
+    columns = ["".join(part.strip() for part in parts) for parts in zip(*rows, strict=True)]
+    assert columns == ["/var/lib/verbatim-node/logs/a-task/0.1", "01a2012141381bfba3db7958", "01a20121424fbaeb929c8443"]
+
+
 def test_a_sessions_id_is_listed_whole_and_its_group_as_it_is_named(tmp_path: Path) -> None:
     with Serving(*ENGINE, data_dir=tmp_path / "data") as serving:
         session_id = serving.request("POST", "/sessions", json={"group_id": "[/x][red]", "task_id": "[t]"}).json()["session_id"]
         service = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
         assert session_id in verbatim("sessions", "ls", **service, COLUMNS="80").stdout
+        (piped,) = [line for line in verbatim("engines", "list", **service, COLUMNS="").stdout.splitlines() if "127" in line]
+        assert "127.0.0.1:9" in piped and "(default)" in piped and "cannot connect" in piped
         wide = verbatim("sessions", "ls", **service, COLUMNS="140")
         assert wide.returncode == 0, wide.stderr
         assert "[/x][red]" in wide.stdout and "[t]" in wide.stdout

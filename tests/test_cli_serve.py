@@ -120,6 +120,7 @@ def test_a_stop_signal_ends_everything_within_seconds_and_leaves_no_redis(data: 
         assert processes_using(data)
         service.send_group(number)
         assert service.exit_code(within_seconds=8) == 0
+        assert "told to stop" in service.stderr and "stopped" in service.stderr
         assert processes_using(data) == []
         assert "Traceback" not in service.stderr
 
@@ -189,6 +190,7 @@ def test_a_call_in_flight_finishes_after_a_stop_signal(data: Path, engine: Scrip
         assert answered is not None and answered.status_code == 200, (call.error, service.stderr)
         assert answered.json()["choices"][0]["message"]["content"] == "late"
         assert service.exit_code(within_seconds=8) == 0
+        assert "calls in flight: 1, which have up to 20 s to end" in service.stderr
     with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data) as service:
         assert len(service.request("GET", "/sessions/s/calls").json()["calls"]) == 1
 

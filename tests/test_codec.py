@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from reconstruct.codec import SCHEMA_VERSION, decode, encode
 from reconstruct.details import CallDetails
-from reconstruct.errors import DecodeError
+from reconstruct.errors import DecodeError, IdOutOfRange
 from reconstruct.records import Call, Node, Sampling, Span, pack_ids, pack_logprobs
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -97,25 +97,20 @@ def sealed(packed: bytes) -> bytes:
     return packed + zlib.crc32(packed).to_bytes(4, "little")
 
 
-def test_a_record_of_version_1_written_by_an_earlier_build_is_still_read() -> None:
-    golden = bytes.fromhex((GOLDEN / "call-v1.hex").read_text())
-    assert plain(decode(golden)) == plain(GOLDEN_CALL)
+VERSIONS = pytest.mark.parametrize(("version", "call"), [(1, GOLDEN_CALL), (2, GOLDEN_CALL_2)], ids=["version 1", "version 2"])
 
 
-def test_version_1_is_still_written_to_the_byte() -> None:
+@VERSIONS
+def test_a_record_written_by_an_earlier_build_is_still_read(version: int, call: Call) -> None:
+    golden = bytes.fromhex((GOLDEN / f"call-v{version}.hex").read_text())
+    assert plain(decode(golden)) == plain(call)
+
+
+@VERSIONS
+def test_every_version_is_still_written_to_the_byte(version: int, call: Call) -> None:
     """Texts of under 128 bytes are stored as they are; the deflated one depends on the zlib at hand and is left out."""
-    golden = bytes.fromhex((GOLDEN / "small-call-v1.hex").read_text())
-    assert encode(replace(GOLDEN_CALL, messages=b"[]")) == golden
-
-
-def test_a_record_of_version_2_written_by_an_earlier_build_is_still_read() -> None:
-    golden = bytes.fromhex((GOLDEN / "call-v2.hex").read_text())
-    assert plain(decode(golden)) == plain(GOLDEN_CALL_2)
-
-
-def test_version_2_is_still_written_to_the_byte() -> None:
-    golden = bytes.fromhex((GOLDEN / "small-call-v2.hex").read_text())
-    assert encode(replace(GOLDEN_CALL_2, messages=b"[]")) == golden
+    golden = bytes.fromhex((GOLDEN / f"small-call-v{version}.hex").read_text())
+    assert encode(replace(call, messages=b"[]")) == golden
 
 
 def test_a_call_without_details_is_written_as_version_1_which_earlier_builds_read() -> None:
@@ -132,6 +127,20 @@ numbers = st.floats(allow_nan=False)
 ids = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8).map(pack_ids)
 logprobs = st.lists(st.floats(width=32) | st.none(), max_size=8).map(pack_logprobs)
 names = st.none() | any_text
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8), st.lists(st.floats(-1e30, 1e30) | st.none(), max_size=8))
+def test_lists_are_packed_to_the_bytes_that_numpy_makes_of_them(ids: list[int], logprobs: list[float | None]) -> None:
+    assert pack_ids(ids).tobytes() == np.array(ids, dtype=np.int32).tobytes()
+    assert pack_logprobs(logprobs).tobytes() == np.array(logprobs, dtype=np.float32).tobytes()
+    assert not pack_ids(ids).flags.writeable and not pack_logprobs(logprobs).flags.writeable
+
+
+@pytest.mark.parametrize("bad", [2**31, -(2**31) - 1, 1.5, 1.0, "1", None, [1]])
+def test_what_is_no_integer_of_32_bits_is_packed_as_no_id(bad: Any) -> None:
+    """numpy makes 1 of 1.5 and of "1"."""
+    with pytest.raises(IdOutOfRange, match="32 bits"):
+        pack_ids([1, bad])
 
 
 @st.composite

@@ -14,6 +14,7 @@ from running_service import ADMIN, TRAINER, RunningService
 from test_control_api import Service, running, said
 from verbatim_process import verbatim
 
+from proxy.store.delivery_store import LeaseTerms
 from proxy.store.groups import GroupPolicy, Lease, Member
 
 NO_ENGINE = "http://127.0.0.1:9"
@@ -26,13 +27,15 @@ async def bury(url: str, reasons: dict[str, str]) -> None:
     for place, (group_id, reason) in enumerate(reasons.items()):
         await store.delivery.fill(group_id, 1, Member(f"session-of-{group_id}", True, 1.0, 1, 0), ALL, 1.0)
         taken = await store.delivery.lease(
-            consumer="t",
-            max_groups=1,
-            max_trajectories=None,
-            oldest_version=None,
-            lease_seconds=60.0,
-            max_deliveries=5,
-            now=1000.0 + place,
+            LeaseTerms(
+                consumer="t",
+                max_groups=1,
+                max_trajectories=None,
+                oldest_version=None,
+                lease_seconds=60.0,
+                max_deliveries=5,
+                now=1000.0 + place,
+            )
         )
         assert isinstance(taken, Lease)
         await store.delivery.bury(taken.lease_id, taken.groups[0].reference, reason, 1000.0 + place)

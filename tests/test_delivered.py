@@ -75,6 +75,17 @@ def recorded(session: Session) -> bool:
     return [call["status"] for call in session.calls] == ["finished"]
 
 
+@contextmanager
+def answered(redis_server: RedisServer, stream: bool, header: str) -> Iterator[tuple[Session, socket.socket]]:
+    """A call that is recorded, and of whose answer one letter was read."""
+    with serving(redis_server) as (_, service):
+        session = service.session()
+        with asking(session, stream, header) as connection:
+            assert connection.recv(1) == b"H"
+            wait_until(lambda: recorded(session), 30, "the call is recorded")
+            yield session, connection
+
+
 def whole(connection: socket.socket, stream: bool) -> bytes:
     """The answer but for its first letter."""
     answer, end = b"", None
@@ -99,11 +110,8 @@ async def delivered(redis_server: RedisServer, session_id: str) -> int:
 async def test_an_answer_that_its_harness_did_not_wait_for_is_not_delivered(
     redis_server: RedisServer, stream: bool, header: str
 ) -> None:
-    with serving(redis_server) as (_, service):
-        session = service.session()
-        with asking(session, stream, header) as connection:
-            assert connection.recv(1) == b"H"
-            wait_until(lambda: recorded(session), 30, "the call is recorded")
+    with answered(redis_server, stream, header) as (session, _):
+        pass
     assert await delivered(redis_server, session.session_id) == 0
 
 
@@ -112,13 +120,9 @@ async def test_an_answer_that_its_harness_did_not_wait_for_is_not_delivered(
 async def test_an_answer_that_its_harness_takes_slowly_is_delivered(
     redis_server: RedisServer, stream: bool, header: str
 ) -> None:
-    with serving(redis_server) as (_, service):
-        session = service.session()
-        with asking(session, stream, header) as connection:
-            assert connection.recv(1) == b"H"
-            wait_until(lambda: recorded(session), 30, "the call is recorded")
-            assert not session.calls[0]["delivered"]
-            assert len(whole(connection, stream)) > 100_000
+    with answered(redis_server, stream, header) as (session, connection):
+        assert not session.calls[0]["delivered"]
+        assert len(whole(connection, stream)) > 100_000
         wait_until(lambda: session.calls[0]["delivered"], 30, "the delivery is noted")
 
 

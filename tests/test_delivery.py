@@ -10,7 +10,7 @@ import pytest
 from redis_server import Store
 
 from proxy.errors import Conflict, NotFound
-from proxy.store.delivery_store import Announced, CloseRequest
+from proxy.store.delivery_store import Announced, CloseRequest, LeaseTerms
 from proxy.store.groups import GroupPolicy, Lease, Member, Nothing
 
 ALL = GroupPolicy("require_all")
@@ -40,7 +40,7 @@ async def fill(store: Store, group_id: str, *members: Member, size: int | None =
 async def lease(store: Store, now: float = 10.0, **wanted: object) -> Lease | None:
     limits = {"consumer": "t", "max_groups": None, "max_trajectories": None, "oldest_version": None}
     options = {"lease_seconds": 60.0, "max_deliveries": 5, "now": now}
-    taken = await store.delivery.lease(**(limits | options | wanted))  # type: ignore[arg-type]
+    taken = await store.delivery.lease(LeaseTerms(**(limits | options | wanted)))  # type: ignore[arg-type]
     return None if isinstance(taken, Nothing) else taken
 
 

@@ -18,6 +18,7 @@ from redis_server import RedisKind, Store
 from running_service import RunningService
 
 from proxy.errors import Conflict
+from proxy.store.delivery_store import LeaseTerms
 from proxy.store.groups import GroupPolicy, Lease, Member
 from trainer_client import TrainerClient
 from trainer_client.errors import LeaseLost
@@ -98,14 +99,16 @@ def test_every_group_is_acknowledged_exactly_once(redis_kind: RedisKind, seed: i
                 assert time.monotonic() < deadline, f"{len(tally.acknowledged)} of {groups} acknowledged"
                 mark = arrivals.mark
                 taken = await store.delivery.lease(
-                    consumer=f"t{number}",
-                    max_groups=rng.randint(1, 6),
-                    max_trajectories=None,
-                    oldest_version=None,
-                    lease_seconds=LEASE_SECONDS,
-                    max_deliveries=1000,
-                    now=time.time(),
-                    waits=rng.random() < 0.8,
+                    LeaseTerms(
+                        consumer=f"t{number}",
+                        max_groups=rng.randint(1, 6),
+                        max_trajectories=None,
+                        oldest_version=None,
+                        lease_seconds=LEASE_SECONDS,
+                        max_deliveries=1000,
+                        now=time.time(),
+                        waits=rng.random() < 0.8,
+                    )
                 )
                 if not isinstance(taken, Lease):
                     await arrivals.after(mark, 0.3)

@@ -11,8 +11,8 @@ import pytest
 from redis_server import RedisKind, Store
 
 from proxy.errors import Conflict
-from proxy.store.delivery_store import Freshness
-from proxy.store.groups import GroupPolicy, Lease, Member, Nothing
+from proxy.store.delivery_store import Freshness, LeaseTerms
+from proxy.store.groups import GroupPolicy, GroupRule, Lease, Member, Nothing
 
 ALL = GroupPolicy("require_all")
 DROP = GroupPolicy("drop")
@@ -44,7 +44,7 @@ async def ready(store: Store, *names: str, oldest: int = 0) -> None:
 async def ask(store: Store, consumer: str, now: float = 10.0, **wanted: object) -> Lease | Nothing:
     limits = {"max_groups": None, "max_trajectories": None, "oldest_version": None}
     options = {"lease_seconds": 60.0, "max_deliveries": 5, "now": now}
-    return await store.delivery.lease(consumer=consumer, **(limits | options | wanted))  # type: ignore[arg-type]
+    return await store.delivery.lease(LeaseTerms(consumer=consumer, **(limits | options | wanted)))  # type: ignore[arg-type]
 
 
 async def given(store: Store, consumer: str, now: float = 10.0, **wanted: object) -> list[str]:
@@ -596,3 +596,63 @@ async def test_totals_count_what_befell_groups(store: Store) -> None:
     assert isinstance(second, Lease)
     await store.delivery.ack(second.lease_id, 73.0)
     assert await store.delivery.totals() == {"ready": 3, "leased": 3, "nacked": 1, "expired": 1, "acked": 1}
+
+
+# Groups that say themselves what becomes of them.
+
+
+async def test_what_a_group_says_itself_holds_over_the_services_rule(store: Store) -> None:
+    partial, strict = GroupRule("allow_partial", 1), GroupRule("require_all")
+    for rule, policy, outcome in (
+        (partial, ALL, "ready"),
+        (strict, PARTIAL, "filling"),
+        (GroupRule(minimum=1), PARTIAL, "ready"),
+    ):
+        group = f"{rule}"
+        await store.delivery.fill(group, 2, member(f"{group}-well"), policy, 1.0, rule)
+        assert await store.delivery.fill(group, 2, failed(f"{group}-ill"), policy, 1.0) == outcome
+
+
+async def test_what_a_group_says_of_equal_rewards_holds_for_it_alone(store: Store) -> None:
+    keep, drop = GroupPolicy(zero_variance="keep"), GroupRule(zero_variance="drop")
+    for each in ("a1", "a2"):
+        told = await store.delivery.fill("a", 2, member(each), keep, 1.0, drop)
+    assert told == "dropped"
+    assert await fill(store, "b", member("b1"), member("b2"), policy=keep) == "ready"
+
+
+async def test_a_group_that_nobody_completes_is_given_up_by_its_own_rule(store: Store) -> None:
+    await store.delivery.fill("own", 2, member("own"), ALL, 1.0, GroupRule("allow_partial", 1))
+    await fill(store, "others", member("others"), size=2)
+    assert await store.delivery.tend(ALL, 10.0, 100.0) == 2
+    assert await counted(store) == {"ready": 1, "dead": 1}
+    assert await given(store, "trainer", 101.0) == ["own"]
+
+
+# Groups in which nobody takes the place of a failed member.
+
+
+async def test_a_group_without_replacements_is_given_up_with_its_last_member(store: Store) -> None:
+    rule = GroupRule(replacements=False)
+    members = [member("a"), failed("b"), member("c")]
+    states = [await store.delivery.fill("g", 3, each, ALL, 7.0, rule) for each in members]
+    assert states == ["filling", "filling", "dead"]
+    assert await store.delivery.fill("g", 3, members[1], ALL, 8.0, rule) == "dead", "repeating changes nothing"
+    ((letter,), _) = await store.delivery.dead_letters()
+    assert letter.reason == "incomplete: 2 of 3 members usable, 1 failed, and nobody takes their place"
+    assert (letter.session_ids, letter.died_at) == (["a", "b", "c"], 7.0)
+    assert await counted(store) == {"dead": 1}
+    assert await store.delivery.retry_dead(["g"], ALL, 9.0) == ["1:g"]
+    assert await store.delivery.fill("g", 3, member("d"), ALL, 10.0, rule) == "ready"
+    assert await given(store, "t") == ["g"]
+
+
+async def test_a_group_without_replacements_that_is_whole_is_ready(store: Store) -> None:
+    rule = GroupRule(replacements=False)
+    assert [await store.delivery.fill("g", 2, each, ALL, 7.0, rule) for each in (member("a"), member("b"))] == [
+        "filling",
+        "ready",
+    ]
+    partial = GroupRule("allow_partial", 1, replacements=False)
+    assert await store.delivery.fill("p", 2, failed("x"), ALL, 7.0, partial) == "filling"
+    assert await store.delivery.fill("p", 2, member("y"), ALL, 7.0, partial) == "ready"

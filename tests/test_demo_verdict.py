@@ -118,3 +118,15 @@ def test_the_numbers_are_left_as_json_and_shown_as_a_table(tmp_path: Path) -> No
 def test_the_run_is_drawn(tmp_path: Path) -> None:
     draw_run(tmp_path / "reward.png", [[0.0, 1.0], [0.5, 1.0], [1.0, 1.0]], verdict(), PUSHED, chance=1 / 3)
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "course"),
+    [
+        ([0.25] * 4 + [0.75] * 4, "The reward rose from 0.250 to 0.750 over 8 steps (means of the first 4 and the last 4)."),
+        ([0.5] * 8, "The reward did not rise: it went from 0.500 to 0.500 over 8 steps (means of the first 4 and the last 4)."),
+        ([0.25, 0.5], "The reward was 0.250 in the first of 2 steps and 0.500 in the last: too few to speak of a rise."),
+    ],
+)
+def test_the_verdict_says_in_words_whether_the_reward_rose(rewards: list[float], course: str) -> None:
+    assert verdict(rewards=rewards).course == course

@@ -74,6 +74,7 @@ def test_an_engine_is_named_in_one_word(text: str, url: str, policy: str, name: 
         ("ftp://host", "not a URL like"),
         ("http://host:99999", "not a URL like"),
         ("judge=", "not a URL like"),
+        ("judge=http://host:8000/v1/chat/completions/", "without /v1/chat/completions"),
         ("=http://host", "'' cannot be the name of a policy"),
         ("a b=http://host", "'a b' cannot be the name of a policy"),
         ("http://user:secret@host", "must not hold a password"),

@@ -14,6 +14,7 @@ import openai
 import pytest
 from redis_server import RedisServer
 from running_service import RunningService, Session, streamed_text
+from scripted_answers import Live, call_deltas
 from scripted_calls import SamplingCalls
 from scripted_engine import ScriptedEngine
 from scripted_fixtures import Running
@@ -21,7 +22,6 @@ from scripted_sampling import Fail, Say
 from test_flow import TOOLS, tool_result, turn
 
 from proxy.engine.pool import EnginePool
-from proxy.engine.replica import Replica
 from proxy.engine.token_api import TokenApi
 from proxy.engine.wire import EngineHttp
 
@@ -255,10 +255,46 @@ def test_a_stream_begins_with_the_first_token_though_nothing_of_it_is_certain(
     assert [chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1] == "tool_calls"
 
 
+def test_a_tool_call_is_told_when_it_is_whole_though_the_engine_goes_on(
+    engine: ScriptedEngine, services: dict[str, RunningService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the chat path, from an engine that tells each call as it closes: the second has not been sampled when the harness knows
+    the first."""
+    late = Live.tell
+
+    def early(self: Live, text: str, finish_reason: str | None) -> tuple[dict[str, Any], bool]:
+        delta, called = late(self, text, finish_reason)
+        before = self.__dict__.setdefault("closed", 0)
+        calls = [("lookup", json.dumps({"key": key})) for key in ("alpha", "beta")][: text.count("</tool_call>")]
+        self.__dict__["closed"] = len(calls)
+        delta["tool_calls"] = [piece for n, call in enumerate(calls) if n >= before for piece in call_deltas(n, *call)]
+        return delta, called or bool(calls)
+
+    monkeypatch.setattr(Live, "tell", early)
+    gate = threading.Event()
+    text = engine.family.speak("I look.", calls=[("lookup", {"key": "alpha"}), ("lookup", {"key": "beta"})])
+    sampled = engine.family.encode(text)
+    engine.say(Say(text, gate=gate, gate_after=len(sampled) - 8))
+    opened = threading.Timer(20, gate.set)
+    opened.start()
+    stream = iter(services["chat"].session().ask("q", stream=True, tools=TOOLS))
+    told: dict[int, str] = {}
+    try:
+        while told.get(0) != '{"key": "alpha"}':
+            for call in next(stream).choices[0].delta.tool_calls or ():
+                told[call.index] = told.get(call.index, "") + (call.function.arguments or "")
+        assert not gate.is_set() and 1 not in told
+    finally:
+        opened.cancel()
+        gate.set()
+    rest = [call.function.arguments for chunk in stream for call in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(rest) == '{"key": "beta"}'
+
+
 @pytest.mark.parametrize(
     ("path", "owner", "method"),
-    [("chat", EngineHttp, "version"), ("token", TokenApi, "render"), ("token", EnginePool, "admitted")],
-    ids=["weights", "render", "gate"],
+    [("token", TokenApi, "render"), ("token", EnginePool, "admitted")],
+    ids=["render", "gate"],
 )
 def test_a_call_that_is_cut_before_its_engine_samples_is_answered(
     engine: ScriptedEngine,
@@ -268,7 +304,7 @@ def test_a_call_that_is_cut_before_its_engine_samples_is_answered(
     owner: type,
     method: str,
 ) -> None:
-    """Where the weights' version is asked for, where the prompt is rendered, and where a weight update holds calls back."""
+    """Where the prompt is rendered, and where a weight update holds calls back."""
     asked = threading.Event()
 
     async def hang(*_: Any) -> None:
@@ -301,15 +337,13 @@ def test_a_call_that_is_cut_is_recorded_though_its_engine_does_not_say_its_versi
     engine: ScriptedEngine, services: dict[str, RunningService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokens are there; an engine that hangs when asked for the version after them must not keep the session open."""
-    gate, asked, version = threading.Event(), [0], EngineHttp.version
+    gate = threading.Event()
 
-    async def hang_after(self: EngineHttp, replica: Replica) -> int | None:
-        asked[0] += 1
-        if asked[0] > 1:
-            await asyncio.sleep(60)
-        return await version(self, replica)
+    async def hang(*_: Any) -> str | None:
+        await asyncio.sleep(60)
+        return None
 
-    monkeypatch.setattr(EngineHttp, "version", hang_after)
+    monkeypatch.setattr(EngineHttp, "label", hang)
     engine.say(Say("hello world the cat", gate=gate, gate_after=2))
     session = services["chat"].session()
     with ThreadPoolExecutor(2) as pool:

@@ -608,11 +608,18 @@ def test_a_stream_without_sse_is_a_json_array_whatever_happens() -> None:
         ended = stream.close(reply(message)) if end == "close" else stream.error(EngineFailed("broken"))
         chunks = json.loads(begun + ended)
         assert ("error" in chunks[-1]) == (end == "error")
-    assert json.loads(DIALECT.open_stream(request, CALL_ID, 0, 0).open() + stream_error(request))[0]["error"]["code"] == 502
+    stream = DIALECT.open_stream(request, CALL_ID, 0, 0)
+    assert json.loads(stream.open() + stream.error(EngineFailed("broken")))[-1]["error"]["code"] == 502
 
 
-def stream_error(request: Request) -> bytes:
-    return DIALECT.open_stream(request, CALL_ID, 0, 0).error(EngineFailed("broken"))
+@pytest.mark.parametrize("query", [{"alt": "sse"}, {}])
+def test_a_stream_opens_with_an_empty_text_before_any_of_its_own_is_certain(query: dict[str, str]) -> None:
+    stream = DIALECT.open_stream(parsed({"contents": HI}, method="streamGenerateContent", **query), CALL_ID, 0, 0)
+    opened = stream.open()
+    (chunk,) = chunks_of(opened) if query else json.loads(opened + b"]")
+    types.GenerateContentResponse.model_validate(chunk)
+    assert chunk["candidates"][0]["content"]["parts"] == [{"text": ""}]
+    assert chunk["responseId"] == CALL_ID
 
 
 # Errors

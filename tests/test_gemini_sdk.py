@@ -97,7 +97,8 @@ def joined(chunks: list[types.GenerateContentResponse], index: int = 0) -> list[
                     made[-1]["text"] += shown["text"]
                 elif shown.get("text") != "" or not made:
                     made.append(shown)
-    return made
+    # What a stream opens with, before anything is said.
+    return made[1:] if len(made) > 1 and made[0] == {"text": ""} else made
 
 
 def post(session: Session, body: Any, method: str = "generateContent", *, key: str = "", query: str = "") -> httpx.Response:

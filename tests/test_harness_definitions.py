@@ -20,14 +20,17 @@ from rollout.harnesses.definition import Harness, parsed
 from rollout.harnesses.errors import (
     BadDefinition,
     HarnessError,
+    NotTaken,
     OutsideHome,
     UnknownField,
     UnknownHarness,
     UnknownPlaceholder,
 )
+from rollout.harnesses.passed_on import check_taken
 from rollout.harnesses.placeholders import NAMES, check, fill, fill_file
 from rollout.harnesses.prepared import Endpoint, Prepared
 from rollout.harnesses.surroundings import surroundings, withheld
+from rollout.task import HarnessSpec, McpServer, Upload
 
 DOCS = (Path(__file__).resolve().parents[1] / "docs" / "harnesses.md").read_text()
 EXPECTED = {
@@ -245,6 +248,12 @@ def test_the_words_for_a_command_are_the_command_and_a_text_is_a_line_for_sh() -
     assert prepared(shell, "a | b").argv == ("sh", "-c", "a | b")
 
 
+def test_a_line_that_is_too_long_for_an_argument_is_a_file() -> None:
+    ready = prepared(load("shell"), "#" * 131072)
+    assert ready.argv == ("sh", "/h/.verbatim-command") and ready.files[".verbatim-command"] == "#" * 131072
+    assert prepared(load("shell"), "#" * 131071).argv[1] == "-c"
+
+
 def test_words_for_a_prompt_are_joined_by_spaces() -> None:
     assert prepared(parsed(LEAST, "mine"), ["Fix", "the test"]).argv == ("agent", "Fix the test")
 
@@ -307,9 +316,64 @@ def test_the_surroundings_are_the_callers_with_a_home_of_their_own() -> None:
 
 
 def test_harnesses_need_nothing_but_the_base_install() -> None:
-    loaded = import_in_a_fresh_process(modules_of("rollout"), blocked=[*SERVICE_LIBRARIES, *MODEL_LIBRARIES])
+    loaded = import_in_a_fresh_process(modules_of("rollout/harnesses"), blocked=[*SERVICE_LIBRARIES, *MODEL_LIBRARIES])
     assert not loaded & {"proxy", "trainer_client", "cli"}
 
 
 def test_the_definitions_lie_beside_the_modules_that_read_them() -> None:
     assert BUILT_IN.parent.name == "harnesses" and len(list(BUILT_IN.glob("*.toml"))) == len(EXPECTED)
+
+
+SERVERS = (
+    McpServer("files", ("node", 'a "b" \\ c'), {"KEY": "x=y"}),
+    McpServer("far", url="http://example.test/mcp"),
+)
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if load(name).mcp is not None])
+def test_the_servers_of_a_task_stand_in_the_harness_configuration_beside_what_was_there(name: str) -> None:
+    harness = load(name)
+    assert harness.mcp is not None
+    plain = harness.prepared(ENDPOINT, "m", "hi", Path("/home/x")).files.get(harness.mcp.file, "")
+    told = harness.prepared(ENDPOINT, "m", "hi", Path("/home/x"), servers=SERVERS).files[harness.mcp.file]
+    read = json.loads if harness.mcp.file.endswith(".json") else tomllib.loads
+    before, after = read(plain) if plain else {}, read(told)
+    entries = after.pop(harness.mcp.table)
+    assert after == before
+    assert set(entries) == {"files", "far"}
+    command = entries["files"]["command"]
+    words = command if isinstance(command, list) else [command, *entries["files"]["args"]]
+    assert words == list(SERVERS[0].command)
+    assert entries["files"].get("env", entries["files"].get("environment")) == {"KEY": "x=y"}
+    assert SERVERS[1].url in entries["far"].values()
+
+
+@pytest.mark.parametrize(
+    ("harness", "given", "says"),
+    [
+        ("aider", {"mcp_servers": SERVERS}, "aider takes no MCP servers"),
+        ("mini-swe-agent", {"skills": (Upload("s", b""),)}, "mini-swe-agent takes no skills"),
+        ("codex", {"mcp_servers": (McpServer("a b", ("x",)),)}, "'a b' cannot be the name"),
+        ("codex", {"mcp_servers": (SERVERS[0], SERVERS[0])}, "two MCP servers are called 'files'"),
+        ("codex", {"skills": (Upload("../s", b""),)}, "'../s' is not a path below"),
+    ],
+)
+def test_what_a_harness_has_no_place_for_is_refused(harness: str, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(NotTaken, match=re.escape(says)):
+        check_taken(load(harness), HarnessSpec(harness, **given))
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"file": "x.json", "table": "t"}, "neither command nor url"),
+        ({"file": "x.ini", "table": "t", "url": {"u": "{url}"}}, "'x.ini' is none of"),
+        ({"file": "x.json", "table": "t", "url": {"u": "{command}"}}, "{command} stands for nothing"),
+        ({"file": "x.json", "url": {"u": "{url}"}}, "table is missing"),
+        ({"file": "x.json", "table": "t", "urls": {}}, "no field 'urls'"),
+        ({"file": "../x.json", "table": "t", "url": {"u": "{url}"}}, "stays below it"),
+    ],
+)
+def test_a_form_for_servers_that_cannot_be_used_is_refused(form: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadDefinition, match=re.escape(says)):
+        parsed({**LEAST, "mcp": form}, "mine")

@@ -472,6 +472,8 @@ def begin(url: str, session: Session, *call_ids: str) -> None:
             for number, call_id in enumerate(call_ids):
                 state = await services.sessions.load(session.session_id)
                 assert state is not None
+                # Of a call that is not under way the process takes its intent back when it beats.
+                services.inflight.enter(Running(session.session_id, call_id))
                 await services.sessions.begin(session.session_id, state.calls, intent(call_id, started_at=1.5 + number))
 
     asyncio.run(run())

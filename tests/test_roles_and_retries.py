@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import string
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from calls import call
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from redis_server import RedisServer
 from running_service import TRAINER, RunningService, Session, wait_until
@@ -24,7 +29,7 @@ from proxy.settings import Settings
 from reconstruct.forest import Forest
 from reconstruct.records import Call
 from reconstruct.retries import superseded
-from reconstruct.roles import BUILT_IN, Marks, RoleRule, role_of
+from reconstruct.roles import BUILT_IN, Marks, RoleRule, role_of, small_letters
 
 TOOLS: list[Any] = [
     {
@@ -161,6 +166,47 @@ def test_claude_codes_compaction_offers_tools_and_is_known_by_its_first_words() 
 def test_a_task_that_reads_like_a_side_call_is_still_the_agents_own_work(task: str) -> None:
     """A harness that speaks in text alone (aider, mini-swe-agent) never offers tools: its task must not decide the role."""
     assert role_of(Marks({}, False, SYSTEM, task)) == ("main", "")
+
+
+PIECES = ("context checkpoint compaction", "detailed summary of ", "the conversation", "this conversation", "summarize the ")
+PIECES += ("summari\u017fe our ", "chat", "session title", "title generator", "T\u0130TLE GENERATOR", "generate a nice title")
+PIECES += (
+    "generates concise, commit messages",
+    "task routing ai",
+    "route the user request",
+    "<state_snapshot>",
+    "\u212aey",
+    " ",
+)
+PIECES += (
+    "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.",
+    " detailed summary of th",
+    "\n",
+    "stra\u00dfe",
+    "plain text",
+)
+WITHOUT_WORDS = tuple(
+    replace(rule, system=rule.system and rule.system + "(?:)", text=rule.text and rule.text + "(?:)") for rule in BUILT_IN
+)
+"""The built-in rules, by expressions that mean the same and are always looked for in full."""
+
+texts = st.lists(
+    st.sampled_from(PIECES).flatmap(lambda piece: st.sampled_from((piece, piece.upper(), piece.title()))), max_size=5
+)
+
+
+@given(texts.map("".join), texts.map("".join), st.booleans())
+def test_looking_for_words_first_changes_no_role(system: str, last: str, tools: bool) -> None:
+    marks = Marks({}, tools, system, last)
+    assert role_of(marks) == role_of(marks, WITHOUT_WORDS)
+
+
+def test_whatever_an_expression_takes_for_a_letter_counts_as_that_letter_in_a_word() -> None:
+    everything = "".join(chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000)
+    found = re.findall("(?i)[a-z]", everything)
+    assert len(found) > 52
+    assert all(re.fullmatch(f"(?i){small_letters(letter)}", letter) for letter in found)
+    assert {small_letters(f"\u00e9{letter}")[1:] for letter in found} == set(string.ascii_lowercase)
 
 
 def test_the_first_rule_that_fits_decides() -> None:

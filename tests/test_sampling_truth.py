@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -302,26 +303,29 @@ def test_an_engine_that_does_not_tell_has_the_mode_its_operator_says(own_redis: 
     assert row.logprob_mode == expected
 
 
-@pytest.mark.parametrize("answer", [None, "", 3, ["raw_logprobs"]])
-def test_workers_that_tell_no_mode_leave_it_unknown(own_redis: str, answer: Any) -> None:
+@contextmanager
+def said_of_its_logprobs(redis_url: str, answer: Any) -> Iterator[tuple[ScriptedEngine, Session]]:
+    """A session at an engine whose workers say this of the mode of their logprobs."""
     with ScriptedEngine() as engine:
         engine.weights.loaded["logprob_mode"] = answer
-        with RunningService(engine.url, own_redis) as service:
-            session = service.session()
-            session.ask("q")
-            (row,) = rows_of(session)
+        with RunningService(engine.url, redis_url) as service:
+            yield engine, service.session()
+
+
+@pytest.mark.parametrize("answer", [None, "", 3, ["raw_logprobs"]])
+def test_workers_that_tell_no_mode_leave_it_unknown(own_redis: str, answer: Any) -> None:
+    with said_of_its_logprobs(own_redis, answer) as (_, session):
+        session.ask("q")
+        (row,) = rows_of(session)
     assert row.logprob_mode == "unknown"
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
 def test_calls_of_an_engine_that_reports_logits_are_answered_and_never_trained(own_redis: str, mode: str) -> None:
-    with ScriptedEngine() as engine:
-        engine.weights.loaded["logprob_mode"] = mode
-        with RunningService(engine.url, own_redis) as service:
-            session = service.session()
-            engine.say("hello world")
-            assert session.ask("q").choices[0].message.content == "hello world"
-            rows, accounting = session.trajectories()
+    with said_of_its_logprobs(own_redis, mode) as (engine, session):
+        engine.say("hello world")
+        assert session.ask("q").choices[0].message.content == "hello world"
+        rows, accounting = session.trajectories()
     assert rows == [] and accounting["exported_tokens"] == 0
     assert [item["reason"] for item in accounting["quarantined"]] == ["logits_for_logprobs"]
 

@@ -18,6 +18,7 @@ import pytest
 from redis_server import RedisServer
 from running_service import ADMIN, TRAINER, RunningService, Session, wait_until
 from scripted_engine import Say, ScriptedEngine
+from ui_sessions import PAGES
 
 from proxy import routes
 from proxy.app import create_app
@@ -161,7 +162,7 @@ def endpoints_of(app: Any) -> set[tuple[str, str]]:
 
 def test_every_endpoint_there_is_has_an_entry_here() -> None:
     app = create_app(Settings(redis="redis://127.0.0.1:1"))
-    assert endpoints_of(app._control) == set(CONTROL)
+    assert endpoints_of(app._control) == {*CONTROL, *PAGES}
     assert {(each.method, each.dialect, each.action) for each in routes._ENDPOINTS} == set(HARNESS)
     for (method, dialect, action), path in HARNESS.items():
         route = routes.find(method, path, {})

@@ -19,7 +19,7 @@ from proxy.history import Heard, Seen
 from proxy.session_tree import SessionTree
 from proxy.store.session_store import SessionInfo
 from reconstruct.codec import encode
-from reconstruct.messages import chain, digest_message, digest_messages
+from reconstruct.messages import chain, digest_message, digest_messages, root_key
 
 CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}, {"id": "b", "function": {"name": "f"}}]}
 MESSAGES: list[dict[str, Any]] = [
@@ -95,6 +95,19 @@ def test_how_a_message_replays_a_reply_is_not_believed_of_another_message_that_t
         message = {"role": "assistant", "content": said}
         seen = Seen(message, digest_message(message))
         assert (session.projection("c1", seen, {}) is not None) == (said == "said")
+
+
+def test_the_root_of_a_call_is_that_of_its_own_tools_whatever_was_offered_before() -> None:
+    session = SessionTree(SessionInfo("s", b"", 0.0))
+    told: list[Any] = [True, 1, 1.0, None, "1", [], {}]
+    values = [
+        (f"model {model}", [{"strict": value}], {"a": value}, policy)
+        for value in told
+        for model in "ab"
+        for policy in ("", "p")
+    ]
+    for asked in [*values, *values, *(value for value in values for _ in range(2))]:
+        assert session.root(*asked) == root_key(*asked)
 
 
 @pytest.fixture(scope="module")

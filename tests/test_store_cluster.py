@@ -10,11 +10,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import redis
 from redis.crc import key_slot
 from redis_server import (
+    SLOW,
     RedisCluster,
     RedisServer,
     Store,
@@ -93,6 +95,22 @@ async def test_sessions_are_spread_over_all_servers_and_found_again(cluster: Red
     listed, _ = await stored.sessions.listing(status=None, group_id="g", limit=100, cursor=None)
     assert [state.info.session_id for state in listed] == ids[::-1]
     assert [state.calls for state in listed] == [1] * 60
+
+
+async def test_a_closed_store_looks_for_no_other_server_of_the_cluster(cluster: RedisCluster) -> None:
+    """A call that is under way when it is closed finds its server gone, and asks the next one that the URL names who holds what."""
+    first, second, _ = cluster.primaries
+    store = Store.at(f"redis+cluster://127.0.0.1:{first.port},localhost:{second.port}", timeout_seconds=60)
+    await store.connection.ping()
+    await store.connection.execute("EVAL", "return 1", 1, "k", key="k")
+    waiting = asyncio.ensure_future(store.connection.execute("EVAL", SLOW % 1_000_000, 1, "k", key="k"))
+    await asyncio.sleep(0)
+    await store.connection.close()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        await waiting
+    for server in cluster.primaries:
+        with server.client() as client:
+            assert len(client.client_list()) == 1, server
 
 
 async def test_all_keys_of_a_session_are_in_one_slot_and_go_with_it(cluster: RedisCluster, stored: Store) -> None:
@@ -300,6 +318,12 @@ def test_the_embedded_redis_cannot_wait_and_the_service_says_so(variable: str, t
     assert "--fsync always" in done.stderr
 
 
+def test_a_redis_of_ones_own_is_not_told_when_to_sync() -> None:
+    done = verbatim("serve", "--engine", "http://127.0.0.1:9", "--redis", "redis://127.0.0.1:9", "--fsync", "always")
+    assert done.returncode == 2
+    assert "appendfsync always" in done.stderr
+
+
 def test_a_redis_url_that_makes_no_sense_is_said_in_one_sentence() -> None:
     done = verbatim("serve", "--engine", "http://127.0.0.1:9", "--redis", "redis+cluster://a/3")
     assert done.returncode == 2
@@ -396,10 +420,22 @@ def test_an_address_names_its_servers_and_never_its_password() -> None:
     assert Address.parse("redis://:secret@host/3").name == "host"
 
 
+def test_a_socket_is_named_by_a_path_from_the_root_or_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "a b"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    relative = Address.parse("unix://:secret@verbatim-data/redis.sock?db=3")
+    assert relative.name == f"{here}/verbatim-data/redis.sock"
+    assert relative.url == f"unix://:secret@{quote(str(here))}/verbatim-data/redis.sock?db=3"
+    absolute = Address.parse("unix:///srv/a%20b/redis.sock")
+    assert (absolute.url, absolute.name) == ("unix:///srv/a%20b/redis.sock", "/srv/a b/redis.sock")
+
+
 @pytest.mark.parametrize(
     ("url", "rule"),
     [
         ("http://x", "it begins with"),
+        ("unix://", "path of a socket"),
         ("unix+cluster:///a", "it begins with"),
         ("redis+cluster://", "host:port"),
         ("redis+cluster://a,,b", "host:port"),

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def environment(**variables: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **variables}
 
 
-def verbatim(*args: str, timeout_seconds: float = 30.0, **variables: str) -> subprocess.CompletedProcess[str]:
+def verbatim(*args: str, timeout_seconds: float = 120.0, **variables: str) -> subprocess.CompletedProcess[str]:
     """The finished command with its output and exit code."""
     return subprocess.run(
         [*COMMAND, *args], env=environment(**variables), capture_output=True, text=True, timeout=timeout_seconds, check=False
@@ -41,15 +41,24 @@ def wait_until(happened: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 class Serving:
-    """`verbatim serve` on a free port; use it in a `with` block, which kills what is left of it."""
+    """`verbatim serve` on a free port, `inside` what a command makes of the system; use it in a `with` block, which kills what is left
+    of it."""
 
-    def __init__(self, *args: str, data_dir: Path, port: int = 0, ready: bool = True, **variables: str) -> None:
+    def __init__(
+        self,
+        *args: str,
+        data_dir: Path,
+        port: int = 0,
+        ready: bool = True,
+        inside: Sequence[str] = (),
+        **variables: str,
+    ) -> None:
         tokens = {"VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_TRAINER_TOKEN": TRAINER}
         self.data_dir = data_dir
         self.stdout, self.stderr = "", ""
         self._wants_ready = ready
         self._process = subprocess.Popen(
-            [*COMMAND, "serve", "--port", str(port), "--data-dir", str(data_dir), *args],
+            [*inside, *COMMAND, "serve", "--port", str(port), "--data-dir", str(data_dir), *args],
             env=environment(**{**tokens, **variables}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -12,9 +12,9 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import typer
@@ -28,9 +28,29 @@ from examples.demo.report import draw_run, verdict_table, write_verdict
 from examples.demo.screen import Phase, Screen
 from examples.demo.verdict import Verdict, judge
 
+ClosedLoop = Callable[[Plan, Screen], Coroutine[Any, Any, Loop]]
 
-def run(plan: Plan, console: Console) -> int:
-    """The exit code: 0 when the verdict holds, 1 when it does not."""
+
+def exit_code(plan: Plan, loop: ClosedLoop = closed_loop) -> int:
+    """Run it. 0 when the verdict holds; 1 when it does not or a part failed, with one sentence; 130 when interrupted."""
+    console = Console()
+    # Told to stop in either way, the demo ends its children first; a shell that runs it in the background has SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        return _run(plan, console, loop)
+    except KeyboardInterrupt:
+        kept = f"Logs and the steps trained by then are in {plan.out}, until the next run there, which begins anew."
+        console.print(
+            f"Interrupted; everything that was started has been ended. {escape(kept)}", soft_wrap=True, highlight=False
+        )
+        return 130
+    except (RuntimeError, OSError, httpx.HTTPError) as error:
+        console.print(f"[red]The demo stopped:[/red] {escape(str(error) or repr(error))}", soft_wrap=True)
+        return 1
+
+
+def _run(plan: Plan, console: Console, closed_loop: ClosedLoop) -> int:
     started = time.monotonic()
     plan.empty_out()
     with Screen(console, plan.steps) as screen:
@@ -41,6 +61,7 @@ def run(plan: Plan, console: Console) -> int:
     write_verdict(plan.out / "verdict.json", verdict, plan.expected, time.monotonic() - started)
     draw_run(plan.out / "reward.png", loop.rewards, verdict, plan.expected, chance=1 / KEYS)
     console.print(verdict_table(verdict, plan.expected))
+    console.print(verdict.course, soft_wrap=True, highlight=False)
     console.print(f"{time.monotonic() - started:.0f} s in all; picture, numbers and logs in {plan.out}", soft_wrap=True)
     failures = verdict.failures(plan.expected)
     for failure in failures:
@@ -52,7 +73,7 @@ def run(plan: Plan, console: Console) -> int:
 
 def _make_model(plan: Plan, screen: Screen) -> None:
     from examples.demo.tiny_model import make_tiny_model
-    from examples.demo.warmup import warm_up
+    from examples.demo.warmup import STEPS, warm_up
 
     _calm_torch(plan)
     with screen.phase("a tiny model learns to speak the tool's format") as phase:
@@ -61,6 +82,7 @@ def _make_model(plan: Plan, screen: Screen) -> None:
 
         def progress(step: int, loss: float) -> None:
             phase.detail = f"step {step + 1}, loss {loss:.2f}"
+            phase.share = (step + 1) / STEPS
 
         warm_up(Path(plan.model_dir), seed=plan.seed, progress=progress)
 
@@ -103,7 +125,7 @@ def _calm_torch(plan: Plan) -> None:
 
 def _percent(phase: Phase) -> Callable[[int, int], None]:
     def progress(done: int, of: int) -> None:
-        phase.detail = f"{done:,} of {of:,} rows"
+        phase.reached(done, of, "rows")
 
     return progress
 
@@ -148,19 +170,7 @@ def main(
         asynchronous=asynchronous,
         max_staleness=max_staleness,
     )
-    console = Console()
-    # Told to stop in either way, the demo ends its children first; a shell that runs it in the background has SIGINT ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        code = run(plan, console)
-    except KeyboardInterrupt:
-        console.print("Interrupted; everything that was started has been ended.")
-        code = 130
-    except (RuntimeError, OSError, httpx.HTTPError) as error:
-        console.print(f"[red]The demo stopped:[/red] {escape(str(error) or repr(error))}", soft_wrap=True)
-        code = 1
-    sys.exit(code)
+    sys.exit(exit_code(plan))
 
 
 if __name__ == "__main__":

@@ -51,22 +51,30 @@ class Service:
         await self._json("POST", f"/sessions/{session_id}/close", {"status": "completed", "reward": reward})
 
     async def calls(self, session_id: str) -> list[Mapping[str, Any]]:
-        calls: list[Mapping[str, Any]] = []
-        cursor: str | None = ""
-        while cursor is not None:
-            page = await self._json("GET", f"/sessions/{session_id}/calls" + (f"?cursor={cursor}" if cursor else ""))
-            calls, cursor = calls + page["calls"], page["cursor"]
-        return calls
+        return await self.listed(f"/sessions/{session_id}/calls", "calls")
 
     async def trajectories(self, session_id: str) -> Mapping[str, Any]:
-        return await self._json("GET", f"/sessions/{session_id}/trajectories")
+        return await self.get(f"/sessions/{session_id}/trajectories")
+
+    async def get(self, path: str) -> Any:
+        """Raises RuntimeError with what the service says against it."""
+        return await self._json("GET", path)
+
+    async def listed(self, path: str, name: str) -> list[Mapping[str, Any]]:
+        """What is under `name` on all pages of GET `path`."""
+        found: list[Mapping[str, Any]] = []
+        cursor: str | None = ""
+        while cursor is not None:
+            page = await self.get(path + (f"?cursor={cursor}" if cursor else ""))
+            found, cursor = found + page[name], page["cursor"]
+        return found
 
     async def aclose(self) -> None:
         await self._http.aclose()
 
     async def _serving(self) -> int:
         """How many replicas serve."""
-        replicas = (await self._json("GET", "/weights"))["replicas"].values()
+        replicas = (await self.get("/weights"))["replicas"].values()
         return sum(replica["healthy"] for replica in replicas)
 
     async def _json(self, method: str, path: str, body: Any = None) -> Any:

@@ -1,4 +1,7 @@
-"""The processes of the loop: vLLM, once or several times, the service, the agent and the trainer. They meet over HTTP alone."""
+"""The processes of the loop: vLLM, once or several times, the service, the agent and the trainer. They meet over HTTP alone.
+
+`serving` and `trainer` are also what the loop through tasks (examples/tasks_loop) starts.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,35 +24,77 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class Served:
+    """vLLM and the service; `data_dir` is a folder that goes when they do."""
+
     engines: Sequence[Child]
     service: Child
-    agent: Child
-    trainer: Child
     url: str
     admin_token: str
+    trainer_token: str
+    data_dir: Path
 
     @property
     def children(self) -> list[Child]:
-        return [*self.engines, self.service, self.agent, self.trainer]
+        return [*self.engines, self.service]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    served: Served
+    agent: Child
+    trainer: Child
+
+    @property
+    def children(self) -> list[Child]:
+        return [*self.served.children, self.agent, self.trainer]
 
 
 @contextlib.asynccontextmanager
 async def running(plan: Plan) -> AsyncIterator[Fleet]:
     """All of them, started at once: whoever is up first waits for the others. All have ended when the block has."""
+    async with serving(plan) as served:
+        agent = Child("the agent", [sys.executable, "-m", "examples.demo.agent"], plan.log("agent"), piped=True)
+        push = "--push" if plan.push else "--no-push"
+        async with agent, trainer(plan, served, "examples.demo.trainer", push) as learning:
+            yield Fleet(served, agent, learning)
+
+
+@contextlib.asynccontextmanager
+async def serving(plan: Plan) -> AsyncIterator[Served]:
+    """Started, and perhaps not ready yet; ended when the block has, in the opposite order, so that nobody is left talking to one who
+    has gone."""
     engine_ports, port = [free_port() for _ in range(plan.replicas)], free_port()
-    url, admin_token, trainer_token = f"http://127.0.0.1:{port}", secrets.token_hex(16), secrets.token_hex(16)
     async with contextlib.AsyncExitStack() as stack:
         data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verbatim-demo-")))
+        admin_token, trainer_token = secrets.token_hex(16), secrets.token_hex(16)
         children = [
             *(_vllm(plan, number, engine_port) for number, engine_port in enumerate(engine_ports, start=1)),
-            _service(plan, engine_ports, port, data_dir, admin_token, trainer_token),
-            Child("the agent", [sys.executable, "-m", "examples.demo.agent"], plan.log("agent"), piped=True),
-            _trainer(plan, url, trainer_token),
+            _service(plan, engine_ports, port, data_dir / "service", admin_token, trainer_token),
         ]
-        # Ended in the opposite order, so that nobody is left talking to one who has gone.
-        *engines, service, agent, trainer = [await stack.enter_async_context(child) for child in children]
-        yield Fleet(engines, service, agent, trainer, url, admin_token)
+        *engines, service = [await stack.enter_async_context(child) for child in children]
+        yield Served(engines, service, f"http://127.0.0.1:{port}", admin_token, trainer_token, data_dir)
+
+
+def trainer(plan: Plan, served: Served, module: str, *more: str, env: Mapping[str, str] | None = None) -> Child:
+    """A trainer of the demo's kind, with `more` for its command line and the trainer's token in its environment."""
+    options = {
+        "--url": served.url,
+        "--model-dir": plan.model_dir,
+        "--weights-dir": plan.weights_dir,
+        "--log": plan.trainer_log,
+        "--steps": plan.steps,
+        "--groups": plan.groups,
+        "--max-staleness": plan.max_staleness,
+        "--learning-rate": plan.learning_rate,
+        "--seed": plan.seed,
+    }
+    argv = [sys.executable, "-m", module, *more, *(word for name, value in options.items() for word in (name, str(value)))]
+    given = {"VERBATIM_TRAINER_TOKEN": served.trainer_token, **(env or {})}
+    if not plan.gpu:
+        # It shares two cores with vLLM: threads that wait for each other would spin on the core the other needs.
+        given["OMP_NUM_THREADS"] = "1"
+    return Child("the trainer", argv, plan.log("trainer"), env=given, may_finish=True)
 
 
 def _vllm(plan: Plan, number: int, port: int) -> Child:
@@ -69,27 +114,6 @@ def _service(plan: Plan, engine_ports: Sequence[int], port: int, data_dir: Path,
     argv = [sys.executable, "-m", "cli.main", "serve", *engines, "--data-dir", str(data_dir), "--port", str(port)]
     env = {"VERBATIM_ADMIN_TOKEN": admin_token, "VERBATIM_TRAINER_TOKEN": trainer_token, **plan.service_env}
     return Child("the service", argv, plan.log("service"), env=env)
-
-
-def _trainer(plan: Plan, url: str, token: str) -> Child:
-    options = {
-        "--url": url,
-        "--model-dir": plan.model_dir,
-        "--weights-dir": plan.weights_dir,
-        "--log": plan.trainer_log,
-        "--steps": plan.steps,
-        "--groups": plan.groups,
-        "--max-staleness": plan.max_staleness,
-        "--learning-rate": plan.learning_rate,
-        "--seed": plan.seed,
-    }
-    argv = [sys.executable, "-m", "examples.demo.trainer", "--push" if plan.push else "--no-push"]
-    argv += [word for name, value in options.items() for word in (name, str(value))]
-    env = {"VERBATIM_TRAINER_TOKEN": token}
-    if not plan.gpu:
-        # It shares two cores with vLLM: threads that wait for each other would spin on the core the other needs.
-        env["OMP_NUM_THREADS"] = "1"
-    return Child("the trainer", argv, plan.log("trainer"), env=env, may_finish=True)
 
 
 async def unless_one_ends(work: Coroutine[Any, Any, T], *others: Coroutine[Any, Any, None]) -> T:

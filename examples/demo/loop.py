@@ -47,7 +47,7 @@ class Loop:
 async def closed_loop(plan: Plan, screen: Screen) -> Loop:
     """Start everything, run the loop to its end, collect what was recorded. Raises ChildDied when a process does not last."""
     async with running(plan) as fleet:
-        service, agent = Service(fleet.url, fleet.admin_token), Agent(fleet.agent)
+        service, agent = Service(fleet.served.url, fleet.served.admin_token), Agent(fleet.agent)
         watchers = [child.finished() for child in fleet.children]
         async with contextlib.aclosing(service):
             return await unless_one_ends(_run(plan, screen, fleet, service, agent), agent.read_outcomes(), *watchers)
@@ -68,7 +68,7 @@ async def _run(plan: Plan, screen: Screen, fleet: Fleet, service: Service, agent
     steps = trained.read()
     with screen.phase("collect what was recorded"):
         taken = {session_id for step in steps for session_id in step["session_ids"]}
-        sessions = await _facts(service, [outcome["job_id"] for outcome in outcomes], taken)
+        sessions = await facts_of(service, [outcome["job_id"] for outcome in outcomes], taken)
     return Loop(outcomes, sessions, steps)
 
 
@@ -97,7 +97,7 @@ async def _without_rounds(driver: Driver, trainer: Child) -> list[Outcome]:
     return outcomes
 
 
-async def _facts(service: Service, session_ids: Sequence[str], taken: set[str]) -> list[SessionFacts]:
+async def facts_of(service: Service, session_ids: Sequence[str], taken: set[str]) -> list[SessionFacts]:
     narrow = asyncio.Semaphore(16)
 
     async def facts(session_id: str) -> SessionFacts:

@@ -23,10 +23,17 @@ BAR = 24
 
 @dataclass(slots=True)
 class Phase:
+    """`share` of it is done, where that is known."""
+
     title: str
     started: float
     seconds: float | None = None
+    share: float | None = None
     detail: str = ""
+
+    def reached(self, done: int, of: int, what: str) -> None:
+        self.share = done / max(1, of)
+        self.detail = f"{done:,} of {of:,} {what}"
 
 
 class Screen:
@@ -79,7 +86,8 @@ class Screen:
         for phase in self._phases:
             seconds = phase.seconds if phase.seconds is not None else time.monotonic() - phase.started
             sign = Text("✓", style="green") if phase.seconds is not None else Spinner("dots", style="cyan")
-            phases.add_row(sign, phase.title, Text(f"{seconds:6.1f} s", style="dim"), Text(phase.detail, style="dim"))
+            bar = "" if phase.share is None or phase.seconds is not None else _bar(phase.share)
+            phases.add_row(sign, phase.title, Text(f"{seconds:6.1f} s", style="dim"), bar, Text(phase.detail, style="dim"))
         return Group(phases, self._step_table()) if self._steps else Group(phases)
 
     def _step_table(self) -> Table:
@@ -90,7 +98,7 @@ class Screen:
             known = self._steps[step]
             table.add_row(
                 str(step),
-                _bar(known["reward"]) if "reward" in known else "",
+                _bar(known["reward"]).append(f" {known['reward']:.3f}", style="bold") if "reward" in known else "",
                 f"{known['speed']:,.0f}" if "speed" in known else "",
                 f"{known['seconds']:.1f} s" if "seconds" in known else "",
                 str(known.get("staleness", "")),
@@ -100,6 +108,6 @@ class Screen:
         return table
 
 
-def _bar(reward: float) -> Text:
-    filled = round(max(0.0, min(1.0, reward)) * BAR)
-    return Text("█" * filled, style="blue").append("·" * (BAR - filled), style="dim").append(f" {reward:.3f}", style="bold")
+def _bar(share: float) -> Text:
+    filled = round(max(0.0, min(1.0, share)) * BAR)
+    return Text("█" * filled, style="blue").append("·" * (BAR - filled), style="dim")

@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,51 +42,81 @@ class Recipe:
     max_gradient: float = 1.0
 
 
+Url = Annotated[str, typer.Option(help="The service.")]
+ModelDir = Annotated[str, typer.Option(help="Weights to start from: what the engine serves as version 0.")]
+WeightsDir = Annotated[Path, typer.Option(help="Where new versions are written, readable by the engine.")]
+Log = Annotated[Path, typer.Option(help="One JSON line per step is appended here.")]
+MaxStaleness = Annotated[int, typer.Option(help="Versions that a group may lie behind.")]
+
+
 def train(
-    url: Annotated[str, typer.Option(help="The service.")],
-    model_dir: Annotated[str, typer.Option(help="Weights to start from: what the engine serves as version 0.")],
-    weights_dir: Annotated[Path, typer.Option(help="Where new versions are written, readable by the engine.")],
-    log: Annotated[Path, typer.Option(help="One JSON line per step is appended here.")],
+    url: Url,
+    model_dir: ModelDir,
+    weights_dir: WeightsDir,
+    log: Log,
     steps: Annotated[int, typer.Option()],
     groups: Annotated[int, typer.Option(help="Groups per step.")],
     learning_rate: Annotated[float, typer.Option()],
-    max_staleness: Annotated[int, typer.Option(help="Versions that a group may lie behind.")] = 2,
+    max_staleness: MaxStaleness = 2,
     seed: Annotated[int, typer.Option()] = 0,
     push: Annotated[bool, typer.Option(help="Publish the weights after every step.")] = True,
 ) -> None:
     """Train for `steps` steps. The token is read from VERBATIM_TRAINER_TOKEN."""
-    torch.manual_seed(seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    # Float32 weights also where the engine serves bfloat16: steps this small would be rounded away.
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(device)
-    served_dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    # A real vocabulary is a hundred times the tiny model's: fewer rows' logits fit.
-    recipe = Recipe(learning_rate, micro_rows=4 if device == "cuda" else 16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    learner = Learner(model_dir, learning_rate, seed)
     with TrainerClient(url, os.environ["VERBATIM_TRAINER_TOKEN"]) as client:
         for step in range(1, steps + 1):
             started = time.monotonic()
             with leased(client, groups, max_staleness) as batch:
-                leased_at = time.monotonic()
-                line = {"step": step, **one_step(model, optimizer, batch, recipe)}
-                trained_at = time.monotonic()
+                line = {"step": step, "wait_seconds": time.monotonic() - started, **learner.learn(batch)}
                 if push:
-                    state = {name: tensor.to(served_dtype) for name, tensor in model.state_dict().items()}
-                    line["push_seconds"] = client.publish(state, step, directory=weights_dir).seconds
-            line |= {"wait_seconds": leased_at - started, "train_seconds": trained_at - leased_at}
-            with log.open("a") as lines:
-                lines.write(json.dumps(line) + "\n")
+                    line["push_seconds"] = client.publish(learner.weights(), step, directory=weights_dir).seconds
+            write(log, line)
+
+
+class Learner:
+    """The model and its optimizer, on the GPU where there is one."""
+
+    def __init__(self, model_dir: str, learning_rate: float, seed: int) -> None:
+        torch.manual_seed(seed)
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        # Float32 weights also where the engine serves bfloat16: steps this small would be rounded away.
+        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(self._device)
+        # A real vocabulary is a hundred times the tiny model's: fewer rows' logits fit.
+        self._recipe = Recipe(learning_rate, micro_rows=4 if self._device == "cuda" else 16)
+        parameters = self._model.parameters()
+        self._optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def learn(self, batch: Batch) -> dict[str, Any]:
+        """Train on `batch`; what there is to report."""
+        started = time.monotonic()
+        line = one_step(self._model, self._optimizer, batch, self._recipe)
+        return line | {"train_seconds": time.monotonic() - started}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """As the engine serves them."""
+        dtype = torch.bfloat16 if self._device == "cuda" else torch.float32
+        return {name: tensor.to(dtype) for name, tensor in self._model.state_dict().items()}
+
+
+def write(log: Path, line: Mapping[str, Any]) -> None:
+    with log.open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
 
 
 @contextlib.contextmanager
-def leased(client: TrainerClient, groups: int, max_staleness: int) -> Iterator[Batch]:
-    """`groups` groups as one batch, collected from as many leases as it takes; all are given back when the block raises."""
+def leased(
+    client: TrainerClient, groups: int, max_staleness: int, *, waiting: Callable[[], None] = lambda: None
+) -> Iterator[Batch]:
+    """`groups` groups as one batch, collected from as many leases as it takes; all are given back when the block raises. `waiting` is
+    called whenever nothing came for a while."""
     with contextlib.ExitStack() as leases:
         parts: list[Batch] = []
         while (missing := groups - sum(len(part.groups) for part in parts)) > 0:
             part = client.lease(max_groups=missing, max_staleness=max_staleness, wait_seconds=20)
             if part is not None:
                 parts.append(leases.enter_context(part))
+            else:
+                waiting()
         yield Batch([group for part in parts for group in part.groups], max(part.weight_version for part in parts))
 
 

@@ -69,6 +69,17 @@ class Verdict:
     def rise(self) -> float:
         return self.last_reward - self.first_reward
 
+    @property
+    def course(self) -> str:
+        """In words: whether the reward rose. Before there are steps enough, what it was."""
+        steps = len(self.rewards)
+        if not self.has_two_ends:
+            first, last = (self.rewards[0], self.rewards[-1]) if steps else (0.0, 0.0)
+            return f"The reward was {first:.3f} in the first of {steps} steps and {last:.3f} in the last: too few to speak of a rise."
+        way = "rose" if self.rise > 0 else "did not rise: it went"
+        ends = f"from {self.first_reward:.3f} to {self.last_reward:.3f}"
+        return f"The reward {way} {ends} over {steps} steps (means of the first {ENDS} and the last {ENDS})."
+
     def failures(self, expected: Expectation) -> list[str]:
         """One sentence for each expectation that does not hold."""
         by_push = self._with_the_push(expected) if expected.push else self._without(expected)

@@ -21,6 +21,7 @@ IGNORED = -100
 # A habit makes the model look at the colour at all; that it is the wrong one leaves the learning to the rewards.
 HABITS = {colour: key % KEYS + 1 for colour, key in FITS.items()}
 HABIT_SHARE = 0.4
+STEPS = 80
 
 
 def clumsy_key(door: str, rng: random.Random) -> int:
@@ -32,7 +33,7 @@ def warm_up(
     model_dir: Path,
     *,
     seed: int,
-    steps: int = 80,
+    steps: int = STEPS,
     batch: int = 8,
     learning_rate: float = 1e-2,
     progress: Callable[[int, float], None] = lambda step, loss: None,

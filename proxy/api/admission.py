@@ -26,9 +26,10 @@ LOOK_SECONDS = 0.5
 
 
 async def open_session(services: Services, info: SessionInfo, hung_up: Callable[[], Awaitable[bool]]) -> bool:
-    """False when another session has its id. Held for at most `admission_hold_seconds`, then raises `Backpressure`."""
+    """False when another session has its id. Held for at most `admission_hold_seconds`, then raises `Backpressure`; one that no trainer
+    gets is let in at once."""
     settings = services.settings
-    if not settings.max_undelivered_groups and settings.admission_staleness is None:
+    if not info.trained or (not settings.max_undelivered_groups and settings.admission_staleness is None):
         return await services.sessions.create(info)
     admission = await _admitted(services, info, hung_up)
     created = False

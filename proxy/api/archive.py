@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -63,16 +64,7 @@ async def records(
         services.sessions.intents(session_id),
     )
     following = start + len(named)
-    return answer(
-        {
-            "session": session_as_wire(state),
-            "delivered": sorted(delivered),
-            "intents": intents_as_wire(intents),
-            "records": named,
-            "next_start": following if following < state.calls else None,
-        },
-        Form.MSGPACK,
-    )
+    return answer(part_as_wire(state, delivered, intents, named, following if following < state.calls else None), Form.MSGPACK)
 
 
 @router.post("/{session_id}/records")
@@ -102,10 +94,27 @@ async def _deliver(services: Services, part: Restore, state: SessionState) -> tu
     return fresh, await offer(services, state)
 
 
-def intents_as_wire(intents: list[Intent]) -> list[dict[str, Any]]:
+def intents_as_wire(intents: Sequence[Intent]) -> list[dict[str, Any]]:
     """Calls without a result, their digests in base64."""
     wire: list[dict[str, Any]] = msgspec.to_builtins(intents)
     return wire
+
+
+def part_as_wire(
+    state: SessionState,
+    delivered: Iterable[str],
+    intents: Sequence[Intent],
+    named: Sequence[tuple[str, bytes]],
+    next_start: int | None,
+) -> dict[str, Any]:
+    """A part of a session with the records `named`."""
+    return {
+        "session": session_as_wire(state),
+        "delivered": sorted(delivered),
+        "intents": intents_as_wire(intents),
+        "records": named,
+        "next_start": next_start,
+    }
 
 
 def _part(raw: bytes) -> tuple[Restore, SessionState]:

@@ -20,6 +20,7 @@ from proxy.api.leased_groups import Batch, encode_groups
 from proxy.api.version_lines import DEFAULT, current_versions
 from proxy.errors import NotFound, VerbatimError
 from proxy.services import Services
+from proxy.store.delivery_store import LeaseTerms
 from proxy.store.groups import Nothing, PolicyLine
 
 router = APIRouter(prefix="/batches", dependencies=[Depends(trainer_only)])
@@ -33,16 +34,24 @@ LeaseSeconds = Annotated[float, Field(gt=0, le=7 * 86400)]
 
 class LeaseRequest(Body):
     max_groups: int | None = Field(None, ge=1, le=65536)
+    """At most so many groups; left out: all that are ready."""
     max_trajectories: int | None = Field(None, ge=1, le=2**31)
+    """At most so many rows, in whole groups."""
     max_staleness: int | None = Field(None, ge=0, lt=2**53)
+    """Versions that the oldest token of a group may lie behind the current weights."""
     wait_seconds: float = Field(0.0, ge=0, le=3600)
+    """How long to wait for something to become ready."""
     lease_seconds: LeaseSeconds | None = None
+    """How long it is held; left out: as the service is set."""
     consumer: str = Field("", max_length=256)
+    """Who asks: ready groups are shared among consumers."""
     policy: str | None = Field(None, max_length=200)
+    """Only rows of this model; left out: of all."""
 
 
 class ExtendRequest(Body):
     lease_seconds: LeaseSeconds | None = None
+    """From now on; left out: as the service is set."""
 
 
 @router.post("/lease")
@@ -147,7 +156,7 @@ async def _take(services: Services, body: LeaseRequest, form: Form, *, waits: bo
             raise NotFound(f"there is no model {body.policy!r}", param="policy")
         lines = {policy: _line(version, body.max_staleness) for policy, version in versions.items()}
         line = lines.pop(DEFAULT)
-        taken = await services.delivery.lease(
+        terms = LeaseTerms(
             consumer=body.consumer or UNNAMED,
             max_groups=body.max_groups,
             max_trajectories=body.max_trajectories,
@@ -161,6 +170,7 @@ async def _take(services: Services, body: LeaseRequest, form: Form, *, waits: bo
             policy=body.policy,
             named=lines,
         )
+        taken = await services.delivery.lease(terms)
         if isinstance(taken, Nothing):
             return taken
         try:

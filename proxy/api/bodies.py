@@ -21,7 +21,7 @@ from proxy.errors import RequestError
 class Body(BaseModel):
     """No unknown field, no coercion of one type into another."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 T = TypeVar("T", bound=Body)

@@ -28,6 +28,8 @@ from reconstruct.trajectory import Trajectory
 log = logging.getLogger(__name__)
 
 CLOSED = ("completed", "failed", "timeout", "cancelled")
+RUN_ENDED = ("completed", "timeout")
+"""Statuses with which a session that has a reward can be trained on: an agent whose own time ran out did what the policy made it do."""
 DELETED = "deleted"
 """What a delete announces in place of a status."""
 SWEEP_AGE_SECONDS = 30.0
@@ -69,14 +71,19 @@ async def withdraw_session(services: Services, session_id: str) -> None:
 
 
 async def offer(services: Services, state: SessionState) -> str:
-    """Put a frozen session into its group; the group's state, or "waiting" for the reward of a completed session."""
+    """Put a frozen session into its group; the group's state, "waiting" for the reward of a completed session, or "untrained"."""
     session_id = state.info.session_id
-    if state.status == "completed" and state.reward is None:
+    if not state.info.trained or (state.status == "completed" and state.reward is None):
         await services.delivery.retract(session_id)
-        return "waiting"
+        return "waiting" if state.info.trained else "untrained"
     member = await _member(services, state)
     status = await services.delivery.fill(
-        group_ref(state.info), state.info.group_size, member, policy_of(services.settings), time.time()
+        group_ref(state.info),
+        state.info.group_size,
+        member,
+        policy_of(services.settings),
+        time.time(),
+        state.info.group_rule,
     )
     if await services.sessions.load(session_id) is None:
         await _take_out(services, session_id)
@@ -177,7 +184,7 @@ async def _member(services: Services, state: SessionState) -> Member:
         log.error("session %s has no usable trajectories: %s", session_id, error)
         return Member(session_id, False, state.reward, 0, 0)
     by_policy = _by_policy(built.rows)
-    usable = state.status == "completed" and state.reward is not None and bool(by_policy)
+    usable = state.status in RUN_ENDED and state.reward is not None and bool(by_policy)
     default = by_policy.pop("", PolicyRows(0, 0))
     return Member(session_id, usable, state.reward, default.rows, default.oldest_version, by_policy)
 

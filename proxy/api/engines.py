@@ -27,8 +27,11 @@ router = APIRouter(prefix="/engines", dependencies=[Depends(admin_only)])
 
 class Addition(Body):
     url: str = Field(min_length=1, max_length=2048)
+    """http://host:port, or dns://name:port for every address of a name."""
     policy: str = Field("", max_length=200)
+    """Whose replica it is; empty: the default one's."""
     models: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default_factory=list, max_length=256)
+    """Names under which it serves, so that calls for them wait for it."""
 
 
 @router.get("")

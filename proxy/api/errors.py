@@ -38,13 +38,13 @@ def error_response(error: VerbatimError) -> Response:
 def describe(error: ValidationError | RequestValidationError) -> str:
     """One sentence: where in the request, what was wrong."""
     problems = error.errors()
-    said = "; ".join(_problem(problem["loc"], problem["msg"]) for problem in problems[:SHOWN])
+    said = "; ".join(_problem(problem["loc"], problem["type"], problem["msg"]) for problem in problems[:SHOWN])
     return said if len(problems) <= SHOWN else f"{said}; and {len(problems) - SHOWN} more"
 
 
-def _problem(place: tuple[int | str, ...], said: str) -> str:
+def _problem(place: tuple[int | str, ...], kind: str, said: str) -> str:
     where = ".".join(str(part) for part in place if part not in ("body", "query", "path"))
-    said = said.removeprefix("Value error, ")
+    said = "there is no such field" if kind == "extra_forbidden" else said.removeprefix("Value error, ")
     return f"{where}: {said}" if where else said
 
 

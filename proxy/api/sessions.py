@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -21,6 +22,7 @@ from proxy.auth import SESSION_ID, mint_key
 from proxy.cursors import CallsCursor
 from proxy.errors import Conflict, NotFound
 from proxy.services import Services
+from proxy.store.groups import GroupRule
 from proxy.store.session_store import SessionInfo, SessionState
 from reconstruct.trajectory import accounting_as_wire, as_wire
 
@@ -37,17 +39,36 @@ class SamplingOverrides(Body):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     top_logprobs: int | None = Field(None, ge=0, le=128)
+    """The most probable tokens to keep of each sampled one; for the trainer, harnesses do not see them."""
     prompt_logprobs: bool | None = None
+    """Keep the logprobs of prompts."""
     routed_experts: bool | None = None
+    """Keep the experts that tokens were routed to."""
 
 
 class NewSession(Body):
     session_id: str | None = None
+    """1 to 128 of letters, digits, '.', '_' and '-'; left out: made up."""
     task_id: Name | None = None
+    """What it is an attempt at."""
     group_id: Name | None = None
+    """The group that it is compared in; left out: it is a group of its own."""
     group_size: int = Field(1, ge=1, le=65536)
+    """Members that make the group whole."""
+    group_policy: Literal["require_all", "allow_partial", "drop"] | None = None
+    """What the group needs to be delivered; left out, as all of these: as the service is set."""
+    group_minimum: int | None = Field(None, ge=1, le=65536)
+    """Usable members that allow_partial asks for."""
+    zero_variance: Literal["keep", "drop"] | None = None
+    """Whether a group whose rewards are all equal is delivered."""
+    group_replacements: bool | None = None
+    """False: no session takes the place of a failed member."""
+    trained: bool = True
+    """False: no trainer ever gets it, and it is never held back, as for judges."""
     metadata: Metadata = Field(default_factory=dict)
+    """Kept with the session and its rows."""
     sampling: SamplingOverrides | None = None
+    """Wins over what the harness sends."""
 
     @model_validator(mode="after")
     def _whole(self) -> NewSession:
@@ -55,20 +76,31 @@ class NewSession(Body):
             raise ValueError("session_id: 1 to 128 of letters, digits, '.', '_' and '-'")
         if self.group_size > 1 and self.group_id is None:
             raise ValueError("group_size: more than 1 needs a group_id")
+        if not self.trained and self.group_id is not None:
+            raise ValueError("trained: a session of a group cannot be left out of training")
         return self
+
+    def rule(self) -> GroupRule | None:
+        """What the session says of its group against the service's settings of the same names."""
+        rule = GroupRule(self.group_policy, self.group_minimum, self.zero_variance, self.group_replacements)
+        return None if rule == GroupRule() else rule
 
 
 class Reward(Body):
     reward: FiniteFloat
     per_call: dict[str, FiniteFloat] = Field(default_factory=dict)
+    """Call id -> reward."""
     per_branch: dict[str, FiniteFloat] = Field(default_factory=dict)
+    """Id of a branch's last call -> reward of its row."""
     metadata: Metadata = Field(default_factory=dict)
 
 
 class Close(Body):
     status: Literal["completed", "failed", "timeout", "cancelled"]
     reward: FiniteFloat | None = None
+    """Left out: the one it was given before, if any."""
     error: str | None = Field(None, max_length=65536)
+    """What went wrong, in words."""
 
 
 @router.post("")
@@ -84,6 +116,8 @@ async def create(request: Request, services: Served, body: Annotated[NewSession,
         group_size=body.group_size,
         metadata=body.metadata,
         sampling=body.sampling.model_dump(exclude_none=True) if body.sampling else {},
+        group_rule=body.rule(),
+        trained=body.trained,
     )
     if not await open_session(services, info, request.is_disconnected):
         raise Conflict(f"there is a session {session_id} already", param="session_id")
@@ -106,7 +140,9 @@ async def listing(
 
 @router.get("/{session_id}")
 async def one(services: Served, session_id: str) -> Response:
-    return json_response(session_as_wire(await _load(services, session_id)))
+    state = await _load(services, session_id)
+    unserved = None if state.unserved is None else asdict(state.unserved)
+    return json_response({**session_as_wire(state), "unserved": unserved})
 
 
 @router.delete("/{session_id}")

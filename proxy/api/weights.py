@@ -38,11 +38,16 @@ class Sent(Body):
 
 class Push(Body):
     version: int = Field(ge=0, lt=2**53)
+    """Greater than the current one."""
     path: str | None = Field(None, min_length=1, max_length=4096)
+    """A safetensors file or folder, or an adapter's folder, that the engines can read."""
     kind: Literal["full", "lora", "nccl"] = "full"
     mode: Literal["keep", "wait", "abort"] = "keep"
+    """Calls in flight go on under the new weights, end first, or are cut."""
     model: str = Field("", max_length=200)
+    """The policy; empty: the default one."""
     transfer: Sent | None = None
+    """For nccl: what the trainer is about to send."""
 
     @model_validator(mode="after")
     def _has_weights(self) -> Self:

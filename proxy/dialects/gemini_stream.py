@@ -28,7 +28,8 @@ class GeminiStream:
         self._candidates = [Candidate(index, wanted, "" if index else reply_id) for index in range(request.n)]
 
     def open(self) -> bytes:
-        return b"" if self._sse else b"["
+        """Google has no opening event; the empty text tells a client that the reply has begun before any of its text is certain."""
+        return (b"" if self._sse else b"[") + self.keep_alive()
 
     def delta(self, delta: Delta) -> bytes:
         shown = self._candidates[delta.index].take(delta)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from proxy.dialects.base import Request
 from proxy.engine.base import Engine, Renderer
 from proxy.engine.chat_api import ChatApi
-from proxy.engine.id_text import IdText
+from proxy.engine.id_text import IdText, IdTexts
 from proxy.engine.ids_api import IdsApi
 from proxy.engine.local_renderer import LocalRenderer
 from proxy.engine.pool import EnginePool
@@ -25,6 +25,7 @@ class EngineApis:
     def __init__(self, pool: EnginePool, local: LocalRenderer) -> None:
         http = EngineHttp(pool)
         self._local = local
+        self._id_texts = IdTexts()
         self._token_api = TokenApi(http)
         self._text_api = TextApi(http, self._token_api)
         self._engines: dict[str, Engine] = {"token": self._token_api, "chat": ChatApi(http)}
@@ -47,4 +48,4 @@ class EngineApis:
 
     def id_text(self, session_id: str) -> IdText:
         """How the session's ids are written as text."""
-        return self._token_api.id_text(session_id)
+        return self._id_texts.of(session_id)

@@ -36,7 +36,8 @@ class Rendered:
 @dataclass(slots=True)
 class Job:
     """One sampling request. `prompt_ids` and `body` are None on the chat path, where the engine renders the messages; `id_text`
-    is the session's, to spell them out. `wanted` is what the service keeps beside the tokens, where the engine gives it."""
+    is the session's, to read and spell out lists of ids. `wanted` is what the service keeps beside the tokens, where the engine gives
+    it."""
 
     call_id: str
     request: Request
@@ -77,7 +78,7 @@ class Outcome:
     when neither the model nor the harness ended it."""
 
     choices: list[Sampled]
-    prompt_ids: Sequence[int] | None = None
+    prompt_ids: Ids | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     broken: str | None = None

@@ -4,8 +4,8 @@ A prompt instead of messages goes to `/v1/completions`; its ids, if it is ids, a
 
 The engine renders the messages itself, so a later turn is not sampled after the very ids of an earlier one; where its rendering
 happens to begin with them the tree still grows in one row, elsewhere it branches. A server that returns no ids is served and
-flagged: its calls are never trained. Such a server reports no weight versions either: the version is the replica's before the call,
-if it is still the same after it, and unknown otherwise.
+flagged: its calls are never trained. Such a server reports no weight versions either: the version is what the replica is known to hold
+before the call, if it still says the same after it, and unknown otherwise.
 
 Of vLLM's details a whole answer tells all that were asked for; the most probable tokens come as ids only when the harness asked for no
 logprobs of its own, which are told as text.
@@ -19,67 +19,15 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.assembly import Assembly
 from proxy.engine.base import Job, Outcome, Sampled, at, chat_body, shows
-from proxy.engine.details import PromptLogprobs, Tops, details_of
+from proxy.engine.chat_answers import Answer, Gathered, Seen, Usage
+from proxy.engine.details import Tops, details_of
 from proxy.engine.line import Line
 from proxy.engine.refusals import UnknownRoute
 from proxy.engine.replica import Replica
-from proxy.engine.wire import EngineHttp, Told
-from proxy.errors import ContextTooLong, EngineFailed, RequestError, VerbatimError
+from proxy.engine.wire import EngineHttp
+from proxy.errors import ContextTooLong, RequestError, VerbatimError
 from reconstruct.records import Span
-
-
-class _Logprobs(msgspec.Struct):
-    """Of chat completions (`content`), or of completions (the rest)."""
-
-    content: list[dict[str, Any]] | None = None
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] | None = None
-
-    @property
-    def entries(self) -> list[dict[str, Any]]:
-        """In the chat shape."""
-        if self.content is not None:
-            return self.content
-        tops = self.top_logprobs or [None] * len(self.tokens)
-        try:
-            return [_entry(*told) for told in zip(self.tokens, self.token_logprobs, tops, strict=True)]
-        except ValueError as error:
-            raise EngineFailed("the engine's logprobs are not of one length") from error
-
-
-class _Choice(msgspec.Struct):
-    index: int = 0
-    message: dict[str, Any] | None = None
-    delta: dict[str, Any] | None = None
-    text: str | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    routed_experts: str | None = None
-
-
-class _PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = None
-    prompt_tokens_details: _PromptTokensDetails | None = None
-
-
-class _Answer(Told):
-    choices: list[_Choice] = msgspec.field(default_factory=list)
-    usage: _Usage | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-
 
 _TOKENIZED = ("model", "messages", "prompt", "tools", "chat_template_kwargs", "add_special_tokens")
 
@@ -87,33 +35,6 @@ _TOKENIZED = ("model", "messages", "prompt", "tools", "chat_template_kwargs", "a
 class _Tokenized(msgspec.Struct):
     count: int
     max_model_len: int | None = None
-
-
-class _Gathered:
-    """One choice put together from an answer or from the chunks of a stream."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.token_ids: list[int] | None = None
-        self.entries: list[dict[str, Any]] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self.routed_experts: str | None = None
-        self.assembly = Assembly(index)
-
-    def add(self, choice: _Choice) -> Delta:
-        """Take in one piece; returns it as the harness sees it, tool-call ids still the engine's."""
-        if choice.token_ids is not None:
-            self.token_ids = (self.token_ids or []) + choice.token_ids
-        entries = choice.logprobs.entries if choice.logprobs else []
-        self.entries.extend(entries)
-        self.finish_reason = choice.finish_reason or self.finish_reason
-        self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
-        self.routed_experts = choice.routed_experts or self.routed_experts
-        piece = {"content": choice.text} if choice.text is not None else choice.delta or choice.message or {}
-        delta = self.assembly.add(piece)
-        delta.logprobs, delta.token_ids = entries, choice.token_ids or ()
-        return delta
 
 
 class ChatApi:
@@ -124,21 +45,19 @@ class ChatApi:
 
     async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
         """Streaming, yields FirstToken and the engine's own deltas; then one Outcome."""
-        before = await self._http.version(replica)
-        choices = [_Gathered(index) for index in range(job.request.n)]
-        seen = _Answer()
+        before = replica.weight_version
+        choices = [Gathered(index) for index in range(job.request.n)]
+        seen = Seen(job.id_text)
         broken, begun = None, not stream
         try:
             async for answer in self._answers(replica, job, stream):
                 if not begun:
                     begun = True
                     yield FirstToken()
-                seen.prompt_token_ids = seen.prompt_token_ids or answer.prompt_token_ids
+                seen.take(answer)
                 seen.usage = answer.usage or seen.usage
-                seen.prompt_logprobs = seen.prompt_logprobs or answer.prompt_logprobs
                 for choice in answer.choices:
-                    seen.prompt_token_ids = seen.prompt_token_ids or choice.prompt_token_ids
-                    seen.prompt_logprobs = seen.prompt_logprobs or choice.prompt_logprobs
+                    seen.take(choice)
                     delta = at(choices, choice.index).add(choice)
                     if stream and shows(job.request, delta):
                         yield delta
@@ -146,10 +65,10 @@ class ChatApi:
             if not any(choice.token_ids or choice.assembly for choice in choices):
                 raise
             broken = error.message
-        after = await self._http.version_after(replica, job.line)
-        yield _outcome(job, choices, seen, broken, before if before == after else None)
+        version = await self._http.version_since(replica, before, job.line)
+        yield _outcome(job, choices, seen, broken, version)
 
-    async def _answers(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[_Answer]:
+    async def _answers(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[Answer]:
         body, headers = _body(replica, job, stream), {"x-request-id": job.call_id}
         try:
             async for answer in self._ask(replica, body, headers, job.line, stream):
@@ -167,9 +86,9 @@ class ChatApi:
 
     def _ask(
         self, replica: Replica, body: dict[str, Any], headers: dict[str, str], line: Line, stream: bool
-    ) -> AsyncIterator[_Answer]:
+    ) -> AsyncIterator[Answer]:
         path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-        return self._http.answers(replica, path, body, _Answer, line, stream=stream, headers=headers)
+        return self._http.answers(replica, path, body, Answer, line, stream=stream, headers=headers)
 
     async def _room(self, replica: Replica, body: Mapping[str, Any], error: VerbatimError) -> int:
         """Tokens the window leaves after the prompt, when it was only max_tokens that did not fit.
@@ -246,18 +165,13 @@ def _tops(entries: Sequence[Mapping[str, Any]]) -> Tops:
     ]
 
 
-def _entry(token: str, logprob: float | None, top: Mapping[str, float] | None) -> dict[str, Any]:
-    tops = [{"token": name, "logprob": value} for name, value in (top or {}).items()]
-    return {"token": token, "logprob": logprob, "top_logprobs": tops}
-
-
-def _outcome(job: Job, choices: Sequence[_Gathered], seen: _Answer, broken: str | None, version: int | None) -> Outcome:
+def _outcome(job: Job, choices: Sequence[Gathered], seen: Seen, broken: str | None, version: int | None) -> Outcome:
     sampled = [_sampled(job, choice, seen, version) for choice in choices]
-    usage = seen.usage or _Usage(prompt_tokens=len(seen.prompt_token_ids or ()))
+    usage = seen.usage or Usage(prompt_tokens=0 if seen.prompt_ids is None else len(seen.prompt_ids))
     details = usage.prompt_tokens_details
     return Outcome(
         choices=sampled,
-        prompt_ids=seen.prompt_token_ids,
+        prompt_ids=seen.prompt_ids,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=(details.cached_tokens or 0) if details else 0,
         broken=broken,
@@ -265,12 +179,12 @@ def _outcome(job: Job, choices: Sequence[_Gathered], seen: _Answer, broken: str 
     )
 
 
-def _sampled(job: Job, choice: _Gathered, seen: _Answer, version: int | None) -> Sampled:
+def _sampled(job: Job, choice: Gathered, seen: Seen, version: int | None) -> Sampled:
     count, details = len(choice.token_ids or ()), None
-    if choice.token_ids is not None and seen.prompt_token_ids is not None:
+    if choice.token_ids is not None and seen.prompt_ids is not None:
         details = details_of(
             job.wanted,
-            seen.prompt_token_ids,
+            seen.prompt_ids,
             count,
             tops=_tops(choice.entries) if _tells_top_ids(job) else None,
             prompt_logprobs=seen.prompt_logprobs,

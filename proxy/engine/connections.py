@@ -6,7 +6,9 @@ import socket
 
 import aiohttp
 
+from proxy.engine.channels import Channels
 from proxy.settings import Settings
+from proxy.tracing import carried
 
 _IDLE_SECONDS = 4.0
 """How long an idle connection is kept: vLLM's server closes it after 5 seconds, and a request sent into that would be lost."""
@@ -17,7 +19,7 @@ _PROBES = 3
 
 
 def open_connections(settings: Settings) -> aiohttp.ClientSession:
-    """The session that all traffic to engines goes through, with their API key."""
+    """The session for everything but calls: probes, models, weights. With the engines' API key."""
     key = settings.engine_api_key
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_probing_socket),
@@ -28,11 +30,29 @@ def open_connections(settings: Settings) -> aiohttp.ClientSession:
     )
 
 
+def open_channels(settings: Settings) -> Channels:
+    """The connections that calls go over, with the same key and the same patience."""
+    key = settings.engine_api_key
+    return Channels(
+        key.get_secret_value() if key else None,
+        connect_seconds=settings.engine_connect_seconds,
+        read_seconds=settings.engine_timeout_seconds,
+        idle_seconds=_IDLE_SECONDS,
+        prepare=_probe,
+        carried=carried if settings.trace_endpoint is not None else None,
+    )
+
+
 def _probing_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket that asks its other end for a sign of life: a machine that vanished breaks the call within a minute or so, where an
-    engine that thinks for an hour does not."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
+    _probe(made)
+    return made
+
+
+def _probe(made: socket.socket) -> None:
+    """Let the socket ask its other end for a sign of life: a machine that vanished breaks the call within a minute or so, where an
+    engine that thinks for an hour does not."""
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     longest_seconds = _PROBE_AFTER_SECONDS + _PROBES * _PROBE_EVERY_SECONDS
     # Not every system has all of them. The last is for what was sent and never acknowledged, when no probe is sent.
@@ -44,4 +64,3 @@ def _probing_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     ):
         if hasattr(socket, name):
             made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return made

@@ -70,7 +70,7 @@ class IdsApi:
 
     async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
         """Streaming, yields FirstToken; then one Outcome. See `Engine.sample`."""
-        before = await self._http.version(replica)
+        before = replica.weight_version
         choices = [IdChoice(index) for index in range(job.request.n)]
         proven, cached, broken, begun = False, 0, None, not stream
         try:
@@ -88,7 +88,7 @@ class IdsApi:
             if not any(choice.token_ids or choice.text for choice in choices):
                 raise
             broken = error.message
-        version = before if before == await self._http.version_after(replica, job.line) else None
+        version = await self._http.version_since(replica, before, job.line)
         spans = [_spans(version, len(choice.token_ids)) for choice in choices]
         yield await outcome(self._renderer, job, choices, spans, proven=proven, cached_tokens=cached, broken=broken)
 

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-import aiohttp
-
+from proxy.engine.channel import Answer
 from proxy.errors import EngineFailed
 
 ASIDE_SECONDS = 60.0
@@ -21,21 +20,21 @@ class Line:
     def __init__(self) -> None:
         self.hung_up = False
         self._task = asyncio.current_task()
-        self._response: aiohttp.ClientResponse | None = None
+        self._answer: Answer | None = None
         self._limit: asyncio.Timeout | None = None
 
-    def connected(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
+    def connected(self, answer: Answer) -> None:
+        self._answer = answer
 
     def redial(self) -> None:
         """The request was refused and is made again. Raises EngineFailed when it was hung up on meanwhile."""
-        self._response = None
+        self._answer = None
         if self.hung_up:
             raise EngineFailed("the call was hung up")
 
     def over(self) -> None:
         """Nothing is left to hang up on: the task goes on to other things."""
-        self._response, self._task = None, None
+        self._answer, self._task = None, None
 
     def hang_up(self) -> None:
         """End the request now: the engine sees a client that went away, the reader an EngineFailed."""
@@ -44,8 +43,8 @@ class Line:
         self.hung_up = True
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time() + HUNG_UP_SECONDS)
-        if self._response is not None:
-            self._response.close()
+        if self._answer is not None:
+            self._answer.close()
         elif self._task is not None:
             self._task.cancel()
 

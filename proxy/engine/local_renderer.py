@@ -84,6 +84,11 @@ class LocalRenderer:
         return message
 
     @property
+    def is_set(self) -> bool:
+        """Whether there is a model to render for."""
+        return self._model is not None
+
+    @property
     def end_id(self) -> int | None:
         """The id of the tokenizer's own end of a text; None before anything was rendered."""
         return self._format.end_id if self._format is not None else None
@@ -91,6 +96,16 @@ class LocalRenderer:
     async def spell(self, ids: Sequence[int]) -> list[str]:
         """The text of each id by itself."""
         return await self._do(lambda chat: [chat.decode([token], special=True) for token in ids])
+
+    async def spell_each(self, groups: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each group of ids as it follows others, special tokens included."""
+
+        def work(chat: ChatFormat) -> list[str]:
+            # Alone, a word loses the blank before it where a tokenizer marks blanks at the words' beginnings.
+            before = len(chat.decode([0], special=True))
+            return [chat.decode([0, *group], special=True)[before:] for group in groups]
+
+        return await self._do(work)
 
     async def encode(self, text: str) -> list[int]:
         """The ids of a text that is no whole prompt."""

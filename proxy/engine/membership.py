@@ -24,6 +24,7 @@ Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 """(name, port) -> its addresses as text. Raises OSError when the name cannot be resolved now."""
 
 RESOLVE_SECONDS = 5.0
+_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/inference/v1/generate", "/generate")
 _POLICY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,199}")
 
 
@@ -98,6 +99,8 @@ def _check(url: str) -> None:
         usable = False
     if not usable:
         raise ValueError("it is not a URL like http://127.0.0.1:8000")
+    if (route := next((route for route in _ROUTES if parts.path.endswith(route)), None)) is not None:
+        raise ValueError(f"an engine is named without {route}")
     if "@" in parts.netloc:
         # Engines are called by their URL in logs, errors and lists.
         raise ValueError("it must not hold a password")

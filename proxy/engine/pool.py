@@ -19,7 +19,8 @@ from typing import Protocol
 import aiohttp
 
 from proxy.engine import policies
-from proxy.engine.connections import open_connections
+from proxy.engine.channels import Channels
+from proxy.engine.connections import open_channels, open_connections
 from proxy.engine.gate import Gate
 from proxy.engine.health import Health, HealthRule
 from proxy.engine.membership import Member, Membership, Resolver, system_resolver
@@ -68,6 +69,7 @@ class EnginePool:
         self._settings = settings
         self._rule = HealthRule(settings.engine_failures, settings.engine_return_probes, settings.engine_flap_seconds)
         self._http: aiohttp.ClientSession | None = None
+        self._channels: Channels | None = None
         self._watches = Watches(self._visit)
         self._following: asyncio.Task[None] | None = None
         self._gate = Gate()
@@ -83,14 +85,21 @@ class EnginePool:
 
     @property
     def http(self) -> aiohttp.ClientSession:
-        """The session that all traffic to engines goes through: no cap on connections, kept alive, authorised."""
+        """The session for what is asked of engines beside calls: no cap on connections, kept alive, authorised."""
         if self._http is None:
             raise RuntimeError("EnginePool.start() comes first")
         return self._http
 
+    @property
+    def channels(self) -> Channels:
+        """What calls go over; likewise."""
+        if self._channels is None:
+            raise RuntimeError("EnginePool.start() comes first")
+        return self._channels
+
     async def start(self) -> None:
         """Begin watching. Waits for a first answer of every replica, at most `engine_connect_seconds`; never fails."""
-        self._http = open_connections(self._settings)
+        self._http, self._channels = open_connections(self._settings), open_channels(self._settings)
         for replica in self.replicas:
             self._watches.begin(replica)
         looked = asyncio.Event()
@@ -107,6 +116,8 @@ class EnginePool:
         await self._watches.stop()
         if self._following is not None:
             await asyncio.gather(self._following, return_exceptions=True)
+        if self._channels is not None:
+            self._channels.close()
         if self._http is not None:
             await self._http.close()
 
@@ -171,6 +182,10 @@ class EnginePool:
     def call_failed(self, replica: Replica, reason: str, *, refused: bool) -> None:
         """A call there broke, which may take the replica out (see `Standing.call_failed`); its watch looks at it at once."""
         self._standing.call_failed(replica, reason, refused=refused)
+        self._watches.look_at(replica)
+
+    def look_at(self, replica: Replica) -> None:
+        """Its watch visits it at once."""
         self._watches.look_at(replica)
 
     async def admitted(self, policy: str = policies.DEFAULT) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -16,11 +17,21 @@ from proxy.engine.replica import Replica
 from proxy.engine.wire import Told
 
 
-class Logprob(msgspec.Struct):
+class BareLogprob(msgspec.Struct, gc=False):
+    """As much of an entry as a record needs."""
+
     token_id: int
     logprob: float | None = None
+
+
+class Logprob(BareLogprob):
+    """A whole entry, for a harness that asked for logprobs or a trainer that wants the alternatives."""
+
     rank: int | None = None
     top_logprobs: msgspec.Raw = msgspec.Raw(b"[]")
+
+
+_logprob: Callable[[BareLogprob], float | None] = attrgetter("logprob")
 
 
 class _Top(msgspec.Struct):
@@ -58,6 +69,23 @@ class Generated(Told):
     choices: list[ChoicePiece] = msgspec.field(default_factory=list)
     usage: Usage | None = None
     prompt_logprobs: PromptLogprobs | None = None
+
+
+class _BareLogprobs(msgspec.Struct):
+    content: list[BareLogprob] | None = None
+
+
+class _BarePiece(ChoicePiece):
+    logprobs: _BareLogprobs | None = None  # type: ignore[assignment]
+
+
+class _BarelyGenerated(Generated):
+    choices: list[_BarePiece] = msgspec.field(default_factory=list)  # type: ignore[assignment]
+
+
+def answer_type(job: Job) -> type[Generated]:
+    """What an answer is decoded as: the alternatives of each token only where somebody looks at them."""
+    return Generated if job.wanted.top_logprobs or job.request.top_logprobs is not None else _BarelyGenerated
 
 
 class SampledChoice:
@@ -109,7 +137,7 @@ class SampledChoice:
         return Sampled(
             index=self.index,
             token_ids=self.token_ids,
-            logprobs=[entry.logprob for entry in self.entries],
+            logprobs=list(map(_logprob, self.entries)),
             spans=spans_of(replica, self._versions),
             finish_reason=self.finish_reason or "abort",
             stop_reason=self.stop_reason,

@@ -8,7 +8,6 @@ the message. Checked against vLLM 0.32.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -21,13 +20,11 @@ from proxy.engine.generated import GENERATE, Usage, generate_body, streamed
 from proxy.engine.id_text import IdText
 from proxy.engine.parser import Parser
 from proxy.engine.replica import Replica
-from proxy.engine.sampled_choice import Generated, Parsed, SampledChoice, gather
+from proxy.engine.sampled_choice import Parsed, SampledChoice, answer_type, gather
 from proxy.engine.wire import EngineHttp
 from proxy.errors import EngineFailed, VerbatimError
+from proxy.steps import INTERPRET, Within
 from reconstruct.bridge import Rendering
-
-_SESSIONS_REMEMBERED = 256
-"""Sessions whose ids are remembered as text: a few megabytes for one of a hundred thousand tokens."""
 
 _REQUEST_ID_PREFIX = "generate-tokens-"
 """What vLLM puts before the request id it was given; /abort_requests wants the whole."""
@@ -38,15 +35,6 @@ class TokenApi:
 
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
-        self._id_texts: OrderedDict[str, IdText] = OrderedDict()
-
-    def id_text(self, session_id: str) -> IdText:
-        """What is remembered of the session's ids as text; the sessions heard of last have one."""
-        known = self._id_texts.setdefault(session_id, IdText())
-        self._id_texts.move_to_end(session_id)
-        while len(self._id_texts) > _SESSIONS_REMEMBERED:
-            self._id_texts.popitem(last=False)
-        return known
 
     async def render(self, replica: Replica, request: Request, rendering: Rendering, id_text: IdText) -> Rendered:
         """The ids of `rendering.messages` under the request's tools and template kwargs."""
@@ -75,9 +63,9 @@ class TokenApi:
         parser = Parser(self._http, replica, job)
         usage, given, broken, begun = Usage(), None, None, not stream
         streams = streamed(job, stream)
-        body = generate_body(replica, job, streams)
+        body, told = generate_body(replica, job, streams), answer_type(job)
         try:
-            async for answer in self._http.answers(replica, GENERATE, body, Generated, job.line, stream=streams):
+            async for answer in self._http.answers(replica, GENERATE, body, told, job.line, stream=streams):
                 usage.take(answer.usage)
                 given = answer.prompt_logprobs or given
                 if not begun:
@@ -104,8 +92,9 @@ class TokenApi:
         """What is certain of the text by now, where it is told on the way and it is time to ask."""
         if choice.live is None or choice.finish_reason or not choice.live.due:
             return None
-        async with job.line.aside():
-            return await parser.step(choice.live)
+        with Within(INTERPRET):
+            async with job.line.aside():
+                return await parser.step(choice.live)
 
     async def abort(self, replica: Replica, job: Job) -> bool:
         body = {"request_ids": [_REQUEST_ID_PREFIX + job.call_id]}
@@ -130,19 +119,29 @@ class TokenApi:
             if isinstance(parsed, VerbatimError):
                 # The tokens are sampled and will be recorded, though nobody can say what they mean.
                 broken, parsed = broken or parsed.message, Parsed({"role": "assistant", "content": ""})
-            elif isinstance(parsed, BaseException):
+            elif isinstance(parsed, Exception):
                 raise parsed
             sampled.append(choice.sampled(replica, job, parsed, given))
         assert job.prompt_ids is not None
         return Outcome(sampled, None, len(job.prompt_ids), cached, broken)
 
-    async def _parsed(self, job: Job, parser: Parser, choices: list[SampledChoice]) -> Sequence[Parsed | BaseException]:
+    async def _parsed(self, job: Job, parser: Parser, choices: list[SampledChoice]) -> Sequence[Parsed | Exception]:
         """What each choice says, or why that is not known."""
         try:
-            async with job.line.aside():
-                return await asyncio.gather(*map(parser.told, choices), return_exceptions=True)
+            with Within(INTERPRET):
+                async with job.line.aside():
+                    if len(choices) == 1:
+                        return [await _told(parser, choices[0])]
+                    return await asyncio.gather(*(_told(parser, choice) for choice in choices))
         except EngineFailed as error:
             return [error for _ in choices]
+
+
+async def _told(parser: Parser, choice: SampledChoice) -> Parsed | Exception:
+    try:
+        return await parser.told(choice)
+    except Exception as error:
+        return error
 
 
 def _goes_live(job: Job, stream: bool) -> bool:

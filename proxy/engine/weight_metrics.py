@@ -1,16 +1,4 @@
-"""Prometheus metrics of weight updates; every label is bounded by the settings.
-
-| name | type | labels | meaning |
-|---|---|---|---|
-| verbatim_weight_version | gauge | policy, replica | the version a replica holds, as this process knows it; absent while unknown |
-| verbatim_weight_pushes_total | counter | policy, mode, outcome | pushes that this process ran: applied, partial, failed, refused |
-| verbatim_weight_push_seconds | histogram | policy, mode | a push from its start, waiting for another one not counted, to its end |
-| verbatim_weight_paused_seconds_total | counter | policy, replica, mode | time that a replica stood paused for pushes |
-| verbatim_weight_repairs_total | counter | policy, outcome | replicas given the current weights because they held others: done, failed |
-| verbatim_weight_takeovers_total | counter | policy | replicas resumed that somebody else had left paused |
-
-The default policy is "". Refused is a push that began and found its version taken or no engine to take it.
-"""
+"""Prometheus metrics of weight updates; docs/metrics.md has the table of them. Every label is bounded by the settings."""
 
 from __future__ import annotations
 

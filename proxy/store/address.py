@@ -3,7 +3,7 @@
     redis://[user:password@]host:port/db              one server (or any node of a cluster, which is noticed)
     redis+cluster://host:port[,host:port…]            a cluster, found through any of its nodes
     redis+sentinel://host:port[,…]/service[/db]       the master of that service, as the Sentinels name it
-    unix:///path                                      one server on a Unix socket
+    unix:///path, unix://folder/path                  one server on a Unix socket; the second is relative to the working directory
 
 `rediss` instead of `redis` is TLS. What stands after `?` (for example `ssl_ca_certs=/path`) goes to every connection; a user and
 password are those of the Redis servers.
@@ -11,9 +11,10 @@ password are those of the Redis servers.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 Kind = Literal["single", "cluster", "sentinel"]
 Place = tuple[str, int]
@@ -42,7 +43,7 @@ class Address:
             raise ValueError("it begins with redis://, rediss://, redis+cluster://, redis+sentinel:// or unix://")
         if not kind:
             if scheme == "unix":
-                return cls("single", url, parts.path)
+                return _socket(parts)
             return cls("single", url, _bare(parts), _places(parts, "single"))
         if kind == "cluster":
             _require(parts.path in ("", "/", "/0"), "a cluster has the one database 0")
@@ -60,6 +61,15 @@ class Address:
     def sentinel(self, place: Place) -> str:
         """The same of a Sentinel, which has neither users nor databases."""
         return _joined(urlsplit(self.url), _netloc(place), "")
+
+
+def _socket(parts: SplitResult) -> Address:
+    """What stands before the first slash is a folder: elsewhere it would be a host, which a socket has none of."""
+    login, at, folder = parts.netloc.rpartition("@")
+    _require(bool(folder + parts.path), "unix:// is followed by the path of a socket")
+    path = os.path.abspath(unquote(folder + parts.path))
+    query = f"?{parts.query}" if parts.query else ""
+    return Address("single", f"unix://{login}{at}{quote(path)}{query}", path)
 
 
 def _joined(parts: SplitResult, netloc: str, path: str) -> str:

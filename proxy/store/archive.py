@@ -48,7 +48,7 @@ class RedisArchiveStore:
         Raises `Conflict` when a session of that id is another one, is open, or holds other records.
         """
         there = await self._sessions.load(info.session_id)
-        if there is not None and _without_key(there.info) != _without_key(info):
+        if there is not None and _archived(there.info) != _archived(info):
             raise Conflict(f"there is another session {info.session_id} already", param="session_id")
         if there is None:
             await self._listing.add(info)
@@ -88,8 +88,8 @@ class RedisArchiveStore:
         if there is None:
             raise NotFound(f"there is no session {session_id}")
         # A reward of the same value may have been given again.
-        asked = replace(state, info=_without_key(state.info), updated_at=0.0)
-        if replace(there, info=_without_key(there.info), updated_at=0.0) != asked:
+        asked = replace(state, info=_archived(state.info), updated_at=0.0)
+        if replace(there, info=_archived(there.info), updated_at=0.0) != asked:
             raise Conflict(f"session {session_id} is there already, and its state is not the same")
         if await self._sessions.delivered(session_id) != set(delivered):
             raise Conflict(f"session {session_id} is there already, and other replies of it were delivered")
@@ -114,11 +114,12 @@ def _fields(state: SessionState, leased_at: float | None) -> list[Argument]:
 
 
 def _packed(info: SessionInfo) -> bytes:
-    return pack_versioned(_without_key(info))
+    return pack_versioned(_archived(info))
 
 
-def _without_key(info: SessionInfo) -> SessionInfo:
-    return replace(info, key_hash=NO_KEY)
+def _archived(info: SessionInfo) -> SessionInfo:
+    """What an archive holds of it: not the key, and not its group's rule. A group that is imported is the service's to decide on."""
+    return replace(info, key_hash=NO_KEY, group_rule=None)
 
 
 def _digest(record: bytes) -> bytes:

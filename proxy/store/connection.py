@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import redis.exceptions as broken
 
+from proxy.deadline import Deadline
 from proxy.errors import StoreUnavailable
 from proxy.store.address import Address, Place
 from proxy.store.cluster import Cluster
@@ -89,6 +90,7 @@ class StoreConnection:
         self._wait_aof = wait_aof
         self._seal = _seal(wait_replicas, wait_aof, int(timeout_seconds * 500))
         self._link: Link | None = None
+        self._closed = False
         self._opening = asyncio.Lock()
         # The pools of redis-py refuse or poll when they are exhausted; here commands wait in line for a connection.
         self._free = asyncio.Semaphore(max_connections)
@@ -129,6 +131,8 @@ class StoreConnection:
         await (self._patiently(attempt) if patient else attempt())
 
     async def close(self) -> None:
+        """For good: whoever still asks gets `Lasting`, and no connection is opened that nobody would close."""
+        self._closed = True
         link, self._link = self._link, None
         if link is not None:
             await link.close()
@@ -167,7 +171,7 @@ class StoreConnection:
         """What `act` gives, within the deadline; everything that Redis can do wrong as `StoreUnavailable`."""
         waiting = True
         try:
-            async with asyncio.timeout(self.timeout_seconds), self._free:
+            async with Deadline(self.timeout_seconds), self._free:
                 waiting = False
                 return await act(self._link or await self._open())
         except broken.NoScriptError:
@@ -189,8 +193,15 @@ class StoreConnection:
     async def _open(self) -> Link:
         async with self._opening:
             if self._link is None:
-                self._link = await self._connect()
+                link = await self._connect()
+                if self._closed:
+                    await link.close()
+                    raise self._was_closed()
+                self._link = link
             return self._link
+
+    def _was_closed(self) -> Lasting:
+        return Lasting(f"the Redis at {self.place} is not asked any more: the store was closed")
 
     async def _connect(self) -> Link:
         link = self._unopened()
@@ -221,6 +232,9 @@ class StoreConnection:
         return self._node_at(self._address.server(place))
 
     def _node_at(self, url: str) -> Node:
+        """Raises `Lasting` when the store was closed: nobody would close the node."""
+        if self._closed:
+            raise self._was_closed()
         connect_seconds = min(CONNECT_SECONDS, self.timeout_seconds)
         # Twice as many as are used at a time: redis-py loses one when a cancellation meets it giving a connection back.
         return Node(url, max_connections=2 * self._max_connections, connect_seconds=connect_seconds)

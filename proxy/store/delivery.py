@@ -5,15 +5,16 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
 from typing import Any
 
 from proxy.errors import Conflict, NotFound
 from proxy.store.arrivals import StreamArrivals
 from proxy.store.connection import Argument, Script, StoreConnection
-from proxy.store.delivery_store import Admission, Announced, CloseRequest, Freshness
-from proxy.store.groups import DeadLetter, GroupPolicy, Lease, LeasedGroup, Member, Nothing, PolicyLine
+from proxy.store.delivery_store import Admission, Announced, CloseRequest, Freshness, LeaseTerms
+from proxy.store.groups import DeadLetter, GroupPolicy, GroupRule, Lease, LeasedGroup, Member, Nothing
 from proxy.store.keys import ARRIVALS, DELIVERY, GROUP_POLICIES, GROUP_TOTALS
-from proxy.store.packing import pack_versioned, unpack_versioned
+from proxy.store.packing import pack, pack_versioned, unpack_versioned
 
 REMEMBERED_SECONDS = 86400.0
 """How long an ended lease can still be told from one that never was."""
@@ -71,11 +72,19 @@ class RedisDeliveryStore:
             for session_id, at, request in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
         ]
 
-    async def fill(self, group_id: str, group_size: int, member: Member, policy: GroupPolicy, now: float) -> str:
+    async def fill(
+        self,
+        group_id: str,
+        group_size: int,
+        member: Member,
+        policy: GroupPolicy,
+        now: float,
+        rule: GroupRule | None = None,
+    ) -> str:
         reward = "" if member.reward is None else repr(float(member.reward))
         entry = (member.session_id, int(member.usable), reward, member.rows, member.oldest_version)
         named = (each for name, rows in member.named.items() for each in (name, rows.rows, rows.oldest_version))
-        args = (group_id, group_size, *entry, repr(now), *_decision(policy), *named)
+        args = (group_id, group_size, *entry, repr(now), *_decision(policy), _said(rule), *named)
         status: bytes = await self._run(FILL, *args, durable=True)
         return status.decode()
 
@@ -118,31 +127,17 @@ class RedisDeliveryStore:
     async def tend(self, policy: GroupPolicy, timeout_seconds: float, now: float) -> int:
         return int(await self._run(TEND, repr(now), f"{timeout_seconds:g}", *_decision(policy)))
 
-    async def lease(
-        self,
-        *,
-        consumer: str,
-        max_groups: int | None,
-        max_trajectories: int | None,
-        oldest_version: int | None,
-        lease_seconds: float,
-        max_deliveries: int,
-        now: float,
-        waits: bool = False,
-        stale_groups: str = "keep",
-        version: int | None = None,
-        policy: str | None = None,
-        named: Mapping[str, PolicyLine] | None = None,
-    ) -> Lease | Nothing:
-        if max_groups is None and max_trajectories is None:
-            max_groups = 1
-        lease_id = uuid.uuid4().hex
-        limits = (_or_none(limit) for limit in (max_groups, max_trajectories, oldest_version))
-        times = (repr(now + lease_seconds), max_deliveries, repr(now), REMEMBERED_SECONDS)
-        claimed_until = repr(now + (WAITING_CLAIM_SECONDS if waits else POLLED_CLAIM_SECONDS))
-        lines = (each for name, line in (named or {}).items() for each in (name, _or_none(line.oldest_version), line.version))
-        whose = (_or_none(version), ANY_POLICY if policy is None else policy, *lines)
-        answer = await self._run(LEASE, lease_id, consumer, *limits, *times, stale_groups, claimed_until, int(waits), *whose)
+    async def lease(self, terms: LeaseTerms) -> Lease | Nothing:
+        lease_id, now = uuid.uuid4().hex, terms.now
+        unlimited = terms.max_groups is None and terms.max_trajectories is None
+        most = (1 if unlimited else terms.max_groups, terms.max_trajectories, terms.oldest_version)
+        limits = (_or_none(limit) for limit in most)
+        times = (repr(now + terms.lease_seconds), terms.max_deliveries, repr(now), REMEMBERED_SECONDS)
+        claimed_until = repr(now + (WAITING_CLAIM_SECONDS if terms.waits else POLLED_CLAIM_SECONDS))
+        claim = (terms.stale_groups, claimed_until, int(terms.waits))
+        lines = (each for name, line in terms.named.items() for each in (name, _or_none(line.oldest_version), line.version))
+        whose = (_or_none(terms.version), ANY_POLICY if terms.policy is None else terms.policy, *lines)
+        answer = await self._run(LEASE, lease_id, terms.consumer, *limits, *times, *claim, *whose)
         if answer[0] == b"none":
             return Nothing(float(answer[1]) if answer[1] else None)
         return Lease(lease_id, float(answer[1]), [_leased_group(group) for group in answer[2:]])
@@ -217,6 +212,10 @@ def _or_none(number: int | None) -> int:
 
 def _flat(versions: Mapping[str, int]) -> list[Argument]:
     return [each for pair in versions.items() for each in pair]
+
+
+def _said(rule: GroupRule | None) -> bytes:
+    return pack({name: value for name, value in asdict(rule).items() if value is not None}) if rule else b""
 
 
 def _decision(policy: GroupPolicy) -> tuple[str, int, str]:

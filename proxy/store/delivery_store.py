@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from proxy.store.groups import DeadLetter, GroupPolicy, Lease, Member, Nothing, PolicyLine
+from proxy.store.groups import DeadLetter, GroupPolicy, GroupRule, Lease, Member, Nothing, PolicyLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,24 @@ class Freshness:
     named: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTerms:
+    """What a consumer asks for: see `DeliveryStore.lease`."""
+
+    consumer: str
+    max_groups: int | None = None
+    max_trajectories: int | None = None
+    oldest_version: int | None = None
+    lease_seconds: float
+    max_deliveries: int
+    now: float
+    waits: bool = False
+    stale_groups: str = "keep"
+    version: int | None = None
+    policy: str | None = None
+    named: Mapping[str, PolicyLine] = field(default_factory=dict)
+
+
 class Arrivals(Protocol):
     """What comes into the store while it is watched. `mark` grows with every arrival; take it before asking for groups."""
 
@@ -81,8 +99,17 @@ class DeliveryStore(Protocol):
         """Announced no later than `before` and neither filled nor retracted, oldest first."""
         ...
 
-    async def fill(self, group_id: str, group_size: int, member: Member, policy: GroupPolicy, now: float) -> str:
-        """Put a closed session into its group. Returns the group's state: filling, ready, dropped, leased, acked or dead.
+    async def fill(
+        self,
+        group_id: str,
+        group_size: int,
+        member: Member,
+        policy: GroupPolicy,
+        now: float,
+        rule: GroupRule | None = None,
+    ) -> str:
+        """Put a closed session into its group. Returns the group's state: filling, ready, dropped, leased, acked or dead. What `rule`
+        says holds for its group from now on, over any `policy`.
 
         Idempotent by session id: a member filled again replaces itself while the group is not leased, and changes nothing
         afterwards. A group id used again after its group is full starts the next round of that id: a group of its own."""
@@ -138,22 +165,7 @@ class DeliveryStore(Protocol):
         makes them dead letters, drop drops them, allow_partial delivers them if enough members are usable. How many."""
         ...
 
-    async def lease(
-        self,
-        *,
-        consumer: str,
-        max_groups: int | None,
-        max_trajectories: int | None,
-        oldest_version: int | None,
-        lease_seconds: float,
-        max_deliveries: int,
-        now: float,
-        waits: bool = False,
-        stale_groups: str = "keep",
-        version: int | None = None,
-        policy: str | None = None,
-        named: Mapping[str, PolicyLine] | None = None,
-    ) -> Lease | Nothing:
+    async def lease(self, terms: LeaseTerms) -> Lease | Nothing:
         """Take ready groups, oldest first, expired leases put back before. A group delivered `max_deliveries` times goes to the
         dead letters instead. `stale_groups`: a group with a span older than `oldest_version` is passed over and kept for
         others (keep), dropped (drop) or given with a mark (flag); counted in each case.

@@ -16,7 +16,7 @@ class PolicyRows:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A closed session's entry in its group. `usable`: completed with a reward. `rows` are those of the default policy and
+    """A closed session's entry in its group. `usable`: completed or timed out, with a reward. `rows` are those of the default policy and
     `oldest_version` that of their sampled tokens; `named` has the rows of other policies."""
 
     session_id: str
@@ -35,6 +35,17 @@ class GroupPolicy:
     members: str = "require_all"
     minimum: int = 1
     zero_variance: str = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRule:
+    """What of a `GroupPolicy` the sessions of one group say themselves; None: as the service is set."""
+
+    policy: str | None = None
+    minimum: int | None = None
+    zero_variance: str | None = None
+    replacements: bool | None = None
+    """False: no session takes the place of a failed member, so that with its last member the group is whole or never will be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,13 @@
 
 Deadlines are not set on its sockets but by whoever sends: redis-py's own would start a task for every command, and swallow
 cancellations while they are at it (asyncio.wait_for, before Python 3.12).
+
+Scripts, which is what calls are recorded with, share one connection; see `proxy.store.pipe`. Everything else takes one of redis-py's.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -14,10 +17,13 @@ import redis.exceptions as broken
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 
+from proxy.store.pipe import Pipe
+
 Argument = bytes | str | int | float
 Command = Sequence[Argument]
 
 _ASKING: Command = ("ASKING",)
+_SCRIPTS = ("EVALSHA", "EVAL")
 _CLOSED = "handler is closed"
 """uvloop's word, in a RuntimeError that redis-py lets pass, for a connection that the server has reset."""
 
@@ -58,8 +64,20 @@ class Node:
             retry=Retry(ConstantBackoff(0.02), 1, supported_errors=(broken.ConnectionError,)),
         )
         self._distrusted = False
+        self._pipe: Pipe | None = None
+        self._opening = asyncio.Lock()
+        self._closed = False
 
     async def send(self, key: str | None, commands: Sequence[Command], *, asking: bool = False) -> list[Any]:
+        self._refuse_if_closed()
+        try:
+            return await self._sent(commands, asking)
+        finally:
+            if self._closed:
+                # It was closed while a connection was being opened here.
+                await self._client.aclose()
+
+    async def _sent(self, commands: Sequence[Command], asking: bool) -> list[Any]:
         try:
             return await self._exchange(commands, asking)
         except RuntimeError as error:
@@ -80,6 +98,8 @@ class Node:
             return (await self._pipelined([_ASKING, *commands]))[1:]
         if len(commands) > 1:
             return await self._pipelined(commands)
+        if commands[0][0] in _SCRIPTS:
+            return [await self._piped(commands[0])]
         return [await self._client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]
 
     async def ping(self) -> None:
@@ -90,9 +110,39 @@ class Node:
 
     def distrust(self) -> None:
         self._distrusted = True
+        if self._pipe is not None:
+            self._pipe.retire()
+            self._pipe = None
 
     async def close(self) -> None:
+        """For good: nothing is opened after it."""
+        self._closed = True
+        if self._pipe is not None:
+            self._pipe.close()
         await self._client.aclose()
+
+    async def _piped(self, command: Command) -> Any:
+        """The answer over the shared connection; a second one is opened when the first breaks."""
+        try:
+            return await (await self._shared()).send(command)
+        except broken.ConnectionError:
+            return await (await self._shared()).send(command)
+
+    async def _shared(self) -> Pipe:
+        pipe = self._pipe
+        if pipe is not None and not pipe.lost:
+            return pipe
+        async with self._opening:
+            if self._pipe is None or self._pipe.lost:
+                self._refuse_if_closed()
+                self._pipe = await Pipe.open(self._client.connection_pool)
+            if self._closed:
+                self._pipe.close()
+            return self._pipe
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise broken.ConnectionError("the store was closed")
 
     async def _pipelined(self, commands: Sequence[Command]) -> list[Any]:
         pipeline = self._client.pipeline(transaction=False)

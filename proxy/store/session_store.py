@@ -10,6 +10,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from proxy.store.groups import GroupRule
+
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
@@ -23,6 +25,19 @@ class SessionInfo:
     group_size: int = 1
     metadata: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    group_rule: GroupRule | None = None
+    trained: bool = True
+    """False: no trainer ever gets it, whatever its reward, and nobody counts it among the groups that wait for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """A call that the service or its engine failed. `at` is when its harness was told, in epoch seconds; `code` is the error's."""
+
+    at: float
+    call_id: str
+    code: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +55,8 @@ class SessionState:
     error: str | None = None
     closed_at: float | None = None
     updated_at: float = 0.0
+    unserved: Unserved | None = None
+    """The last one, of which there may be no record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +117,10 @@ class SessionStore(Protocol):
 
     async def drop_intent(self, session_id: str, intent_id: str) -> None:
         """The engine refused the call: the tree is as it was."""
+        ...
+
+    async def note_unserved(self, session_id: str, unserved: Unserved) -> None:
+        """Kept with the session unless that is closed or knows of a later one."""
         ...
 
     async def disown(self, running: Container[str]) -> None:

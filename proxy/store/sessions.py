@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from proxy.errors import Conflict, NotFound
@@ -14,7 +14,7 @@ from proxy.store import keys
 from proxy.store.connection import Script, StoreConnection
 from proxy.store.listing import SessionListing
 from proxy.store.packing import pack, pack_versioned, unpack, unpack_versioned
-from proxy.store.session_store import Begun, Intent, SessionInfo, SessionState
+from proxy.store.session_store import Begun, Intent, SessionInfo, SessionState, Unserved
 
 CREATE = Script.read("create", "_session")
 SNAPSHOT = Script.read("snapshot", "_session")
@@ -22,6 +22,7 @@ DELETE = Script.read("delete")
 BEGIN = Script.read("begin", "_session")
 COMMIT = Script.read("commit", "_session")
 DROP_INTENT = Script.read("drop_intent", "_session")
+NOTE_UNSERVED = Script.read("note_unserved", "_session")
 DISOWN = Script.read("disown", "_session")
 MARK_DELIVERED = Script.read("mark_delivered", "_session")
 SET_REWARD = Script.read("set_reward", "_session")
@@ -74,7 +75,9 @@ class RedisSessionStore:
         return bool(removed)
 
     async def begin(self, session_id: str, known_calls: int, intent: Intent) -> Begun:
-        signed = replace(intent, process=self._process)
+        signed = Intent(
+            intent.call_id, intent.parent_id, intent.digest, intent.replica, intent.started_at, process=self._process
+        )
         # Until the answer is here nobody knows whether the intent is.
         self._unsettled[intent.call_id] = _Unsettled(session_id, None)
         status, accepted, created_at, records = await self._redis.run(
@@ -105,6 +108,9 @@ class RedisSessionStore:
         self._unsettled[intent_id] = _Unsettled(session_id, None)
         await self._redis.run(DROP_INTENT, _with_intents(session_id), (intent_id, repr(self._clock())))
         self._unsettled.pop(intent_id, None)
+
+    async def note_unserved(self, session_id: str, unserved: Unserved) -> None:
+        await self._redis.run(NOTE_UNSERVED, _both(session_id), (repr(unserved.at), pack_versioned(unserved)))
 
     async def disown(self, running: Container[str]) -> None:
         for call_id, left in [each for each in self._unsettled.items() if each[0] not in running]:
@@ -218,6 +224,7 @@ def _state(snapshot: Any) -> SessionState | None:
         error=None if error is None else error.decode(),
         closed_at=None if closed_at is None else float(closed_at),
         updated_at=float(fields[b"updated_at"]),
+        unserved=unpack_versioned(fields[b"unserved"], Unserved) if b"unserved" in fields else None,
     )
 
 

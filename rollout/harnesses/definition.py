@@ -8,12 +8,20 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rollout.harnesses.errors import BadDefinition, OutsideHome, UnknownField
+from rollout.harnesses.errors import BadDefinition, OutsideHome, PromptTooLong, UnknownField
+from rollout.harnesses.mcp import McpForm, parsed_form
 from rollout.harnesses.placeholders import check, fill, fill_file, uses
 from rollout.harnesses.prepared import Endpoint, Prepared
+from rollout.task import McpServer
 
 DIALECTS = ("chat", "responses", "messages", "gemini", "any")
-STDIN = ("none", "inherit")
+STDIN = ("none", "inherit", "prompt")
+MOST_BYTES = 128 * 1024 - 1
+"""Of one argument or variable of a command (MAX_ARG_STRLEN of Linux), without the zero at its end."""
+OTHERS_BYTES = 4096
+"""What placeholders beside the prompt may become."""
+SCRIPT = ".verbatim-command"
+"""Below the home: the line of a command that is too long for an argument."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*\Z")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -40,9 +48,13 @@ class Harness:
     files: Mapping[str, str] = field(default_factory=dict)
     """Path relative to the home, with forward slashes -> text."""
     stdin: str = "none"
-    """none: empty. inherit: the caller's."""
+    """none: empty. inherit: the caller's. prompt: the prompt."""
     unset: tuple[str, ...] = ()
     """Variables that must not reach it, beside those that never do."""
+    mcp: McpForm | None = None
+    """How it is told of MCP servers; None: it takes none."""
+    skills: str = ""
+    """Folder below the home in which it looks for skills, each a folder with a SKILL.md; empty: it takes none."""
 
     def __post_init__(self) -> None:
         if not _NAME.match(self.name):
@@ -53,7 +65,7 @@ class Harness:
         for variable in (*self.env, *self.unset):
             if not _VARIABLE.match(variable):
                 raise BadDefinition(f"{self.name}: {variable!r} is not the name of an environment variable")
-        for path in self.files:
+        for path in (*self.files, *([self.mcp.file] if self.mcp else []), *([self.skills] if self.skills else [])):
             self._check_path(path)
         for where, text in self._texts():
             check(text, f"{self.name}: {where}")
@@ -65,32 +77,60 @@ class Harness:
 
     @property
     def takes_prompt(self) -> bool:
-        return self.takes_command or any(uses(text, "prompt") for _, text in self._texts())
+        return self.takes_command or self.stdin == "prompt" or any(uses(text, "prompt") for _, text in self._texts())
 
     @property
     def takes_model(self) -> bool:
         return any(uses(text, "model") for _, text in self._texts())
 
     def prepared(
-        self, endpoint: Endpoint, model: str, prompt: str | Sequence[str], home: Path, *, workdir: Path | None = None
+        self,
+        endpoint: Endpoint,
+        model: str,
+        prompt: str | Sequence[str],
+        home: Path,
+        *,
+        workdir: Path | None = None,
+        servers: Sequence[McpServer] = (),
     ) -> Prepared:
         """The harness ready to run in `workdir` (default: the current directory) with `home` as its home.
 
         Words in place of one prompt are joined by spaces; for a harness that takes a command they are that command, and a
-        single text is a line for `sh`."""
+        single text is a line for `sh`. `servers` are those that it is told of; `passed_on.check_taken` says whether it takes them."""
         words = [prompt] if isinstance(prompt, str) else list(prompt)
         values = {name: endpoint.base_urls[name] for name in ("openai", "anthropic", "gemini")}
         values |= {"api_key": endpoint.api_key, "model": model, "prompt": " ".join(words)}
         values |= {"home": str(home), "workdir": str(workdir or Path.cwd())}
         argv = tuple(fill(text, values) for text in self.argv)
-        if self.takes_command:
-            argv = ("sh", "-c", prompt) if isinstance(prompt, str) else tuple(words)
+        files = {path: fill_file(path, text, values) for path, text in self.files.items()}
+        if self.takes_command and isinstance(prompt, str):
+            argv = ("sh", "-c", prompt)
+            if _bytes(prompt) > MOST_BYTES:
+                argv, files[SCRIPT] = ("sh", str(home / SCRIPT)), prompt
+        elif self.takes_command:
+            argv = tuple(words)
+        if servers and self.mcp is not None:
+            files[self.mcp.file] = self.mcp.told(files.get(self.mcp.file, ""), servers)
         return Prepared(
             argv=argv,
             env={name: fill(text, values) for name, text in self.env.items()},
-            files={path: fill_file(path, text, values) for path, text in self.files.items()},
+            files=files,
             unset=self.unset,
+            stdin=values["prompt"].encode() if self.stdin == "prompt" else b"",
         )
+
+    def check_prompt(self, prompt: str) -> None:
+        """Raises `PromptTooLong` where it would stand in an argument or a variable that the system does not pass."""
+        passed = [text for where, text in self._texts() if not where.startswith("file ") and uses(text, "prompt")]
+        if not passed or self.takes_command:
+            return
+        if "\0" in prompt:
+            raise PromptTooLong(f"it holds a null byte, and {self.name} takes it as an argument, which ends at one")
+        if _bytes(prompt) + max(_bytes(text) for text in passed) + OTHERS_BYTES > MOST_BYTES:
+            raise PromptTooLong(
+                f"it has {_bytes(prompt)} bytes, and {self.name} takes it as an argument, of which the system passes {MOST_BYTES}: "
+                "upload what is long as a file, and say here where it is"
+            )
 
     def _texts(self) -> list[tuple[str, str]]:
         """Everything that may hold placeholders, with where it stands."""
@@ -102,6 +142,10 @@ class Harness:
         parts = PurePosixPath(path).parts
         if not parts or path.startswith("/") or ".." in parts or "\0" in path or path.endswith("/"):
             raise OutsideHome(f"{self.name}: file {path!r} is not a path relative to the home that stays below it")
+
+
+def _bytes(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
 
 
 def parsed(data: Mapping[str, Any], name: str) -> Harness:
@@ -126,6 +170,8 @@ def _typed(name: str, key: str, value: Any) -> Any:
         if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
             raise BadDefinition(f"{name}: {key} must be a table of strings")
         return value
+    if key == "mcp":
+        return parsed_form(value)
     if not isinstance(value, str):
         raise BadDefinition(f"{name}: {key} must be a string")
     return value

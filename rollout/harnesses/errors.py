@@ -6,6 +6,8 @@ HarnessError
 │   ├── UnknownField      a field that the format does not have
 │   ├── UnknownPlaceholder  `{name}` with a name that stands for nothing
 │   └── OutsideHome       a file that would be written outside the harness's home
+├── NotTaken              a task passes on what the harness has no place for
+├── PromptTooLong         the system passes no argument of that length
 ├── MissingExecutable     there is no such command on PATH
 └── CannotStart           the command is there, and the system does not run it
 """
@@ -34,6 +36,14 @@ class UnknownPlaceholder(BadDefinition):
 
 
 class OutsideHome(BadDefinition):
+    pass
+
+
+class NotTaken(HarnessError):
+    pass
+
+
+class PromptTooLong(HarnessError):
     pass
 
 

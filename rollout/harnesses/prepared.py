@@ -27,6 +27,7 @@ class Prepared:
     env: Mapping[str, str]
     files: Mapping[str, str]
     unset: tuple[str, ...]
+    stdin: bytes = b""
 
     def write(self, home: Path) -> list[Path]:
         """The files written below `home`, readable by their owner alone, beside a directory for temporary files. Raises

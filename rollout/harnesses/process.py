@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +33,7 @@ class Ended:
 
 
 class HarnessProcess:
-    """Started when made. Raises `MissingExecutable` or `CannotStart`."""
+    """Started when made; `given` is its stdin where that is the `prompt`. Raises `MissingExecutable` or `CannotStart`."""
 
     def __init__(
         self,
@@ -41,21 +42,30 @@ class HarnessProcess:
         workdir: Path,
         *,
         stdin: str = "none",
+        given: bytes = b"",
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self._grace_seconds = grace_seconds
         self._kill_at: float | None = None
         try:
-            self._process = subprocess.Popen(
+            self._process = self._started(argv, env, workdir, None if stdin == "inherit" else given)
+        except (OSError, ValueError) as error:
+            raise CannotStart(f"{argv[0]} could not be started: {error}") from error
+
+    def _started(
+        self, argv: Sequence[str], env: Mapping[str, str], workdir: Path, given: bytes | None
+    ) -> subprocess.Popen[bytes]:
+        with tempfile.TemporaryFile() as file:
+            file.write(given or b"")
+            file.seek(0)
+            return subprocess.Popen(
                 [executable(argv[0], env), *argv[1:]],
                 # Some harnesses believe PWD more than the directory they are in.
                 env={**env, "PWD": str(workdir)},
                 cwd=workdir,
-                stdin=subprocess.DEVNULL if stdin == "none" else None,
+                stdin=file if given else subprocess.DEVNULL if given is not None else None,
                 start_new_session=True,
             )
-        except (OSError, ValueError) as error:
-            raise CannotStart(f"{argv[0]} could not be started: {error}") from error
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Pass the signal on; what still runs after the grace time is killed. A second stop kills at once."""

@@ -81,6 +81,10 @@ def test_every_call_of_the_engine_is_recorded_once(plain: Played) -> None:
     assert all(call["status"] == "finished" and call["delivered"] for call in plain.calls)
 
 
+def test_every_endpoint_that_it_asks_for_is_there(plain: Played) -> None:
+    assert plain.unknown == []
+
+
 def test_one_conversation_is_one_main_row(plain: Played) -> None:
     assert len(plain.main_calls) == len(plain.cli.steps(plain.workdir))
     assert len(plain.main_rows) == 1 + len(plain.cli.branches)

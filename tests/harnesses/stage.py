@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from agent_run import Cli, Ended, run
 from breaking_wire import BreakingWire
@@ -33,6 +34,8 @@ class Played:
     rows: list[Record]
     accounting: Record
     outside: list[str]
+    unknown: list[str]
+    """What the service logged of endpoints that it does not have."""
     broke: bool = False
 
     @property
@@ -54,6 +57,26 @@ class Played:
 
     def text_of(self, name: str) -> str:
         return (self.workdir / name).read_text(encoding="utf-8")
+
+
+class Unknown(logging.Handler):
+    """Used in a `with` block; `said` is what the service logs of requests that it has no endpoint for."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+        self._log = logging.getLogger("proxy.harness")
+
+    def __enter__(self) -> Self:
+        self._log.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._log.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith(("404 ", "405 ")):
+            self.said.append(record.getMessage())
 
 
 class Stage:
@@ -94,7 +117,7 @@ class Stage:
         session = self._service.session()
         address = session.base_url.removesuffix("/v1")
         with ExitStack() as stack:
-            outside = stack.enter_context(Outside())
+            outside, unknown = stack.enter_context(Outside()), stack.enter_context(Unknown())
             wire = stack.enter_context(BreakingWire(self._service.url, break_at)) if break_at else None
             if wire is not None:
                 address = address.replace(self._service.url, wire.url)
@@ -104,4 +127,4 @@ class Stage:
         wait_until(lambda: all(call["status"] != "dangling" for call in session.calls), 20, "every call has ended")
         rows, accounting = session.trajectories()
         seen = (list(self._engine.generations), session.calls, rows, accounting)
-        return Played(cli, ended, workdir, player, *seen, outside.asked, broke=wire is not None and wire.broke)
+        return Played(cli, ended, workdir, player, *seen, outside.asked, unknown.said, broke=wire is not None and wire.broke)

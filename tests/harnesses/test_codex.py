@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from agent_run import Cli, Tools, with_tools
 from every_harness import *  # noqa: F403
-from every_harness import check_done, check_truths
-from player import Step
+from every_harness import KEEPALIVE_SECONDS, check_done, check_truths
+from player import Act, Step
+from redis_server import RedisServer
+from running_service import RunningService
+from scripted_engine import ScriptedEngine
 from stage import Stage
 
 TOOLS = Tools(
@@ -70,3 +76,53 @@ def test_a_compaction_is_a_call_of_its_own_kind_and_what_follows_a_new_row(stage
     assert played.branches == {2: "edited"}
     assert [(row["role"], len(row["call_ids"])) for row in played.rows] == [("main", 2), ("compaction", 1), ("main", 4)]
     assert [item["reason"] for item in played.accounting["quarantined"]] == ["role_compaction"]
+
+
+IDLE_SECONDS = 4 * KEEPALIVE_SECONDS
+
+
+def test_signs_of_life_count_as_such_for_it(stage: Stage) -> None:
+    """It gives a reply up of which nothing came for so long, comments not counted, and makes the call again."""
+
+    def lose_patience_soon(home: Path) -> None:
+        config = home / ".codex" / "config.toml"
+        patience = f'wire_api = "responses"\nstream_idle_timeout_ms = {IDLE_SECONDS * 1000:.0f}'
+        text = config.read_text(encoding="utf-8").replace('wire_api = "responses"', patience)
+        config.write_text(text, encoding="utf-8")
+
+    steps: list[Act] = list(CLI.steps(stage.workdir(CLI, "patience")))
+    gate = threading.Event()
+    change = replace(steps[CLI.change_at], how={"gate": gate, "gate_after": 5})
+
+    def change_after_a_pause(prompt: str) -> Step:
+        """The engine falls silent when it has begun."""
+        threading.Timer(3 * IDLE_SECONDS, gate.set).start()
+        return change
+
+    acts = [*steps[: CLI.change_at], change_after_a_pause, *steps[CLI.change_at + 1 :]]
+    played = stage.play(CLI, acts, "patience", at_home=lose_patience_soon)
+    check_done(played)
+    check_truths(played)
+    assert len(played.generations) == len(played.main_calls) == len(acts), "no call was made twice"
+
+
+@pytest.fixture
+def limited_stage(redis_server: RedisServer, tmp_path: Path) -> Iterator[tuple[Stage, RunningService]]:
+    """A session may begin a call every two seconds."""
+    with (
+        ScriptedEngine("qwen3", max_model_len=131_072) as engine,
+        RunningService(engine.url, redis_server.url, engine_api="token", calls_per_second=0.5) as service,
+    ):
+        yield Stage(engine, service, tmp_path), service
+
+
+def test_a_call_too_many_is_made_again_when_it_may_begin(limited_stage: tuple[Stage, RunningService]) -> None:
+    """A 429 that does not say when would end it."""
+    stage, service = limited_stage
+    steps = CLI.steps(stage.workdir(CLI, "limited"))
+    played = stage.play(CLI, steps, "limited")
+    check_done(played)
+    check_truths(played)
+    assert len(played.main_calls) == len(steps) and len(played.main_rows) == 1
+    refused = [line for line in service.request("GET", "/metrics").text.splitlines() if "too_many_calls" in line]
+    assert refused, "it was never told to wait"

@@ -1,4 +1,4 @@
--- A group: {group_id, size, status, place, deliveries, lease, since, members = {{id, usable, reward, rows, oldest, named}}, parts}
+-- A group: {group_id, size, status, place, deliveries, lease, since, rule, members = {{id, usable, reward, rows, oldest, named}}, parts}
 -- status: filling, ready, dropped, leased, acked, dead. A ready group that was passed over sits in `stale`.
 -- `since` is when its last member came, `given_up` that no more are waited for, `stale` that its lease asked for newer rows,
 -- `leased_at` the weight version of each policy it was leased under, `passed` that it was counted as stale before, `final` that nothing
@@ -97,12 +97,18 @@ local function session_ids(list)
   return ids
 end
 
+-- What becomes of the group where its sessions say so themselves, and what is asked for elsewhere.
+local function ruled(group, policy, minimum, zero_variance)
+  local own = group.rule or {}
+  return own.policy or policy, own.minimum or minimum, own.zero_variance or zero_variance
+end
+
 -- Whether the next session of this group id belongs to a new round.
 local function full(group, policy)
   if settled(group) or group.given_up then
     return true
   end
-  if policy == 'require_all' then
+  if ruled(group, policy) == 'require_all' then
     return #usable_members(group) >= group.size
   end
   return #group.members >= group.size
@@ -130,6 +136,7 @@ end
 
 -- A pure function of the members and the policy, so that a corrected reward decides anew.
 local function decide(group, policy, minimum, zero_variance)
+  policy, minimum, zero_variance = ruled(group, policy, minimum, zero_variance)
   local usable = usable_members(group)
   if policy == 'drop' and #usable < #group.members then
     return 'dropped'

@@ -1,5 +1,6 @@
--- ARGV: group id, size, session id, usable, reward or '', rows, oldest version, now, policy, minimum, zero variance, then the name of
--- each other model that sampled in the session, its rows and their oldest version. The status.
+-- ARGV: group id, size, session id, usable, reward or '', rows, oldest version, now, policy, minimum, zero variance, what of
+-- these three the session itself says (packed) or '', then the name of each other model that sampled in the session, its rows and their
+-- oldest version. The status.
 local group_id, size, session_id, policy = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[9]
 local member = {
   id = session_id,
@@ -8,7 +9,7 @@ local member = {
   rows = tonumber(ARGV[6]),
   oldest = tonumber(ARGV[7]),
 }
-for i = 12, #ARGV, 3 do
+for i = 13, #ARGV, 3 do
   member.named = member.named or {}
   member.named[ARGV[i]] = {rows = tonumber(ARGV[i + 1]), oldest = tonumber(ARGV[i + 2])}
   redis.call('SADD', policies, ARGV[i])
@@ -42,7 +43,18 @@ else
 end
 -- Members that disagree on the size: the greatest holds, or an unfinished group would pass for a whole one.
 group.size = math.max(group.size, size)
+if ARGV[12] ~= '' then
+  group.rule = cmsgpack.unpack(ARGV[12])
+end
 measure(group)
-move(ref, group, decide(group, policy, tonumber(ARGV[10]), ARGV[11]))
+local status = decide(group, policy, tonumber(ARGV[10]), ARGV[11])
+-- Every member has come, and nobody comes for those that failed.
+if status == 'filling' and group.rule and group.rule.replacements == false and #group.members >= group.size then
+  local usable = #usable_members(group)
+  local found = usable .. ' of ' .. group.size .. ' members usable, ' .. #group.members - usable .. ' failed'
+  kill(ref, group, 'incomplete: ' .. found .. ', and nobody takes their place', tonumber(ARGV[8]))
+else
+  move(ref, group, status)
+end
 retract(session_id)
 return group.status

@@ -11,12 +11,13 @@ end
 
 local function give_up(ref, group)
   tally('timed_out')
-  if policy == 'require_all' then
+  local its_policy = ruled(group, policy)
+  if its_policy == 'require_all' then
     kill(ref, group, why(group), now)
     return
   end
   group.given_up = true
-  local status = policy == 'drop' and 'dropped' or decide(group, policy, minimum, ARGV[5])
+  local status = its_policy == 'drop' and 'dropped' or decide(group, policy, minimum, ARGV[5])
   move(ref, group, status)
 end
 

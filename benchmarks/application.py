@@ -1,0 +1,99 @@
+"""The service's ASGI application, called in this thread, behind it a scripted engine in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from pydantic import SecretStr
+
+from benchmarks.processes import ADMIN, ROOT
+from proxy.app import create_app
+from proxy.harness import Harness
+from proxy.settings import Settings
+
+
+class Application:
+    """Calls to it that return when all that belongs to them is done."""
+
+    def __init__(self, app: Harness) -> None:
+        self._app = app
+
+    async def opened(self) -> tuple[str, str]:
+        """(session id, key) of a new session."""
+        made = json.loads(await self.post("/sessions", ADMIN, {}))
+        return made["session_id"], made["api_key"]
+
+    async def ready(self) -> None:
+        """Returns once an engine serves."""
+        while (await self._ask("GET", "/readyz", ADMIN, {}))[0] != 200:  # noqa: ASYNC110  it is another process that is waited for
+            await asyncio.sleep(0.1)
+
+    async def post(self, path: str, key: str, body: Any) -> bytes:
+        """The body of the answer."""
+        status, answer = await self._ask("POST", path, key, body)
+        assert status < 300, answer
+        return answer
+
+    async def _ask(self, method: str, path: str, key: str, body: Any) -> tuple[int, bytes]:
+        content = json.dumps(body).encode()
+        headers = [(b"authorization", f"Bearer {key}".encode()), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
+        scope |= {"headers": headers, "http_version": "1.1", "scheme": "http", "root_path": "", "server": ("127.0.0.1", 80)}
+        given = [{"type": "http.request", "body": content, "more_body": False}]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            if given:
+                return given.pop()
+            return await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await self._app(scope, receive, send)
+        # What is told to the store behind the answer belongs to the call.
+        await self._app.settle()
+        return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+
+
+@asynccontextmanager
+async def application(engine_url: str, redis_port: int, api: str) -> AsyncIterator[Application]:
+    tokens = {"admin_token": SecretStr(ADMIN), "trainer_token": SecretStr(ADMIN + "-trainer")}
+    redis_url = f"redis://127.0.0.1:{redis_port}/0"
+    app = create_app(Settings(engine=[engine_url], redis=redis_url, engine_api=api, **tokens))  # type: ignore[arg-type]
+    before = asyncio.all_tasks()
+    told: asyncio.Queue[Any] = asyncio.Queue()
+    said: asyncio.Queue[Any] = asyncio.Queue()
+    running = asyncio.create_task(app({"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}, told.get, said.put))
+    told.put_nowait({"type": "lifespan.startup"})
+    assert (await said.get())["type"] == "lifespan.startup.complete"
+    served = Application(app)
+    try:
+        await served.ready()
+        # What a process does beside its calls, by the clock, would be counted with a call that takes its time.
+        beside = asyncio.all_tasks() - before - {running}
+        for task in beside:
+            task.cancel()
+        await asyncio.wait(beside)
+        yield served
+    finally:
+        told.put_nowait({"type": "lifespan.shutdown"})
+        await running
+
+
+@contextmanager
+def scripted_engine(tokens: int) -> Iterator[str]:
+    """The URL of an engine whose replies, of so many tokens, depend on the prompt alone."""
+    command = [sys.executable, str(ROOT / "tests" / "scripted_engine.py"), "--tokens", str(tokens)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()

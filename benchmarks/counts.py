@@ -1,0 +1,243 @@
+"""What fixed calls cost in counts instead of seconds, and whether that has grown over the recorded baseline.
+
+    python -m benchmarks.counts              # prints the counts beside the baseline; exit code 1 where one has grown too much
+    python -m benchmarks.counts --record     # makes them the baseline of this minor version of Python
+
+Each case is one call to the real application (everything behind the HTTP server's protocol), with a real redis-server and a scripted
+engine in processes of their own, or one reconstruction of a session. Of several rounds the cheapest counts, since whatever else runs in
+a process can only add to it. `benchmarks/counting.py` says what is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import uvloop
+
+from benchmarks.application import Application, application, scripted_engine
+from benchmarks.counting import Instructions, Peak, RedisMeter
+from benchmarks.processes import ROOT, redis_server
+from benchmarks.reconstruction import CONTEXT, Shape, records
+from benchmarks.sessions import TOOLS, recorded
+from reconstruct.accounting import account, settle
+from reconstruct.builders import merged
+from reconstruct.codec import decode
+
+BASELINE = ROOT / "benchmarks" / "baseline.json"
+GROWTH = 0.15
+"""By how much a count may be above its baseline."""
+ROUNDS = 4
+TURNS = 10
+SAMPLED = 128
+LIBRARIES = ("aiohttp", "hiredis", "msgspec", "numpy", "redis", "uvloop")
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+Counts = dict[str, int]
+Figures = dict[str, Counts]
+"""By case, by what is counted."""
+
+SYSTEM = "You look keys up until you know the answer, and you say how you found it. " * 40
+QUESTION = "Find alpha, and say which of the other keys it is made of."
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A call at `path` below a session of the service that takes `api` to its engine, after `before` calls of the same session.
+
+    `streamed`: its answer comes in as many pieces as the network makes of it, and takes long enough for the rest of the process to
+    talk to Redis; then only what does not depend on that is counted."""
+
+    name: str
+    api: str
+    path: str
+    body: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    before: int = 0
+    streamed: bool = False
+
+
+def _chat(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    head = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+    return {"model": "policy", "messages": [*head, *messages], "tools": TOOLS}
+
+
+def _streamed(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**_chat(messages), "stream": True}
+
+
+def _responses(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    tool = {"type": "function", **TOOLS[0]["function"]}  # type: ignore[dict-item]
+    return {"model": "policy", "instructions": SYSTEM, "input": QUESTION, "tools": [tool]}
+
+
+def _messages(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    asked = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
+    return {"model": "policy", "system": SYSTEM, "messages": asked, "max_tokens": 4096}
+
+
+def _gemini(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "systemInstruction": {"parts": [{"text": SYSTEM}]},
+        "contents": [{"role": "user", "parts": [{"text": QUESTION}]}],
+    }
+
+
+CASES = (
+    Case("token path, first call", "token", "/v1/chat/completions", _chat),
+    Case(f"token path, call {TURNS}", "token", "/v1/chat/completions", _chat, TURNS - 1),
+    Case("chat path, first call", "chat", "/v1/chat/completions", _chat),
+    Case(f"chat path, call {TURNS}", "chat", "/v1/chat/completions", _chat, TURNS - 1),
+    Case("chat path, streamed", "chat", "/v1/chat/completions", _streamed, streamed=True),
+    Case("responses", "token", "/v1/responses", _responses),
+    Case("messages", "token", "/v1/messages", _messages),
+    Case("generateContent", "token", "/v1beta/models/policy:generateContent", _gemini),
+)
+SESSION = Shape("50 calls deep", 50, 800, 200, lambda number: number - 1 if number else None)
+
+
+async def prepared(app: Application, case: Case) -> tuple[str, str, dict[str, Any]]:
+    """(session id, key, body): a session in which the case's call is the next."""
+    session_id, key = await app.opened()
+    history: list[dict[str, Any]] = []
+    for turn in range(case.before):
+        message = json.loads(await app.post(case.path, key, case.body(history)))["choices"][0]["message"]
+        history += [message, {"role": "user", "content": f"{turn}: go on. " * 8}]
+    return session_id, key, case.body(history)
+
+
+async def counted(app: Application, case: Case, redis_port: int) -> Counts:
+    """One round."""
+    meter, instructions, peak = RedisMeter(redis_port), Instructions(), Peak()
+    session_id, key, body = await prepared(app, case)
+    meter.start()
+    with instructions.counted():
+        await app.post(case.path, key, body)
+    traffic = meter.taken()
+    meter.close()
+    stored = recorded(redis_port, session_id)[1]
+    _, key, body = await prepared(app, case)
+    with peak.counted():
+        await app.post(case.path, key, body)
+    if case.streamed:
+        return {"own_instructions": instructions.own, "peak_bytes": peak.bytes, "stored_bytes": stored}
+    return {
+        "own_instructions": instructions.own,
+        "library_instructions": instructions.library,
+        "peak_bytes": peak.bytes,
+        "redis_reads": traffic.reads,
+        "redis_bytes_in": traffic.bytes_in,
+        "redis_bytes_out": traffic.bytes_out,
+        "stored_bytes": stored,
+    }
+
+
+def reconstructed() -> Counts:
+    """From the bytes of a session's records to its rows and their accounting."""
+    stored = records(SESSION)
+
+    def rebuild() -> None:
+        calls = [decode(record) for record in stored]
+        settled = settle(calls, delivered={call.call_id for call in calls})
+        rows = merged(settled, CONTEXT)
+        assert account(settled, rows).sampled_tokens == SESSION.calls * SESSION.sampled
+
+    rebuild()
+    instructions, peak = Instructions(), Peak()
+    with instructions.counted():
+        rebuild()
+    with peak.counted():
+        rebuild()
+    return {
+        "own_instructions": instructions.own,
+        "library_instructions": instructions.library,
+        "peak_bytes": peak.bytes,
+    }
+
+
+async def counted_cases(cases: Sequence[Case]) -> Figures:
+    with scripted_engine(SAMPLED) as engine_url, redis_server() as redis_port:
+        async with application(engine_url, redis_port, "token") as token, application(engine_url, redis_port, "chat") as chat:
+            apps = {"token": token, "chat": chat}
+            rounds = []
+            # The first of each opens connections, loads scripts and fills caches.
+            for _ in range(ROUNDS + 1):
+                rounds.append({case.name: await counted(apps[case.api], case, redis_port) for case in cases})
+    return {case.name: _cheapest([round_[case.name] for round_ in rounds[1:]]) for case in cases}
+
+
+def _cheapest(rounds: Sequence[Counts]) -> Counts:
+    return {what: min(counts[what] for counts in rounds) for what in rounds[0]}
+
+
+def figures(only: str = "") -> Figures:
+    """The counts of every case whose name contains `only`."""
+    cases = [case for case in CASES if only in case.name]
+    found = uvloop.run(counted_cases(cases)) if cases else {}
+    name = f"reconstruction, {SESSION.name}"
+    return {**found, name: reconstructed()} if only in name else found
+
+
+def libraries() -> dict[str, str]:
+    return {name: version(name) for name in LIBRARIES}
+
+
+def grown(baseline: Mapping[str, Mapping[str, int]], now: Figures, *, same_libraries: bool) -> list[str]:
+    """A sentence for each count that is more than `GROWTH` above its baseline, or that has none.
+
+    Instructions of libraries are held against it only under the versions it was recorded with."""
+    complaints = []
+    for case, counts in now.items():
+        for what, count in counts.items():
+            if what == "library_instructions" and not same_libraries:
+                continue
+            before = baseline.get(case, {}).get(what)
+            if before is None:
+                complaints.append(f"{case}: {what} has no baseline")
+            elif count > before * (1 + GROWTH):
+                complaints.append(f"{case}: {what} grew by {count / before - 1:.0%}, from {before:,} to {count:,}")
+    return complaints
+
+
+def shown(baseline: Mapping[str, Mapping[str, int]], now: Figures) -> Iterator[str]:
+    for case, counts in now.items():
+        yield case
+        for what, count in counts.items():
+            before = baseline.get(case, {}).get(what)
+            yield f"  {what:22}{count:>12,}" + (f"{count / before - 1:>+9.1%}" if before else "")
+
+
+def recorded_baseline() -> dict[str, Any]:
+    """By minor version of Python: `libraries`, `figures`."""
+    return dict(json.loads(BASELINE.read_text())) if BASELINE.exists() else {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", action="store_true", help="make the counts the baseline of this Python")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains it")
+    parser.add_argument("--json", action="store_true", help="print the counts alone, as JSON")
+    options = parser.parse_args()
+    now, known = figures(options.only), recorded_baseline()
+    if options.json:
+        print(json.dumps(now))
+        return
+    baseline = known.get(PYTHON, {})
+    print("\n".join(shown(baseline.get("figures", {}), now)))
+    if options.record:
+        known[PYTHON] = {"libraries": libraries(), "figures": {**baseline.get("figures", {}), **now}}
+        BASELINE.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        print(f"recorded as the baseline of Python {PYTHON}: {BASELINE}")
+        return
+    if not baseline:
+        raise SystemExit(f"there is no baseline for Python {PYTHON}: python -m benchmarks.counts --record")
+    if complaints := grown(baseline["figures"], now, same_libraries=baseline["libraries"] == libraries()):
+        raise SystemExit("\n".join(complaints))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Requests of a given size, and vLLM 0.32's answers to them, made once: random ids, a text of as many words, their logprobs.
+
+`Size.body` is a chat request whose messages have about a thousand tokens each; `answers` are what vLLM's chat route and its three
+token routes say, whole and as a stream of one token per event.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.load import Body
+
+MODEL = "policy"
+MARK = "@"
+WINDOW = 10_000_000
+_VOCABULARY = 150_000
+_WORD = "word "
+_BYTES_PER_TOKEN = 4
+_TOKENS_PER_MESSAGE = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A call of `prompt` tokens after which `sampled` are sampled."""
+
+    name: str
+    prompt: int
+    sampled: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} ({self.prompt // 1000}k/{self.sampled if self.sampled < 1000 else f'{self.sampled // 1000}k'})"
+
+    def messages(self) -> list[dict[str, str]]:
+        """A history of user and assistant in turn, the user at both ends; it begins with MARK, where the call's number will stand."""
+        count = self.prompt // _TOKENS_PER_MESSAGE | 1
+        text = ("lorem ipsum dolor sit amet " * 1000)[: self.prompt // count * _BYTES_PER_TOKEN]
+        roles = ["assistant" if place % 2 else "user" for place in range(count)]
+        said = [{"role": role, "content": f"{place}: {text}"} for place, role in enumerate(roles)]
+        said[0]["content"] = MARK + said[0]["content"]
+        return said
+
+    def body(self, stream: bool, **more: Any) -> Body:
+        """For the chat dialect."""
+        asked = {"model": MODEL, "messages": self.messages(), "max_tokens": self.sampled, "temperature": 1.0} | more
+        return numbered_at_mark(asked | ({"stream": True} if stream else {}))
+
+
+def numbered_at_mark(asked: dict[str, Any]) -> Body:
+    """The request with the place of its number where MARK stands."""
+    before, _, after = json.dumps(asked).partition(MARK)
+    return Body(before, after)
+
+
+SMALL, LARGE, VERY_LARGE = Size("small", 1_000, 128), Size("large", 32_000, 1_000), Size("very large", 128_000, 4_000)
+SIZES = {size.name.replace(" ", "-"): size for size in (SMALL, LARGE, VERY_LARGE)}
+
+
+def answers(size: Size, stream: bool) -> dict[str, bytes]:
+    """The answer to each route, by the name of a file; those of `.sse` are streams."""
+    made = _Answers(size)
+    if stream:
+        chat, generate = {"chat.sse": made.chat_stream()}, {"generate.sse": made.generate_stream()}
+    else:
+        chat, generate = {"chat.json": _json(made.chat())}, {"generate.json": _json(made.generate())}
+    shared = {"models.json": _json(made.models()), "render.json": _json(made.render()), "derender.json": _json(made.derender())}
+    return shared | chat | generate
+
+
+class _Answers:
+    def __init__(self, size: Size) -> None:
+        dice = random.Random(size.prompt)
+        self._size = size
+        self._prompt = dice.choices(range(_VOCABULARY), k=size.prompt)
+        self._sampled = dice.choices(range(_VOCABULARY), k=size.sampled)
+        self._logprobs = [-round(dice.expovariate(2.0), 7) for _ in self._sampled]
+
+    def models(self) -> Any:
+        return {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "vllm", "max_model_len": WINDOW}]}
+
+    def chat(self) -> Any:
+        choice = {
+            "index": 0,
+            "message": self._message(),
+            "logprobs": {"content": [self._entry(place) for place in range(self._size.sampled)]},
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "token_ids": self._sampled,
+        }
+        whole = {"prompt_logprobs": None, "prompt_token_ids": self._prompt, "kv_transfer_params": None}
+        return self._head("chat.completion") | {"choices": [choice], "usage": self._usage(), **whole}
+
+    def chat_stream(self) -> bytes:
+        head = self._head("chat.completion.chunk")
+        first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        events: list[Any] = [head | {"choices": [first], "prompt_token_ids": self._prompt}]
+        for place, token in enumerate(self._sampled):
+            last = place == self._size.sampled - 1
+            choice = {
+                "index": 0,
+                "delta": {"content": _WORD},
+                "logprobs": {"content": [self._entry(place)]},
+                "finish_reason": "stop" if last else None,
+                "token_ids": [token],
+            }
+            events.append(head | {"choices": [choice]})
+        events.append(head | {"choices": [], "usage": self._usage()})
+        return _events(events)
+
+    def render(self) -> Any:
+        sampling = {"temperature": 1.0, "max_tokens": self._size.sampled}
+        return {
+            "request_id": "chatcmpl-1",
+            "token_ids": self._prompt,
+            "sampling_params": sampling,
+            "model": MODEL,
+            "priority": 0,
+        }
+
+    def generate(self) -> Any:
+        entries = [self._short_entry(place) for place in range(self._size.sampled)]
+        choice = self._piece(self._sampled, entries) | self._end()
+        return {"request_id": "generate-tokens-1", "choices": [choice], "prompt_logprobs": None, "kv_transfer_params": None}
+
+    def generate_stream(self) -> bytes:
+        events: list[Any] = []
+        for place, token in enumerate(self._sampled):
+            piece = self._piece([token], [self._short_entry(place)])
+            events.append({"request_id": "generate-tokens-1", "choices": [piece]})
+        events[-1]["choices"][0] |= self._end()
+        events.append({"request_id": "generate-tokens-1", "choices": [], "usage": self._usage()})
+        return _events(events)
+
+    def derender(self) -> Any:
+        """The whole message, and beside it what a step of a stream is answered with: nothing certain yet."""
+        whole = {"choices": [{"index": 0, "message": self._message(), "finish_reason": "stop"}]}
+        return self._head("chat.completion") | whole | {"chunk": {"choices": [{"index": 0, "delta": {}}]}, "stream_state": {}}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": "chatcmpl-1", "object": kind, "created": 1_700_000_000, "model": MODEL}
+
+    def _message(self) -> dict[str, Any]:
+        return {"role": "assistant", "content": _WORD * self._size.sampled, "reasoning": None, "tool_calls": []}
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, sampled = self._size.prompt, self._size.sampled
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+    def _entry(self, place: int) -> Mapping[str, Any]:
+        return {"token": _WORD, "logprob": self._logprobs[place], "bytes": list(_WORD.encode()), "top_logprobs": []}
+
+    def _short_entry(self, place: int) -> Mapping[str, Any]:
+        return {"token_id": self._sampled[place], "logprob": self._logprobs[place], "rank": 1, "top_logprobs": []}
+
+    def _piece(self, ids: list[int], entries: list[Mapping[str, Any]]) -> dict[str, Any]:
+        return {"index": 0, "token_ids": ids, "finish_reason": None, "stop_reason": None, "logprobs": {"content": entries}}
+
+    def _end(self) -> dict[str, Any]:
+        versions = [{"version": "0", "start": 0, "end": self._size.sampled}]
+        return {"finish_reason": "stop", "weight_versions": versions}
+
+
+def _json(answer: Any) -> bytes:
+    return json.dumps(answer, separators=(",", ":")).encode()
+
+
+def _events(events: list[Any]) -> bytes:
+    return b"".join(b"data: %s\n\n" % _json(event) for event in events) + b"data: [DONE]\n\n"

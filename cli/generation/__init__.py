@@ -1,0 +1,1 @@
+"""`verbatim generate`: tasks are attempted until enough attempts are accepted, and the accepted become files."""

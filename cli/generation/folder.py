@@ -1,0 +1,161 @@
+"""The folder that a generation fills.
+
+    generation.json  what it was begun with
+    rollouts.jsonl   every attempt that has ended, with its verdict
+    accepted/        the kept sessions, an archive: Parquet, one row per trajectory (docs/archive.md)
+    chat.jsonl       the same rows as chat messages
+    logs/            what the service and the node of --engine said
+    .verbatim/       their data
+
+`rollouts.jsonl` and `chat.jsonl` are written when the command ends, however it ends: each is there whole. The second follows from the
+archive.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cli.generation.attempts import Way
+from cli.generation.conversations import conversations
+from cli.generation.inputs import input_of
+from cli.refusal import Refusal
+from proxy.archive.files import read_table, write_whole
+from proxy.archive.folder import ArchiveError, ArchiveReader, ArchiveWriter
+from proxy.archive.tables import ArchivedSession
+
+SETTINGS, ROLLOUTS, ACCEPTED, CHAT, LOGS, DATA = (
+    "generation.json",
+    "rollouts.jsonl",
+    "accepted",
+    "chat.jsonl",
+    "logs",
+    ".verbatim",
+)
+
+
+class GenerationFolder:
+    """Used in a `with` block, in which no other process writes to it. `id` is the generation's own.
+
+    Raises `Refusal` when it is another's, or was begun with other settings than `settings`."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        self._settings = dict(settings)
+        self._writer = ArchiveWriter(path / ACCEPTED)
+
+    def __enter__(self) -> Self:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            # First of all: of two that begin at once only one may say which generation it is.
+            self._writer.__enter__()
+            try:
+                self._read()
+            except BaseException:
+                self._writer.__exit__(None, None, None)
+                raise
+        except OSError as error:
+            raise Refusal(f"--out {self.path} cannot be used: {error.filename or self.path}: {error.strerror}") from error
+        except (ArchiveError, ValueError, KeyError) as error:
+            raise Refusal(f"--out {self.path} cannot be used: {error}") from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._writer.__exit__(kind, error, trace)
+
+    def _read(self) -> None:
+        self.id = self._begun()
+        self._attempts = {(line["task_id"], line["index"]): line for line in _read_lines(self.path / ROLLOUTS)}
+        self._held = {row["session_id"] for row in self._rows("sessions", ["session_id"])}
+
+    @property
+    def data(self) -> Path:
+        return self.path / DATA
+
+    @property
+    def logs(self) -> Path:
+        return self.path / LOGS
+
+    def holds(self, session_id: str) -> bool:
+        return session_id in self._held
+
+    def keep(self, session: ArchivedSession) -> None:
+        self._writer.add(session)
+        self._held.add(session.state["session_id"])
+        if self._writer.full:
+            self._writer.flush()
+
+    def settle(self, ways: Sequence[Way], *, complete: bool) -> int:
+        """Every file as of now; how many conversations there are."""
+        if complete:
+            self._writer.finish({"generation": self.id, **self._settings})
+        else:
+            self._writer.flush()
+        for line in (line for way in ways for line in way.lines()):
+            key = line["task_id"], line["index"]
+            # A run that was broken off early knows less than the one before it, and what is in the archive is kept.
+            before = self._attempts.get(key, line)["kept"] if line["kept"] is None else line["kept"]
+            self._attempts[key] = {**line, "kept": self.holds(line["session_id"]) or before}
+        _write_lines(self.path / ROLLOUTS, iter(self._attempts.values()))
+        return _write_lines(self.path / CHAT, self._chat())
+
+    def _chat(self) -> Iterator[dict[str, Any]]:
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for row in self._rows("trajectories", ["session_id", "trajectory_id", "call_ids", "reward", "role", "agent"]):
+            rows.setdefault(row["session_id"], []).append(row)
+        for session in ArchiveReader(self.path / ACCEPTED).sessions() if rows else ():
+            state = session.state
+            about = {"input": input_of(state["task_id"]), "task_id": state["task_id"], "metadata": state["metadata"]}
+            for line in conversations(session.records, rows.get(state["session_id"], ())):
+                yield line | about
+
+    def _rows(self, table: str, columns: list[str]) -> Iterator[dict[str, Any]]:
+        """Those of the archive."""
+        for part in self._writer.manifest["parts"]:
+            if (entry := part["files"].get(table)) is not None:
+                yield from read_table(self.path / ACCEPTED / entry["name"], table, columns)
+
+    def _begun(self) -> str:
+        """The generation's id, which is made when it begins."""
+        path = self.path / SETTINGS
+        try:
+            known = json.loads(path.read_text())
+            begun_with, identity = known["settings"], str(known["id"])
+        except FileNotFoundError:
+            identity = uuid.uuid4().hex[:8]
+            text = json.dumps({"id": identity, "settings": self._settings}, indent=1) + "\n"
+            write_whole(path, lambda temporary: _write_text(temporary, text))
+            return identity
+        except (ValueError, KeyError, TypeError) as error:
+            raise Refusal(f"{path} is not what a generation writes there: {error}") from error
+        for name, value in self._settings.items():
+            if begun_with.get(name) != value:
+                was = "without it" if begun_with.get(name) is None else f"with {begun_with[name]}"
+                raise Refusal(f"{self.path} was begun {was} for {name}: go on with that, or choose another --out", exit_code=2)
+        return identity
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def _write_lines(path: Path, lines: Iterator[dict[str, Any]]) -> int:
+    count = 0
+
+    def write(temporary: Path) -> None:
+        nonlocal count
+        with temporary.open("w", encoding="utf-8") as file:
+            for line in lines:
+                file.write(json.dumps(line) + "\n")
+                count += 1
+
+    write_whole(path, write)
+    return count
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,234 @@
+"""`verbatim node`: takes rollouts and runs them on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from cli.harness_options import ServiceUrl
+from cli.refusal import Refusal
+
+if TYPE_CHECKING:
+    from cli.control import Control
+    from proxy.store.connection import StoreConnection
+    from rollout.node import NodeSettings
+    from rollout.node_parts import NodeParts
+    from rollout.runtimes.base import Route, RuntimeKind
+    from rollout.stages import Slots
+
+REDIS_SECONDS = 10.0
+"""How long a command of the store is offered again while Redis restarts or fails over."""
+
+
+def node(
+    url: ServiceUrl = None,
+    redis: Annotated[
+        str | None, typer.Option(envvar="VERBATIM_REDIS", metavar="URL", help="The Redis of the service, where tasks wait.")
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            envvar="VERBATIM_NODE_NAME", help="Stays the same over restarts, and no two have it. Default: this host's."
+        ),
+    ] = None,
+    labels: Annotated[
+        list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help="What tasks may ask of a node. Repeatable.")
+    ] = None,
+    prepare: Annotated[int, typer.Option(min=1, help="Runtimes that are made ready at once.")] = 2,
+    ready: Annotated[
+        int, typer.Option(min=0, help="Prepared rollouts that wait for a run slot. 0: each is prepared in its run slot.")
+    ] = 2,
+    run: Annotated[int, typer.Option(min=1, help="Harnesses that work at once.")] = 4,
+    evaluate: Annotated[int, typer.Option(min=1, help="Evaluations at once.")] = 2,
+    cpus: Annotated[
+        float | None, typer.Option(min=0.001, help="CPUs that rollouts may take up in all. Default: this machine's.")
+    ] = None,
+    memory_mb: Annotated[
+        int | None, typer.Option(min=1, help="Memory that rollouts may take up in all. Default: nine tenths of this machine's.")
+    ] = None,
+    runtimes: Annotated[
+        list[str] | None,
+        typer.Option("--runtime", metavar="KIND", help="Only these kinds. Default: all that this machine has."),
+    ] = None,
+    data_dir: Annotated[
+        Path, typer.Option(envvar="VERBATIM_NODE_DIR", metavar="DIR", help="Logs of rollouts, and what runtimes keep.")
+    ] = Path("verbatim-node"),
+    lease_seconds: Annotated[
+        float, typer.Option(min=1.0, help="Without a sign of life for so long the node loses its rollouts to others.")
+    ] = 30.0,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0.0, help="What running rollouts have for ending after SIGTERM.")
+    ] = 3600.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[
+        str,
+        typer.Option(envvar="VERBATIM_LOG_FORMAT", metavar="human|json", help="Lines for people, or one JSON object per line."),
+    ] = "human",
+) -> None:
+    """Take rollouts of submitted tasks and run them on this machine.
+
+    Any number of nodes work on one service. A node needs the service's URL and VERBATIM_ADMIN_TOKEN, and its Redis: where the service
+    has an embedded one, unix://DATA_DIR/redis.sock on the same machine.
+
+    \b
+    verbatim node --redis redis://redis:6379 --url http://proxy:8700 --run 16 --ready 4
+    verbatim node --redis unix:///srv/verbatim-data/redis.sock --label gpu=no --runtime docker
+
+    The first SIGTERM or Ctrl-C lets running rollouts end, for --drain-seconds, and puts the others back; a second one stops all.
+    """
+    from cli import logs
+    from cli.control import Control
+    from rollout.node import NodeSettings
+    from rollout.stages import Slots
+
+    logs.configure(log_level, log_format)
+    if not redis:
+        hint = "where it has one of its own, unix://DATA_DIR/redis.sock on its machine"
+        raise Refusal(f"no --redis given: it is where the service keeps its tasks; {hint}", exit_code=2)
+    settings = NodeSettings(
+        labels=labels_of(labels or []),
+        cpus=cpus or float(len(os.sched_getaffinity(0))),
+        memory_mb=memory_mb or own_memory_mb(),
+        lease_seconds=lease_seconds,
+        drain_seconds=drain_seconds,
+    )
+    control = Control(url)
+    slots = Slots(prepare, ready, run, evaluate)
+    asyncio.run(_serve(control, redis, name or socket.gethostname(), settings, slots, data_dir, runtimes or []))
+
+
+def labels_of(given: list[str]) -> Mapping[str, str]:
+    """Raises `Refusal` (exit code 2)."""
+    labels = {}
+    for item in given:
+        name, equals, value = item.partition("=")
+        if not name or not equals:
+            raise Refusal(f"--label {item!r} is not NAME=VALUE", exit_code=2)
+        labels[name] = value
+    return labels
+
+
+def own_memory_mb() -> int:
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 0.9) >> 20
+
+
+async def _serve(
+    control: Control, redis: str, name: str, settings: NodeSettings, slots: Slots, data_dir: Path, wanted: list[str]
+) -> None:
+    from cli.introduction import let_in
+    from cli.rollout_store import RolloutConnection
+    from rollout.models import Judge
+    from rollout.node_parts import NodeParts
+    from rollout.sessions import Sessions
+    from rollout.stages import Capacity, Stages
+    from rollout.store.work import RedisWorkStore
+
+    route = route_of(control.url)
+    kinds = await kinds_here(wanted)
+    logs = logs_folder(data_dir)
+    connection = await connected(redis)
+    sessions = Sessions(control.url, control.token)
+    parts = NodeParts(
+        name=name,
+        url=control.url,
+        route=route,
+        work=RedisWorkStore(RolloutConnection(connection)),
+        sessions=sessions,
+        judge=Judge(sessions),
+        stages=Stages(slots, Capacity(settings.cpus, settings.memory_mb)),
+        kinds=kinds,
+        logs=logs,
+    )
+    try:
+        await let_in(control)
+        await _run(parts, settings, control)
+    finally:
+        await sessions.close()
+        await connection.close()
+
+
+async def _run(parts: NodeParts, settings: NodeSettings, control: Control) -> None:
+    """Returns when the node was told to end and has."""
+    from cli.introduction import seen
+    from rollout.node import Node
+
+    node = Node(parts, settings)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, node.drain)
+    typer.echo(
+        f"node {parts.name}: takes rollouts of {parts.url} with {', '.join(sorted(parts.kinds))}; logs in {parts.logs}",
+        err=True,
+    )
+    looking = asyncio.create_task(seen(control, parts.name))
+    try:
+        await node.run()
+    finally:
+        looking.cancel()
+        await asyncio.wait([looking])
+
+
+async def kinds_here(wanted: list[str]) -> dict[str, RuntimeKind]:
+    """The wanted kinds of runtimes, or all that this machine has. Raises `Refusal` when one that is wanted is not there, or none is."""
+    from rollout.runtimes import catalogue
+    from rollout.runtimes.base import BadRuntime
+
+    kinds: dict[str, RuntimeKind] = {}
+    lacking = []
+    for name in wanted or catalogue.names():
+        try:
+            kind = catalogue.load(name)
+        except BadRuntime as error:
+            raise Refusal(str(error), exit_code=2) from error
+        if (why := await kind.missing()) is None:
+            kinds[name] = kind
+        else:
+            lacking.append(f"{name}: {why}")
+    if not kinds or (wanted and lacking):
+        raise Refusal(f"this machine lacks what its runtimes need: {'; '.join(lacking)}")
+    return kinds
+
+
+async def connected(redis: str) -> StoreConnection:
+    """Raises `Refusal` when there is no Redis that answers."""
+    from proxy.errors import StoreUnavailable
+    from proxy.store.connection import StoreConnection
+
+    try:
+        connection = StoreConnection(redis, patience_seconds=REDIS_SECONDS)
+    except ValueError as error:
+        raise Refusal(f"--redis is no Redis URL: {error}", exit_code=2) from error
+    try:
+        await connection.ping(patient=True)
+    except StoreUnavailable as error:
+        await connection.close()
+        raise Refusal(f"{error.message.rstrip('.')}; start it or correct --redis") from error
+    return connection
+
+
+def route_of(url: str) -> Route:
+    """Raises `Refusal` (exit code 2)."""
+    from rollout.runtimes.base import Route
+
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise Refusal(f"--url {url!r} is no http or https URL", exit_code=2)
+    return Route(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+
+
+def logs_folder(data_dir: Path) -> Path:
+    """Raises `Refusal`."""
+    folder = data_dir.absolute() / "logs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refusal(f"the data directory {data_dir} is not writable: {error}") from error
+    return folder

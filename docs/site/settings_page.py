@@ -1,0 +1,46 @@
+"""The page of settings: those of the service, from the object that reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cells import in_a_cell
+from pydantic import SecretStr
+from pydantic_core import PydanticUndefined
+
+from proxy.settings import Settings
+
+HEAD = """# Settings
+
+Each setting of the service is an environment variable. Lists and maps are JSON. `verbatim serve` has flags for the common ones
+([commands](commands.md)); a flag wins over the variable. Those of nodes and their runtimes are in [Runtimes](../runtimes.md).
+
+| variable | default | meaning |
+|---|---|---|
+"""
+
+
+def page() -> str:
+    prefix = Settings.model_config["env_prefix"]
+    rows = [
+        f"| `{prefix}{name.upper()}` | {_default(field)} | {in_a_cell(field.description or '')} |"
+        for name, field in Settings.model_fields.items()
+    ]
+    return HEAD + "\n".join(rows) + "\n"
+
+
+def _default(field: Any) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "needed"
+    if value is None or value in ([], {}, ""):
+        return "-"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, (Path, str, int, float)) and not isinstance(value, SecretStr):
+        return f"`{value}`"
+    if isinstance(value, (list, tuple, dict)):
+        return f"`{in_a_cell(json.dumps(value, default=str))}`"
+    return f"`{in_a_cell(str(value))}`"

@@ -1,0 +1,10 @@
+"""Lists, one page at a time."""
+
+
+def page_count(items, size):
+    return len(items) // size
+
+
+def pages(items, size):
+    """The items in their order, `size` on each page; the last page has what is left."""
+    return [items[number * size : (number + 1) * size] for number in range(page_count(items, size))]

@@ -1,0 +1,150 @@
+"""The closed loop through tasks: `python -m examples.tasks_loop.loop`, which needs bubblewrap.
+
+The demo's model, training and verdict, but nobody opens sessions or starts agents: the trainer submits tasks, `verbatim node` runs
+each rollout in a sandbox and has it graded, and the trainer leases the groups that the tasks become. vLLM, the service with an
+embedded Redis, the node and the trainer are processes that meet over HTTP (service and node also in Redis); this one starts them and
+judges what they leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from examples.demo.demo import exit_code
+from examples.demo.driver import Outcome, Service
+from examples.demo.fleet import Served, serving, trainer, unless_one_ends
+from examples.demo.loop import Loop, facts_of
+from examples.demo.plan import Plan
+from examples.demo.processes import Child
+from examples.demo.screen import Phase, Screen
+from examples.demo.trainer_log import TrainerLog
+from examples.tasks_loop.tasks import task_id
+from rollout.runtimes import catalogue
+
+AHEAD = 1
+"""The tasks of the next step are submitted before the trainer trains on those of this one."""
+SLOTS = ("--prepare", "3", "--ready", "4", "--run", "8", "--evaluate", "3")
+
+
+async def closed_loop(plan: Plan, screen: Screen) -> Loop:
+    """Start everything, run the loop to its end, collect what was recorded. Raises ChildDied when a process does not last."""
+    if (lacking := await catalogue.load("local").missing()) is not None:
+        raise RuntimeError(f"agents are to work in sandboxes, and this machine lacks what they need: {lacking}")
+    async with contextlib.AsyncExitStack() as stack:
+        served = await stack.enter_async_context(serving(plan))
+        service = await stack.enter_async_context(contextlib.aclosing(Service(served.url, served.admin_token)))
+        with screen.phase("vLLM and the service start"):
+            await unless_one_ends(service.wait_until_ready(plan.replicas), *(child.finished() for child in served.children))
+        node = await stack.enter_async_context(_node(plan, served))
+        learning = await stack.enter_async_context(_trainer(plan, served))
+        watchers = [child.finished() for child in [*served.children, node, learning]]
+        return await unless_one_ends(_run(plan, screen, service, learning), *watchers)
+
+
+async def _run(plan: Plan, screen: Screen, service: Service, learning: Child) -> Loop:
+    trained = TrainerLog(plan.trainer_log, screen)
+    with screen.phase("submit tasks, lease groups, learn, push the weights, again") as phase:
+        async with trained.watched(), _counted(plan, phase, service):
+            await learning.finished()
+    steps = trained.read()
+    with screen.phase("collect what was recorded"):
+        outcomes = await _outcomes(plan, service)
+        taken = {session_id for step in steps for session_id in step["session_ids"]}
+        sessions = await facts_of(service, [outcome["job_id"] for outcome in outcomes], taken)
+    return Loop(outcomes, sessions, steps)
+
+
+@contextlib.asynccontextmanager
+async def _counted(plan: Plan, phase: Phase, service: Service) -> AsyncIterator[None]:
+    """While the block runs, the phase tells how many rollouts have ended."""
+
+    async def count() -> None:
+        while True:
+            # A service that is gone is told of by who watches it.
+            with contextlib.suppress(RuntimeError, httpx.HTTPError):
+                tasks = await service.listed("/tasks", "tasks")
+                done = sum(task["rollouts"].get("completed", 0) for task in tasks)
+                phase.reached(done, plan.steps * plan.groups * plan.rollouts, "rollouts")
+            await asyncio.sleep(1)
+
+    counting = asyncio.create_task(count())
+    try:
+        yield
+    finally:
+        counting.cancel()
+
+
+async def _outcomes(plan: Plan, service: Service) -> list[Outcome]:
+    """What each rollout's agent was told and earned. Raises RuntimeError when one did not complete."""
+    outcomes: list[Outcome] = []
+    for step in range(1, plan.steps + 1):
+        for number in range(plan.groups):
+            name = task_id(step, number)
+            outcomes += [_outcome(name, rollout) for rollout in (await service.get(f"/tasks/{name}/rollouts"))["rollouts"]]
+    return outcomes
+
+
+def _outcome(name: str, rollout: dict[str, Any]) -> Outcome:
+    verdict = rollout["verdict"]
+    if rollout["status"] != "completed":
+        why = verdict["failure"]["message"] if verdict and verdict["failure"] else "no verdict"
+        raise RuntimeError(f"rollout {rollout['index']} of {name} ended as {rollout['status']}: {why}; logs {rollout['logs']}")
+    told = verdict["metadata"]["completion_tokens"]
+    return {"job_id": rollout["session_id"], "reward": verdict["reward"], "completion_tokens": told}
+
+
+def _node(plan: Plan, served: Served) -> Child:
+    data = served.data_dir
+    # Sandboxes are told apart by their node's name on the whole machine.
+    where = ["--name", f"loop-{os.getpid()}", "--data-dir", str(plan.out / "logs" / "rollouts"), "--runtime", "local"]
+    whose = ["--url", served.url, "--redis", f"unix://{data / 'service' / 'redis.sock'}"]
+    env = {"VERBATIM_ADMIN_TOKEN": served.admin_token, "VERBATIM_LOCAL_DIR": str(data / "runtimes")}
+    argv = [sys.executable, "-m", "cli.main", "node", *where, *whose, *SLOTS, "--drain-seconds", "0"]
+    return Child("the node", argv, plan.log("node"), env=env)
+
+
+def _trainer(plan: Plan, served: Served) -> Child:
+    rollouts = ("--rollouts", str(plan.rollouts))
+    # It submits the tasks too.
+    env = {"VERBATIM_ADMIN_TOKEN": served.admin_token}
+    return trainer(plan, served, "examples.tasks_loop.trainer", *rollouts, env=env)
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 12,
+    groups: Annotated[int, typer.Option(min=1, help="Tasks per step, each of which becomes a group.")] = 8,
+    rollouts: Annotated[int, typer.Option(min=2, help="Rollouts per task.")] = 8,
+    learning_rate: Annotated[float, typer.Option()] = 5e-4,
+    seed: Annotated[int, typer.Option()] = 0,
+    out: Annotated[Path, typer.Option(help="Where everything is left.")] = Path("demo-out-tasks"),
+) -> None:
+    """Run the closed loop through tasks, on a tiny model, and judge it. Exit code 0: every check holds; 1: one does not; 130:
+    interrupted."""
+    plan = Plan(
+        model=None,
+        out=out.resolve(),
+        steps=steps,
+        seed=seed,
+        push=True,
+        groups=groups,
+        rollouts=rollouts,
+        learning_rate=learning_rate,
+        thinking=True,
+        replicas=1,
+        asynchronous=False,
+        max_staleness=AHEAD,
+    )
+    sys.exit(exit_code(plan, closed_loop))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,31 @@
+"""Exit code 0 when the service lists this node, and heard from it lately. Reads the node's own variables; needs nothing but Python."""
+
+import json
+import os
+import sys
+import time
+import urllib.request
+
+SILENT_SECONDS = 60.0
+
+
+def silent_seconds(nodes: list[dict], name: str, now: float) -> float:
+    """Since the node of that name last gave a sign of life; infinite for one that is not there."""
+    return min((now - node["seen_at"] for node in nodes if node["name"] == name), default=float("inf"))
+
+
+def main() -> str | None:
+    """What is wrong."""
+    url, name = os.environ["VERBATIM_URL"].rstrip("/") + "/nodes", os.environ["VERBATIM_NODE_NAME"]
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {os.environ['VERBATIM_ADMIN_TOKEN']}"})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            nodes = json.load(response)["nodes"]
+    except OSError as error:
+        return f"{url}: {error}"
+    silent = silent_seconds(nodes, name, time.time())
+    return None if silent <= SILENT_SECONDS else f"{url} has not heard of the node {name} for {silent:.0f} seconds"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

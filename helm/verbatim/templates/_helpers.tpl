@@ -1,0 +1,196 @@
+{{- define "verbatim.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "verbatim.fullname" -}}
+{{- $name := include "verbatim.name" . -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A name of one part: (list $ "proxy") */}}
+{{- define "verbatim.part" -}}
+{{- printf "%s-%s" (include "verbatim.fullname" (index . 0)) (index . 1) -}}
+{{- end -}}
+
+{{- define "verbatim.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ include "verbatim.name" $root }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{- define "verbatim.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "verbatim.selector" . }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
+{{- end -}}
+
+{{/* (list $ imageValues) */}}
+{{- define "verbatim.image" -}}
+{{- $root := index . 0 -}}
+{{- $image := index . 1 -}}
+{{- $tag := default $root.Chart.AppVersion $image.tag -}}
+{{- with $root.Values.image.registry -}}{{ trimSuffix "/" . }}/{{- end -}}{{ $image.repository }}:{{ $tag }}
+{{- end -}}
+
+{{/* Redis is not of the same registry as the project's images, unless a mirror says so by its repository. */}}
+{{- define "verbatim.redisImage" -}}
+{{- with .Values.redis.bundled.image -}}{{ .repository }}:{{ .tag }}{{- end -}}
+{{- end -}}
+
+{{- define "verbatim.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "verbatim.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "verbatim.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{/* nodeSelector, tolerations, affinity of one part's values */}}
+{{- define "verbatim.placing" -}}
+{{- with .nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Settings by their variables; what is no text becomes JSON. */}}
+{{- define "verbatim.settings" -}}
+{{- range $name, $value := . }}
+- name: {{ $name }}
+  value: {{ (kindIs "string" $value | ternary $value (toJson $value)) | quote }}
+{{- end }}
+{{- end -}}
+
+{{- define "verbatim.runtimeNamespace" -}}
+{{- default (printf "%s-runtimes" .Release.Namespace) .Values.runtimes.namespace -}}
+{{- end -}}
+
+{{/* VERBATIM_REDIS, and before it what its value is made of. */}}
+{{- define "verbatim.redisEnv" -}}
+{{- $external := .Values.redis.external -}}
+{{- if eq .Values.redis.mode "bundled" }}
+{{- if .Values.redis.waitReplicas -}}
+{{- fail "redis.waitReplicas: the bundled Redis has no replicas, and every call would wait for them in vain" -}}
+{{- end }}
+- name: REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ .Values.redis.bundled.existingSecret }}, key: {{ .Values.redis.bundled.key }}}}
+- name: VERBATIM_REDIS
+  value: redis://:$(REDIS_PASSWORD)@{{ include "verbatim.part" (list . "redis") }}:6379/0
+{{- else if $external.urlSecret.name }}
+- name: VERBATIM_REDIS
+  valueFrom: {secretKeyRef: {name: {{ $external.urlSecret.name }}, key: {{ $external.urlSecret.key }}}}
+{{- else }}
+{{- if $external.passwordSecret.name }}
+- name: REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ $external.passwordSecret.name }}, key: {{ $external.passwordSecret.key }}}}
+{{- end }}
+- name: VERBATIM_REDIS
+  value: {{ include "verbatim.redisUrl" . | quote }}
+{{- end }}
+{{- end -}}
+
+{{- define "verbatim.redisUrl" -}}
+{{- $external := .Values.redis.external -}}
+{{- $kind := $external.kind -}}
+{{- if not $external.hosts -}}
+{{- fail "redis.external.hosts: say where your Redis is, or name a Secret with its URL (redis.external.urlSecret)" -}}
+{{- end -}}
+{{- if and (eq $kind "sentinel") (not $external.service) -}}
+{{- fail "redis.external.service: say what the Sentinels call the master" -}}
+{{- end -}}
+{{- if and (ne $kind "sentinel") $external.service -}}
+{{- fail "redis.external.service: only Sentinels have services" -}}
+{{- end -}}
+{{- if and (eq $kind "cluster") $external.database -}}
+{{- fail "redis.external.database: a cluster has the one database 0" -}}
+{{- end -}}
+{{- $external.tls | ternary "rediss" "redis" -}}{{- ne $kind "single" | ternary (printf "+%s" $kind) "" -}}://
+{{- if $external.passwordSecret.name -}}{{ $external.username }}:$(REDIS_PASSWORD)@{{- end -}}
+{{- join "," $external.hosts -}}
+{{- if eq $kind "single" -}}/{{ $external.database }}{{- else if eq $kind "sentinel" -}}/{{ $external.service }}/{{ $external.database }}{{- end -}}
+{{- if $external.caSecret.name -}}?ssl_ca_certs=/etc/verbatim/redis/{{ $external.caSecret.key }}{{- end -}}
+{{- end -}}
+
+{{- define "verbatim.redisMounts" -}}
+{{- if and (eq .Values.redis.mode "external") .Values.redis.external.caSecret.name }}
+- {name: redis-ca, mountPath: /etc/verbatim/redis, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "verbatim.redisVolumes" -}}
+{{- if and (eq .Values.redis.mode "external") .Values.redis.external.caSecret.name }}
+- name: redis-ca
+  secret: {secretName: {{ .Values.redis.external.caSecret.name }}}
+{{- end }}
+{{- end -}}
+
+{{- define "verbatim.engines" -}}
+{{- $engines := .Values.engines -}}
+{{- if .Values.vllm.enabled -}}
+{{- $own := printf "dns://%s.%s.svc:8000" (include "verbatim.part" (list . "vllm")) .Release.Namespace -}}
+{{- $engines = prepend $engines $own -}}
+{{- end -}}
+{{- toJson $engines -}}
+{{- end -}}
+
+{{- define "verbatim.weightsClaim" -}}
+{{- default (include "verbatim.part" (list . "weights")) .Values.weights.existingClaim -}}
+{{- end -}}
+
+{{/* As nodes in the same namespace see the proxy's Service: by the variable that Kubernetes sets for it. */}}
+{{- define "verbatim.serviceVariable" -}}
+{{- include "verbatim.part" (list . "proxy") | upper | replace "-" "_" -}}_SERVICE_HOST
+{{- end -}}
+
+{{- define "verbatim.nodeUrl" -}}
+{{- if .Values.nodes.proxyUrl -}}
+{{- .Values.nodes.proxyUrl -}}
+{{- else -}}
+{{- $host := printf "$(%s)" (include "verbatim.serviceVariable" .) -}}
+http://{{ eq .Values.ipFamily "IPv6" | ternary (printf "[%s]" $host) $host }}:{{ .Values.proxy.service.port }}
+{{- end -}}
+{{- end -}}
+
+{{/* Every address of pods. */}}
+{{- define "verbatim.anyAddress" -}}
+{{- eq .Values.ipFamily "IPv6" | ternary "::" "0.0.0.0" -}}
+{{- end -}}
+
+{{/* Of each family that has some: (all of its addresses: [private ones]). */}}
+{{- define "verbatim.privateAddresses" -}}
+{{- $families := dict "0.0.0.0/0" list -}}
+{{- range .Values.runtimes.privateAddresses -}}
+{{- $all := contains ":" . | ternary "::/0" "0.0.0.0/0" -}}
+{{- $_ := set $families $all (append (get $families $all | default list) .) -}}
+{{- end -}}
+{{- toYaml $families -}}
+{{- end -}}

@@ -1,0 +1,169 @@
+"""Channels: the connections over which calls go to engines, kept between them; any number at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import socket
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from urllib.parse import unquote, urlsplit
+
+from proxy.engine.channel import Answer, CannotConnect, Channel, ConnectTimeout
+
+Prepare = Callable[[socket.socket], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where a URL leads: the server, and what the head of a request says of it."""
+
+    host: str
+    port: int
+    tls: bool
+    path: bytes
+    lines: bytes
+
+
+class Channels:
+    """`key` is what engines ask for; `prepare` is told every socket before it connects, `carried` gives
+    headers for whatever is asked. An idle connection is kept `idle_seconds`."""
+
+    def __init__(
+        self,
+        key: str | None,
+        *,
+        connect_seconds: float,
+        read_seconds: float,
+        idle_seconds: float,
+        prepare: Prepare,
+        carried: Callable[[], Mapping[str, str]] | None = None,
+    ) -> None:
+        self._key = f"Authorization: Bearer {key}\r\n".encode() if key else b""
+        self._connect_seconds = connect_seconds
+        self._read_seconds = read_seconds
+        self._idle_seconds = idle_seconds
+        self._prepare = prepare
+        self._carried = carried
+        self._idle: dict[tuple[str, int, bool], list[Channel]] = {}
+        self._tls: ssl.SSLContext | None = None
+        self._open = True
+
+    @property
+    def idle(self) -> list[Channel]:
+        """The connections that wait for a request."""
+        return [channel for channels in self._idle.values() for channel in channels]
+
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        """Ask with a JSON body. Raises ChannelError, and TimeoutError when nothing is said for too long."""
+        more = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{_lines(headers)}\r\n"
+        return await self._ask(b"POST", url, more.encode("latin-1"), body)
+
+    async def get(self, url: str) -> Answer:
+        """As `post`."""
+        return await self._ask(b"GET", url, b"\r\n", b"")
+
+    def close(self) -> None:
+        self._open = False
+        for channel in self.idle:
+            channel.close()
+        self._idle.clear()
+
+    async def _ask(self, method: bytes, url: str, more: bytes, body: bytes) -> Answer:
+        target = _target(url)
+        channel = self._kept(target) or await self._connected(target)
+        authorized = b"" if b"\nAuthorization:" in target.lines else self._key
+        if self._carried is not None:
+            authorized += _lines(self._carried()).encode("latin-1")
+        return await channel.ask(b"".join((method, b" ", target.path, target.lines, authorized, more)), body)
+
+    def _kept(self, target: _Target) -> Channel | None:
+        """The connection that was used last, if it is still good."""
+        channels = self._idle.get((target.host, target.port, target.tls))
+        oldest = asyncio.get_running_loop().time() - self._idle_seconds
+        while channels:
+            channel = channels.pop()
+            if not channel.lost and channel.idle_since > oldest:
+                return channel
+            channel.close()
+        return None
+
+    async def _connected(self, target: _Target) -> Channel:
+        def made() -> Channel:
+            return Channel(kept, self._read_seconds)
+
+        def kept(channel: Channel) -> None:
+            self._keep(target, channel)
+
+        try:
+            async with asyncio.timeout(self._connect_seconds or None):
+                return await self._dialled(target, made)
+        except TimeoutError as error:
+            raise ConnectTimeout(f"no connection within {self._connect_seconds:g} seconds") from error
+        except OSError as error:
+            raise CannotConnect(error.strerror or str(error)) from error
+
+    async def _dialled(self, target: _Target, made: Callable[[], Channel]) -> Channel:
+        """A connection to the first of the host's addresses that takes one. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+        refused: OSError = OSError(f"{target.host} has no address")
+        for family, kind, protocol, _, address in found:
+            dialling = socket.socket(family, kind, protocol)
+            try:
+                dialling.setblocking(False)
+                dialling.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._prepare(dialling)
+                await loop.sock_connect(dialling, address)
+                tls, name = (self._context(), target.host) if target.tls else (None, None)
+                _, channel = await loop.create_connection(made, sock=dialling, ssl=tls, server_hostname=name)
+            except OSError as error:
+                dialling.close()
+                refused = error
+            except BaseException:
+                dialling.close()
+                raise
+            else:
+                return channel
+        raise refused
+
+    def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
+
+    def _keep(self, target: _Target, channel: Channel) -> None:
+        if not self._open:
+            channel.close()
+            return
+        channels = self._idle.setdefault((target.host, target.port, target.tls), [])
+        channels.append(channel)
+        oldest = asyncio.get_running_loop().time() - self._idle_seconds
+        # The last used are taken first, so those that were idle for long lie in front.
+        while channels[0].idle_since <= oldest or channels[0].lost:
+            channels.pop(0).close()
+
+
+def _lines(headers: Mapping[str, str]) -> str:
+    return "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+
+
+@lru_cache(maxsize=1024)
+def _target(url: str) -> _Target:
+    parts = urlsplit(url)
+    tls = parts.scheme == "https"
+    try:
+        host, port = parts.hostname or "", parts.port or (443 if tls else 80)
+    except ValueError as error:
+        raise CannotConnect(f"'{url}' is no address") from error
+    if parts.scheme not in ("http", "https") or not host:
+        raise CannotConnect(f"'{url}' is no address")
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    named = parts.netloc.rpartition("@")[2]
+    lines = f" HTTP/1.1\r\nHost: {named}\r\nAccept: */*\r\n"
+    if parts.username is not None:
+        known = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        lines += f"Authorization: Basic {base64.b64encode(known.encode()).decode()}\r\n"
+    return _Target(host, port, tls, path.encode("latin-1", "replace"), lines.encode("latin-1", "replace"))

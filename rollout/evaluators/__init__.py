@@ -1,0 +1,1 @@
+"""What gives a rollout its reward: one Protocol (`base`), one module per kind."""

@@ -1,0 +1,75 @@
+"""Files taken out of a runtime, as contents by path."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+from collections.abc import Sequence
+from posixpath import join, normpath, relpath
+
+from rollout.evaluators.base import EvaluationFailed
+from rollout.runtimes.base import Runtime
+
+BOUND_BYTES = 256 << 20
+"""Of what is taken out at once."""
+
+
+class Collected:
+    """What was at some paths of a runtime. Only files proper count: a link that the agent left names something else."""
+
+    def __init__(self, contents: dict[str, bytes], workdir: str) -> None:
+        self._contents = contents
+        self._workdir = workdir
+
+    def at(self, path: str) -> bytes | None:
+        """The content of the file at `path`; None where there is no file."""
+        return self._contents.get(name_of(path, self._workdir))
+
+    def below(self, path: str) -> dict[str, bytes]:
+        """The file at `path`, or every file below that folder, by name; in order of the names."""
+        name = name_of(path, self._workdir)
+        return {
+            other: content
+            for other, content in sorted(self._contents.items())
+            if name == "." or other == name or other.startswith(f"{name}/")
+        }
+
+
+async def collect(runtime: Runtime, paths: Sequence[str], bound_bytes: int = BOUND_BYTES) -> Collected:
+    """What is at `paths`, absolute or relative to the workdir. Raises `RuntimeFailed`, and `EvaluationFailed` for an archive that
+    cannot be read or whose files are together greater than `bound_bytes`."""
+    archive = await runtime.download(paths, bound_bytes=bound_bytes)
+    return Collected(await asyncio.to_thread(_contents, archive, bound_bytes), runtime.workdir)
+
+
+def name_of(path: str, workdir: str) -> str:
+    """How an archive of a runtime names `path`: relative to the workdir, or without its first slash where it is outside."""
+    whole = normpath(join(workdir, path))
+    root = normpath(workdir)
+    inside = root == "/" or whole == root or whole.startswith(f"{root}/")
+    return relpath(whole, root) if inside else whole.lstrip("/")
+
+
+def _name(entry: str) -> str:
+    return normpath(entry).lstrip("/")
+
+
+def _contents(archive: bytes, bound_bytes: int) -> dict[str, bytes]:
+    contents: dict[str, bytes] = {}
+    left = bound_bytes
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            for member in tar:
+                # An entry that is another name of an earlier file says of itself that it has no size.
+                linked = contents.get(_name(member.linkname)) if member.islnk() else None
+                if linked is None and not member.isreg():
+                    continue
+                left -= member.size if linked is None else len(linked)
+                if left < 0:
+                    raise EvaluationFailed(f"the collected files are greater than {bound_bytes} bytes")
+                found = tar.extractfile(member) if linked is None else None
+                contents[_name(member.name)] = found.read() if found else linked or b""
+    except (tarfile.TarError, KeyError, OSError, EOFError) as error:
+        raise EvaluationFailed(f"the archive of the collected files cannot be read: {error}") from error
+    return contents

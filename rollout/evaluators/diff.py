@@ -1,0 +1,97 @@
+"""Kind `diff`: files must have the content that is expected of them.
+
+Options:
+
+    files       path -> the content: a text, or an object as in `options.File`
+    absent      paths at which no file may be left
+    whitespace  exact (default): byte for byte. trailing: spaces at line ends, blank lines at the file's end and the kind of line
+                ends do not count. any: every run of white space counts as one space
+    mode        fraction (default): the part of files and absent paths that is right. all: 1.0 when all are, otherwise 0.0
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from difflib import unified_diff
+from itertools import islice
+
+from rollout.evaluators.base import Case, Score
+from rollout.evaluators.collected import Collected, collect
+from rollout.evaluators.commands import runtime_of
+from rollout.evaluators.options import File, Options, of_case
+from rollout.evaluators.rewards import shortened
+from rollout.task import EvaluatorSpec, Task
+
+WHITESPACE = ("exact", "trailing", "any")
+MODES = ("fraction", "all")
+DIFF_LINES = 60
+"""Of one file in the feedback."""
+COMPARED_CHARS = 200_000
+"""Greater texts are not compared line by line for the feedback: that takes time that grows with their square."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    files: tuple[File, ...]
+    absent: tuple[str, ...]
+    whitespace: str
+    mode: str
+
+
+class DiffEvaluator:
+    name = "diff"
+    needs_runtime = True
+
+    def check(self, spec: EvaluatorSpec, task: Task) -> None:
+        _read(Options(self.name, spec.options))
+
+    async def evaluate(self, case: Case) -> Score:
+        wanted = of_case(self.name, case, _read)
+        paths = [file.path for file in wanted.files] + list(wanted.absent)
+        collected = await collect(runtime_of(case), paths)
+        return await asyncio.to_thread(_score, wanted, collected)
+
+
+def _read(options: Options) -> Wanted:
+    wanted = Wanted(
+        files=options.files("files"),
+        absent=options.texts("absent"),
+        whitespace=options.choice("whitespace", WHITESPACE),
+        mode=options.choice("mode", MODES),
+    )
+    options.done()
+    if not wanted.files and not wanted.absent:
+        raise options.refused("files", "is missing, and so is 'absent'")
+    return wanted
+
+
+def _score(wanted: Wanted, collected: Collected) -> Score:
+    wrong = [text for file in wanted.files if (text := _difference(file, collected.at(file.path), wanted.whitespace))]
+    wrong += [f"{path} should not be there" for path in wanted.absent if collected.below(path)]
+    count = len(wanted.files) + len(wanted.absent)
+    reward = (count - len(wrong)) / count if wanted.mode == "fraction" else float(not wrong)
+    feedback = shortened("\n".join([f"{count - len(wrong)} of {count} paths are as expected.", *wrong]))
+    return Score(reward, feedback=feedback, metadata={"right": count - len(wrong), "counted": count})
+
+
+def _difference(file: File, found: bytes | None, whitespace: str) -> str:
+    """What is wrong with what was `found`, in words; empty when it is as expected."""
+    if found is None:
+        return f"{file.path} is not there, or is no file"
+    if normalised(found, whitespace) == normalised(file.content, whitespace):
+        return ""
+    expected, actual = (content.decode("utf-8", "replace") for content in (file.content, found))
+    if len(expected) + len(actual) > COMPARED_CHARS:
+        return f"{file.path} differs: {len(file.content)} bytes were expected, {len(found)} are there"
+    lines = unified_diff(expected.splitlines(), actual.splitlines(), f"expected {file.path}", file.path, lineterm="")
+    return "\n".join(islice(lines, DIFF_LINES)) or f"{file.path} differs in its line ends"
+
+
+def normalised(content: bytes, whitespace: str) -> bytes:
+    """`content` as it is compared: equal ones count as the same."""
+    if whitespace == "any":
+        return b" ".join(content.split())
+    if whitespace == "trailing":
+        return b"\n".join(line.rstrip() for line in content.splitlines()).rstrip()
+    return content

@@ -1,0 +1,138 @@
+"""Kind `pytest`: a command runs tests and writes JUnit XML; the part of them that passed is the reward.
+
+Options, beside those of `commands.read_command` (command's default runs pytest):
+
+    report     the file that the command writes, or a folder of such files, or a list of them; default report.xml. What is there
+               before is removed, so that nobody brings a report of his own
+    mode       fraction (default): passed / counted. all: 1.0 when all that count passed, otherwise 0.0
+    must_pass  the tests that count; default: all of the report that were not skipped
+    must_keep  tests that worked before: when one of them does not pass, the reward is 0.0
+
+Tests are named as pytest names them or as `<classname>::<name>`. A named test that is not in the report, or was skipped, has not
+passed. A report that is missing, is no JUnit XML, or holds no test that counts, is a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rollout.evaluators.base import Case, EvaluationFailed, EvaluationTimedOut, Score
+from rollout.evaluators.collected import Collected, collect
+from rollout.evaluators.commands import Command, after_timeout, check_time, ending, named, ran, read_command, runtime_of
+from rollout.evaluators.junit_report import BadReport, TestResult, by_test, canonical, read_report
+from rollout.evaluators.options import Options, of_case
+from rollout.evaluators.rewards import shortened
+from rollout.runtimes.base import Executed
+from rollout.task import EvaluatorSpec, Task
+
+DEFAULT_COMMAND = ("python3", "-m", "pytest", "-q", "--junitxml=report.xml")
+MODES = ("fraction", "all")
+REPORT_BYTES = 64 << 20
+"""Of all reports together."""
+MESSAGE_CHARS = 600
+"""Of one failed test's message in the feedback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    command: Command
+    report: tuple[str, ...]
+    mode: str
+    must_pass: tuple[str, ...]
+    must_keep: tuple[str, ...]
+
+
+class PytestEvaluator:
+    name = "pytest"
+    needs_runtime = True
+
+    def check(self, spec: EvaluatorSpec, task: Task) -> None:
+        check_time(_read(Options(self.name, spec.options)).command, task)
+
+    async def evaluate(self, case: Case) -> Score:
+        wanted = of_case(self.name, case, _read)
+        await _remove(case, wanted.report)
+        try:
+            done = await ran(case, wanted.command)
+        except EvaluationTimedOut as error:
+            return after_timeout(wanted.command, error)
+        collected = await collect(runtime_of(case), wanted.report, REPORT_BYTES)
+        results = await asyncio.to_thread(_results, collected, wanted, done)
+        return score(results, wanted.must_pass, wanted.must_keep, wanted.mode)
+
+
+def score(results: Mapping[str, TestResult], must_pass: Sequence[str], must_keep: Sequence[str], mode: str) -> Score:
+    """Of tests by name. Raises `EvaluationFailed` when none counts."""
+    counted = list(dict.fromkeys(map(canonical, must_pass)))
+    counted = counted or [test for test, result in results.items() if result.outcome != "skipped"]
+    kept = list(dict.fromkeys(map(canonical, must_keep)))
+    if not counted:
+        raise EvaluationFailed(f"the report has no test that counts: all of its {len(results)} tests were skipped")
+    failed, broken = _not_passed(results, counted), _not_passed(results, kept)
+    passed = len(counted) - len(failed)
+    reward = passed / len(counted) if mode == "fraction" else float(not failed)
+    return Score(
+        reward=0.0 if broken else reward,
+        feedback=shortened(_feedback(len(counted), failed, broken)),
+        metadata={"passed": passed, "counted": len(counted), "broken": len(broken)},
+    )
+
+
+def _read(options: Options) -> Wanted:
+    wanted = Wanted(
+        command=read_command(options, DEFAULT_COMMAND),
+        report=options.texts("report") or ("report.xml",),
+        mode=options.choice("mode", MODES),
+        must_pass=options.texts("must_pass"),
+        must_keep=options.texts("must_keep"),
+    )
+    options.done()
+    if any(path.rstrip("/") in ("", ".", "..") for path in wanted.report):
+        raise options.refused("report", "must name files or folders that hold nothing else: they are removed before the run")
+    return wanted
+
+
+async def _remove(case: Case, paths: Sequence[str]) -> None:
+    runtime = runtime_of(case)
+    done = await runtime.exec(["rm", "-rf", "--", *paths], timeout_seconds=case.seconds, logs=case.logs)
+    if done.exit_code != 0:
+        raise EvaluationFailed(f"an old report at {', '.join(paths)} cannot be removed: {ending(done)}")
+
+
+def _results(collected: Collected, wanted: Wanted, done: Executed) -> dict[str, TestResult]:
+    files: dict[str, bytes] = {}
+    for path in wanted.report:
+        found = collected.below(path)
+        single = collected.at(path) is not None
+        files |= {name: content for name, content in found.items() if single or name.endswith(".xml")}
+    if not files:
+        raise EvaluationFailed(f"{named(wanted.command)} wrote no report at {', '.join(wanted.report)}: {ending(done)}")
+    results: list[TestResult] = []
+    for name, content in files.items():
+        try:
+            results += read_report(content)
+        except BadReport as error:
+            raise EvaluationFailed(f"the report {name} is no JUnit XML: {error}; {ending(done)}") from error
+    if not results:
+        raise EvaluationFailed(f"the report at {', '.join(wanted.report)} holds no test: {ending(done)}")
+    return by_test(results)
+
+
+def _not_passed(results: Mapping[str, TestResult], tests: Sequence[str]) -> list[TestResult]:
+    found = [results.get(test) or TestResult(test, "skipped", "it is not in the report") for test in tests]
+    return [result for result in found if result.outcome != "passed"]
+
+
+def _feedback(counted: int, failed: Sequence[TestResult], broken: Sequence[TestResult]) -> str:
+    lines = [f"{counted - len(failed)} of {counted} tests passed."]
+    lines += [f"{result.test}: {_why(result)}" for result in failed]
+    if broken:
+        lines += ["", "These passed before and must still pass:"]
+        lines += [f"{result.test}: {_why(result)}" for result in broken]
+    return "\n".join(lines)
+
+
+def _why(result: TestResult) -> str:
+    return shortened(result.message, MESSAGE_CHARS) or result.outcome

@@ -1,0 +1,64 @@
+"""Prometheus metrics of tasks; docs/metrics.md has the table of them.
+
+They are counted in the store: every process shows the same, so take the max and not the sum."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rollout.store.tasks import RedisTaskStore
+
+ALIVE_SECONDS = 60.0
+QUEUE_LABELS = ("priority", "runtimes", "cpus", "memory_mb", "labels")
+LABELLED = (
+    ("verbatim_tasks", "Tasks that ended.", "status", "task:"),
+    ("verbatim_rollouts", "Rollouts that ended.", "status", "rollout:"),
+    ("verbatim_rollout_failures", "Failures by class.", "failure", "failure:"),
+    ("verbatim_task_callbacks", "Tries of callbacks.", "outcome", "callback:"),
+)
+PLAIN = (
+    ("verbatim_rollout_attempts", "Attempts that nodes took.", "attempts"),
+    ("verbatim_rollout_retries", "Attempts that were tried again.", "retried"),
+)
+
+
+class RolloutNumbers(Collector):
+    """As they were when `refresh` last ended; nothing before."""
+
+    def __init__(self, store: RedisTaskStore) -> None:
+        self._store = store
+        self._totals: Mapping[str, int] = {}
+        self._depths: Mapping[str, int] = {}
+        self._nodes = 0
+
+    async def refresh(self) -> int:
+        """0: there is no more to do now. Raises `StoreUnavailable`."""
+        self._totals, self._depths = await self._store.totals(), await self._store.depths()
+        earliest = time.time() - ALIVE_SECONDS
+        self._nodes = sum(node.seen_at >= earliest for node in await self._store.nodes())
+        return 0
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text, label, prefix in LABELLED:
+            family = CounterMetricFamily(name, text, labels=[label])
+            for what, count in sorted(self._totals.items()):
+                if what.startswith(prefix):
+                    family.add_metric([what.removeprefix(prefix)], count)
+            yield family
+        for name, text, what in PLAIN:
+            yield CounterMetricFamily(name, text, value=self._totals.get(what, 0))
+        yield self._waiting()
+        yield GaugeMetricFamily("verbatim_nodes", "Nodes that live.", value=self._nodes)
+
+    def _waiting(self) -> Metric:
+        family = GaugeMetricFamily("verbatim_rollouts_waiting", "Rollouts that wait for a node.", labels=QUEUE_LABELS)
+        for queue, count in sorted(self._depths.items()):
+            priority, kinds, cpus, memory_mb, labels = json.loads(queue)
+            shown = ",".join(f"{name}={value}" for name, value in labels.items())
+            family.add_metric([str(priority), ",".join(kinds), f"{cpus:g}", str(memory_mb), shown], count)
+        return family

@@ -1,0 +1,263 @@
+"""A node: takes rollouts from the store and brings each through its stages, as many at once as its slots allow.
+
+Its leases are renewed by `beat` as long as the process lives. Told to drain, it takes nothing more, puts back what has not begun
+to run, and lets the rest end; what is left after the grace time is queued again for other nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from rollout.attempts import AttemptId, Superseded
+from rollout.course import Course
+from rollout.failures import Failure, FailureRecord
+from rollout.node_parts import NodeParts
+from rollout.runtime_names import node_prefix
+from rollout.session_failures import SessionFailed
+from rollout.stages import Permit
+from rollout.store.base import NodeState, Room, StoreUnavailable, Taken
+
+log = logging.getLogger(__name__)
+
+BEATS_PER_LEASE = 4
+LOOK_SECONDS = 2.0
+"""Longest wait before looking for work again: what became free elsewhere tells nobody."""
+STOP_SECONDS = 30.0
+"""What the runtimes of stopped rollouts have for being removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """`lease_seconds`: a node without a sign of life for so long loses its rollouts. `drain_seconds`: what running rollouts have for
+    ending once the node is told to stop."""
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+    cpus: float = 1.0
+    memory_mb: int = 1024
+    lease_seconds: float = 30.0
+    drain_seconds: float = 3600.0
+
+
+class Node:
+    """`run` until `drain` is called; a second `drain` ends at once what is still running."""
+
+    def __init__(self, parts: NodeParts, settings: NodeSettings) -> None:
+        self._parts = parts
+        self._settings = settings
+        self._courses: dict[AttemptId, tuple[Course, asyncio.Task[None]]] = {}
+        self._draining = asyncio.Event()
+        self._hurrying = asyncio.Event()
+        self._known = asyncio.Event()
+        """Whether it gave a sign of life."""
+        self._started_at = time.time()
+
+    def drain(self) -> None:
+        if self._draining.is_set():
+            self._hurrying.set()
+        self._draining.set()
+
+    async def run(self) -> None:
+        """Returns when it was drained and nothing of it is left."""
+        await self._sweep()
+        self._beating = asyncio.create_task(self._beat_forever())
+        self._taking = asyncio.create_task(self._take_until_drained())
+        try:
+            await self._draining.wait()
+            self._taking.cancel()
+            await asyncio.wait([self._taking])
+            await self._put_back()
+            await self._let_end()
+            await self._hand_over()
+        finally:
+            self._beating.cancel()
+            left = [task for _, task in self._courses.values()]
+            for task in left:
+                _cancel(task)
+            await asyncio.wait([self._beating, self._taking, *left], timeout=STOP_SECONDS)
+        with suppress(StoreUnavailable):
+            await self._parts.work.leave(self._parts.name)
+
+    async def _sweep(self) -> None:
+        """Remove what an earlier process of this node's name left behind."""
+        for kind in self._parts.kinds.values():
+            if swept := await kind.sweep(node_prefix(self._parts.name)):
+                log.warning("removed %d runtimes of kind %s that this node had left behind", swept, kind.name)
+
+    # Taking
+
+    async def _take_until_drained(self) -> None:
+        capacity = self._parts.stages.capacity
+        # Others learn of its lease by its signs of life.
+        await self._known.wait()
+        while True:
+            permit = await self._parts.stages.ahead.enter()
+            try:
+                capacity.freed.clear()
+                taken = await self._take()
+                while taken is None:
+                    await self._something_new()
+                    capacity.freed.clear()
+                    taken = await self._take()
+            except BaseException:
+                permit.leave()
+                raise
+            self._begin(taken, permit)
+
+    async def _take(self) -> Taken | None:
+        room = self._room()
+        if room.cpus <= 0 or room.memory_mb <= 0:
+            return None
+        asking = asyncio.create_task(self._parts.work.take(self._parts.name, room, self._settings.lease_seconds, time.time()))
+        try:
+            return await asyncio.shield(asking)
+        except StoreUnavailable as error:
+            log.warning("nothing can be taken now: %s", error)
+        except asyncio.CancelledError:
+            await self._decline(asking)
+            raise
+        except Exception:
+            # The node would live on and take nothing more, and nobody would know why.
+            log.exception("what was to be taken cannot be; it is left to its lease")
+            await asyncio.sleep(LOOK_SECONDS)
+        return None
+
+    async def _decline(self, asking: asyncio.Task[Taken | None]) -> None:
+        """What Redis gives a node that ends goes back: lost with the node, it would cost its rollout an attempt."""
+        await asyncio.wait([asking], timeout=STOP_SECONDS)
+        if asking.done() and not asking.cancelled() and asking.exception() is None and (taken := asking.result()) is not None:
+            with suppress(Superseded, StoreUnavailable):
+                await self._parts.work.put_back(taken.attempt, time.time())
+
+    async def _something_new(self) -> None:
+        """Returns when there may be work that this node has room for."""
+        waits = [
+            asyncio.create_task(self._parts.stages.capacity.freed.wait()),
+            asyncio.create_task(self._wait_for_work()),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _wait_for_work(self) -> None:
+        try:
+            await self._parts.work.wait(LOOK_SECONDS)
+        except StoreUnavailable:
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _begin(self, taken: Taken, permit: Permit) -> None:
+        # Reserved before anything else is looked for, or two rollouts would be given the same room.
+        reserved = self._parts.stages.capacity.reserve(taken.task)
+        course = Course(taken, permit, reserved, self._parts)
+        task = asyncio.create_task(course.go(), name=f"rollout {taken.attempt.session_id}")
+        self._courses[taken.attempt] = course, task
+        task.add_done_callback(lambda done: self._ended(taken.attempt, reserved, permit, done))
+
+    def _ended(self, attempt: AttemptId, reserved: Permit, permit: Permit, done: asyncio.Task[None]) -> None:
+        reserved.leave()
+        permit.leave()
+        if self._courses.get(attempt, (None, None))[1] is done:
+            del self._courses[attempt]
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.error("rollout %s broke off; it is tried again once its lease ran out", attempt.session_id, exc_info=error)
+
+    def _room(self) -> Room:
+        capacity = self._parts.stages.capacity
+        kinds = frozenset(self._parts.kinds)
+        return Room(self._settings.labels, kinds, capacity.free_cpus, capacity.free_memory_mb)
+
+    # Signs of life
+
+    async def _beat_forever(self) -> None:
+        while True:
+            try:
+                await self._beat()
+                self._known.set()
+            except StoreUnavailable as error:
+                log.warning("no sign of life could be given: %s", error)
+            except Exception:
+                # Without it every lease would run out, and nobody would know why.
+                log.exception("a sign of life failed and is tried again")
+            pause = self._settings.lease_seconds / BEATS_PER_LEASE
+            await asyncio.sleep(pause if self._known.is_set() else min(pause, LOOK_SECONDS))
+
+    async def _beat(self) -> None:
+        held = list(self._courses)
+        for lost in await self._parts.work.beat(self._state(), held, time.time()):
+            if lost in self._courses:
+                log.info("rollout %s is no longer this node's and is stopped", lost.session_id)
+                _cancel(self._courses[lost][1])
+
+    def _state(self) -> NodeState:
+        stages, slots = self._parts.stages, self._parts.stages.slots
+        return NodeState(
+            name=self._parts.name,
+            labels=self._settings.labels,
+            runtimes=sorted(self._parts.kinds),
+            cpus=self._settings.cpus,
+            memory_mb=self._settings.memory_mb,
+            slots={"prepare": slots.prepare, "ready": slots.ready, "run": slots.run, "evaluate": slots.evaluate},
+            busy=stages.busy,
+            free_cpus=stages.capacity.free_cpus,
+            free_memory_mb=stages.capacity.free_memory_mb,
+            draining=self._draining.is_set(),
+            started_at=self._started_at,
+            seen_at=time.time(),
+            lease_seconds=self._settings.lease_seconds,
+        )
+
+    # The end
+
+    async def _put_back(self) -> None:
+        """What has not begun to run is queued again, and costs its rollout no attempt."""
+
+        async def put_back(attempt: AttemptId, task: asyncio.Task[None]) -> None:
+            await _stopped(task)
+            with suppress(Superseded, StoreUnavailable):
+                await self._parts.work.put_back(attempt, time.time())
+
+        waiting = [(attempt, task) for attempt, (course, task) in self._courses.items() if not course.begun]
+        await asyncio.gather(*(put_back(*each) for each in waiting))
+
+    async def _let_end(self) -> None:
+        if not self._courses:
+            return
+        log.info("draining: %d rollouts may run to their end, for %g s", len(self._courses), self._settings.drain_seconds)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.drain_seconds):
+                while self._courses and not self._hurrying.is_set():
+                    hurry = asyncio.create_task(self._hurrying.wait())
+                    await asyncio.wait(
+                        [hurry, *(task for _, task in self._courses.values())], return_when=asyncio.FIRST_COMPLETED
+                    )
+                    hurry.cancel()
+
+    async def _hand_over(self) -> None:
+        """What is still running is stopped and queued again; that the node was to end costs it no attempt."""
+        failure = FailureRecord(Failure.NODE_LOST, f"node {self._parts.name} was stopped")
+
+        async def hand_over(attempt: AttemptId, task: asyncio.Task[None]) -> None:
+            await _stopped(task)
+            with suppress(Superseded, StoreUnavailable, SessionFailed):
+                if await self._parts.work.give_up(attempt, failure, time.time(), retry=True, spared=True):
+                    await self._parts.sessions.delete(attempt.session_id)
+
+        running = [(attempt, task) for attempt, (_, task) in self._courses.items()]
+        await asyncio.gather(*(hand_over(*each) for each in running))
+
+
+async def _stopped(task: asyncio.Task[None]) -> None:
+    _cancel(task)
+    await asyncio.wait([task], timeout=STOP_SECONDS)
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    # Once: a second time would break off the removal of its runtimes.
+    if not task.cancelling():
+        task.cancel()

@@ -1,0 +1,1 @@
+"""Where harnesses run: one Protocol (`base`), one module per kind."""

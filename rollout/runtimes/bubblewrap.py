@@ -1,0 +1,171 @@
+"""One command in a sandbox of bubblewrap (0.5 or newer): namespaces of its own, a read-only system, no privileges.
+
+It sees the system's programs and libraries, /etc without what only its owner may read, what the machine's settings add, and of its own:
+home, workdir and /tmp, which stay from command to command. /var, /run and everything else are empty. All its processes end with it:
+they are in a process namespace whose first process the kernel ends with bubblewrap's, and that with the node's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import stat
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollout.runtimes import processes
+from rollout.runtimes.base import Executed, RuntimeFailed
+from rollout.runtimes.command import Held, started
+
+USER = 1000
+"""Number of the user and the group inside; whoever the node runs as outside."""
+SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
+OWN = ("proc", "dev", "sys", "run", "tmp", "var")
+"""Folders below / that the sandbox makes itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a sandbox sees: `own` and `readable` map paths outside to paths inside, writable and not."""
+
+    own: Sequence[tuple[Path, str]]
+    readable: Sequence[tuple[Path, str]]
+    hidden: Sequence[Path]
+
+    def arguments(self, *, network: bool) -> list[str]:
+        """Of bubblewrap."""
+        words = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
+        words += ["--uid", str(USER), "--gid", str(USER), "--hostname", "sandbox"]
+        words += ["--share-net"] if network else []
+        for name in SYSTEM:
+            words += _system(Path("/", name))
+        words += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/run", "--dir", "/var", "--symlink", "../tmp", "/var/tmp"]
+        # Where names are looked up, /etc/resolv.conf may be a link into /run.
+        words += ["--ro-bind-try", "/run/systemd/resolve", "/run/systemd/resolve"] if network else []
+        for path in self.hidden:
+            words += (
+                ["--tmpfs", str(path), "--remount-ro", str(path)] if path.is_dir() else ["--ro-bind", "/dev/null", str(path)]
+            )
+        binds = [("--bind", *each) for each in self.own] + [("--ro-bind", *each) for each in self.readable]
+        # What is below another comes after it, or would be hidden by it.
+        for flag, outside, inside in sorted(binds, key=lambda bind: bind[2].count("/")):
+            words += [flag, str(outside), inside]
+        return [*words, "--remount-ro", "/"]
+
+
+def _system(path: Path) -> list[str]:
+    if path.is_symlink():
+        return ["--symlink", os.readlink(path), str(path)]
+    return ["--ro-bind", str(path), str(path)] if path.is_dir() else []
+
+
+def private(folder: Path) -> list[Path]:
+    """What below `folder` not everybody may read: in the sandbox it would be readable to the node's own user."""
+    found = []
+    for root, folders, files in os.walk(folder):
+        for name in [*folders, *files]:
+            path = Path(root, name)
+            with suppress(OSError):
+                mode = path.lstat().st_mode
+                needed = stat.S_IROTH | (stat.S_IXOTH if stat.S_ISDIR(mode) else 0)
+                if not stat.S_ISLNK(mode) and mode & needed != needed:
+                    found.append(path)
+        folders[:] = [name for name in folders if Path(root, name) not in found]
+    return found
+
+
+@asynccontextmanager
+async def sandboxed(
+    program: str, arguments: Sequence[str], argv: Sequence[str], env: Mapping[str, str], owner: Mapping[str, str]
+) -> AsyncIterator[Held]:
+    """The command, held before its start. `owner` is the environment of bubblewrap itself, by which it is found again. Raises
+    `RuntimeFailed` where there can be no sandbox."""
+    words = [*arguments, "--chdir", "/"]
+    for name, value in env.items():
+        words += ["--setenv", name, value]
+    status, told = os.pipe()
+    block, go = os.pipe()
+    given = _file_of(words)
+    ends = [status, told, block, go, given]
+    try:
+        line = [program, "--args", str(given), "--json-status-fd", str(told), "--block-fd", str(block), "--", *argv]
+        async with started(line, env=owner, pass_fds=(given, told, block)) as process:
+            for end in (told, block, given):
+                os.close(end)
+                ends.remove(end)
+            async with _Status(status) as reports:
+                ends.remove(status)
+                pid = await reports.child()
+                if pid is None:
+                    raise RuntimeFailed(f"the sandbox could not be made: {await _words(process)}")
+                yield _held(process, pid, partial(os.write, go, b"x"), reports)
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+def _file_of(words: Sequence[str]) -> int:
+    """A descriptor from which bubblewrap reads the words. As arguments every user of the machine could list them."""
+    descriptor = os.memfd_create("arguments")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(b"".join(os.fsencode(word) + b"\0" for word in words))
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _held(process: asyncio.subprocess.Process, pid: int, release: Any, reports: _Status) -> Held:
+    def pids() -> list[int]:
+        return processes.descendants([pid]) if process.returncode is None else []
+
+    def send(number: int) -> None:
+        if process.returncode is not None:
+            return
+        if number == signal.SIGKILL:
+            # The first process of the namespace takes all others with it.
+            reports.killed = True
+            processes.send([pid])
+        else:
+            processes.send(pids(), number)
+
+    async def failure(done: Executed) -> str | None:
+        if reports.killed or await reports.ran():
+            return None
+        return f"the sandbox could not be made: {done.stderr.decode(errors='replace').strip()}"
+
+    return Held(process, pid, release, send, pids, failure)
+
+
+async def _words(process: asyncio.subprocess.Process) -> str:
+    assert process.stderr
+    return (await process.stderr.read()).decode(errors="replace").strip()
+
+
+class _Status:
+    """What bubblewrap reports, line by line: first of its child, in the end of the exit code, if the command was started."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = os.fdopen(descriptor, "rb", buffering=0)
+        self._reader = asyncio.StreamReader()
+        self.killed = False
+
+    async def __aenter__(self) -> _Status:
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(self._reader), self._file)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._transport.close()
+
+    async def child(self) -> int | None:
+        line = await self._reader.readline()
+        return int(json.loads(line)["child-pid"]) if line else None
+
+    async def ran(self) -> bool:
+        """Asked after the end: whether the command was started."""
+        return b"exit-code" in await self._reader.read()

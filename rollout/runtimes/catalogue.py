@@ -1,0 +1,30 @@
+"""The kinds of runtimes there are, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollout.runtimes.apptainer import ApptainerKind
+from rollout.runtimes.base import BadRuntime, RuntimeKind
+from rollout.runtimes.container import ContainerKind
+from rollout.runtimes.local import LocalKind
+from rollout.runtimes.pod import KubernetesKind
+from rollout.runtimes.settings import RuntimeSettings
+
+_KINDS: dict[str, Callable[[RuntimeSettings | None], RuntimeKind]] = {
+    "apptainer": ApptainerKind,
+    "docker": ContainerKind,
+    "kubernetes": KubernetesKind,
+    "local": LocalKind,
+}
+
+
+def names() -> list[str]:
+    return sorted(_KINDS)
+
+
+def load(name: str, settings: RuntimeSettings | None = None) -> RuntimeKind:
+    """The kind of that name; `settings` None: those of the environment. Raises `BadRuntime`."""
+    if name not in _KINDS:
+        raise BadRuntime(f"there is no runtime {name!r}: choose one of {', '.join(names())}")
+    return _KINDS[name](settings)

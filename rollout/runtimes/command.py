@@ -1,0 +1,202 @@
+"""One command of the node's machine, run to its end: stdin, stdout, stderr, a time limit, and the end of all it started."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollout.runtimes import processes
+from rollout.runtimes.base import GRACE_SECONDS, KEPT_BYTES, Executed, Logs, RuntimeFailed
+from rollout.runtimes.output import Output
+
+_CHUNK_BYTES = 1 << 16
+_LOOK_SECONDS = 0.5
+
+Signal = Callable[[int], None]
+"""Sends a signal to everything that the command started; SIGKILL leaves nothing of it."""
+
+
+class CannotPass(Exception):
+    """The system takes no such arguments: they are too long, or hold a null byte."""
+
+    def executed(self) -> Executed:
+        """As a shell tells it."""
+        return Executed(126, b"", f"{self}\n".encode())
+
+
+def shell(workdir: str, argv: Sequence[str]) -> list[str]:
+    """argv as a shell starts it in `workdir`, with its exit codes 126 and 127. Raises `CannotPass`."""
+    if not argv or any("\0" in word for word in argv):
+        raise CannotPass("the command is empty or holds a null byte")
+    return ["/bin/sh", "-c", 'cd "$1" || exit 126; shift; exec "$@"', "sh", workdir, *argv]
+
+
+def variables(*layers: Mapping[str, str] | None) -> dict[str, str]:
+    """The environment that the layers make, later ones first. Raises `CannotPass`."""
+    env = {name: value for layer in layers for name, value in (layer or {}).items()}
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise CannotPass(f"{name!r} cannot be an environment variable with that value")
+    return env
+
+
+class Sink(Protocol):
+    """What takes a stream in place of `Output`."""
+
+    def feed(self, data: bytes) -> None:
+        """Raises `RuntimeFailed` when it takes no more; then the command is killed."""
+
+    def kept(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one command may take."""
+
+    timeout_seconds: float
+    logs: Logs | None = None
+    grace_seconds: float = GRACE_SECONDS
+    stdout: Sink | None = None
+    """None: the last `KEPT_BYTES`, and the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A command that is ready and waits for `release`. `pid` is the process that will become it or start it, `send` reaches all that
+    it starts, `pids` lists them, `failure` says after its end what broke that was not the command."""
+
+    process: Process
+    pid: int
+    release: Callable[[], None]
+    send: Signal
+    pids: Callable[[], list[int]]
+    failure: Callable[[Executed], Awaitable[str | None]]
+
+
+@asynccontextmanager
+async def started(
+    argv: Sequence[str], *, env: Mapping[str, str], cwd: Path | str = "/", pass_fds: Sequence[int] = ()
+) -> AsyncIterator[Process]:
+    """A process in a session of its own, which has ended when the block is left. Raises `RuntimeFailed`, `CannotPass`."""
+    begun = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env, cwd=cwd, pass_fds=pass_fds, start_new_session=True
+        )
+    )
+    cancelled = await settled(begun)
+    try:
+        process = begun.result()
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) or error.errno == errno.E2BIG:
+            raise CannotPass(f"the command cannot be passed on: {error}") from error
+        raise RuntimeFailed(f"{argv[0]} could not be started: {error}") from error
+    try:
+        if cancelled:
+            raise asyncio.CancelledError
+        yield process
+    finally:
+        if process.returncode is None:
+            processes.kill_tree(process.pid)
+        await process.wait()
+
+
+async def finished(process: Process, stdin: bytes, limits: Limits, send: Signal) -> Executed:
+    """What the process did. When time is up, and when the caller is cancelled, `send` gets SIGTERM and, after the grace time,
+    SIGKILL."""
+    return await followed(lambda stdout, stderr: _followed(process, stdin, stdout, stderr, send), limits, send)
+
+
+async def followed(follow: Callable[[Sink, Sink], Coroutine[Any, Any, int]], limits: Limits, send: Signal) -> Executed:
+    """What a command did. `follow` feeds its stdout and its stderr to what it is given, and returns its exit code when it has ended:
+    soon after `send` got SIGKILL at the latest."""
+    begun = time.monotonic()
+    timed_out = False
+    with ExitStack() as stack:
+        logs = limits.logs
+        paths = (logs.stdout, logs.stderr) if logs else (None, None)
+        bound = logs.bound_bytes if logs else 0
+        outputs = [stack.enter_context(Output(KEPT_BYTES, path, bound)) for path in paths]
+        stdout, stderr = limits.stdout or outputs[0], outputs[1]
+        end = asyncio.ensure_future(follow(stdout, stderr))
+        try:
+            done, _ = await asyncio.wait({end}, timeout=limits.timeout_seconds)
+            timed_out = not done
+        finally:
+            await _ended(end, send, limits.grace_seconds)
+        code = end.result()
+    return Executed(code if code >= 0 else 128 - code, stdout.kept(), stderr.kept(), timed_out, time.monotonic() - begun)
+
+
+async def _followed(process: Process, stdin: bytes, stdout: Sink, stderr: Sink, send: Signal) -> int:
+    assert process.stdin and process.stdout and process.stderr
+    streams = asyncio.gather(
+        _written(process.stdin, stdin),
+        _read(process.stdout, stdout, send),
+        _read(process.stderr, stderr, send),
+        return_exceptions=True,
+    )
+    while not streams.done():
+        await asyncio.wait({streams}, timeout=_LOOK_SECONDS)
+        if process.returncode is not None and not streams.done():
+            # Nothing of the command is to be left, and something holds its output: what it hid from its reaper.
+            send(signal.SIGKILL)
+    results = streams.result()
+    code = await process.wait()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return code
+
+
+async def _written(stream: asyncio.StreamWriter, data: bytes) -> None:
+    # A command need not read what it is given.
+    with suppress(BrokenPipeError, ConnectionResetError):
+        # All at once, the loop would copy a great archive while nothing else of the node goes on.
+        for start in range(0, len(data), _CHUNK_BYTES):
+            stream.write(data[start : start + _CHUNK_BYTES])
+            await stream.drain()
+    stream.close()
+
+
+async def _read(stream: asyncio.StreamReader, output: Sink, send: Signal) -> None:
+    """Reads to the end also where the log cannot be written: only then has everything ended."""
+    failed: RuntimeFailed | None = None
+    while data := await stream.read(_CHUNK_BYTES):
+        try:
+            output.feed(data)
+        except RuntimeFailed as error:
+            failed = failed or error
+            send(signal.SIGKILL)
+    if failed is not None:
+        raise failed
+
+
+async def _ended(end: asyncio.Future[int], send: Signal, grace_seconds: float) -> None:
+    """Returns when the command and all it started have ended; a second cancellation kills them at once."""
+    try:
+        if not end.done():
+            send(signal.SIGTERM)
+            await asyncio.wait({end}, timeout=grace_seconds)
+    finally:
+        send(signal.SIGKILL)
+        if await settled(end):
+            raise asyncio.CancelledError
+
+
+async def settled(future: asyncio.Future[Any]) -> bool:
+    """Returns when it is done, whoever cancels the caller meanwhile; whether somebody did."""
+    cancelled = False
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError:
+            cancelled = True
+    return cancelled

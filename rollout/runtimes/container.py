@@ -1,0 +1,292 @@
+"""A container as a runtime, by the command line of docker or podman (kind `docker`).
+
+The engine runs on the node's machine and the node as root: the way to the proxy (`route`) and the end of what a command started need
+the container's processes. Commands run as root inside, with the image's own variables; it needs `sh`, `sleep` and what `files` needs.
+
+How a command gets its environment is said in `container_script`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import posixpath
+import signal
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from rollout.runtimes import container_script, processes
+from rollout.runtimes.base import (
+    GRACE_SECONDS,
+    BadRuntime,
+    DiskFull,
+    Executed,
+    Install,
+    Installed,
+    Logs,
+    Route,
+    RuntimeFailed,
+    no_room,
+)
+from rollout.runtimes.command import CannotPass, Limits, finished, shell, started, variables
+from rollout.runtimes.container_processes import MARK, ContainerProcesses
+from rollout.runtimes.container_script import INSIDE
+from rollout.runtimes.engine import Engine, found
+from rollout.runtimes.files import Files
+from rollout.runtimes.folders import deleted, owned
+from rollout.runtimes.image_installs import ImageInstalls
+from rollout.runtimes.resources import PIDS
+from rollout.runtimes.route import Passage, inside, named
+from rollout.runtimes.settings import RuntimeSettings, from_environment
+from rollout.runtimes.specs import check_common, check_options, check_path
+from rollout.runtimes.uses import Uses
+from rollout.task import Network, RuntimeSpec
+
+HOME, WORKDIR = "/root", "/workspace"
+LABEL = "verbatim.runtime"
+_ENTER = Path(__file__).with_name("enter.py")
+_FIRST = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
+START_SECONDS = 60.0
+_CLIENT_SECONDS = 10.0
+"""What the engine's client has for noticing that its command was killed."""
+
+
+class ContainerKind:
+    name = "docker"
+    folder_variable = "VERBATIM_CONTAINER_DIR"
+
+    def __init__(self, settings: RuntimeSettings | None = None, *, grace_seconds: float = GRACE_SECONDS) -> None:
+        self.settings = settings or from_environment()
+        self.grace_seconds = grace_seconds
+        layers = self.settings.container_dir.with_name(f"{self.settings.container_dir.name}-layers")
+        self._installs = ImageInstalls(self.make, Uses(layers, self.settings.installs_kept, "VERBATIM_CONTAINER_DIR"))
+
+    @property
+    def folder(self) -> Path:
+        """For what the node passes into containers, of which each has a folder."""
+        return self.settings.container_dir
+
+    async def engine(self) -> Engine:
+        """Raises `RuntimeFailed`."""
+        return await found(self.settings)
+
+    def check(self, spec: RuntimeSpec) -> None:
+        check_common(spec)
+        check_options(spec, ())
+        if not spec.image or spec.image.startswith("-"):
+            raise BadRuntime(f"image: {spec.image!r} is not the name of an image, which a container needs")
+        if spec.workdir is not None:
+            check_path("workdir", spec.workdir)
+
+    async def missing(self) -> str | None:
+        if os.geteuid() != 0:
+            return "containers need a node that runs as root"
+        try:
+            await self.engine()
+        except RuntimeFailed as error:
+            return str(error)
+        return None
+
+    def make(self, spec: RuntimeSpec, name: str, route: Route) -> ContainerRuntime:
+        return ContainerRuntime(self, spec, name, route)
+
+    async def installed(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs) -> Installed:
+        return await self._installs.installed(await self.engine(), spec, install, name, route, logs)
+
+    async def sweep(self, prefix: str) -> int:
+        engine, folder = await self.engine(), self.folder
+        names = {each for each in await engine.names(LABEL) if each.startswith(prefix)}
+        names |= {each.name for each in folder.iterdir() if each.name.startswith(prefix)} if folder.is_dir() else set()
+        for name in names:
+            await engine.removed(name)
+            await asyncio.to_thread(deleted, folder / name)
+        return len(names)
+
+
+class ContainerRuntime:
+    """One container, which lives from `start` to `stop`."""
+
+    def __init__(self, kind: ContainerKind, spec: RuntimeSpec, name: str, route: Route) -> None:
+        self._kind = kind
+        self._spec = spec
+        self.name = name
+        self._route = route
+        self._folder = kind.folder / name
+        self._engine: Engine | None = None
+        self._claimed = False
+        self._passage: Passage | None = None
+        self._processes: ContainerProcesses | None = None
+        self._running: set[asyncio.Task[object]] = set()
+        self.home = HOME
+        self.workdir = spec.workdir or WORKDIR
+        self._files = Files(self._in_files, self.workdir)
+
+    async def start(self) -> None:
+        self._engine = await self._kind.engine()
+        self._claim()
+        try:
+            await self._make(self._engine)
+        except BaseException:
+            await self.stop()
+            raise
+
+    def _claim(self) -> None:
+        try:
+            owned(self._kind.folder, self._kind.folder_variable)
+            self._folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise (DiskFull if no_room(error) else RuntimeFailed)(f"the runtime {self.name} cannot be made: {error}") from error
+        self._claimed = True
+
+    async def _make(self, engine: Engine) -> None:
+        first = await self._begun(engine)
+        namespace = processes.namespace(first, "pid") if first else None
+        if namespace is None or namespace == processes.namespace(os.getpid(), "pid"):
+            raise RuntimeFailed(f"the container {self.name} has ended, or its processes are not this machine's")
+        self._processes = ContainerProcesses(first, namespace)
+        if self._spec.network == "proxy":
+            self._passage = await Passage(first, self._route).__aenter__()
+        done = await self._run(["mkdir", "-p", self.workdir, self.home], b"", Limits(START_SECONDS), None, "/")
+        if done.exit_code != 0:
+            raise RuntimeFailed(f"{self.workdir} cannot be made: {done.stderr.decode(errors='replace').strip()}")
+
+    async def _begun(self, engine: Engine) -> int:
+        """Makes the container; its first process as the node's machine counts it, 0 where there is none."""
+        image = self._spec.image
+        assert image is not None
+        if not await engine.has_image(image):
+            await engine.pull(image)
+        await engine.run(*self._flags(), image, "-c", _FIRST)
+        told = await engine.told("inspect", "--format", "{{.State.Pid}}", self.name)
+        return int(told) if told.isdigit() else 0
+
+    def _flags(self) -> list[str]:
+        spec = self._spec
+        memory = f"{spec.memory_mb}m"
+        words = ["--detach", "--name", self.name, "--label", f"{LABEL}={self.name}", "--user", "0", "--workdir", "/"]
+        words += ["--network", "none" if spec.network == "proxy" else "host", "--entrypoint", "/bin/sh"]
+        words += ["--cpus", f"{spec.cpus:g}", "--memory", memory, "--memory-swap", memory, "--pids-limit", str(PIDS)]
+        words += ["--volume", f"{self._passed}:{INSIDE}"]
+        if spec.disk_mb is not None:
+            words += ["--ulimit", f"fsize={spec.disk_mb << 20}:{spec.disk_mb << 20}"]
+        if (name := named(self._route.host)) is not None and spec.network == "proxy":
+            words += ["--add-host", f"{name}:127.0.0.1"]
+        return [*words, *self._kind.settings.container_run_flags]
+
+    @property
+    def _passed(self) -> Path:
+        """The folder of the node that is mounted at `INSIDE`."""
+        return self._folder
+
+    def base_url(self, url: str) -> str:
+        return inside(self._route, url) if self._spec.network == "proxy" else url
+
+    async def upload(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
+        await self._files.upload(path, content, mode)
+
+    async def unpack(self, path: str, archive: bytes) -> None:
+        await self._files.unpack(path, archive)
+
+    async def download(self, paths: Sequence[str], *, bound_bytes: int) -> bytes:
+        return await self._files.download(paths, bound_bytes)
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        workdir: str | None = None,
+        stdin: bytes = b"",
+        timeout_seconds: float,
+        logs: Logs | None = None,
+        network: Network | None = None,
+    ) -> Executed:
+        limits = Limits(timeout_seconds, logs, self._kind.grace_seconds)
+        place = posixpath.join(self.workdir, workdir) if workdir else self.workdir
+        return await self._run(argv, stdin, limits, env, place, network)
+
+    async def _in_files(self, argv: Sequence[str], stdin: bytes, limits: Limits) -> Executed:
+        return await self._run(argv, stdin, limits, {"LC_ALL": "C"}, "/")
+
+    async def _run(
+        self,
+        argv: Sequence[str],
+        stdin: bytes,
+        limits: Limits,
+        env: Mapping[str, str] | None,
+        place: str,
+        network: Network | None = None,
+    ) -> Executed:
+        task, within = asyncio.current_task(), self._processes
+        if self._engine is None or within is None or task is None:
+            raise RuntimeFailed(f"the runtime {self.name} has not started")
+        command = uuid.uuid4().hex
+        self._running.add(task)
+        within.commands[command] = frozenset()
+        script = self._passed / command
+        try:
+            line = shell(place, argv)
+            env = variables({"HOME": self.home, "LANG": "C.UTF-8", "PWD": place}, env)
+            container_script.write(script, env, *self._first_lines())
+            client = self._client(self._engine, f"{MARK}={command}", network or self._spec.network)
+            whole = [*client, *container_script.reader(script), *line]
+            async with started(whole, env=self._engine.environment()) as process:
+                within.commands[command] = processes.pipes(process.pid)
+                try:
+                    done = await finished(process, stdin, limits, partial(self._send, within, process, script))
+                finally:
+                    await within.nothing_left(command)
+            if script.exists() and not done.timed_out:
+                raise RuntimeFailed(f"the command was not started: {done.stderr.decode(errors='replace').strip()}")
+            return done
+        except CannotPass as error:
+            return error.executed()
+        finally:
+            within.commands.pop(command, None)
+            self._running.discard(task)
+            script.unlink(missing_ok=True)
+
+    def _first_lines(self) -> Sequence[str]:
+        """Of a shell, for each command before it starts."""
+        return ()
+
+    def _client(self, engine: Engine, mark: str, network: Network) -> list[str]:
+        """What starts a command in the container."""
+        if network == self._spec.network:
+            return [*engine.command, "exec", "--interactive", "--user", "0", "--env", mark, self.name]
+        if network == "proxy":
+            raise RuntimeFailed("a command cannot be kept from the network in a container that has it")
+        assert self._processes is not None
+        return [sys.executable, "-I", "-S", str(_ENTER), str(self._processes.first), mark]
+
+    @staticmethod
+    def _send(within: ContainerProcesses, process: asyncio.subprocess.Process, script: Path, number: int) -> None:
+        if number != signal.SIGKILL:
+            within.send(script.name, number)
+            return
+        if process.returncode is None:
+            script.unlink(missing_ok=True)
+            asyncio.get_running_loop().call_later(_CLIENT_SECONDS, _kill, process)
+        within.kill(script.name)
+
+    async def stop(self) -> None:
+        current = asyncio.current_task()
+        running = [task for task in self._running if task is not current]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if self._passage is not None:
+            await self._passage.close()
+            self._passage = None
+        if self._engine is not None and self._claimed:
+            await self._engine.removed(self.name)
+            await asyncio.to_thread(deleted, self._folder)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()

@@ -1,0 +1,35 @@
+"""How a command gets its environment in a container: a folder of the node is mounted there at `INSIDE`, in which the node writes a script
+for each command that sets the variables, and that the shell which becomes the command reads and removes.
+
+So values may hold anything and stand in no list of processes; a script that is still there says that the command never started, and one
+that the node took away, that it never will.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollout.runtimes.base import DiskFull, RuntimeFailed, no_room
+
+INSIDE = "/run/verbatim"
+_READER = 'exec 3<"$0" && rm "$0" && . /dev/fd/3 && exec 3<&- && exec "$@"'
+
+
+def reader(script: Path) -> list[str]:
+    """What reads the script in the container and becomes the words that follow."""
+    return ["/bin/sh", "-c", _READER, f"{INSIDE}/{script.name}"]
+
+
+def write(script: Path, env: Mapping[str, str], *lines: str) -> None:
+    """`lines` are run before the variables are set. Raises `RuntimeFailed`."""
+    text = "".join(f"{line}\n" for line in (*lines, *(f"export {name}={shlex.quote(value)}" for name, value in env.items())))
+    try:
+        # The container's root may put anything into the folder: what is there already is not followed.
+        descriptor = os.open(script, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(os.fsencode(text))
+    except OSError as error:
+        raise (DiskFull if no_room(error) else RuntimeFailed)(f"{script} cannot be written: {error}") from error

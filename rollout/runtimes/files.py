@@ -1,0 +1,154 @@
+"""Files of a runtime, written and read by commands inside it: what a path or a link leads to is then never outside.
+
+The runtime needs `sh`, `mkdir`, `rm`, `cat`, `chmod`, and for archives `tar` (GNU's or busybox's) with `gzip`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import posixpath
+import tarfile
+import zlib
+from collections.abc import Awaitable, Callable, Sequence, Set
+from pathlib import PurePosixPath
+
+from rollout.runtimes.base import DiskFull, Executed, RuntimeFailed
+from rollout.runtimes.command import Limits
+
+TIMEOUT_SECONDS = 600.0
+"""For one file or archive."""
+_FULL = (b"No space left on device", b"Disk quota exceeded", b"File too large", b"File size limit exceeded", b": Wrote only")
+_FILE_TOO_LARGE = 128 + 25
+_GZIP = b"\x1f\x8b"
+
+_UPLOAD = 'mkdir -p "$1" && rm -f "$2" && (umask 077; cat > "$2") && chmod "$3" "$2"'
+_UNPACK = 'mkdir -p "$1" && exec tar "$2" - -C "$1"'
+_DOWNLOAD = """
+cd "$1" || exit 2
+shift
+for path in "$@"; do
+    shift
+    if [ -e "$path" ] || [ -L "$path" ]; then set -- "$@" "$path"; fi
+done
+[ $# = 0 ] || { chmod -R u+rX -- "$@" 2> /dev/null; exec tar -cf - -- "$@"; }
+"""
+"""Files that their owner may not read either would be no archive at all: they are made readable first."""
+
+Run = Callable[[Sequence[str], bytes, Limits], Awaitable[Executed]]
+"""Runs argv in the runtime: (argv, stdin, limits)."""
+
+
+class Files:
+    """Of one runtime. Relative paths are below `workdir`."""
+
+    def __init__(self, run: Run, workdir: str) -> None:
+        self._run = run
+        self._workdir = workdir
+
+    async def upload(self, path: str, content: bytes, mode: int) -> None:
+        target = self._absolute(path)
+        argv = ("sh", "-c", _UPLOAD, "upload", posixpath.dirname(target), target, f"{mode:o}")
+        _check(f"{path} cannot be written", await self._run(argv, content, Limits(TIMEOUT_SECONDS)))
+
+    async def unpack(self, path: str, archive: bytes) -> None:
+        await asyncio.to_thread(check_archive, archive)
+        flags = "-xzof" if archive.startswith(_GZIP) else "-xof"
+        argv = ("sh", "-c", _UNPACK, "unpack", self._absolute(path), flags)
+        _check(f"the archive cannot be unpacked at {path}", await self._run(argv, archive, Limits(TIMEOUT_SECONDS)))
+
+    async def download(self, paths: Sequence[str], bound_bytes: int) -> bytes:
+        names = [self._named(path) for path in paths]
+        sink = Gzipped(bound_bytes)
+        argv = ("sh", "-c", _DOWNLOAD, "download", self._workdir, *names)
+        done = await self._run(argv, b"", Limits(TIMEOUT_SECONDS, stdout=sink))
+        # 1 is tar's word for a file that changed while it was read.
+        if done.exit_code != 1:
+            _check(f"{', '.join(paths)} cannot be read", done)
+        return sink.whole()
+
+    def _absolute(self, path: str) -> str:
+        if "\0" in path or not path:
+            raise RuntimeFailed(f"{path!r} is not a path")
+        return posixpath.normpath(posixpath.join(self._workdir, path))
+
+    def _named(self, path: str) -> str:
+        """As tar is to be told: relative where it is below the workdir."""
+        absolute = PurePosixPath(self._absolute(path))
+        if absolute.is_relative_to(self._workdir):
+            return str(absolute.relative_to(self._workdir))
+        return str(absolute)
+
+
+class Gzipped:
+    """Takes a stream and keeps it compressed, up to `bound_bytes`."""
+
+    def __init__(self, bound_bytes: int) -> None:
+        self._bound_bytes = bound_bytes
+        self._deflate = zlib.compressobj(1, wbits=31)
+        self._parts = bytearray()
+        self._empty = True
+
+    def feed(self, data: bytes) -> None:
+        self._empty = False
+        self._add(self._deflate.compress(data))
+
+    def kept(self) -> bytes:
+        return b""
+
+    def whole(self) -> bytes:
+        """An empty stream is an archive of nothing."""
+        if self._empty:
+            self.feed(bytes(tarfile.RECORDSIZE))
+        self._add(self._deflate.flush())
+        return bytes(self._parts)
+
+    def _add(self, data: bytes) -> None:
+        self._parts += data
+        if len(self._parts) > self._bound_bytes:
+            self._parts.clear()
+            raise RuntimeFailed(f"the archive is greater than {self._bound_bytes} bytes")
+
+
+def check_archive(archive: bytes) -> None:
+    """Raises `RuntimeFailed` when it is no tar archive (plain or gzip), when an entry leads out of the folder it is unpacked in, by its
+    name or through a link, and when one is a device. A link itself may name any place: what an agent leaves is full of links to the
+    system's programs, and in the runtime they lead to the runtime's own files."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz" if archive.startswith(_GZIP) else "r:") as opened:
+            outward: set[PurePosixPath] = set()
+            for member in opened:
+                if _leads_out(member.name, outward) or (member.islnk() and _leads_out(member.linkname, outward)):
+                    raise RuntimeFailed(f"the archive's entry {member.name!r} leads out of where it is unpacked")
+                if member.isdev() and not member.isfifo():
+                    raise RuntimeFailed(f"the archive's entry {member.name!r} is a device")
+                if member.issym() and _leads_out(_target(member), outward):
+                    outward.add(PurePosixPath(member.name))
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise RuntimeFailed(f"the archive cannot be read: {error}") from error
+
+
+def _target(link: tarfile.TarInfo) -> str:
+    """Where a symbolic link leads, from the archive's root."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(link.name), link.linkname))
+
+
+def _leads_out(name: str, outward: Set[PurePosixPath]) -> bool:
+    """Whether it does from the archive's root, also through one of the links of `outward`."""
+    path = PurePosixPath(name)
+    return path.is_absolute() or ".." in path.parts or (bool(outward) and any(parent in outward for parent in path.parents))
+
+
+def is_full(stderr: bytes) -> bool:
+    """Whether a command said that there was no room."""
+    return any(words in stderr for words in _FULL)
+
+
+def _check(what: str, done: Executed) -> None:
+    if done.exit_code == 0:
+        return
+    told = done.stderr.decode(errors="replace").strip() or f"exit code {done.exit_code}"
+    if done.timed_out:
+        told = f"it took more than {TIMEOUT_SECONDS:g} seconds"
+    full = done.exit_code == _FILE_TOO_LARGE or is_full(done.stderr)
+    raise (DiskFull if full else RuntimeFailed)(f"{what}: {told}")

@@ -1,0 +1,151 @@
+"""The processes of the machine as /proc tells them: which belong together, and signals to all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Set
+from contextlib import suppress
+from pathlib import Path
+
+_PROC = Path("/proc")
+_BECOMING_SECONDS, _LOOK_SECONDS = 0.3, 0.001
+_STOPPED_TRIES = 1000
+
+
+def running() -> list[int]:
+    return [int(entry.name) for entry in os.scandir(_PROC) if entry.name.isdigit()]
+
+
+def parent(pid: int) -> int | None:
+    """None: it has ended, even where nobody has waited for it yet."""
+    state, number = _state(pid)
+    return None if state in "ZX" else number
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """Its state as a letter, and its parent."""
+    with suppress(OSError):
+        state, number = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+        return state, int(number)
+    return "X", 0
+
+
+def descendants(roots: Iterable[int]) -> list[int]:
+    """What runs below `roots`, without these. A process whose parent has ended is below whoever took it over."""
+    children = defaultdict(list)
+    for pid in running():
+        if (number := parent(pid)) is not None:
+            children[number].append(pid)
+    found: list[int] = []
+    wanted = list(roots)
+    while wanted:
+        below = children.pop(wanted.pop(), [])
+        found += below
+        wanted += below
+    return found
+
+
+def pipes(pid: int) -> set[str]:
+    """Names of the pipes to which it writes its output."""
+    return {name for number in (1, 2) if (name := _opened(f"{_PROC}/{pid}/fd/{number}")).startswith("pipe:")}
+
+
+def holding(names: Set[str], among: Iterable[int] | None = None) -> list[int]:
+    """What has one of these open for writing; None: among all that runs."""
+    found = []
+    for pid in running() if among is None else among:
+        with suppress(OSError), os.scandir(_PROC / str(pid) / "fd") as entries:
+            if any(_opened(entry.path) in names and _written(entry) for entry in entries):
+                found.append(pid)
+    return found
+
+
+def _written(entry: os.DirEntry[str]) -> bool:
+    return bool(entry.stat(follow_symlinks=False).st_mode & stat.S_IWUSR)
+
+
+def _opened(path: str) -> str:
+    with suppress(OSError):
+        return os.readlink(path)
+    return ""
+
+
+def of_session(leader: int) -> list[int]:
+    """What runs in the session of that number, also when its leader has ended."""
+    return [pid for pid in running() if pid != leader and parent(pid) is not None and _session(pid) == leader]
+
+
+def _session(pid: int) -> int:
+    with suppress(OSError):
+        return os.getsid(pid)
+    return 0
+
+
+def started_with(name: bytes, value: bytes, among: Iterable[int]) -> list[int]:
+    """Which of these have that variable. Those that are just becoming another program are looked at again, all of them together for a
+    moment: a process may have done away with what it shows, and many such must not keep whoever looks."""
+    found, unsure = _sorted_by(name, value, among)
+    end = time.monotonic() + _BECOMING_SECONDS
+    while unsure and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+        more, unsure = _sorted_by(name, value, unsure)
+        found += more
+    return found
+
+
+def _sorted_by(name: bytes, value: bytes, among: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Those with the variable, and those of which it cannot be said yet."""
+    seen = {pid: environment(pid) for pid in among}
+    found = [pid for pid, env in seen.items() if env is not None and env.get(name) == value]
+    return found, [pid for pid, env in seen.items() if env is None]
+
+
+def environment(pid: int) -> dict[bytes, bytes] | None:
+    """What it was started with; empty where that is not to be seen, None while it is just becoming another program."""
+    place, content = _PROC / str(pid), b""
+    with suppress(OSError):
+        # Neither is to be seen then; a thread of the kernel, which has neither, has no program.
+        if not (content := (place / "environ").read_bytes()) and os.readlink(place / "exe"):
+            if not (place / "cmdline").read_bytes():
+                return None
+            content = (place / "environ").read_bytes()
+    pairs = (entry.partition(b"=") for entry in content.split(b"\0"))
+    return {name: value for name, _, value in pairs if name}
+
+
+def namespace(pid: int, kind: str) -> str | None:
+    """A name of its namespace of that kind (`pid`, `net`), the same for all in it."""
+    with suppress(OSError):
+        return os.readlink(_PROC / str(pid) / "ns" / kind)
+    return None
+
+
+def resident_bytes(pids: Iterable[int]) -> int:
+    """Memory that is theirs: pages that several share count once in sum."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError, StopIteration, ValueError):
+            lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
+            fields = dict(line.split()[:2] for line in lines[1:])
+            total += 1024 * (int(fields["Pss_Anon:"]) + int(fields["Pss_Shmem:"]))
+    return total
+
+
+def send(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def kill_tree(root: int) -> None:
+    """Kills `root` and all below it. It is stopped before, so that it starts nothing between the look and the kill."""
+    send([root], signal.SIGSTOP)
+    for _ in range(_STOPPED_TRIES):
+        if _state(root)[0] in "TtZX":
+            break
+        time.sleep(0.001)
+    send([*descendants([root]), root])

@@ -1,0 +1,232 @@
+"""The proxy's sessions over its HTTP contract: open, look into, reward, close, delete. Used by nodes and by the sweeper of a server.
+
+Repeated: requests that got no answer, and 502 and 503, with growing random waits or the service's own Retry-After, for at most
+`retry_seconds`. A 429 is waited out for as long as the caller lets it: the service says that trainers are behind, and it is not
+broken. Every request here may be repeated; `create` sees to that itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import httpx
+import msgpack
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_before_delay, wait_random_exponential
+
+from rollout.attempts import Ended
+from rollout.session_failures import HeldBack, NoAnswer, NoSession, SessionConflict, SessionFailed, SessionRefused, failure_of
+from rollout.task import GroupRule
+
+log = logging.getLogger(__name__)
+
+ACCEPT = "application/msgpack;arrays=packed"
+ARRAYS = ("prompt_ids", "completion_ids", "logprobs", "weight_versions")
+PAGE = 200
+
+_GROWING = wait_random_exponential(multiplier=0.2, max=10)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """`base_urls` has openai, anthropic and gemini."""
+
+    session_id: str
+    api_key: str = field(repr=False)
+    base_urls: Mapping[str, str]
+
+
+class Sessions:
+    """One pool of connections to the service at `url`, as the admin whose `token` it is. Used in an `async with` block, or closed.
+
+    `token` may be what gives the one that is valid now. `timeout_seconds` is the longest silence of the service within one request.
+    `transport` stands in for a connection, for a service in the same process."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str | Callable[[], str],
+        *,
+        timeout_seconds: float = 60.0,
+        retry_seconds: float = 120.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._token = token
+        self._retry_seconds = retry_seconds
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            auth=self._signed,
+            transport=transport,
+            timeout=timeout_seconds,
+            limits=httpx.Limits(max_connections=64, max_keepalive_connections=16),
+        )
+
+    async def create(
+        self,
+        session_id: str,
+        *,
+        task_id: str | None = None,
+        group_id: str | None = None,
+        group_size: int = 1,
+        metadata: Mapping[str, Any] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        group: GroupRule | None = None,
+        replacements: bool = True,
+        trained: bool = True,
+    ) -> OpenSession:
+        """A new session of that id. Waits as long as the service holds new sessions back (429). `replacements`: whether other sessions
+        may take the place of failed members of its group. One that is not `trained` is no trainer's, and never held back.
+
+        Where the answer to an earlier try was lost, the session that it made is taken away first: its key is told only once, so
+        nobody can have used it. Raises `SessionConflict` for one that was there before, and `SessionFailed`."""
+        body: dict[str, Any] = {"session_id": session_id, "task_id": task_id, "group_id": group_id, "group_size": group_size}
+        body |= {"metadata": dict(metadata or {}), "sampling": dict(sampling) if sampling else None}
+        if group is not None:
+            body |= {"group_policy": group.policy, "group_minimum": group.minimum, "zero_variance": group.zero_variance}
+        # Said only where it is so: a service of an earlier build knows neither.
+        body |= {} if replacements else {"group_replacements": False}
+        body |= {} if trained else {"trained": False}
+        lost = False
+
+        async def attempt() -> httpx.Response:
+            nonlocal lost
+            try:
+                return await self._once("POST", "/sessions", body)
+            except NoAnswer as error:
+                lost = lost or error.lost
+                raise
+            except SessionConflict:
+                if not lost:
+                    raise
+                await self.delete(session_id)
+                return await self._once("POST", "/sessions", body)
+
+        while True:
+            try:
+                response: httpx.Response = await self._retrying()(attempt)
+                answer: dict[str, Any] = response.json()
+                return OpenSession(answer["session_id"], answer["api_key"], answer["base_urls"])
+            except HeldBack as held:
+                await asyncio.sleep(held.retry_after_seconds)
+
+    async def ready(self) -> None:
+        """Returns where the service has its store and an engine, or nothing tells. Raises `NoAnswer` where it lacks one."""
+        try:
+            await self._ask("GET", "/readyz")
+        except NoAnswer:
+            raise
+        except SessionFailed as error:
+            # What stands between may keep that page from nodes.
+            log.debug("whether the service is ready is not told: %s", error)
+
+    async def load(self, session_id: str) -> dict[str, Any]:
+        """The session as `GET /sessions/{id}` shows it. Raises `NoSession`, `SessionFailed`."""
+        answer: dict[str, Any] = (await self._ask("GET", _path(session_id))).json()
+        return answer
+
+    async def calls(self, session_id: str, *, limit: int | None = None) -> list[dict[str, Any]]:
+        """Its calls in order, the first `limit` of them, without their arrays of tokens. Raises `NoSession`, `SessionFailed`."""
+        found: list[dict[str, Any]] = []
+        cursor: str | None = None
+        while limit is None or len(found) < limit:
+            asked = {"limit": PAGE if limit is None else min(PAGE, limit - len(found))}
+            answer = await self._ask("GET", _path(session_id, "/calls"), params=asked | ({"cursor": cursor} if cursor else {}))
+            page = msgpack.unpackb(answer.content, strict_map_key=False)
+            found += [{name: value for name, value in call.items() if name not in ARRAYS} for call in page["calls"]]
+            cursor = page["cursor"]
+            if cursor is None:
+                break
+        return found
+
+    async def reward(
+        self,
+        session_id: str,
+        reward: float,
+        *,
+        per_call: Mapping[str, float] | None = None,
+        per_branch: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises `NoSession`, `SessionFailed`."""
+        body = {"reward": reward, "per_call": dict(per_call or {}), "per_branch": dict(per_branch or {})}
+        await self._ask("POST", _path(session_id, "/reward"), body | {"metadata": dict(metadata or {})})
+
+    async def close_session(
+        self, session_id: str, status: Ended, *, reward: float | None = None, error: str | None = None
+    ) -> None:
+        """Freezes it; closing it again with the same status changes nothing. Raises `NoSession`, `SessionConflict` where it was closed
+        with another status, and `SessionFailed`."""
+        body: dict[str, Any] = {"status": status} | ({} if reward is None else {"reward": reward})
+        await self._ask("POST", _path(session_id, "/close"), body | ({} if error is None else {"error": error[:65536]}))
+
+    async def delete(self, session_id: str) -> bool:
+        """Whether it was there. Raises `SessionConflict` while a trainer holds it, and `SessionFailed`."""
+        try:
+            await self._ask("DELETE", _path(session_id))
+        except NoSession:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Ends the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _signed(self, request: httpx.Request) -> httpx.Request:
+        request.headers["Authorization"] = f"Bearer {self._token() if callable(self._token) else self._token}"
+        return request
+
+    async def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, Any] | None = None
+    ) -> httpx.Response:
+        while True:
+            try:
+                return await self._retrying()(self._once, method, path, body, params)
+            except HeldBack as held:
+                await asyncio.sleep(held.retry_after_seconds)
+
+    def _retrying(self) -> AsyncRetrying:
+        return AsyncRetrying(
+            retry=retry_if_exception_type(NoAnswer),
+            wait=_pause_seconds,
+            stop=stop_before_delay(self._retry_seconds),
+            reraise=True,
+        )
+
+    async def _once(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, Any] | None = None
+    ) -> httpx.Response:
+        headers = {"Accept": ACCEPT if path.endswith("/calls") else "application/json"}
+        try:
+            response = await self._http.request(method, path, json=body, params=params, headers=headers)
+        except ValueError as error:
+            raise SessionRefused(f"{method} {self.url}{path}: it cannot be written as JSON: {error}", 400) from error
+        except httpx.TransportError as error:
+            lost = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout))
+            raise NoAnswer(f"{method} {self.url}{path}: no answer: {error or type(error).__name__}", lost=lost) from error
+        if response.status_code >= 300:
+            raise failure_of(response, f"{method} {self.url}{path}")
+        return response
+
+
+def _path(session_id: str, part: str = "") -> str:
+    return f"/sessions/{quote(session_id, safe='')}{part}"
+
+
+def _pause_seconds(state: RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome else None
+    told = error.retry_after_seconds if isinstance(error, NoAnswer) else None
+    return told if told is not None else _GROWING(state)

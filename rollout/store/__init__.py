@@ -1,0 +1,1 @@
+"""Everything of the rollout service that knows Redis."""

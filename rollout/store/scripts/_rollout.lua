@@ -1,0 +1,228 @@
+-- KEYS[1] is what all names begin with. Fields of a rollout: `status`, `attempt`, `spared` (attempts that cost nothing), `node`,
+-- `queue` and `entry` (its place there), `verdict`, `ends_as`, `usable`, `x:<n>` (failures of earlier attempts), `failed` (how many),
+-- `t:<status>` (when), `f:<field>` (what nodes told), `shun` and `shun_until` (a node that had better not get it again, for a while).
+redis.replicate_commands()
+
+local base = KEYS[1]
+local listing, over, queues, arrivals = base .. ':listing', base .. ':over', base .. ':queues', base .. ':arrivals'
+local nodes, seen, takes, totals = base .. ':nodes', base .. ':seen', base .. ':takes', base .. ':totals'
+local closing, abandoned, callbacks = base .. ':closing', base .. ':abandoned', base .. ':callbacks'
+local stranded = base .. ':stranded'
+
+local GROUP, SCHEMA = 'nodes', 1
+local EVENTS_KEPT = 20000
+local ENDED = {completed = true, failed = true, timeout = true, cancelled = true}
+
+local function task_key(task)
+  return base .. ':t:' .. task
+end
+
+local function rollout_key(task, index)
+  return base .. ':t:' .. task .. ':' .. index
+end
+
+local function events_key(task)
+  return base .. ':t:' .. task .. ':events'
+end
+
+local function queue_key(queue)
+  return base .. ':q:' .. queue
+end
+
+local function tally(what)
+  redis.call('HINCRBY', totals, what, 1)
+end
+
+-- The answer of a script that found its work done waits for the disks as that of the one which did it: it has to write something.
+local function affirm()
+  redis.call('HINCRBY', totals, 'tasks', 0)
+end
+
+local function emit(task, now, kind, data)
+  redis.call('XADD', events_key(task), 'MAXLEN', '~', EVENTS_KEPT, '*', 'kind', kind, 'at', now, 'data', cmsgpack.pack(data))
+end
+
+local told = false
+
+-- Nodes that wait are woken; once a script is enough.
+local function tell_arrival()
+  if not told then
+    told = true
+    redis.call('XADD', arrivals, 'MAXLEN', 1, '*', 'ready', 1)
+  end
+end
+
+-- What else the event tells is in `data`.
+local function set_status(task, index, status, now, data)
+  local key = rollout_key(task, index)
+  local was = redis.call('HGET', key, 'status')
+  if was ~= status then
+    redis.call('HINCRBY', task_key(task), 'n:' .. was, -1)
+    redis.call('HINCRBY', task_key(task), 'n:' .. status, 1)
+  end
+  redis.call('HSET', key, 'status', status, 't:' .. status, now)
+  data.index, data.status = tonumber(index), status
+  data.attempt = tonumber(redis.call('HGET', key, 'attempt'))
+  emit(task, now, 'rollout.' .. status, data)
+end
+
+-- The rollout waits at the end of its queue.
+local function enqueue(task, index, queue)
+  local stream = queue_key(queue)
+  if redis.call('SADD', queues, queue) == 1 then
+    redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
+  end
+  -- Numbered, so that entries of several queues are in order to each other.
+  local entry = redis.call('XADD', stream, redis.call('HINCRBY', totals, 'places', 1) .. '-0', 'task', task, 'index', index)
+  redis.call('HSET', rollout_key(task, index), 'queue', queue, 'entry', entry)
+  tell_arrival()
+end
+
+-- The place of the newest rollout of a queue that a node was given.
+local function last_delivered(stream)
+  local group = redis.call('XINFO', 'GROUPS', stream)[1]
+  for i = 1, #group, 2 do
+    if group[i] == 'last-delivered-id' then
+      return group[i + 1]
+    end
+  end
+end
+
+local function drop_entry(queue, entry)
+  local stream = queue_key(queue)
+  if redis.call('EXISTS', stream) == 0 then
+    return
+  end
+  redis.call('XACK', stream, GROUP, entry)
+  redis.call('XDEL', stream, entry)
+  if redis.call('XLEN', stream) == 0 then
+    redis.call('DEL', stream)
+    redis.call('SREM', queues, queue)
+  end
+end
+
+local function leave_queue(task, index)
+  local place = redis.call('HMGET', rollout_key(task, index), 'queue', 'entry')
+  drop_entry(place[1], place[2])
+end
+
+-- What the attempt that is over told of itself.
+local function forget_attempt(key)
+  for _, field in ipairs(redis.call('HKEYS', key)) do
+    local mark = string.sub(field, 1, 2)
+    if mark == 't:' or mark == 'f:' then
+      redis.call('HDEL', key, field)
+    end
+  end
+  redis.call('HDEL', key, 'node', 'verdict', 'ends_as', 'usable')
+end
+
+-- `record` is a packed FailureRecord.
+local function note_failure(task, index, failure, record, now)
+  local key = rollout_key(task, index)
+  local number = redis.call('HINCRBY', key, 'failed', 1)
+  redis.call('HSET', key, 'x:' .. number, record)
+  tally('failure:' .. failure)
+  tally('retried')
+  emit(task, now, 'rollout.retried', {index = tonumber(index), attempt = tonumber(redis.call('HGET', key, 'attempt')), failure = failure})
+end
+
+local function requeue(task, index, now)
+  local key = rollout_key(task, index)
+  leave_queue(task, index)
+  forget_attempt(key)
+  set_status(task, index, 'queued', now, {})
+  enqueue(task, index, redis.call('HGET', task_key(task), 'queue'))
+end
+
+local function attempts_left(task, key)
+  local counted = redis.call('HMGET', key, 'attempt', 'spared')
+  return tonumber(redis.call('HGET', task_key(task), 'max_attempts')) - (tonumber(counted[1]) - tonumber(counted[2] or 0))
+end
+
+-- Whether `attempt` (and `node`, unless that is '') is whose the rollout is; then its status.
+local function held(task, index, attempt, node)
+  local found = redis.call('HMGET', rollout_key(task, index), 'attempt', 'node', 'status')
+  if found[1] ~= attempt or (node ~= '' and found[2] ~= node) then
+    return nil
+  end
+  return found[3]
+end
+
+-- The same of a step that puts the rollout back into its queue, which takes the node away: told again, it finds 'queued'.
+local function held_or_queued(task, index, attempt, node)
+  local was = held(task, index, attempt, '')
+  return was == 'queued' and was or held(task, index, attempt, node)
+end
+
+local function end_task(task, status, now)
+  local key = task_key(task)
+  redis.call('HSET', key, 'status', status, 'ended_at', now)
+  redis.call('HDEL', key, 'lacks')
+  redis.call('ZADD', over, now, task)
+  tally('task:' .. status)
+  if redis.call('HEXISTS', key, 'callback_url') == 1 then
+    redis.call('HSET', key, 'callback_next', now)
+    redis.call('ZADD', callbacks, now, task)
+  end
+  emit(task, now, 'task.ended', {status = status, usable = tonumber(redis.call('HGET', key, 'usable') or 0)})
+end
+
+local function to_close(task, index, now)
+  if redis.call('ZADD', closing, now, task .. ':' .. index) == 1 then
+    redis.call('HINCRBY', task_key(task), 'unclosed', 1)
+  end
+end
+
+-- The rollout ends by what happened outside of it; its session is left to be closed.
+local function end_from_outside(task, index, status, failure, message, now)
+  local key = rollout_key(task, index)
+  local verdict = {status = status, failure = {failure = failure, message = message}}
+  redis.call('HSET', key, 'verdict', cmsgpack.pack({SCHEMA, verdict}))
+  leave_queue(task, index)
+  set_status(task, index, status, now, {failure = failure})
+  tally('failure:' .. failure)
+  tally('rollout:' .. status)
+  -- A member that never began is missed in its group only where others have begun.
+  if redis.call('HGET', task_key(task), 'status') ~= 'queued' then
+    to_close(task, index, now)
+  end
+end
+
+local function unended(task)
+  local found = {}
+  for index = 0, tonumber(redis.call('HGET', task_key(task), 'number')) - 1 do
+    local status = redis.call('HGET', rollout_key(task, index), 'status')
+    if not ENDED[status] then
+      found[#found + 1] = {index = index, status = status}
+    end
+  end
+  return found
+end
+
+-- After a rollout ended: stops the others where enough are usable, and ends the task with its last one.
+local function after_end(task, now)
+  local key = task_key(task)
+  local found = redis.call('HMGET', key, 'usable_wanted', 'usable', 'status')
+  local wanted, usable = tonumber(found[1]), tonumber(found[2] or 0)
+  if found[3] == 'completed' or found[3] == 'cancelled' then
+    return
+  end
+  local stop = wanted > 0 and usable >= wanted
+  if stop then
+    local message = usable .. ' usable samples were there, as many as were wanted'
+    for _, other in ipairs(unended(task)) do
+      -- One whose verdict stands is done but for its session.
+      if other.status ~= 'concluding' then
+        end_from_outside(task, other.index, 'cancelled', 'early_stopped', message, now)
+      end
+    end
+  end
+  local ended = 0
+  for status in pairs(ENDED) do
+    ended = ended + tonumber(redis.call('HGET', key, 'n:' .. status) or 0)
+  end
+  if ended == tonumber(redis.call('HGET', key, 'number')) then
+    end_task(task, 'completed', now)
+  end
+end

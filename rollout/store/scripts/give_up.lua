@@ -1,0 +1,24 @@
+-- ARGV: task, index, attempt, node or '', now, class of the failure, packed record, how long the node had better not get it again,
+-- whether the attempt costs nothing.
+-- 'again', 'over' when its attempts are used up, or 'lost' when the attempt is not the rollout's.
+local task, index, node, now = ARGV[1], ARGV[2], ARGV[4], ARGV[5]
+local key = rollout_key(task, index)
+local was = held_or_queued(task, index, ARGV[3], node)
+if not was or ENDED[was] or was == 'concluding' then
+  return 'lost'
+end
+if was == 'queued' then
+  affirm()
+  return 'again'
+end
+if ARGV[9] == '1' then
+  redis.call('HINCRBY', key, 'spared', 1)
+end
+if attempts_left(task, key) <= 0 then
+  return 'over'
+end
+local failed_on = redis.call('HGET', key, 'node')
+note_failure(task, index, ARGV[6], ARGV[7], now)
+requeue(task, index, now)
+redis.call('HSET', key, 'shun', failed_on, 'shun_until', now + ARGV[8])
+return 'again'

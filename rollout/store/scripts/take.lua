@@ -1,0 +1,247 @@
+-- ARGV: node, room as JSON or '' for a server, which only clears up, lease in milliseconds, now, a token of this request.
+-- {task, index, attempt, whether its verdict stands already, body, the rollout's fields}, or nothing.
+local node, room, lease, now = ARGV[1], ARGV[2] ~= '' and cjson.decode(ARGV[2]), ARGV[3], ARGV[4]
+local SHUN_SECONDS = 30
+local AT_ONCE = 100
+
+local function has(list, wanted)
+  for _, each in ipairs(list) do
+    if each == wanted then
+      return true
+    end
+  end
+  return false
+end
+
+-- Whether what a queue holds (its name, decoded) finds a place there.
+local function fits(wanted, place)
+  if wanted[3] > place.cpus or wanted[4] > place.memory_mb then
+    return false
+  end
+  for _, kind in ipairs(wanted[2]) do
+    if not has(place.runtimes, kind) then
+      return false
+    end
+  end
+  for name, value in pairs(wanted[5]) do
+    if place.labels[name] ~= value then
+      return false
+    end
+  end
+  return true
+end
+
+-- Queues that this node has room for, the most urgent first.
+local function suitable()
+  local found = {}
+  for _, name in ipairs(redis.call('SMEMBERS', queues)) do
+    local wanted = cjson.decode(name)
+    if not room or fits(wanted, room) then
+      found[#found + 1] = {name = name, stream = queue_key(name), priority = wanted[1]}
+    end
+  end
+  table.sort(found, function(a, b)
+    if a.priority ~= b.priority then
+      return a.priority > b.priority
+    end
+    return a.name < b.name
+  end)
+  return found
+end
+
+local function handed(task, index, resumed)
+  local fields = redis.call('HGETALL', rollout_key(task, index))
+  local attempt = redis.call('HGET', rollout_key(task, index), 'attempt')
+  return {task, index, attempt, resumed and 1 or 0, redis.call('HGET', task_key(task), 'body'), fields}
+end
+
+local function hand_out(task, index)
+  local key = rollout_key(task, index)
+  if redis.call('HGET', task_key(task), 'status') == 'queued' then
+    redis.call('HSET', task_key(task), 'status', 'running')
+  end
+  redis.call('HDEL', task_key(task), 'lacks')
+  forget_attempt(key)
+  redis.call('HDEL', key, 'shun', 'shun_until')
+  redis.call('HINCRBY', key, 'attempt', 1)
+  redis.call('HSET', key, 'node', node)
+  set_status(task, index, 'preparing', now, {node = node})
+  tally('attempts')
+  return handed(task, index, false)
+end
+
+-- The task and index of an entry whose rollout waits or is under way; other entries are taken off.
+local function living(queue, entry)
+  local read = redis.call('XRANGE', queue.stream, entry, entry)
+  if read[1] then
+    local task, index = read[1][2][2], read[1][2][4]
+    local found = redis.call('HMGET', rollout_key(task, index), 'status', 'entry')
+    if found[1] and not ENDED[found[1]] and found[2] == entry then
+      return task, index, found[1]
+    end
+  end
+  drop_entry(queue.name, entry)
+end
+
+-- A rollout whose node gave no sign of life: what is to be handed out of it, or nothing.
+local function recover(queue, entry, task, index, status)
+  local key = rollout_key(task, index)
+  local lost, attempt = redis.call('HGET', key, 'node') or '', redis.call('HGET', key, 'attempt')
+  if status == 'concluding' then
+    redis.call('XCLAIM', queue.stream, GROUP, node, 0, entry, 'JUSTID')
+    redis.call('HSET', key, 'node', node)
+    return handed(task, index, true)
+  end
+  local message = 'the node ' .. lost .. ' gave no sign of life'
+  local fails = redis.call('HGET', task_key(task), 'on_lost') == 'fail' or attempts_left(task, key) <= 0
+  if status ~= 'queued' and fails then
+    end_from_outside(task, index, 'failed', 'node_lost', message, now)
+    after_end(task, now)
+    return nil
+  end
+  if not room then
+    return nil
+  end
+  if status ~= 'queued' then
+    note_failure(task, index, 'node_lost', cmsgpack.pack({SCHEMA, {failure = 'node_lost', message = message, look = lost}}), now)
+    redis.call('ZADD', abandoned, now, task .. ':' .. index .. ':' .. attempt)
+  end
+  redis.call('XCLAIM', queue.stream, GROUP, node, 0, entry, 'JUSTID')
+  return hand_out(task, index)
+end
+
+local leases = {}
+
+-- The lease of a node in milliseconds, as it told it with its signs of life; 0 where it did not.
+local function lease_of(name)
+  if not leases[name] then
+    local state = redis.call('HGET', nodes, name)
+    leases[name] = 1000 * (state and cmsgpack.unpack(state)[2].lease_seconds or 0)
+  end
+  return leases[name]
+end
+
+-- The next entries behind `last` that were silent for this request's lease.
+local function silent(queue, last)
+  if redis.call('EXISTS', queue.stream) == 0 then
+    return {}
+  end
+  return redis.call('XPENDING', queue.stream, GROUP, 'IDLE', lease, last and '(' .. last or '-', '+', AT_ONCE)
+end
+
+-- What cannot be taken here stays where it is, so all are looked at.
+local function take_lost(queue)
+  local last
+  repeat
+    local found = silent(queue, last)
+    for _, pending in ipairs(found) do
+      last = pending[1]
+      if pending[3] >= lease_of(pending[2]) then
+        local task, index, status = living(queue, last)
+        local taken = task and recover(queue, last, task, index, status)
+        if taken then
+          return taken
+        end
+      end
+    end
+  until #found < AT_ONCE
+end
+
+-- Whether another node lives that could take what is in the queue, if perhaps not now.
+local function others_fit(queue)
+  local wanted = cjson.decode(queue.name)
+  for _, name in ipairs(redis.call('ZRANGEBYSCORE', seen, now - 2 * SHUN_SECONDS, '+inf')) do
+    local state = name ~= node and redis.call('HGET', nodes, name)
+    local told = state and cmsgpack.unpack(state)[2]
+    if told and not told.draining and fits(wanted, told) then
+      return true
+    end
+  end
+  return false
+end
+
+-- The entry that is next in a queue, unless this node had it and failed, and others live who may do better: while it is left to them,
+-- what is behind it waits too.
+local function next_waiting(queue)
+  if redis.call('EXISTS', queue.stream) == 0 then
+    return nil
+  end
+  local read = redis.call('XRANGE', queue.stream, '(' .. last_delivered(queue.stream), '+', 'COUNT', 1)
+  if not read[1] then
+    return nil
+  end
+  local shun = redis.call('HMGET', rollout_key(read[1][2][2], read[1][2][4]), 'shun', 'shun_until')
+  if shun[1] == node and tonumber(now) < tonumber(shun[2]) and others_fit(queue) then
+    return nil
+  end
+  return read[1][1]
+end
+
+local function place(entry)
+  return tonumber(string.match(entry, '%d+'))
+end
+
+-- The rollout that waits longest in the queues of one priority.
+local function take_waiting(level)
+  while true do
+    local first, entry
+    for _, queue in ipairs(level) do
+      local waiting = next_waiting(queue)
+      if waiting and (not entry or place(waiting) < place(entry)) then
+        first, entry = queue, waiting
+      end
+    end
+    if not first then
+      return nil
+    end
+    redis.call('XREADGROUP', 'GROUP', GROUP, node, 'COUNT', 1, 'STREAMS', first.stream, '>')
+    local task, index = living(first, entry)
+    if task then
+      return hand_out(task, index)
+    end
+  end
+end
+
+-- A request whose answer was lost is sent once more: it is answered as before.
+local function taken_before()
+  local last = redis.call('HGET', takes, node)
+  local token, task, index, resumed = string.match(last or '', '^([^:]*):([^:]*):([^:]*):(.)$')
+  if token ~= ARGV[5] then
+    return nil
+  end
+  local found = redis.call('HMGET', rollout_key(task, index), 'node', 'status')
+  return found[1] == node and not ENDED[found[2]] and handed(task, index, resumed == '1')
+end
+
+local function remembered(taken)
+  if room then
+    redis.call('HSET', takes, node, table.concat({ARGV[5], taken[1], taken[2], taken[4]}, ':'))
+  end
+  return taken
+end
+
+local again = taken_before()
+if again then
+  affirm()
+  return again
+end
+local found = suitable()
+local from = 1
+while from <= #found do
+  local level = {}
+  while found[from] and (#level == 0 or found[from].priority == level[1].priority) do
+    level[#level + 1] = found[from]
+    from = from + 1
+  end
+  for _, queue in ipairs(level) do
+    local taken = take_lost(queue)
+    if taken then
+      return remembered(taken)
+    end
+  end
+  local taken = room and take_waiting(level)
+  if taken then
+    return remembered(taken)
+  end
+end
+return false

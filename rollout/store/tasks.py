@@ -1,0 +1,201 @@
+"""Tasks in Redis, as servers see them: submitted, listed, watched, cancelled, and what is left to do once they have ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from rollout.attempts import AttemptId, RolloutState
+from rollout.codec import decode, encode, outline
+from rollout.placing import lacking
+from rollout.store import keys
+from rollout.store.base import Event, NodeState, NoSuchTask, TaskConflict, TaskState
+from rollout.store.connection import Argument, Connection, Script
+from rollout.store.records import LISTED, event, fields_of, rollout_state, task_state
+from rollout.task import Task
+
+LOADED_AT_ONCE = 64
+LOOKED_AT = 2048
+"""Tasks that one page looks at; a page that finds few among them is short and has a cursor all the same."""
+STRANDED_AT_ONCE = 1000
+"""Waiting rollouts of one queue that are told at once what they lack."""
+EVENTS_AT_ONCE = 500
+LOOK_SECONDS = 0.3
+"""How often the events of a task that goes on are looked at."""
+CLAIM_SECONDS = 60.0
+"""For how long what is due is left to the server that was given it."""
+
+SUBMIT = Script.read("submit")
+CANCEL = Script.read("cancel")
+DUE = Script.read("due")
+CLOSED = Script.read("closed")
+CALLBACK = Script.read("callback")
+FORGET = Script.read("forget")
+DEPTHS = Script.read("depths")
+STRAND = Script.read("strand")
+
+
+class RedisTaskStore:
+    """Implements `rollout.store.base.TaskStore`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+
+    async def submit(self, task: Task, digest: bytes, now: float) -> tuple[TaskState, bool]:
+        blobs = (encode(task), encode(outline(task)), digest)
+        rules = (task.num_samples, keys.queue_of(task), task.usable_samples or 0, task.max_attempts, task.on_lost_node)
+        became = await self._run(SUBMIT, task.task_id, *blobs, repr(now), *rules, task.callback_url or "", durable=True)
+        if became == b"conflict":
+            raise TaskConflict(f"a task {task.task_id} was submitted with another body")
+        return await self.load(task.task_id), became == b"new"
+
+    async def load(self, task_id: str) -> TaskState:
+        fields = fields_of(await self._redis.execute("HGETALL", keys.task(task_id), key=keys.task(task_id)))
+        if not fields:
+            raise NoSuchTask(f"there is no task {task_id}")
+        return task_state(fields)
+
+    async def rollouts(self, task_id: str) -> list[RolloutState]:
+        key = keys.task(task_id)
+        number = await self._redis.execute("HGET", key, "number", key=key)
+        if number is None:
+            raise NoSuchTask(f"there is no task {task_id}")
+        found: list[RolloutState] = []
+        for start in range(0, int(number), LOADED_AT_ONCE):
+            indices = range(start, min(start + LOADED_AT_ONCE, int(number)))
+            found += [state for state in await asyncio.gather(*(self._rollout(task_id, index) for index in indices)) if state]
+        return found
+
+    async def page(self, *, status: str | None, limit: int, cursor: str | None) -> tuple[list[TaskState], str | None]:
+        found: list[TaskState] = []
+        for _ in range(LOOKED_AT // LOADED_AT_ONCE):
+            before = "+inf" if cursor is None else f"({cursor}"
+            asked = ("ZREVRANGEBYSCORE", keys.LISTING, before, "-inf", "WITHSCORES", "LIMIT", 0, LOADED_AT_ONCE)
+            flat = await self._redis.execute(*asked, key=keys.LISTING)
+            states = await asyncio.gather(*(self._listed(task_id.decode()) for task_id in flat[::2]))
+            for place, state in zip(flat[1::2], states, strict=True):
+                cursor = place.decode()
+                if state is not None and status in (None, state.status):
+                    found.append(state)
+                    if len(found) == limit:
+                        return found, cursor
+            if len(states) < LOADED_AT_ONCE:
+                return found, None
+        return found, cursor
+
+    async def cancel(self, task_id: str, now: float) -> list[RolloutState]:
+        stood = await self._run(CANCEL, task_id, repr(now), durable=True)
+        if stood is None:
+            raise NoSuchTask(f"there is no task {task_id}")
+        pairs = zip(stood[::2], stood[1::2], strict=True)
+        return [rollout_state(task_id, int(index), fields_of(flat)) for index, flat in pairs]
+
+    async def events(self, task_id: str, after: str = "0") -> AsyncIterator[Event]:
+        while True:
+            ended = (await self._standing(task_id)) is not None
+            while entries := await self._events(task_id, after):
+                for entry in entries:
+                    told = event(entry)
+                    after = told.id
+                    yield told
+                    ended = ended or told.kind == "task.ended"
+            # It was over before these were read, so that nothing came between.
+            if ended:
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def nodes(self) -> list[NodeState]:
+        fields = fields_of(await self._redis.execute("HGETALL", keys.NODES, key=keys.NODES))
+        return [decode(fields[name], NodeState) for name in sorted(fields)]
+
+    async def depths(self) -> Mapping[str, int]:
+        flat = await self._run(DEPTHS)
+        return {name.decode(): int(waiting) for name, waiting in zip(flat[::3], flat[1::3], strict=True)}
+
+    async def tell_stranded(self, now: float) -> int:
+        """Tasks whose rollouts ask for what no node has are told so, once, and no more when one has; how many were told either."""
+        nodes, depths = await asyncio.gather(self.nodes(), self.depths())
+        before = {name.decode() for name in await self._redis.execute("SMEMBERS", keys.STRANDED, key=keys.STRANDED)}
+        told = 0
+        for queue in sorted({*before, *(name for name, waiting in depths.items() if waiting)}):
+            lacks = lacking(queue, nodes, now)
+            if lacks or queue in before:
+                told += int(await self._run(STRAND, queue, lacks or "", repr(now), STRANDED_AT_ONCE))
+        return told
+
+    async def totals(self) -> Mapping[str, int]:
+        """Events since the store began, by name: `rollout:<status>`, `failure:<class>`, `task:<status>`, `attempts`, `retried`,
+        `callback:<what became of it>`, `tasks`."""
+        fields = fields_of(await self._redis.execute("HGETALL", keys.TOTALS, key=keys.TOTALS))
+        return {name: int(count) for name, count in fields.items()}
+
+    async def abandoned(self, limit: int, now: float) -> Sequence[AttemptId]:
+        """Attempts whose node was lost and whose sessions have not been deleted yet; `deleted` ends that."""
+        members = await self._due("abandoned", limit, now)
+        return [AttemptId(task_id, int(index), int(attempt)) for task_id, index, attempt in (m.split(":") for m in members)]
+
+    async def deleted(self, attempt: AttemptId) -> None:
+        key, member = f"{keys.BASE}:abandoned", f"{attempt.task_id}:{attempt.index}:{attempt.attempt}"
+        await self._redis.execute("ZREM", key, member, key=key)
+
+    async def callbacks(self, limit: int, now: float) -> Sequence[TaskState]:
+        """Ended tasks whose callback is to be tried now; nobody else is given them for `CLAIM_SECONDS`."""
+        due = await self._due("callbacks", limit, now)
+        return [state for state in await asyncio.gather(*(self._listed(task_id) for task_id in due)) if state]
+
+    async def called_back(
+        self, task_id: str, now: float, *, error: str | None = None, next_try_at: float | None = None
+    ) -> None:
+        """The callback was delivered, or it failed with `error` and is tried again at `next_try_at`; None: never."""
+        became = "delivered" if error is None else "failed" if next_try_at is not None else "given_up"
+        again = "" if next_try_at is None else repr(next_try_at)
+        await self._run(CALLBACK, task_id, repr(now), became, again, error or "")
+
+    async def forget(self, ended_before: float, limit: int) -> int:
+        """Deletes tasks that ended before, once their sessions are closed and their callback is done with; how many."""
+        return int(await self._run(FORGET, repr(ended_before), limit))
+
+    async def to_close(self, limit: int, now: float) -> list[tuple[Task, RolloutState]]:
+        """Rollouts that were ended from outside (cancelled, stopped early, failed with their node) and whose sessions have not been
+        closed yet; `closed` ends that. Tasks come without what their uploads hold."""
+        found = []
+        for member in await self._due("closing", limit, now):
+            task_id, _, index = member.partition(":")
+            listed, state = await asyncio.gather(self._listed(task_id), self._rollout(task_id, int(index)))
+            if listed is not None and state is not None:
+                found.append((listed.task, state))
+        return found
+
+    async def closed(self, task_id: str, index: int) -> None:
+        await self._run(CLOSED, task_id, index)
+
+    async def _due(self, what: str, limit: int, now: float) -> list[str]:
+        return [member.decode() for member in await self._run(DUE, what, limit, repr(now), repr(now + CLAIM_SECONDS))]
+
+    async def _standing(self, task_id: str) -> bytes | None:
+        """When it ended. Raises `NoSuchTask`."""
+        key = keys.task(task_id)
+        status, ended_at = await self._redis.execute("HMGET", key, "status", "ended_at", key=key)
+        if status is None:
+            raise NoSuchTask(f"there is no task {task_id}")
+        return bytes(ended_at) if ended_at is not None else None
+
+    async def _events(self, task_id: str, after: str) -> list[Any]:
+        key = keys.events(task_id)
+        entries: list[Any] = await self._redis.execute("XRANGE", key, f"({after}", "+", "COUNT", EVENTS_AT_ONCE, key=key)
+        return entries
+
+    async def _listed(self, task_id: str) -> TaskState | None:
+        key = keys.task(task_id)
+        values = await self._redis.execute("HMGET", key, *LISTED, key=key)
+        fields = {name: value for name, value in zip(LISTED, values, strict=True) if value is not None}
+        return task_state(fields) if fields else None
+
+    async def _rollout(self, task_id: str, index: int) -> RolloutState | None:
+        key = keys.rollout(task_id, index)
+        fields = fields_of(await self._redis.execute("HGETALL", key, key=key))
+        return rollout_state(task_id, index, fields) if fields else None
+
+    async def _run(self, script: Script, *args: Argument, durable: bool = False) -> Any:
+        return await self._redis.run(script, keys.DECLARED, args, durable=durable)

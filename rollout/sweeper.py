@@ -1,0 +1,168 @@
+"""What servers do beside answering: sessions of rollouts that were ended from outside are closed, those of abandoned attempts deleted,
+what lost nodes left is finished, callbacks are delivered, old tasks forgotten, said what no node can take, and counted what metrics
+show.
+
+Every server runs one. What is to be done stands in the store and is given to one at a time; each part may be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from rollout.attempts import AttemptId, RolloutState, Superseded, Verdict
+from rollout.callbacks import Callbacks
+from rollout.closing import close_member
+from rollout.metrics import RolloutNumbers
+from rollout.session_failures import NoSession, SessionConflict, SessionFailed
+from rollout.sessions import Sessions
+from rollout.settings import RolloutSettings
+from rollout.store.base import StoreUnavailable, Taken
+from rollout.store.tasks import CLAIM_SECONDS, RedisTaskStore
+from rollout.store.work import RedisWorkStore
+from rollout.task import Task
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 32
+MOST_ROUNDS = 100
+"""Of one part before the next one has its turn."""
+DAY_SECONDS = 86400.0
+
+
+class Sweeper:
+    """`name` tells this server from others and from nodes."""
+
+    def __init__(
+        self,
+        name: str,
+        store: RedisTaskStore,
+        work: RedisWorkStore,
+        sessions: Sessions,
+        callbacks: Callbacks,
+        numbers: RolloutNumbers,
+        settings: RolloutSettings,
+    ) -> None:
+        self._name = name
+        self._store = store
+        self._work = work
+        self._sessions = sessions
+        self._callbacks = callbacks
+        self._numbers = numbers
+        self._settings = settings
+        self._waiting: set[str] = set()
+        """Parts that found the store away and have not yet found it back."""
+
+    async def run(self) -> None:
+        """For ever."""
+        async with asyncio.TaskGroup() as parts:
+            # Each by itself: a callback that nobody answers must not keep sessions from being closed.
+            for part in (
+                self.close_ended,
+                self.delete_abandoned,
+                self.finish_lost,
+                self._callbacks.deliver,
+                self.forget_old,
+                self.tell_stranded,
+                self._numbers.refresh,
+            ):
+                parts.create_task(self._repeat(part))
+
+    async def close_ended(self) -> int:
+        """How many rollouts that were ended from outside were looked at."""
+        ended = await self._store.to_close(AT_ONCE, time.time())
+        for task, state in ended:
+            if await self._done(_close(self._sessions, task, state), f"{task.task_id}.{state.index}"):
+                await self._store.closed(task.task_id, state.index)
+        return len(ended)
+
+    async def delete_abandoned(self) -> int:
+        """How many sessions of attempts that lost their node were looked at."""
+        attempts = await self._store.abandoned(AT_ONCE, time.time())
+        for attempt in attempts:
+            if await self._done(_delete(self._sessions, attempt.session_id), attempt.session_id):
+                await self._store.deleted(attempt)
+        return len(attempts)
+
+    async def finish_lost(self) -> int:
+        """1 when a rollout whose verdict stood was finished in place of its node."""
+        taken = await self._work.recover(self._name, self._settings.lost_node_seconds, time.time())
+        if taken is None:
+            return 0
+        await self._done(self._finish(taken), taken.attempt.session_id)
+        return 1
+
+    async def forget_old(self) -> int:
+        """How many tasks were deleted."""
+        if not self._settings.task_retain_days:
+            return 0
+        return await self._store.forget(time.time() - self._settings.task_retain_days * DAY_SECONDS, AT_ONCE)
+
+    async def tell_stranded(self) -> int:
+        """Always 0: the next look is as good as another one now."""
+        await self._store.tell_stranded(time.time())
+        return 0
+
+    async def _finish(self, taken: Taken) -> None:
+        attempt, verdict = taken.attempt, taken.state.verdict
+        assert verdict is not None, "it was concluded"
+        await close_member(self._sessions, taken.task, attempt.index, attempt.session_id, verdict)
+        await self._work.finish(attempt, time.time())
+
+    async def _repeat(self, part: Callable[[], Awaitable[int]]) -> None:
+        name = part.__qualname__
+        while True:
+            try:
+                for _ in range(MOST_ROUNDS):
+                    if not await part():
+                        break
+                self._waiting.discard(name)
+            except StoreUnavailable as error:
+                # All parts meet the same outage, one after the other.
+                if not self._waiting:
+                    log.warning("the sweep of tasks waits: %s", error)
+                self._waiting.add(name)
+            except Exception:
+                # It would end for good, and nobody would see that sessions stay open.
+                log.exception("the sweep of tasks failed and is tried again")
+            await asyncio.sleep(self._settings.task_sweep_seconds)
+
+    async def _done(self, act: Awaitable[object], what: str) -> bool:
+        """False: it is tried again once the time for which it was given out is over."""
+        try:
+            async with asyncio.timeout(CLAIM_SECONDS / 2):
+                await act
+        except (SessionFailed, TimeoutError) as error:
+            log.warning("rollout %s: its session is left as it is for now: %s", what, error or "no answer in time")
+            return False
+        except Superseded:
+            pass
+        return True
+
+
+async def _close(sessions: Sessions, task: Task, state: RolloutState) -> None:
+    attempt = AttemptId(task.task_id, state.index, state.attempt)
+    verdict = state.verdict or Verdict("cancelled")
+    error = f"{verdict.failure.failure}: {verdict.failure.message}" if verdict.failure else None
+    try:
+        await sessions.close_session(attempt.session_id, verdict.status, error=error)
+    except NoSession:
+        # Its group must not wait for a member that never began.
+        await close_member(sessions, task, state.index, attempt.session_id, verdict)
+    except SessionConflict:
+        # Its node was about to end it otherwise; whoever ended the rollout meanwhile has the last word. Its place in the group is
+        # taken by an empty one, or the group would wait for it.
+        if await _delete(sessions, attempt.session_id):
+            await close_member(sessions, task, state.index, attempt.session_id, verdict)
+
+
+async def _delete(sessions: Sessions, session_id: str) -> bool:
+    """Whether it is gone."""
+    try:
+        await sessions.delete(session_id)
+    except SessionConflict as error:
+        log.warning("session %s stays as it is, as a trainer has it already: %s", session_id, error)
+        return False
+    return True

@@ -1,0 +1,113 @@
+"""A real Chromium without a window, driven over WebDriver, and what axe finds against a page."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--force-prefers-reduced-motion",
+)
+PATIENCE_SECONDS = 60.0
+
+
+class Browser:
+    """One window of it."""
+
+    def __init__(self, driver: Chrome) -> None:
+        self.driver = driver
+
+    def open(self, url: str) -> None:
+        self.driver.get(url)
+
+    def one(self, selector: str) -> WebElement:
+        """The first element, once it is there."""
+        return self.wait(lambda: next(iter(self.all(selector)), None), selector)
+
+    def all(self, selector: str) -> list[WebElement]:
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def text(self, selector: str) -> str:
+        return self.one(selector).text
+
+    def run(self, script: str, *given: Any) -> Any:
+        return self.driver.execute_script(script, *given)
+
+    def press(self, *keys: str) -> None:
+        """Keys for whatever has the focus."""
+        for key in keys:
+            self.driver.switch_to.active_element.send_keys(key)
+
+    def wait(self, found: Callable[[], Any], what: str) -> Any:
+        """What `found` gives once it is true of the page."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not (got := found()):
+            assert time.monotonic() < deadline, f"not within {PATIENCE_SECONDS} s: {what}"
+            time.sleep(0.02)
+        return got
+
+    def prefer(self, scheme: str) -> None:
+        """What the system says it likes: dark or light."""
+        wanted = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)
+
+    def resize(self, width: int, height: int, *, phone: bool = False) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def complaints(self) -> list[str]:
+        """What the console was told since the last time."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]
+
+    def barriers(self) -> list[str]:
+        """What axe finds on this page that is serious or critical."""
+        self.run(files("axe_core_python").joinpath("axe.min.js").read_text("utf-8"))
+        found = self.driver.execute_async_script("const done = arguments[0]; axe.run().then(done);")
+        return [
+            f"{each['id']}: {each['nodes'][0]['html'][:200]} {each['nodes'][0]['failureSummary'][:200]}"
+            for each in found["violations"]
+            if each["impact"] in ("serious", "critical")
+        ]
+
+
+@contextmanager
+def running_browser() -> Iterator[Browser]:
+    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if program is None or driver is None:
+        reason = "Chromium and its driver are missing (Debian: chromium chromium-driver)"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="verbatim-browser-", ignore_cleanup_errors=True) as profile:
+        options = ChromeOptions()
+        options.binary_location = program
+        for flag in (*FLAGS, f"--user-data-dir={profile}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        made = Chrome(options=options, service=Service(executable_path=driver))
+        try:
+            made.set_script_timeout(PATIENCE_SECONDS)
+            yield Browser(made)
+        finally:
+            made.quit()

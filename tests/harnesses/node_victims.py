@@ -1,0 +1,91 @@
+"""`verbatim node` as a process that is killed and started again, with local runtimes in which the installed agents are to be seen."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from installed import INSTALLED
+from verbatim_process import ADMIN, COMMAND, environment
+
+from rollout.runtimes.settings import SYSTEM_PATH
+
+STOP_SECONDS = 60.0
+
+
+class NodeVictim:
+    """`start` again after `kill` has the name, the folder and the flags of before; `started_at` is in epoch seconds. `variables` are
+    further ones of its environment."""
+
+    def __init__(self, name: str, folder: Path, redis_url: str, url: str, *flags: str, **variables: str) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self.started_at = 0.0
+        place = ["--name", name, "--data-dir", str(folder / name), "--redis", redis_url, "--url", url, "--runtime", "local"]
+        # What its slots let in is bounded by them alone.
+        room = ["--cpus", "64", "--memory-mb", str(1 << 20)]
+        self._command = [*COMMAND, "node", *place, *room, *flags]
+        own = {"VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_LOCAL_DIR": str(folder / f"{name}-runtimes")}
+        self._env = environment(**own, **variables)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.started_at = time.time()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def kill(self) -> None:
+        """kill -9. Raises AssertionError when it had ended by itself."""
+        assert self._process is not None
+        assert self._process.poll() is None, f"{self.name} ended by itself: {self.written[-2000:]}"
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """Told twice to end, it lets nothing run on."""
+        if self._process is None:
+            return
+        for _ in range(2):
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
+                time.sleep(0.2)
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def written(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+def with_agents(*first: Path) -> dict[str, str]:
+    """The variables with which sandboxes of a node have the agents that `make harnesses` installed on PATH, behind the environments of
+    Python named `first`."""
+    node = shutil.which("node")
+    assert node is not None, "Node.js is not installed"
+    folders = [INSTALLED / "npm" / "node_modules" / ".bin", *sorted(INSTALLED.glob("*/bin"))]
+    # Last, so that a command of the system goes before one of the same name in an agent's environment.
+    path = [
+        *(str(each / "bin") for each in first),
+        SYSTEM_PATH,
+        str(Path(node).parent),
+        *(str(folder.resolve()) for folder in folders),
+    ]
+    environments = [*first, *(each.parents[1] for each in INSTALLED.glob("*/bin/python3"))]
+    pythons = [(each / "bin" / "python3").resolve() for each in environments]
+    homes = [INSTALLED.resolve(), *first, *(program.parents[1] for program in (Path(node).resolve(), *pythons))]
+    return {"VERBATIM_LOCAL_PATH": os.pathsep.join(path), "VERBATIM_LOCAL_READABLE": os.pathsep.join(_outside(homes))}
+
+
+def _outside(folders: Sequence[Path]) -> list[str]:
+    """Those that a sandbox does not see anyway."""
+    return sorted({str(folder) for folder in folders if not folder.is_relative_to("/usr")})

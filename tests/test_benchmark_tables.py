@@ -1,0 +1,145 @@
+"""The tables of the Markdown files are those of the committed results, and what they compare is computed as it says."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import delivery, first_byte
+from benchmarks.calls import tables
+from benchmarks.contenders import Proxy, wait_for_answer
+from benchmarks.first_byte import CHAT, Way, compared
+from benchmarks.load import Body, CallsFailed, Loaded
+from benchmarks.processes import free_port, started
+from benchmarks.replies import LARGE, SMALL, answers
+from benchmarks.results import measure, spread
+from benchmarks.tables import FILES, MINUTES, module, written
+from benchmarks.trials import MOST_SECONDS, SLOWEST_SECONDS, Trial, figures, measured, run_seconds
+
+
+def loaded(calls: int, seconds: float = 2.0, p50_ms: float = 3.0) -> Loaded:
+    return Loaded(calls, seconds, p50_ms, 2 * p50_ms, 3 * p50_ms, bytes=1, refused=0, broken=0, timeouts=0)
+
+
+def test_every_table_is_the_one_of_the_committed_results() -> None:
+    for path in FILES:
+        text = path.read_text()
+        assert written(text) == text, f"{path.name} is not what the results say: python -m benchmarks.tables --write"
+
+
+def test_every_benchmark_has_its_tables_in_the_readme() -> None:
+    text = FILES[1].read_text()
+    for name, minutes in MINUTES.items():
+        assert f"| {name} | {minutes} |" in text
+        assert f"<!-- table: {name} -->" in text
+        assert callable(module(name).run)
+    assert sum(MINUTES.values()) <= 35
+
+
+def test_a_table_appears_with_its_results_and_goes_with_them(tmp_path: Path) -> None:
+    text = "before\n<!-- table: delivery -->\n\nNot measured yet.\n\n<!-- end of table -->\nafter"
+    lease = {"groups": 20, "leases_per_second": 500.0, "cpu_ms_per_lease": 1.5}
+    measure(
+        "delivery",
+        lambda _: {"group_size": 8, "leases": lease, "batches": []},
+        delivery.tables,
+        None,
+        quick=False,
+        out=tmp_path,
+    )
+    shown = written(text, tmp_path)
+    assert "| 20 groups of 8 small rows | 500 | 1.5 |" in shown
+    assert written(shown, tmp_path) == shown
+    (tmp_path / "delivery.json").unlink()
+    assert written(shown, tmp_path) == text
+
+
+def test_a_section_that_is_broken_off_keeps_what_it_had_found(tmp_path: Path) -> None:
+    def run(_: bool) -> Iterator[dict[str, Any]]:
+        yield {"cells": [1]}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure("part", run, lambda _: (), None, quick=True, out=tmp_path)
+    assert json.loads((tmp_path / "part.json").read_text())["cells"] == [1]
+
+
+def test_a_peer_that_fails_leaves_its_cell_empty_and_the_service_that_fails_ends_the_section() -> None:
+    def figures_of(proxy: Proxy) -> dict[str, Any]:
+        warmed = {"it": CallsFailed("answered 500")}
+        return measured({"it": proxy}, {"it": Body("", "")}, 16, 1.0, 2, warmed, lambda: None)
+
+    assert figures_of(Proxy("LiteLLM", "", ())) == {"it": {"calls": 0, "failed": "answered 500"}}
+    with pytest.raises(SystemExit, match="answered 500"):
+        figures_of(Proxy("verbatim, chat path", "", ()))
+
+
+def test_a_peer_that_ends_instead_of_listening_is_told_with_its_last_words(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", "raise SystemExit('no master key is set')"]
+    with (
+        started(argv, log=tmp_path / "log") as process,
+        pytest.raises(SystemExit, match=r"(?s)exit code 1 .*no master key is set"),
+    ):
+        wait_for_answer("LiteLLM", process, free_port(), "/health", tmp_path / "log")
+
+
+def test_a_run_is_long_enough_for_three_calls_over_each_connection_or_for_one_of_a_slow_peer() -> None:
+    assert run_seconds(2.0, 16, 0.01) == 2
+    assert run_seconds(2.0, 16, 0.3) == pytest.approx(14.4)
+    assert run_seconds(2.0, 64, 0.1) == MOST_SECONDS
+    assert run_seconds(2.0, 16, 1.0) == pytest.approx(20)
+    assert run_seconds(2.0, 256, 1.0) == SLOWEST_SECONDS
+
+
+def test_figures_are_per_call_and_leave_out_runs_without_an_answer() -> None:
+    trials = [Trial(loaded(100), 0.5, 0.1, 80.0), Trial(loaded(300), 0.6, 0.1, 90.0), Trial(loaded(0), 0.4, 0.1, 70.0)]
+    found = figures(trials)
+    assert found["calls"] == 400
+    assert found["calls_per_second"] == spread([50, 150]) == {"median": 100, "least": 50, "most": 150}
+    assert found["cpu_seconds_per_1000_calls"] == {"median": 3.5, "least": 2, "most": 5}
+    assert found["resident_mib"] == 90
+    assert "p50_ms" not in figures(trials[2:])
+
+
+def test_targets_are_ratios_of_medians_and_of_cpu() -> None:
+    def cell(contender: str, connections: int, calls: int, cpu_seconds: float | None, p50_ms: float) -> dict[str, object]:
+        setting = {"contender": contender, "size": "small", "streamed": False, "connections": connections}
+        return setting | figures([Trial(loaded(calls, p50_ms=p50_ms), cpu_seconds, None, None)])
+
+    measured = [
+        cell("engine", 1, 4000, None, 0.25),
+        cell("verbatim", 1, 1000, 1.0, 1.0),
+        cell("verbatim", 16, 1000, 1.0, 16.0),
+        cell("rllm-sqlite", 16, 100, 2.0, 160.0),
+    ]
+    rows = tables({"cells": measured})[0].rows
+    name = "**Verbatim**, chat path, Redis, small"
+    assert (name, "rllm-model-gateway, SQLite", "≥ 12x", "10x", "20x", "10x", "10x") in rows
+    assert (name, "added latency, p50", "≤ 1 ms", "0.75 ms", "1 ms", "0.75 ms", "0.75 ms") in rows
+    assert (name, "LiteLLM proxy", "≥ 40x", "-", "-", "-", "-") in rows
+
+
+def test_what_a_way_adds_is_told_by_the_medians_and_by_the_rounds_that_both_have() -> None:
+    taken = {CHAT: {0: 1.0, 1: 10.0, 2: 100.0}, "ours": {0: 3.0, 2: 101.0, 3: 5.0}}
+    found = compared(Way("ours", "", "", "", base=CHAT), taken)
+    assert (found.median_ms, found.added_ms, found.to_chat_ms, found.added_by_round_ms) == (5.0, -5.0, -5.0, 1.5)
+    of_old = {"median_ms": 5.0, "p90_ms": 101.0, "added_ms": -5.0, "to_chat_ms": -5.0}
+    shown = first_byte.tables({"ways": [{"name": "ours", "byte": asdict(found), "text": of_old}]})
+    assert [grid.rows for grid in shown] == [
+        (("ours", "5.0", "101.0", "-5.0", "+1.5", "-5.0"),),
+        (("ours", "5.0", "101.0", "-5.0", "-", "-5.0"),),
+    ]
+
+
+def test_the_static_engine_answers_with_as_many_ids_as_the_size_says() -> None:
+    whole = json.loads(answers(LARGE, stream=False)["chat.json"])
+    assert len(whole["prompt_token_ids"]) == LARGE.prompt
+    assert len(whole["choices"][0]["token_ids"]) == len(whole["choices"][0]["logprobs"]["content"]) == LARGE.sampled
+    events = answers(SMALL, stream=True)["generate.sse"].split(b"\n\n")
+    ids = [json.loads(event[6:])["choices"][0]["token_ids"] for event in events if b"token_ids" in event]
+    assert sum(map(len, ids)) == SMALL.sampled
+    assert events[-2] == b"data: [DONE]"
