@@ -29,13 +29,16 @@ pytestmark = pytest.mark.engine
 PROMPT = list(range(20, 60))
 LONG_PROMPT = [20 + 7 * i % 900 for i in range(700)]
 """More than five of vLLM's blocks of 128 tokens, so that a stale prefix cache would be hit."""
+OUTLASTING = 30_000
+"""Tokens of a reply that no push outlasts, on a machine however busy: it is cut as soon as it has shown what it is to show."""
+ROOM = ("--max-model-len", "32768")
 TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
 def vllm_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """In the place of the one that all tests share, which must go on with the weights it was started with."""
-    with running_vllm(tiny_model, tmp_path_factory.mktemp("vllm")) as server:
+    with running_vllm(tiny_model, tmp_path_factory.mktemp("vllm"), *ROOM) as server:
         yield server
 
 
@@ -124,9 +127,20 @@ class Reply:
         self.task = asyncio.create_task(self._read(generating(url, prompt_ids, max_tokens, **how)))
 
     async def longer_by(self, tokens: int) -> None:
+        """Fails when the reply ends before that."""
         wanted = len(self.said.ids) + tokens
+        growth = asyncio.create_task(self._longer_than(wanted))
+        try:
+            await asyncio.wait({growth, self.task}, return_when=asyncio.FIRST_COMPLETED)
+            if not growth.done():
+                said = await self.task
+                assert len(said.ids) >= wanted, f"it ended with {len(said.ids)} tokens: {said.finish_reason}, {said.spans}"
+        finally:
+            growth.cancel()
+
+    async def _longer_than(self, tokens: int) -> None:
         async with self._grown:
-            await self._grown.wait_for(lambda: len(self.said.ids) >= wanted)
+            await self._grown.wait_for(lambda: len(self.said.ids) >= tokens)
 
     async def _read(self, growing: AsyncIterator[Said]) -> Said:
         async for said in growing:
@@ -146,10 +160,9 @@ async def begun(url: str, prompt_ids: list[int], max_tokens: int, **how: Any) ->
 async def test_keep_goes_on_under_the_new_weights_and_each_span_matches_its_own(
     service: Service, vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
 ) -> None:
-    """The reply freezes, its context is computed again under the new weights, and the next token comes from them. It is longer than
-    any push, and ended when it has gone on for a while."""
+    """The reply freezes, its context is computed again under the new weights, and the next token comes from them."""
     first = await pushed(service, checkpoint(1))
-    reply = await begun(vllm_url, LONG_PROMPT, 7000)
+    reply = await begun(vllm_url, LONG_PROMPT, OUTLASTING)
     second = await pushed(service, checkpoint(2), mode="keep")
     await reply.longer_by(20)
     assert (await ask(vllm_url, "/abort_requests", {}))[0] == 200
@@ -202,7 +215,7 @@ async def test_abort_cuts_replies_with_what_was_sampled_under_the_old_weights(
     service: Service, vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
 ) -> None:
     first = await pushed(service, checkpoint(1))
-    reply = await begun(vllm_url, PROMPT, 8000)
+    reply = await begun(vllm_url, PROMPT, OUTLASTING)
     second = await pushed(service, checkpoint(2), mode="abort")
     cut = await reply.task
     assert cut.finish_reason == "abort"
@@ -568,7 +581,7 @@ async def test_an_adapter_is_swapped_and_full_weights_go_under_it(tmp_path: Path
     """A third engine, started with a LoRA adapter that does nothing yet."""
     models = [tiny(tmp_path, seed) for seed in range(2)]
     adapters = [make_adapter(tmp_path / f"adapter{seed}", seed) for seed in range(3)]
-    flags = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"learner={adapters[0]}"]
+    flags = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"learner={adapters[0]}", *ROOM]
     with running_vllm(models[0], tmp_path, *flags, env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as server:
         async with serving(weights, server.url) as service:
             assert service.pool.replicas[0].model_for("policy") == "learner"
@@ -590,7 +603,7 @@ async def test_an_adapter_is_swapped_and_full_weights_go_under_it(tmp_path: Path
 async def check_no_old_adapter(service: Service, url: str, judge: Judge, base: Path, tmp_path: Path) -> None:
     """vLLM reads the folder that a call names at every step, so a call that went on would bring its old adapter back."""
     adapter = make_adapter(tmp_path / "adapter3", 3)
-    reply = await begun(url, PROMPT, 8000, model="learner")
+    reply = await begun(url, PROMPT, OUTLASTING, model="learner")
     version = await pushed(service, adapter, kind="lora", mode="keep")
     after = [await generate(url, prompt, 8, model="learner") for prompt in (PROMPT, LONG_PROMPT)]
     cut = await reply.task
