@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import http
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -105,7 +106,7 @@ class Connection(HttpToolsProtocol):
         self.scope["extensions"] = {EXTENSION: {"flushed": self.flushed}}
 
     def on_headers_complete(self) -> None:
-        size = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
+        size = sum(map(len, chain.from_iterable(self.headers))) + len(self.url)
         if size > self._patience.header_bytes:
             self._refuse(431, f"the head of the request is larger than {self._patience.header_bytes} bytes")
         elif len(self.headers) > self._patience.headers:

@@ -14,15 +14,16 @@ from typing import Any
 
 from proxy.asgi import JSON, Client, Headers, Receive, Send, send_part, send_whole
 from proxy.deadline import Deadline
-from proxy.dialects.base import Delta, Dialect, FirstToken, Reply, StreamRenderer
+from proxy.dialects.base import Delta, Dialect, FirstToken, Reply, Sampling, StreamRenderer
 from proxy.errors import Conflict, EngineFailed, NotFound, RequestError, StoreUnavailable, VerbatimError
 from proxy.flow import Flow
+from proxy.handoff import Handoff
 from proxy.services import Services
 from proxy.steps import HARNESS, REPLY, Waiting
 from proxy.store.session_store import Unserved
 from proxy.turn import Turn
 
-Item = FirstToken | Delta | Reply | VerbatimError
+Item = Sampling | FirstToken | Delta | Reply | VerbatimError
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Answering:
 
     async def answer(self, client: Client, dialect: Dialect, turn: Turn) -> None:
         """Run the call that was admitted, answer it, and let the store know that the answer went out."""
-        items: asyncio.Queue[Item] = asyncio.Queue()
+        items: Handoff[Item] = Handoff()
         work = asyncio.create_task(self._work(turn, items))
         leaving = asyncio.create_task(self._watch(client.receive, turn))
         try:
@@ -73,13 +74,13 @@ class Answering:
         self._services.stopping.set()
         await asyncio.gather(*self._background)
 
-    async def _work(self, turn: Turn, items: asyncio.Queue[Item]) -> None:
+    async def _work(self, turn: Turn, items: Handoff[Item]) -> None:
         """Run the call to its end whatever becomes of the harness; its last item is the reply or an error."""
         try:
             async for item in self._flow.call(turn):
                 if isinstance(item, Reply) and turn.running.cut.is_set():
                     await self._note_unserved(turn, EngineFailed("the service stopped in the middle of the reply"))
-                items.put_nowait(item)
+                items.put(item)
                 if isinstance(item, FirstToken):
                     # The harness hears of it before anything is made of it.
                     await asyncio.sleep(0)
@@ -89,18 +90,18 @@ class Answering:
             if error.status >= 500:
                 log.warning("session %s: call %s failed: %s", turn.session_id, turn.call_ids[0], error.message)
                 await self._note_unserved(turn, error)
-            items.put_nowait(error)
+            items.put(error)
         except RecursionError:
-            items.put_nowait(RequestError(TOO_DEEP))
+            items.put(RequestError(TOO_DEEP))
         except asyncio.CancelledError:
             # Whoever waits for the answer must not wait for ever.
-            items.put_nowait(EngineFailed("the call was cut"))
+            items.put(EngineFailed("the call was cut"))
             raise
         except Exception:
             log.exception("session %s: call %s failed inside the service", turn.session_id, turn.call_ids[0])
             failed = VerbatimError("the service failed inside; its log says where")
             await self._note_unserved(turn, failed)
-            items.put_nowait(failed)
+            items.put(failed)
         finally:
             self._flow.leave(turn)
 
@@ -129,7 +130,7 @@ class Answering:
             pass
         self._in_background(turn.running.abort())
 
-    async def _whole(self, send: Send, dialect: Dialect, turn: Turn, items: asyncio.Queue[Item]) -> bool:
+    async def _whole(self, send: Send, dialect: Dialect, turn: Turn, items: Handoff[Item]) -> bool:
         while True:
             item = await items.get()
             if isinstance(item, VerbatimError):
@@ -139,25 +140,30 @@ class Answering:
                 await send_whole(send, 200, JSON, dialect.render(turn.request, item))
                 return True
 
-    async def _stream(self, send: Send, dialect: Dialect, turn: Turn, items: asyncio.Queue[Item]) -> bool:
-        """Headers go out with the first token, or with the first keep-alive: an error before that keeps its status."""
-        renderer: StreamRenderer | None = None
+    async def _stream(self, send: Send, dialect: Dialect, turn: Turn, items: Handoff[Item]) -> bool:
+        """Headers go out with the first token, or with the first keep-alive: an error before that keeps its status. What follows
+        them is made while the engine samples."""
+        renderer, opening = None, b""
         while True:
             item = await self._next(items)
-            if renderer is None:
-                if isinstance(item, VerbatimError) and not dialect.errs_in_stream(item):
-                    await self.refuse(send, dialect, item)
-                    return False
+            if isinstance(item, VerbatimError) and not dialect.errs_in_stream(item):
+                await self.refuse(send, dialect, item)
+                return False
+            if renderer is None or isinstance(item, Sampling):
                 renderer = _opened(dialect, turn)
-                headers = [(b"content-type", turn.request.stream_type.encode()), *_UNBUFFERED]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await send_part(send, renderer.open())
+                opening = renderer.open()
+            if not isinstance(item, Sampling):
+                break
+        headers = [(b"content-type", turn.request.stream_type.encode()), *_UNBUFFERED]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send_part(send, opening)
+        while not isinstance(item, (Reply, VerbatimError)):
             if item is None:
                 await send_part(send, renderer.keep_alive())
             elif isinstance(item, Delta):
                 await send_part(send, renderer.delta(item))
-            elif not isinstance(item, FirstToken):
-                return await self._close(send, dialect, renderer, item)
+            item = await self._next(items)
+        return await self._close(send, dialect, renderer, item)
 
     async def _close(self, send: Send, dialect: Dialect, renderer: StreamRenderer, item: Reply | VerbatimError) -> bool:
         if isinstance(item, VerbatimError):
@@ -168,8 +174,10 @@ class Answering:
         await send_part(send, last, last=True)
         return isinstance(item, Reply)
 
-    async def _next(self, items: asyncio.Queue[Item]) -> Item | None:
+    async def _next(self, items: Handoff[Item]) -> Item | None:
         """The next item, or None when there was none for so long that the harness wants a sign of life."""
+        if items:
+            return await items.get()
         try:
             async with Deadline(self._services.settings.keepalive_seconds):
                 return await items.get()

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from proxy.dialects.base import Delta, FirstToken, Reply, Request
+from proxy.dialects.base import Delta, FirstToken, Reply, Request, Sampling
 from proxy.engine.apis import EngineApis
 from proxy.engine.base import Engine, Job, Outcome
 from proxy.engine.line import Line
@@ -27,11 +27,11 @@ from proxy.services import Services
 from proxy.session_tree import SessionTree
 from proxy.steps import CLOCK, COMMIT, ENGINE, INTENT, PLAN, QUEUE, REPLY, SAMPLE, STORE, CallClock, Waiting
 from proxy.store.session_store import Intent
-from proxy.turn import Turn, marks_of
+from proxy.turn import Turn
 from proxy.wanted import logprob_mode, overrides, wanted_of
 from reconstruct.codec import encode
 from reconstruct.messages import hash_bytes
-from reconstruct.roles import BUILT_IN, role_of
+from reconstruct.roles import BUILT_IN
 
 T = TypeVar("T")
 
@@ -57,9 +57,9 @@ class Flow:
         call_ids = [new_call_id() for _ in range(request.n)]
         running = Running(tree.info.session_id, call_ids[0])
         times = CLOCK.get() or CallClock()
-        turn = Turn(tree, request, hash_bytes(body), call_ids, running, time.time(), time.perf_counter(), times)
+        now, clock = time.time(), time.perf_counter()
+        turn = Turn(tree, request, hash_bytes(body), call_ids, running, now, clock, times, headers, self._rules)
         turn.sampling = {**request.sampling, **overrides(tree.info.sampling)}
-        turn.role, turn.agent = role_of(marks_of(request, headers), self._rules)
         retry = headers.get("x-stainless-retry-count", "0")
         turn.marks = {**request.marks, "retry": retry} if retry != "0" else request.marks
         self._services.inflight.enter(running)
@@ -68,9 +68,9 @@ class Flow:
     def leave(self, turn: Turn) -> None:
         self._services.inflight.leave(turn.running)
 
-    async def call(self, turn: Turn) -> AsyncIterator[FirstToken | Delta | Reply]:
-        """Yields FirstToken and deltas where it is streamed, then the recorded reply. Raises VerbatimError; then nothing is half
-        recorded, and nothing was answered unless FirstToken came."""
+    async def call(self, turn: Turn) -> AsyncIterator[Sampling | FirstToken | Delta | Reply]:
+        """Yields Sampling, FirstToken and deltas where it is streamed, then the recorded reply. Raises VerbatimError; then nothing is
+        half recorded, and nothing was answered unless FirstToken came."""
         outcome = None
         async for piece in self._reached(turn):
             if isinstance(piece, Outcome):
@@ -85,7 +85,7 @@ class Flow:
             raise EngineFailed(outcome.broken)
         yield reply
 
-    async def _reached(self, turn: Turn) -> AsyncIterator[FirstToken | Delta | Outcome]:
+    async def _reached(self, turn: Turn) -> AsyncIterator[Sampling | FirstToken | Delta | Outcome]:
         """What the first replica that can be reached samples. Another one is tried only where nothing was sampled yet."""
         caller = Caller(turn.session_id, turn.running.cut, lambda: self._check_open(turn))
         async with self._services.pool.route(turn.request.model, caller) as route:
@@ -97,6 +97,8 @@ class Flow:
                 answered = False
                 try:
                     await self._prepare(turn)
+                    if turn.request.stream:
+                        yield Sampling()
                     async for piece in self._sample(turn):
                         answered = True
                         yield piece
@@ -108,6 +110,11 @@ class Flow:
     async def _prepare(self, turn: Turn) -> None:
         """Plan the prompt and write the intent, neither waiting for the other. Raises as they do; then no intent is left."""
         self._planner.find(turn)
+        if not self._planner.plans(turn):
+            turn.times.begin(INTENT)
+            with Waiting(STORE):
+                await self._begin(turn)
+            return
         begun = asyncio.create_task(self._begin(turn))
         try:
             found = turn.found
@@ -191,7 +198,7 @@ class Flow:
                 self._planner.find_again(turn)
         raise Unavailable(f"session '{turn.session_id}' is too busy; try again")
 
-    async def _sample(self, turn: Turn) -> AsyncIterator[FirstToken | Delta | Outcome]:
+    async def _sample(self, turn: Turn) -> AsyncIterator[Sampling | FirstToken | Delta | Outcome]:
         """Let the engine sample; a call that it refused or lost before its first token leaves the tree as it was."""
         assert turn.replica is not None and turn.replica.api is not None
         turn.times.begin(SAMPLE)
@@ -201,6 +208,8 @@ class Flow:
         if turn.plan is not None:
             job.prompt_ids, job.body = turn.plan.prompt_ids, turn.plan.body
         turn.running.ask_engine = lambda: self._end(turn, engine, job)
+        # As soon as the engine was asked, since the record is to have it.
+        asyncio.get_running_loop().call_soon(turn.find_role)
         clock = time.perf_counter()
         try:
             if turn.running.cut.is_set():

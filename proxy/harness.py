@@ -43,6 +43,8 @@ class Harness:
         self._flow = flow
         self._dialects = Dialects(services.settings)
         self._answering = Answering(services, self._flow)
+        self._since = int(time.time())
+        """What models are told to have been created at: one time, for a model does not change from one look to the next."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not is_harness(scope["method"], scope["path"]):
@@ -120,7 +122,7 @@ class Harness:
             return await self._knowing(
                 tree, lambda: self._dialects.responses.stored(route.path["response"], route.action, tree)
             )
-        lists, created = self._dialects.lists(route.dialect), int(time.time())
+        lists, created = self._dialects.lists(route.dialect), self._since
         models = self._services.pool.catalogue()
         if route.action == "models":
             return lists.models(models, created)

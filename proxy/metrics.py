@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 
 from prometheus_client import (
     CollectorRegistry,
@@ -115,6 +116,7 @@ class Metrics:
             registry=self.registry,
             buckets=_SECONDS,
         )
+        self._queued_for, self._calls_of = cache(self._queued.labels), cache(self._calls.labels)
         self._retries = Counter(
             "verbatim_engine_retries", "Calls offered to another replica.", ("policy",), registry=self.registry
         )
@@ -135,7 +137,7 @@ class Metrics:
 
     def waited(self, policy: str, seconds: float) -> None:
         """A call got a replica, or gave up waiting for one."""
-        self._queued.labels(policy).observe(seconds)
+        self._queued_for(policy).observe(seconds)
 
     def tried_again(self, policy: str) -> None:
         self._retries.labels(policy).inc()
@@ -145,7 +147,7 @@ class Metrics:
 
     def recorded(self, calls: Iterable[Call], seconds: float, engine_seconds: float) -> None:
         for call in calls:
-            self._calls.labels(call.dialect, call.api, call.status).inc()
+            self._calls_of(call.dialect, call.api, call.status).inc()
             self._prompt_tokens.inc(len(call.node.delta_ids))
             self._sampled_tokens.inc(len(call.node.completion_ids))
             if call.node.branch_reason:

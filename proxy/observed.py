@@ -12,7 +12,7 @@ from typing import Any
 from proxy.asgi import Application, Client, Receive, Scope, Send, headers_of
 from proxy.call_log import attributes_of, log_call
 from proxy.call_notes import NOTES, CallNotes
-from proxy.dialects.base import Asked, Delta, FirstToken, Reply, Request
+from proxy.dialects.base import Asked, Delta, FirstToken, Reply, Request, Sampling
 from proxy.errors import VerbatimError
 from proxy.flow import Flow
 from proxy.harness import Harness
@@ -97,7 +97,7 @@ class ObservedFlow(Flow):
         _notes().turn = turn
         return turn
 
-    async def call(self, turn: Turn) -> AsyncIterator[FirstToken | Delta | Reply]:
+    async def call(self, turn: Turn) -> AsyncIterator[Sampling | FirstToken | Delta | Reply]:
         notes = _notes()
         try:
             async for item in super().call(turn):

@@ -36,11 +36,14 @@ class Planner:
         if turn.found is None or found.parent is not turn.found.parent:
             turn.found = found
 
+    def plans(self, turn: Turn) -> bool:
+        """Whether there is something to plan; on the chat path the engine makes the ids."""
+        assert turn.replica is not None
+        return turn.replica.api not in (None, "chat")
+
     async def plan(self, turn: Turn) -> None:
-        """Except on the chat path make the prompt's ids after what was found, and the sampling that fits the window."""
+        """Where it plans, make the prompt's ids after what was found, and the sampling that fits the window."""
         assert turn.replica is not None and turn.found is not None
-        if turn.replica.api in (None, "chat"):
-            return
         clock = time.perf_counter()
         if turn.request.prompt is None:
             turn.plan = await self._of_messages(turn, turn.found, turn.replica)

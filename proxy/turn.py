@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from proxy.plan import Continuation, TokenPlan
 from proxy.session_tree import SessionTree
 from proxy.steps import CallClock
 from reconstruct.messages import plain_content
-from reconstruct.roles import Marks
+from reconstruct.roles import Marks, RoleRule, role_of
 
 
 @dataclass(slots=True)
@@ -29,19 +29,36 @@ class Turn:
     started_at: float
     clock: float
     times: CallClock
+    headers: Mapping[str, str]
+    rules: Sequence[RoleRule]
     engine_seconds: float = 0.0
     found: Continuation | None = None
     plan: TokenPlan | None = None
     replica: Replica | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     asked: dict[str, Any] | None = None
-    role: str = "main"
-    agent: str = ""
     marks: dict[str, str] = field(default_factory=dict)
+    _role: tuple[str, str] | None = None
 
     @property
     def session_id(self) -> str:
         return self.tree.info.session_id
+
+    @property
+    def role(self) -> str:
+        """What the call is for."""
+        return self.find_role()[0]
+
+    @property
+    def agent(self) -> str:
+        """Whose it is, as the harness names its agents; "" where it does not."""
+        return self.find_role()[1]
+
+    def find_role(self) -> tuple[str, str]:
+        """(role, agent), by rules that search the call's texts when it is first asked."""
+        if self._role is None:
+            self._role = role_of(_marks_of(self.request, self.headers), self.rules)
+        return self._role
 
     def go_to(self, replica: Replica) -> None:
         """The call begins at this replica; what was planned for another one does not hold."""
@@ -50,7 +67,7 @@ class Turn:
         self.running.ask_engine = None
 
 
-def marks_of(request: Request, headers: Mapping[str, str]) -> Marks:
+def _marks_of(request: Request, headers: Mapping[str, str]) -> Marks:
     messages = request.history
     system = messages[0].message if messages[0].message.get("role") in ("system", "developer") else {}
     return Marks(headers, bool(request.tools), _text(system), _text(messages[-1].message))

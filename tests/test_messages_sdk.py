@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -649,6 +650,8 @@ def test_counting_tokens_records_no_call(service: RunningService, engine: Script
 def test_models_are_listed(service: RunningService) -> None:
     with harness(service) as agent:
         (model,) = agent.client.models.list().data
+        # Over the turn of a second.
+        time.sleep(1)
         one = agent.client.models.retrieve("policy")
         with pytest.raises(anthropic.NotFoundError):
             agent.client.models.retrieve("no-such")

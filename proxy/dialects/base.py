@@ -103,6 +103,11 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """The engine is asked next, of what is planned by now; with another engine it may come again."""
+
+
+@dataclass(frozen=True, slots=True)
 class FirstToken:
     """The engine has sampled a first token: a streamed answer begins, though nothing of its text may be certain yet."""
 
