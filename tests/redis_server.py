@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -11,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -204,17 +206,21 @@ def running_sentinel(master: RedisServer, password: str = "") -> Iterator[RedisS
         shutil.rmtree(folder, ignore_errors=True)
 
 
+_PORTS = range(12_000, 20_000)
+"""Below those that the system gives to whoever asks for any, and the bus ports too: what is free stays free until it is taken."""
+_tried = count(random.SystemRandom().randrange(len(_PORTS)))
+"""Where the next search begins: no port is given twice by one process, and another one is hardly ever at the same place."""
+
+
 def free_port() -> int:
     """A port that is free together with its cluster bus port, 10,000 higher."""
-    while True:
-        with socket.socket() as probe, socket.socket() as bus:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-            try:
-                bus.bind(("127.0.0.1", port + 10_000))
-            except (OSError, OverflowError):
-                continue
+    for place in islice(_tried, len(_PORTS)):
+        port = _PORTS[place % len(_PORTS)]
+        with socket.socket() as probe, socket.socket() as bus, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            bus.bind(("127.0.0.1", port + 10_000))
             return port
+    raise AssertionError("no port is free")
 
 
 def wait_until_it_answers(server: RedisServer) -> None:

@@ -151,6 +151,15 @@ def hanging_up(url: str, body: Any, key: str = "") -> Iterator[socket.socket]:
         yield connection
 
 
+@contextmanager
+def kept(port: int) -> Iterator[None]:
+    """The port of a server that is away, where nobody else is put meanwhile; the server itself may come back inside."""
+    with socket.socket() as place:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(("127.0.0.1", port))
+        yield
+
+
 def wait_until(happened: Callable[[], bool], seconds: float, what: str) -> None:
     deadline = time.monotonic() + seconds
     while not happened():

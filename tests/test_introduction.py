@@ -13,7 +13,7 @@ import pytest
 from redis_server import RedisServer
 from rollout_nodes import SECONDS
 from rollout_service import serving_tasks, submit
-from running_service import ADMIN, RunningService
+from running_service import ADMIN, RunningService, kept
 from verbatim_process import COMMAND, environment, verbatim, wait_until
 
 from cli.control import Control
@@ -44,14 +44,15 @@ def test_a_node_with_a_wrong_token_takes_nothing(redis_server: RedisServer, tmp_
 async def test_a_service_that_is_away_is_waited_for(redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     with serving_tasks(redis_server.url) as first:
         url, adding = first.url, first.adding
+    port = int(url.rpartition(":")[2])
     waiting = asyncio.create_task(let_in(Control(url, ADMIN)))
-    async with asyncio.timeout(SECONDS):
-        while "nothing is taken yet: no service at" not in caplog.text and not waiting.done():
-            await asyncio.sleep(0.02)
-        assert not waiting.done()
-        port = int(url.rpartition(":")[2])
-        with RunningService("http://127.0.0.1:9", redis_server.url, adding=adding, engine_api="chat").on(port):
-            await waiting
+    with kept(port):
+        async with asyncio.timeout(SECONDS):
+            while "nothing is taken yet: no service at" not in caplog.text and not waiting.done():
+                await asyncio.sleep(0.02)
+            assert not waiting.done()
+            with RunningService("http://127.0.0.1:9", redis_server.url, adding=adding, engine_api="chat").on(port):
+                await waiting
     assert caplog.text.count("nothing is taken yet") == 1
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from rollout_nodes import ASK, SECONDS, World, a_task, unsandboxed
-from running_service import ADMIN, TRAINER, RunningService
+from running_service import ADMIN, TRAINER, RunningService, kept
 from scripted_engine import Say, ScriptedEngine
 from scripted_service import Answer, ScriptedService, json_answer, serving
 from verbatim_process import COMMAND, environment
@@ -83,16 +83,17 @@ async def test_a_rollout_for_whose_logs_the_disk_is_full_is_tried_again_and_neve
 async def test_a_rollout_waits_for_an_engine_instead_of_using_up_its_attempts(world: World, engine: ScriptedEngine) -> None:
     port = int(engine.url.rpartition(":")[2])
     engine.stop()
-    await world.until(lambda: world.service.request("GET", "/readyz").status_code == 503, "the service misses its engine")
-    task = await world.submit(a_task(max_attempts=1))
+    with kept(port):
+        await world.until(lambda: world.service.request("GET", "/readyz").status_code == 503, "the service misses its engine")
+        task = await world.submit(a_task(max_attempts=1))
 
-    async def begun() -> bool:
-        return (await world.tasks.rollouts("t"))[0].status not in ("queued", "preparing", "ready")
+        async def begun() -> bool:
+            return (await world.tasks.rollouts("t"))[0].status not in ("queued", "preparing", "ready")
 
-    async with world.node():
-        await world.until(begun, "it has its session")
-        engine.start(port)
-        (state,) = await world.ended(task)
+        async with world.node():
+            await world.until(begun, "it has its session")
+            engine.start(port)
+            (state,) = await world.ended(task)
     assert (state.status, state.attempt) == ("completed", 1), state.verdict
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -17,11 +18,18 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from itertools import count, islice
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal
 
 Device = Literal["cpu", "gpu"]
+
+_PORTS = range(30_000, 32_768)
+"""Below those that the system gives to whoever asks for any: a vLLM listens only when it has started, and until then nobody takes its
+port by chance."""
+_places = count(random.SystemRandom().randrange(len(_PORTS)))
+"""Where the next search begins, so that two that are asked for at once differ."""
 
 
 def vllm_command(
@@ -71,9 +79,12 @@ def _environment(device: Device) -> dict[str, str]:
 
 def free_port() -> int:
     """A port of 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    for place in islice(_places, len(_PORTS)):
+        port = _PORTS[place % len(_PORTS)]
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
 
 
 class VllmServer:
