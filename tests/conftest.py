@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from redis_server import redis_kind, redis_server, redis_url, store
+from redis_server import redis_kind, redis_server, redis_url, shared_redis, store
 from rollout_fixtures import world
 from rollout_stores import stores
 from scripted_fixtures import engine, engines, service, token_service
@@ -24,6 +24,7 @@ __all__ = [
     "redis_url",
     "scripted_server",
     "service",
+    "shared_redis",
     "store",
     "stores",
     "tiny_model",

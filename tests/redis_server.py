@@ -244,9 +244,16 @@ def redis_kind(request: pytest.FixtureRequest) -> Iterator[RedisKind]:
 
 
 @pytest.fixture(scope="session")
-def redis_server() -> Iterator[RedisServer]:
+def shared_redis() -> Iterator[RedisServer]:
     with running_redis() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def redis_server(shared_redis: RedisServer) -> RedisServer:
+    """A plain Redis with nothing in it from the modules before: weights that they pushed would be wanted of every engine."""
+    shared_redis.flushall()
+    return shared_redis
 
 
 @pytest.fixture
