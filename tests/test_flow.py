@@ -339,29 +339,31 @@ def test_the_intent_is_in_the_store_before_the_engine_is_asked(
 def test_the_reply_ends_only_when_its_record_is_in_the_store(
     engine: ScriptedEngine, service: RunningService, redis_server: RedisServer, stream: bool
 ) -> None:
-    """Redis takes no writes for a second: in that second the harness gets no end of the reply."""
+    """As long as Redis takes no writes, the harness gets no end of the reply."""
     gate = threading.Event()
     engine.say(Say("hello world", gate=gate, gate_after=2))
     session = service.session()
-    ended: list[float] = []
+    ended = threading.Event()
 
     def harness() -> None:
         answer = session.ask("q", stream=stream)
         for chunk in answer if stream else ():
             if chunk.choices[0].finish_reason:
                 break
-        ended.append(time.monotonic())
+        ended.set()
 
     talk = threading.Thread(target=harness)
     talk.start()
     engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == 2)
     with redis_server.client() as client:
-        client.execute_command("CLIENT", "PAUSE", 1000, "WRITE")
-    paused = time.monotonic()
-    gate.set()
+        client.execute_command("CLIENT", "PAUSE", 30_000, "WRITE")
+        try:
+            gate.set()
+            assert not ended.wait(1.0)
+        finally:
+            client.execute_command("CLIENT", "UNPAUSE")
     talk.join()
-    assert ended[0] - paused > 0.9
-    assert len(session.calls) == 1
+    assert ended.is_set() and len(session.calls) == 1
 
 
 # Later turns
@@ -550,14 +552,14 @@ def test_a_harness_that_goes_away_ends_the_engine_and_leaves_what_was_sampled(
     session = service.session()
     leave_after(session, engine, tokens=3, stream=stream)
     wait_until(
-        lambda: bool(session.calls) and session.calls[0]["status"] not in ("in_flight", "dangling"), 10, "the call is recorded"
+        lambda: bool(session.calls) and session.calls[0]["status"] not in ("in_flight", "dangling"), 60, "the call is recorded"
     )
     (call,) = session.calls
     assert (call["finish_reason"], call["status"]) == ("abort", "aborted")
     assert not call["delivered"]
     assert_sampled_as_recorded(engine, [call])
     assert len(call["completion_ids"]) == 3
-    assert engine.last.aborted or engine.last.disconnected
+    engine.wait_for(lambda: engine.last.aborted or engine.last.disconnected)
     _, accounting = session.trajectories()
     assert accounting["quarantined"] == [{"call_id": call["call_id"], "tokens": 3, "reason": "aborted"}]
     gate.set()
@@ -570,7 +572,9 @@ def leave_after(session: Session, engine: ScriptedEngine, *, tokens: int, stream
         engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == tokens)
         answer = b""
         while heard not in answer:
-            answer += connection.recv(65536)
+            part = connection.recv(65536)
+            assert part, f"the answer ended: {answer!r}"
+            answer += part
 
 
 def test_an_aborted_turn_that_is_continued_is_trained_with_a_masked_end(
@@ -618,9 +622,9 @@ def test_deleting_a_session_ends_its_call_in_flight_and_leaves_no_key_behind(
         answer = pool.submit(session.ask, "q")
         engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == 1)
         assert service.request("DELETE", f"/sessions/{session.session_id}").status_code == 204
-        answer.exception(timeout=10)
+        answer.exception(timeout=60)
+    engine.wait_for(lambda: engine.last.aborted or engine.last.disconnected)
     gate.set()
-    assert engine.last.aborted or engine.last.disconnected
     with redis_server.client() as client:
         assert [key for key in client.scan_iter("*") if session.session_id.encode() in key] == []
 
@@ -632,9 +636,11 @@ def test_an_engine_that_cannot_be_asked_to_stop_is_hung_up_on(redis_url: str, st
         session = service.session()
         leave_after(session, engine, tokens=2, stream=stream, heard=b"hello" if stream else b"")
         engine.wait_for(lambda: engine.last.disconnected)
+        # Unstreamed nobody will ever know what was sampled: the intent alone is left, and shown.
+        left = "failed" if stream else "dangling"
+        wait_until(lambda: [call["status"] for call in session.calls] == [left], 30, "what became of the call is shown")
         assert session.answer("q")["content"] == "hello"
         statuses = [call["status"] for call in session.calls]
-        # Unstreamed nobody will ever know what was sampled: the intent alone is left, and shown.
         assert statuses == (["failed", "finished"] if stream else ["finished", "dangling"])
         assert session.trajectories()[0] == []
 
@@ -717,18 +723,17 @@ def test_a_template_that_refuses_the_messages_is_the_callers_error(redis_url: st
 
 
 def test_a_slow_engine_is_bridged_by_keep_alive_chunks_the_sdk_can_read(redis_url: str) -> None:
+    """The engine says nothing before four of them have come."""
+    gate, signs, text = threading.Event(), 0, ""
     with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url, keepalive_seconds=0.1) as service:
-        engine.say(Say("hello", seconds_before=1.5))
-        session = service.session()
-        arrived: list[float] = []
-        started = time.monotonic()
-        text = ""
-        for chunk in session.ask("q", stream=True):
-            arrived.append(time.monotonic() - started)
+        engine.say(Say("hello", gate=gate))
+        for chunk in service.session().ask("q", stream=True):
             text += chunk.choices[0].delta.content or ""
+            signs += not text
+            if signs == 4:
+                gate.set()
         assert text == "hello"
-        assert arrived[0] < 1.0, "the headers came with the first sign of life"
-        assert len([at for at in arrived if at < 1.4]) >= 4
+        assert signs >= 4
 
 
 def test_models_and_unknown_paths_record_nothing(engine: ScriptedEngine, service: RunningService) -> None:
