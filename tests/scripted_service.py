@@ -9,6 +9,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ class ScriptedService:
     def __init__(self) -> None:
         self.url = ""
         self.received: list[Received] = []
+        self.ended = False
+        """No answer is waited for any more: one that is delayed comes now."""
         self._answers: dict[str, deque[Answer]] = defaultdict(deque)
         self._arrived = threading.Condition()
 
@@ -82,7 +85,7 @@ class ScriptedService:
         with self._arrived:
             self.received.append(request)
             self._arrived.notify_all()
-        await asyncio.sleep(answer.delay_seconds)
+        await self._delay(answer.delay_seconds)
         if answer.drop:
             # A response that is begun and never completed makes uvicorn close the connection.
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]})
@@ -91,12 +94,17 @@ class ScriptedService:
         await send({"type": "http.response.start", "status": answer.status, "headers": raw})
         await send({"type": "http.response.body", "body": answer.content})
 
+    async def _delay(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not self.ended:
+            await asyncio.sleep(min(left, 0.05))
+
 
 @contextmanager
 def serving(service: ScriptedService) -> Iterator[ScriptedService]:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    service.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    service.url, service.ended = f"http://127.0.0.1:{listener.getsockname()[1]}", False
     server = uvicorn.Server(
         uvicorn.Config(service, lifespan="off", ws="none", loop="asyncio", log_level="critical", access_log=False)
     )
@@ -105,7 +113,7 @@ def serving(service: ScriptedService) -> Iterator[ScriptedService]:
     try:
         yield service
     finally:
-        server.should_exit = True
+        service.ended = server.should_exit = True
         thread.join()
         listener.close()
 

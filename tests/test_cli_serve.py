@@ -16,8 +16,15 @@ from redis_server import free_port, running_redis
 from scripted_service import ScriptedService, json_answer, serving
 from verbatim_process import ADMIN, TRAINER, Serving, processes_using, runs, wait_until
 
-OUTLASTING = 6.0
+OUTLASTING = 100.0
 """Seconds that an engine takes in the tests that do not let it finish."""
+CUT = 11.0
+"""Seconds after a stop signal in which what outlasts a drain of one second is cut by the service, not broken off by its server."""
+LONG_DRAIN = {"VERBATIM_DRAIN_SECONDS": "100"}
+AT_ONCE = 60.0
+"""Seconds in which even a busy machine ends what waits for no drain; a long one takes more."""
+LONGEST = 8000
+"""Tokens for which the model has room after a short question."""
 NOWHERE = ("--engine", "http://127.0.0.1:9")
 REPLY = {
     "id": "x",
@@ -54,6 +61,8 @@ class Call:
         session = service.request("POST", "/sessions", json={"session_id": session_id}).json()
         self.answer: httpx.Response | None = None
         self.error: httpx.HTTPError | None = None
+        self.heard = b""
+        """The body of the answer, as far as it has come."""
         self._url = session["base_urls"]["openai"] + "/chat/completions"
         self._key = session["api_key"]
         self._body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], **body}
@@ -63,12 +72,15 @@ class Call:
     def _make(self) -> None:
         try:
             headers = {"Authorization": f"Bearer {self._key}"}
-            self.answer = httpx.post(self._url, json=self._body, headers=headers, timeout=60)
+            with httpx.stream("POST", self._url, json=self._body, headers=headers, timeout=120) as answer:
+                for piece in answer.iter_bytes():
+                    self.heard += piece
+            self.answer = httpx.Response(answer.status_code, content=self.heard)
         except httpx.HTTPError as error:
             self.error = error
 
     def end(self) -> httpx.Response | None:
-        self._thread.join(60)
+        self._thread.join(120)
         return self.answer
 
 
@@ -116,10 +128,10 @@ def test_an_engine_that_comes_later_is_found(data: Path, engine: ScriptedService
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_signal_ends_everything_within_seconds_and_leaves_no_redis(data: Path, number: int) -> None:
-    with Serving(*NOWHERE, data_dir=data) as service:
+    with Serving(*NOWHERE, data_dir=data, **LONG_DRAIN) as service:
         assert processes_using(data)
         service.send_group(number)
-        assert service.exit_code(within_seconds=8) == 0
+        assert service.exit_code(AT_ONCE) == 0
         assert "told to stop" in service.stderr and "stopped" in service.stderr
         assert processes_using(data) == []
         assert "Traceback" not in service.stderr
@@ -133,7 +145,7 @@ def test_a_stop_signal_during_the_start_leaves_nothing_behind(data: Path, number
         wait_until(data.exists, 30, "the data directory")
         time.sleep(after_seconds)
         service.send_group(number)
-        assert service.exit_code(within_seconds=10) == 0
+        assert service.exit_code(within_seconds=60) == 0
         assert processes_using(data) == []
         assert "Traceback" not in service.stderr
 
@@ -173,15 +185,15 @@ def test_services_on_one_given_redis_serve_the_same_sessions_and_leave_it_runnin
 def test_a_service_that_starts_before_its_redis_waits_for_it(tmp_path: Path) -> None:
     port = free_port()
     with Serving(*NOWHERE, "--redis", f"redis://127.0.0.1:{port}", data_dir=tmp_path, ready=False) as service:
-        wait_until(lambda: "waiting up to" in service.stderr, 20, "it found no Redis")
+        wait_until(lambda: "waiting up to" in service.stderr, 60, "it found no Redis")
         with running_redis(port=port):
-            wait_until(lambda: service.url or service.ended, 20, "it serves")
+            wait_until(lambda: service.url or service.ended, 60, "it serves")
             assert service.request("POST", "/sessions", json={"session_id": "s"}).status_code == 201
             assert service.stop() == 0
 
 
 def test_a_call_in_flight_finishes_after_a_stop_signal(data: Path, engine: ScriptedService) -> None:
-    answer_after(engine, 2.0)
+    answer_after(engine, 5.0)
     with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data) as service:
         call = Call(service, "s")
         engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
@@ -189,7 +201,7 @@ def test_a_call_in_flight_finishes_after_a_stop_signal(data: Path, engine: Scrip
         answered = call.end()
         assert answered is not None and answered.status_code == 200, (call.error, service.stderr)
         assert answered.json()["choices"][0]["message"]["content"] == "late"
-        assert service.exit_code(within_seconds=8) == 0
+        assert service.exit_code(AT_ONCE) == 0
         assert "calls in flight: 1, which have up to 20 s to end" in service.stderr
     with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data) as service:
         assert len(service.request("GET", "/sessions/s/calls").json()["calls"]) == 1
@@ -203,23 +215,24 @@ def test_a_call_that_outlasts_the_drain_is_cut_with_an_answer(data: Path, engine
         began = time.monotonic()
         service.send(signal.SIGTERM)
         answered = call.end()
+        assert 1 <= time.monotonic() - began < CUT
         assert answered is not None and answered.status_code in (502, 503), (call.error, service.stderr)
         assert answered.json()["error"]["message"]
-        assert service.exit_code(within_seconds=8) == 0
-        assert 1 <= time.monotonic() - began < OUTLASTING
+        assert service.exit_code(AT_ONCE) == 0
         assert "Traceback" not in service.stderr
 
 
 def test_a_second_ctrl_c_exits_at_once(data: Path, engine: ScriptedService) -> None:
     answer_after(engine, OUTLASTING)
-    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data) as service:
+    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data, **LONG_DRAIN) as service:
         call = Call(service, "s")
         engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
         service.send_group(signal.SIGINT)
+        wait_until(lambda: "told to stop" in service.stderr, 30, "the first is heard")
         time.sleep(0.5)
         assert not service.ended
         service.send_group(signal.SIGINT)
-        assert service.exit_code(within_seconds=5) == 130
+        assert service.exit_code(AT_ONCE) == 130
         assert call.end() is None
         assert processes_using(data) == []
 
@@ -227,28 +240,28 @@ def test_a_second_ctrl_c_exits_at_once(data: Path, engine: ScriptedService) -> N
 @pytest.mark.engine
 def test_a_stream_that_outlasts_the_drain_is_recorded_as_aborted(data: Path, vllm_url: str) -> None:
     with Serving("--engine", vllm_url, data_dir=data, VERBATIM_DRAIN_SECONDS="1") as service:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 20, "ready")
-        call = Call(service, "s", stream=True, max_tokens=4000, logit_bias={}, ignore_eos=True)
-        time.sleep(1.0)
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
+        call = Call(service, "s", stream=True, max_tokens=LONGEST, logit_bias={}, ignore_eos=True)
+        wait_until(lambda: call.heard.count(b"data:") > 2, 120, "it has begun to speak")
         service.send(signal.SIGTERM)
         answered = call.end()
         assert answered is not None, (call.error, service.stderr)
         assert answered.text.strip().endswith("data: [DONE]")
-        assert service.exit_code(within_seconds=10) == 0
+        assert service.exit_code(within_seconds=60) == 0
     with Serving("--engine", vllm_url, data_dir=data) as service:
         (recorded,) = service.request("GET", "/sessions/s/calls").json()["calls"]
         assert recorded["finish_reason"] == "abort"
-        assert 0 < len(recorded["completion_ids"]) < 4000
+        assert 0 < len(recorded["completion_ids"]) < LONGEST
 
 
 def test_several_workers_share_the_port_and_the_store(data: Path) -> None:
-    with Serving(*NOWHERE, "--workers", "2", data_dir=data) as service:
+    with Serving(*NOWHERE, "--workers", "2", data_dir=data, **LONG_DRAIN) as service:
         for number in range(20):
             assert service.request("POST", "/sessions", json={"session_id": f"s{number}"}).status_code == 201
         seen = {len(service.request("GET", "/sessions").json()["sessions"]) for _ in range(20)}
         assert seen == {20}
         service.send_group(signal.SIGINT)
-        assert service.exit_code(within_seconds=10) == 0
+        assert service.exit_code(AT_ONCE) == 0
         assert processes_using(data) == []
         assert "Traceback" not in service.stderr
 
@@ -282,15 +295,16 @@ def test_workers_end_when_their_parent_is_killed(data: Path) -> None:
 
 def test_several_workers_stop_at_once_at_the_second_ctrl_c(data: Path, engine: ScriptedService) -> None:
     answer_after(engine, OUTLASTING)
-    with Serving("--engine", engine.url, "--engine-api", "chat", "--workers", "2", data_dir=data) as service:
+    with Serving("--engine", engine.url, "--engine-api", "chat", "--workers", "2", data_dir=data, **LONG_DRAIN) as service:
         call = Call(service, "s")
         engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
         workers = workers_of(service)
         service.send_group(signal.SIGINT)
+        wait_until(lambda: "told to stop" in service.stderr, 30, "the first is heard")
         time.sleep(0.5)
         assert not service.ended
         service.send_group(signal.SIGINT)
-        assert service.exit_code(within_seconds=5) == 130
+        assert service.exit_code(AT_ONCE) == 130
         assert call.end() is None
         assert not any(runs(pid) for pid in workers)
         assert processes_using(data) == []

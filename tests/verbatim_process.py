@@ -88,7 +88,7 @@ class Serving:
         try:
             if self._wants_ready:
                 # The last line of what it prints at its start.
-                wait_until(lambda: "application/json" in self.stdout or self.ended, 60, f"serving; {self.stderr}")
+                wait_until(lambda: "application/json" in self.stdout or self.ended, 180, f"serving; {self.stderr}")
                 assert not self.ended, self.stderr
         except BaseException:
             self._end()
@@ -115,7 +115,7 @@ class Serving:
             reader.join(5)
         return code
 
-    def stop(self, number: int = signal.SIGTERM, within_seconds: float = 15.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, within_seconds: float = 60.0) -> int:
         self.send(number)
         return self.exit_code(within_seconds)
 
