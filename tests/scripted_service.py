@@ -104,6 +104,8 @@ class ScriptedService:
 def serving(service: ScriptedService) -> Iterator[ScriptedService]:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    # From here on clients wait in line instead of being refused while the server comes up.
+    listener.listen(128)
     service.url, service.ended = f"http://127.0.0.1:{listener.getsockname()[1]}", False
     server = uvicorn.Server(
         uvicorn.Config(service, lifespan="off", ws="none", loop="asyncio", log_level="critical", access_log=False)
