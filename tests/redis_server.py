@@ -174,7 +174,7 @@ def info(server: RedisServer, *sections: str) -> bytes:
         return answer
 
 
-def _await(happened: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+def _await(happened: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
@@ -228,7 +228,7 @@ def free_port() -> int:
 
 
 def wait_until_it_answers(server: RedisServer) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         assert server.process.poll() is None, "redis-server ended at its start"
         try:
@@ -237,7 +237,7 @@ def wait_until_it_answers(server: RedisServer) -> None:
             return
         except redis.ConnectionError:
             time.sleep(0.02)
-    raise AssertionError("redis-server did not answer within 20 s")
+    raise AssertionError("redis-server did not answer within 60 s")
 
 
 @pytest.fixture(scope="session", params=["plain", "cluster"])

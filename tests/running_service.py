@@ -71,7 +71,7 @@ class RunningService:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, name="service")
         self._thread.start()
-        wait_until(lambda: self._server.started or not self._thread.is_alive(), 20, "the service has started")
+        wait_until(lambda: self._server.started or not self._thread.is_alive(), 60, "the service has started")
         assert self._server.started, "the service could not start"
         return self
 
