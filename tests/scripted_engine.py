@@ -17,6 +17,7 @@ import json
 import socket
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -155,6 +156,7 @@ class ScriptedEngine:
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._kept: set[int] = set()
 
     def say(self, *replies: Reply | str) -> Self:
         """What the next choices sample, in the order they are asked for."""
@@ -225,6 +227,7 @@ class ScriptedEngine:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
+        self._keep(listener.getsockname())
         # From here on clients wait in line instead of being refused while the server comes up.
         listener.listen(128)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -235,6 +238,16 @@ class ScriptedEngine:
         self._thread = threading.Thread(target=self._run, args=(self._server, listener), name="scripted-engine")
         self._thread.start()
         return self
+
+    def _keep(self, address: tuple[str, int]) -> None:
+        """Nobody is given the port while the engine is down; who asks for it may have it, and nobody answers there."""
+        if address[1] in self._kept:
+            return
+        self._kept.add(address[1])
+        place = socket.socket()
+        weakref.finalize(self, place.close)
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(address)
 
     def _run(self, server: uvicorn.Server, listener: socket.socket) -> None:
         async def serve() -> None:

@@ -38,12 +38,12 @@ def test_a_worker_that_is_killed_before_it_serves_is_replaced_like_any_other(tmp
     with Serving("--engine", "http://127.0.0.1:9", "--workers", "2", data_dir=tmp_path / "data") as service:
         first = workers(service)
         os.kill(first[0], signal.SIGKILL)
-        wait_until(lambda: len(set(workers(service)) - set(first)) == 1, 20, "its successor starts")
+        wait_until(lambda: len(set(workers(service)) - set(first)) == 1, 60, "its successor starts")
         (starting,) = set(workers(service)) - set(first)
         os.kill(starting, signal.SIGKILL)
-        wait_until(lambda: len(set(workers(service)) - {*first, starting}) == 1, 20, "and that one's")
+        wait_until(lambda: len(set(workers(service)) - {*first, starting}) == 1, 60, "and that one's")
         assert service.request("GET", "/healthz").status_code == 200
-        assert service.stop() == 0
+        assert service.stop(within_seconds=60) == 0
         assert f"worker {starting} died" in service.stderr
 
 

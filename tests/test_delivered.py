@@ -90,7 +90,9 @@ def whole(connection: socket.socket, stream: bool) -> bytes:
     """The answer but for its first letter."""
     answer, end = b"", None
     while not (answer.endswith(b"0\r\n\r\n") if stream else end is not None and len(answer) == end):
-        answer += connection.recv(65536)
+        more = connection.recv(65536)
+        assert more, f"the answer broke off after {len(answer)} bytes"
+        answer += more
         if end is None and (found := re.search(rb"content-length: (\d+)\r\n(?:.+\r\n)*\r\n", answer)):
             end = found.end() + int(found[1])
     return answer

@@ -33,6 +33,17 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def has_written(log: Path) -> bool:
+    return log.exists() and log.read_text() != ""
+
+
+async def written(log: Path) -> None:
+    """Returns when the child has written something."""
+    async with asyncio.timeout(60):
+        while not has_written(log):
+            await asyncio.sleep(0.02)
+
+
 async def test_a_child_that_fails_is_named_with_its_exit_and_its_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     async with child("import sys; sys.exit('it broke')", log) as process:
@@ -58,18 +69,13 @@ async def test_only_a_child_that_may_finish_may(tmp_path: Path) -> None:
 async def test_the_end_of_the_block_ends_the_child_and_its_children(tmp_path: Path) -> None:
     log = tmp_path / "log"
     async with child(HAS_A_CHILD, log) as process:
-        for _ in range(200):
-            if log.read_text():
-                break
-            await asyncio.sleep(0.05)
+        await written(log)
         assert process.process is not None
         pids = [process.process.pid, int(log.read_text())]
         assert all(map(is_running, pids))
-    for _ in range(100):
-        if not any(map(is_running, pids)):
-            break
-        await asyncio.sleep(0.05)
-    assert not any(map(is_running, pids))
+    async with asyncio.timeout(60):
+        while any(map(is_running, pids)):
+            await asyncio.sleep(0.05)
 
 
 async def test_work_stops_as_soon_as_a_child_dies(tmp_path: Path) -> None:
@@ -99,10 +105,14 @@ async def test_the_result_of_the_work_comes_back_though_a_child_finished_before(
 
 
 async def test_a_dead_child_is_named_rather_than_the_error_it_led_to(tmp_path: Path) -> None:
+    """The child dies a moment after the work that needs it."""
+
     async def work() -> None:
+        await written(tmp_path / "log")
         raise ConnectionError("nobody listens")
 
-    async with child("import time; time.sleep(0.2); raise SystemExit(3)", tmp_path / "log") as process:
+    program = "import time; print('started', flush=True); time.sleep(0.1); raise SystemExit(3)"
+    async with child(program, tmp_path / "log") as process:
         with pytest.raises(ChildDied, match="exited with code 3"):
             await unless_one_ends(work(), process.finished())
 

@@ -267,7 +267,9 @@ def test_a_stream_that_waits_is_kept_alive_and_leaves_when_its_harness_hangs_up(
     with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key) as connection:
         heard = b""
         while heard.count(b"data:") < 3:
-            heard += connection.recv(4096)
+            more = connection.recv(4096)
+            assert more, heard
+            heard += more
         assert heard.startswith(b"HTTP/1.1 200") and queued(service) == 1
     wait_until(lambda: queued(service) == 0, 60, "it left")
     assert not holding.done() and session.calls == [] and len(engine.generations) == 1

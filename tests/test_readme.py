@@ -103,17 +103,17 @@ def test_the_snippets_run_one_after_the_other(tmp_path: Path, tiny_model: Path, 
         monkeypatch.setenv("VERBATIM_URL", service.url)
         monkeypatch.setenv("VERBATIM_ADMIN_TOKEN", ADMIN)
         monkeypatch.setenv("VERBATIM_TRAINER_TOKEN", TRAINER)
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
         for part in ('admin.post("/sessions"', "OpenAI(", "/close"):
             exec(snippet(part), names)
         trainer = snippet("TrainerClient").replace("/shared/weights", str(tmp_path / "weights"))
         with ThreadPoolExecutor(1) as pool:
             loop = pool.submit(exec, trainer, names)
             wait_until(
-                lambda: loop.done() or (names.get("version") == 1 and pushed_version(names["client"]) == 1), 60, "a push"
+                lambda: loop.done() or (names.get("version") == 1 and pushed_version(names["client"]) == 1), 120, "a push"
             )
             names["client"].close()
-            loop.result(60)
+            loop.result(120)
         names["agent"].close()
         names["admin"].close()
         said, data = seen

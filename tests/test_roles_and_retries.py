@@ -10,6 +10,7 @@ import json
 import re
 import string
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -436,7 +437,8 @@ def test_a_call_the_sdk_gave_up_waiting_for_and_sent_again_is_in_the_quarantine(
     messages += [session.answer(messages), turn("user", "more")]
     slow, _ = gated("hello world", 2)
     engine.say(slow, "hello world")
-    patient = session.client.with_options(timeout=1.0, max_retries=1)
+    # Time enough for the first attempt to be sampled, and for the second one to be answered.
+    patient = session.client.with_options(timeout=4.0, max_retries=1)
     reply = patient.chat.completions.create(model="policy", messages=messages)
     messages += [reply.choices[0].message.model_dump(exclude_none=True), turn("user", "and more")]
     session.answer(messages)
@@ -468,15 +470,20 @@ def undelivered(redis_server: RedisServer, engine: ScriptedEngine, session: Sess
 
     def harness() -> None:
         with pytest.raises(httpx.ReadTimeout):
-            post(session, body, timeout_seconds=1.0)
+            post(session, body, timeout_seconds=3.0)
 
     talk = threading.Thread(target=harness)
     talk.start()
     engine.wait_for(lambda: len(engine.generations) > made and len(engine.last.sampled.get(0, ())) == 2)
     with redis_server.client() as client:
-        client.execute_command("CLIENT", "PAUSE", 1500, "WRITE")
-    gate.set()
-    talk.join()
+        client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
+        try:
+            gate.set()
+            talk.join()
+            # The service hears of the harness that hung up before it hears of the record.
+            time.sleep(0.5)
+        finally:
+            client.execute_command("CLIENT", "UNPAUSE")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -517,7 +524,7 @@ def test_a_marked_retry_supersedes_the_attempts_before_it(
     body = {"messages": asked("q"), "stream": stream}
     for count in ("0", "1", "2"):
         assert post(session, body, **{"x-stainless-retry-count": count}).status_code == 200
-    wait_until(lambda: all_delivered(session), 20, "all are delivered")
+    wait_until(lambda: all_delivered(session), 60, "all are delivered")
     one, two, three = session.calls
     assert reasons(session) == {one["call_id"]: "superseded", two["call_id"]: "superseded"}
     for builder in ("merged", "per_call"):
@@ -530,7 +537,7 @@ def test_the_same_request_sent_again_without_a_mark_is_another_sample(engine: Sc
     engine.say("hello", "world")
     for _ in range(2):
         assert post(session, {"messages": asked("q")}).status_code == 200
-    wait_until(lambda: all_delivered(session), 20, "both are delivered")
+    wait_until(lambda: all_delivered(session), 60, "both are delivered")
     assert reasons(session) == {}
     assert trained(session) == {call["call_id"] for call in session.calls}
     assert [call["branch_reason"] for call in session.calls] == [None, "repeated"]
@@ -547,7 +554,7 @@ def test_a_retried_first_turn_loses_nothing_afterwards(engine: ScriptedEngine, s
         for message in (replies[chosen], None):
             messages += [message or session.answer(messages), turn("user", "more")]
         session.answer(messages)
-        wait_until(lambda opened=session: all_delivered(opened), 20, "all are delivered")  # type: ignore[misc]
+        wait_until(lambda opened=session: all_delivered(opened), 60, "all are delivered")  # type: ignore[misc]
         calls = session.calls
         path = [calls[chosen]["call_id"], calls[2]["call_id"], calls[3]["call_id"]]
         assert [call["parent_id"] for call in calls[2:]] == path[:2]
@@ -570,13 +577,13 @@ def test_concurrent_equal_requests_are_samples_and_not_retries(engine: ScriptedE
     talks = [threading.Thread(target=post, args=(session, {"messages": asked("q")})) for _ in range(4)]
     for talk in talks:
         talk.start()
-    wait_until(lambda: len(gates) == 4, 20, "all are being sampled")
+    wait_until(lambda: len(gates) == 4, 60, "all are being sampled")
     for number, gate in enumerate(gates, 1):
         gate.set()
-        wait_until(lambda count=number: finished(session) == count, 20, "the next is recorded")  # type: ignore[misc]
+        wait_until(lambda count=number: finished(session) == count, 60, "the next is recorded")  # type: ignore[misc]
     for talk in talks:
         talk.join()
-    wait_until(lambda: all_delivered(session), 20, "all are delivered")
+    wait_until(lambda: all_delivered(session), 60, "all are delivered")
     assert reasons(session) == {}
     assert len(trained(session)) == 4
     # Also of those that were under way when the first was recorded.
@@ -631,6 +638,6 @@ def test_a_retry_whose_volatile_line_changed_is_not_proven_to_be_one(engine: Scr
     session = service.session()
     for request in range(2):
         assert post(session, {"messages": asked("q", f"{billing(request)}\n{SYSTEM}")}).status_code == 200
-    wait_until(lambda: all_delivered(session), 20, "both are delivered")
+    wait_until(lambda: all_delivered(session), 60, "both are delivered")
     assert reasons(session) == {}
     assert session.calls[1]["branch_reason"] == "repeated"

@@ -133,10 +133,11 @@ async def test_a_cancelled_rollout_is_stopped_and_its_late_result_counts_for_not
 async def test_a_rollout_of_a_node_that_vanished_is_run_by_another_and_counts_once(world: World) -> None:
     hangs_at_first = f'{ASK}\ncase "$OPENAI_BASE_URL" in *.1/v1) {SLEEP};; esac'
     task = await world.submit(a_task(instruction=hangs_at_first, num_samples=2))
-    async with world.node("first", lease_seconds=2.0) as first:
+    # Long enough that the second one, which lives, gives its signs of life in time on a busy machine.
+    async with world.node("first", lease_seconds=6.0) as first:
         await world.until(lambda: asks(world) == 2, "both harnesses work")
         first.vanish()
-        async with world.node("second", lease_seconds=2.0):
+        async with world.node("second", lease_seconds=6.0):
             states = await world.ended(task)
     assert [(state.status, state.attempt, state.node) for state in states] == [("completed", 2, world.called("second"))] * 2
     assert [failure.failure for state in states for failure in state.failures] == [Failure.NODE_LOST] * 2

@@ -307,7 +307,7 @@ def test_an_engine_that_rolled_back_is_given_the_current_weights_before_it_serve
     engine.received.clear()
     pushed = service.request("POST", "/weights", json={"version": 2, "path": "/models/torn", "mode": mode})
     assert not pushed.json()["applied"]
-    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 20, "ready")
+    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
     loads = [request.body["model_path"] for request in engine.received if request.path == "/update_weights_from_disk"]
     assert loads == ["/models/torn", "/models/1"]
     assert (engine.label, engine.paused) == ("1", False)
@@ -325,7 +325,7 @@ def test_an_engine_that_does_not_tell_of_its_pause_is_resumed_when_it_is_first_m
     assert service.request("GET", "/readyz").status_code == 200
     assert not engine.paused
     engine.received.clear()
-    wait_until(lambda: len(engine.paths()) > 20, 30, "it was looked at again")
+    wait_until(lambda: len(engine.paths()) > 20, 60, "it was looked at again")
     assert "/continue_generation" not in engine.paths(), "once is enough while it serves"
 
 

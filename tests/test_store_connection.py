@@ -110,13 +110,13 @@ async def test_a_redis_that_cannot_write_to_its_disk_or_is_a_replica_is_unavaila
 
 async def test_a_redis_that_hangs_is_unavailable_after_the_deadline_and_asked_once() -> None:
     with running_redis() as server:
-        async with filled(server, timeout_seconds=0.5) as store:
+        async with filled(server, timeout_seconds=3.0) as store:
             server.process.send_signal(signal.SIGSTOP)
             try:
                 started = time.monotonic()
                 with pytest.raises(StoreUnavailable):
                     await WRITES["commit"](store)
-                assert time.monotonic() - started < 1.4
+                assert time.monotonic() - started < 5.9
             finally:
                 server.process.send_signal(signal.SIGCONT)
             wait_until_it_answers(server)

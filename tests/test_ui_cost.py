@@ -25,7 +25,8 @@ def engine() -> Iterator[ScriptedEngine]:
 @pytest.fixture(scope="module")
 def service(redis_server: RedisServer, engine: ScriptedEngine) -> Iterator[RunningService]:
     redis_server.flushall()
-    with RunningService(engine.url, redis_server.url, engine_api="token") as service:
+    # The engine is asked nothing but what the pages ask for: nobody looks at it meanwhile.
+    with RunningService(engine.url, redis_server.url, engine_api="token", engine_watch_seconds=3600.0) as service:
         yield service
 
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from redis_server import free_port
 
-from proxy.engine.vllm_launch import VllmServer, free_port, vllm_command
+from proxy.engine.vllm_launch import VllmServer, vllm_command
 
 
 def require_vllm() -> None:
