@@ -43,6 +43,7 @@ def engine() -> Iterator[ScriptedEngine]:
 
 @pytest.fixture(scope="module")
 def service(engine: ScriptedEngine, redis_server: RedisServer) -> Iterator[RunningService]:
+    redis_server.flushall()
     with RunningService(engine.url, redis_server.url, engine_api="token") as service:
         yield service
 
