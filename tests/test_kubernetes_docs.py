@@ -70,7 +70,9 @@ def test_nginx_sends_by_the_session(tmp_path: Path) -> None:
     server = subprocess.Popen([binary, "-e", "stderr", "-c", str(configuration)])
     try:
         wait_until(lambda: server.poll() is not None or (tmp_path / "socket").exists(), 60, "nginx")
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(tmp_path / "socket")), base_url="http://nginx") as client:
+        # The socket is there a moment before nginx listens.
+        transport = httpx.HTTPTransport(uds=str(tmp_path / "socket"), retries=5)
+        with httpx.Client(transport=transport, base_url="http://nginx") as client:
             for path, headers, wanted in REQUESTS:
                 by, any_one = client.get(path, headers=headers).text.split()
                 assert by == (wanted or any_one), path

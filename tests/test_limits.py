@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
-import httpx
 import pytest
 from openai import RateLimitError
-from running_service import RunningService
+from running_service import RunningService, hanging_up
 from scripted_engine import ScriptedEngine
 from verbatim_process import TRAINER, Serving, wait_until
 
@@ -83,28 +81,12 @@ def test_a_call_too_many_is_429_and_leaves_no_record(redis_url: str) -> None:
 
 def test_a_trainer_that_waits_is_answered_when_the_service_stops(tmp_path: Path) -> None:
     """Its wait would hold the stop for as long as calls in flight may take."""
-    answers: list[httpx.Response] = []
     with (
         ScriptedEngine("qwen3") as engine,
         Serving("--engine", engine.url, data_dir=tmp_path, VERBATIM_DRAIN_SECONDS="60") as service,
+        hanging_up(f"{service.url}/batches/lease", {"wait_seconds": 300}, TRAINER) as waiting,
     ):
-
-        def wait() -> None:
-            headers = {"authorization": f"Bearer {TRAINER}"}
-            body = {"wait_seconds": 300}
-            answers.append(httpx.post(f"{service.url}/batches/lease", json=body, headers=headers, timeout=330))
-
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        wait_until(lambda: in_flight_leases(service) > 0, 30, "the lease waits")
+        # Asked for after the lease, which has been read when this is answered: its store was asked too.
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "the lease waits")
         assert service.stop(within_seconds=30) == 0
-        waiting.join(30)
-    assert [answer.status_code for answer in answers] == [204]
-
-
-def in_flight_leases(service: Serving) -> int:
-    """Connections to the service beside the one that asks."""
-    port = int(service.url.rpartition(":")[2])
-    wanted = f"0100007F:{port:04X}"
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(1 for fields in lines if fields[1] == wanted and fields[3] == "01")
+        assert waiting.recv(4096).startswith(b"HTTP/1.1 204 ")

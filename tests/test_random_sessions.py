@@ -75,7 +75,7 @@ def play(service: Serving, seed: int) -> Played:
         harness.close()
     path = f"{service.url}/sessions/{created['session_id']}"
     with httpx.Client(headers={"Authorization": f"Bearer {ADMIN}"}, timeout=60) as control:
-        wait_until(lambda: is_settled(calls_of(control, path), done), 20, "every call is recorded and its delivery noted")
+        wait_until(lambda: is_settled(calls_of(control, path), done), 60, "every call is recorded and its delivery noted")
         answers = {name: control.get(f"{path}/trajectories?builder={name}").json() for name in ("merged", "per_call")}
         rows = {name: [row_of(row) for row in answer["trajectories"]] for name, answer in answers.items()}
         accounting = {name: answer["accounting"] for name, answer in answers.items()}
