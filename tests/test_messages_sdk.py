@@ -265,7 +265,7 @@ def test_a_slow_reply_is_kept_alive_by_pings(redis_server: RedisServer, engine: 
         RunningService(engine.url, redis_server.url, engine_api="token", keepalive_seconds=0.05) as service,
         harness(service) as agent,
     ):
-        threading.Timer(0.5, gate.set).start()
+        threading.Timer(2.0, gate.set).start()
         found = events(agent.session, {"messages": [user(text("q"))]})
     assert sum(event["type"] == "ping" for event in found) > 2
     assert found[-1]["type"] == "message_stop"
@@ -620,7 +620,7 @@ def test_a_stream_that_breaks_off_ends_in_an_error_event(service: RunningService
 
 
 def test_a_harness_that_goes_away_ends_the_call(service: RunningService, engine: ScriptedEngine) -> None:
-    engine.say(Say("first second third fourth " * 20, seconds_per_token=0.02))
+    engine.say(Say("first second third fourth " * 20, gate=threading.Event(), gate_after=4))
     with harness(service) as agent:
         asked: Any = {"model": "policy", "max_tokens": 500, "messages": [user(text("q"))]}
         with agent.client.messages.stream(**asked) as stream:

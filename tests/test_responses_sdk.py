@@ -520,14 +520,14 @@ def test_a_reply_that_breaks_off_fails_and_its_tokens_are_kept(
 
 
 def test_events_keep_a_waiting_harness_alive(engine: ScriptedEngine, redis_server: RedisServer) -> None:
-    engine.say(Say(text="hello", seconds_before=0.5))
+    engine.say(Say(text="hello", seconds_before=2.0))
     with RunningService(engine.url, redis_server.url, engine_api="token", keepalive_seconds=0.1) as service:
         _, events = ask_stream(service.session(), input="q")
     assert [event["type"] for event in events].count("response.in_progress") > 2
 
 
 def test_a_harness_that_hangs_up_leaves_what_was_sampled(engine: ScriptedEngine, token_service: RunningService) -> None:
-    engine.say(Say(text="hello world in Paris is sunny", seconds_per_token=0.05))
+    engine.say(Say(text="hello world in Paris is sunny", gate=threading.Event(), gate_after=3))
     session = token_service.session()
     with session.client.responses.create(model="policy", input="q", stream=True) as told:
         for event in told:
