@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from openai import OpenAI
+from running_service import hanging_up
 from verbatim_process import ADMIN, TRAINER, Serving, verbatim, wait_until
 from vllm_server import running_vllm
 
@@ -136,6 +137,19 @@ def assert_true(rows: list[Trajectory], model: Path) -> Difference:
     assert difference.tokens == sum(int(row.loss_mask.sum()) for row in rows) > 0
     assert difference.largest < TOLERANCE, difference
     return difference
+
+
+def sampled(engine: VllmServer) -> float:
+    """How many tokens it has sampled since its start, by its own count."""
+    lines = httpx.get(f"{engine.url}/metrics", timeout=60).raise_for_status().text.splitlines()
+    counts = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:generation_tokens_total{")]
+    assert counts, "it counts none"
+    return sum(counts)
+
+
+def wait_until_it_samples(engine: VllmServer, before: float, tokens: int) -> None:
+    """Until the engine has sampled so many tokens more than `before`."""
+    wait_until(lambda: sampled(engine) >= before + tokens, 60, f"{tokens} tokens are sampled")
 
 
 def tool_turns(session: Session, turns: int, **fields: Any) -> list[Any]:
@@ -412,18 +426,15 @@ def test_without_parallel_calls_the_harness_gets_the_first_and_the_store_all(
 
 
 def test_a_prompts_call_is_cut_on_the_chat_path_with_what_was_sampled(
-    opened: Callable[..., Session], chat_serving: Serving
+    opened: Callable[..., Session], chat_serving: Serving, engine: VllmServer
 ) -> None:
-    import httpx
-
-    session = opened(chat_serving)
+    session, before = opened(chat_serving), sampled(engine)
     body = {"model": "policy", "prompt": "x", "max_tokens": 8000, "ignore_eos": True}
-    headers = {"Authorization": f"Bearer {session.client.api_key}"}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{session.client.base_url}completions", json=body, headers=headers, timeout=2.0)
+    with hanging_up(f"{session.client.base_url}completions", body, session.client.api_key):
+        wait_until_it_samples(engine, before, 200)
     wait_until(
         lambda: len(session.calls) == 1 and session.calls[0]["status"] not in ("in_flight", "dangling"),
-        10,
+        60,
         "the call is recorded",
     )
     (call,) = session.calls
@@ -433,20 +444,16 @@ def test_a_prompts_call_is_cut_on_the_chat_path_with_what_was_sampled(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_harness_that_goes_away_leaves_an_aborted_call_with_what_was_sampled(
-    opened: Callable[..., Session], serving: Serving, tiny_model: Path, stream: bool
+    opened: Callable[..., Session], serving: Serving, engine: VllmServer, stream: bool
 ) -> None:
-    import httpx
-
-    session = opened(serving)
+    session, before = opened(serving), sampled(engine)
     body = {"model": "policy", "messages": [{"role": "user", "content": "x"}], "max_tokens": 30000, "ignore_eos": True}
-    headers = {"Authorization": f"Bearer {session.client.api_key}"}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            f"{session.client.base_url}chat/completions", json={**body, **PLAIN, "stream": stream}, headers=headers, timeout=2.0
-        )
+    asked = {**body, **PLAIN, "stream": stream}
+    with hanging_up(f"{session.client.base_url}chat/completions", asked, session.client.api_key):
+        wait_until_it_samples(engine, before, 200)
     wait_until(
         lambda: len(session.calls) == 1 and session.calls[0]["status"] not in ("in_flight", "dangling"),
-        10,
+        60,
         "the call is recorded",
     )
     (call,) = session.calls
@@ -482,8 +489,10 @@ def test_an_audit_shows_the_tree_and_the_accounting_and_finds_logprobs_of_other_
 
 
 def test_new_weights_reach_the_engine_in_mid_reply_and_every_token_knows_its_own(
-    opened: Callable[..., Session], serving: Serving, tiny_model: Path, tmp_path: Path
+    opened: Callable[..., Session], serving: Serving, engine: VllmServer, tiny_model: Path, tmp_path: Path
 ) -> None:
+    """The engine stands from the reply's beginning to the push, which lets it go on: on a busy machine the reply could be over before
+    the push was there."""
     import torch
 
     model = load(tiny_model)
@@ -497,9 +506,11 @@ def test_new_weights_reach_the_engine_in_mid_reply_and_every_token_knows_its_own
         args=([{"role": "user", "content": "go"}],),
         kwargs={"max_tokens": 7500, "extra_body": {**PLAIN, "ignore_eos": True}},
     )
+    before_it = sampled(engine)
     long.start()
+    wait_until_it_samples(engine, before_it, 100)
+    httpx.post(f"{engine.url}/pause?mode=keep", timeout=60).raise_for_status()
     with TrainerClient(serving.url, TRAINER) as trainer:
-        time.sleep(0.5)
         pushed = trainer.publish(model.state_dict(), 1, directory=tmp_path)
         assert pushed.applied and not pushed.failed
         long.join()
