@@ -115,7 +115,7 @@ def running_redis(*flags: str, port: int | None = None, wait: bool = True) -> It
 
 
 @contextmanager
-def running_cluster(primaries: int = 3, *, replicated: bool = False, node_timeout: float = 2.0) -> Iterator[RedisCluster]:
+def running_cluster(primaries: int = 3, *, replicated: bool = False, node_timeout: float = 5.0) -> Iterator[RedisCluster]:
     """A cluster whose nodes agree that all is well; `node_timeout` is how long, in seconds, a node may be away before its replica
     takes over."""
     flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(int(node_timeout * 1000)))
@@ -190,7 +190,7 @@ def running_sentinel(master: RedisServer, password: str = "") -> Iterator[RedisS
     port = free_port()
     (folder / "sentinel.conf").write_text(
         f"port {port}\nbind 127.0.0.1\ndir {folder}\nsentinel monitor store 127.0.0.1 {master.port} 1\n"
-        "sentinel down-after-milliseconds store 300\nsentinel failover-timeout store 3000\n"
+        "sentinel down-after-milliseconds store 1000\nsentinel failover-timeout store 3000\n"
         + (f"sentinel auth-pass store {password}\n" if password else "")
     )
     command = [BINARY, str(folder / "sentinel.conf"), "--sentinel"]
