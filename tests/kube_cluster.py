@@ -35,7 +35,7 @@ class TestCluster:
 
     def sent(self) -> list[dict[str, Any]]:
         """Every object that was sent so far."""
-        objects: list[dict[str, Any]] = httpx.get(f"{self.url}/test/sent").raise_for_status().json()
+        objects: list[dict[str, Any]] = httpx.get(f"{self.url}/test/sent", timeout=60).raise_for_status().json()
         return objects
 
     def do(self, what: str, told: Any = None) -> None:

@@ -168,7 +168,8 @@ def test_two_proxies_and_three_trainers_deliver_every_group_exactly_once(redis_u
             rng = random.Random(number)
             for _, session_id in members[number::2]:
                 body = {"status": "completed", "reward": rng.random()}
-                closed = httpx.post(f"{rng.choice((one, two)).url}/sessions/{session_id}/close", json=body, headers=admin)
+                url = f"{rng.choice((one, two)).url}/sessions/{session_id}/close"
+                closed = httpx.post(url, json=body, headers=admin, timeout=30)
                 assert closed.status_code == 200, closed.text
 
         def train(number: int) -> None:

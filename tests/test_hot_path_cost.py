@@ -16,6 +16,8 @@ from benchmarks.counting import Instructions
 from benchmarks.counts import GROWTH, PYTHON, Figures, grown, libraries, recorded_baseline
 from benchmarks.processes import ROOT
 
+# Counted, not timed: every instruction of a process is looked at, which takes what it takes.
+pytestmark = pytest.mark.timeout(900)
 BASELINES = recorded_baseline()
 FIRST = "token path, first call"
 

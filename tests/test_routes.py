@@ -121,12 +121,12 @@ def test_the_control_side_keeps_its_own_paths(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/", "/api/hello", "/v1/messages", "/v1/models"])
 def test_a_head_probe_is_answered_without_a_key_and_without_a_body(session: Session, path: str) -> None:
-    answer = httpx.head(root_of(session) + path)
+    answer = httpx.head(root_of(session) + path, timeout=30)
     assert (answer.status_code, answer.content) == (200, b"")
 
 
 def test_a_head_probe_at_an_unknown_path_is_404(session: Session) -> None:
-    assert httpx.head(root_of(session) + "/v1/nothing").status_code == 404
+    assert httpx.head(root_of(session) + "/v1/nothing", timeout=30).status_code == 404
 
 
 def test_an_upgrade_to_websocket_is_answered_426_at_once(session: Session) -> None:

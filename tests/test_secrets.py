@@ -153,7 +153,8 @@ def test_open_mode_needs_no_token_and_says_so(data: Path) -> None:
         made = httpx.post(f"{service.url}/sessions", json={"session_id": "first"}, timeout=30)
         assert made.status_code == 201
         assert httpx.get(f"{service.url}/s/first/v1/models", timeout=30).status_code == 200
-        assert httpx.get(f"{service.url}/sessions", headers={"Origin": "https://evil.example"}).status_code == 403
+        foreign = httpx.get(f"{service.url}/sessions", headers={"Origin": "https://evil.example"}, timeout=30)
+        assert foreign.status_code == 403
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
