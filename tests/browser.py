@@ -51,6 +51,15 @@ class Browser:
     def text(self, selector: str) -> str:
         return self.one(selector).text
 
+    def texts(self, selector: str) -> list[str]:
+        """Those of all such elements at one moment: a live part is exchanged between two questions."""
+        shown: list[str] = self.run("return [...document.querySelectorAll(arguments[0])].map((e) => e.innerText)", selector)
+        return shown
+
+    def focused(self, selector: str) -> None:
+        """Returns when that has the focus, as it is given some time after a page was opened."""
+        self.wait(lambda: self.run("return document.activeElement.matches(arguments[0])", selector), f"focus on {selector}")
+
     def run(self, script: str, *given: Any) -> Any:
         return self.driver.execute_script(script, *given)
 

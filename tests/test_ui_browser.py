@@ -40,8 +40,10 @@ def window(service: RunningService) -> Iterator[Browser]:
         browser.open(f"{service.url}/ui/groups")
         assert browser.text("h1") == "Log in"
         assert browser.barriers() == []
+        browser.focused("[name=token]")
         browser.press("not the token", Keys.ENTER)
         browser.wait(lambda: browser.all(".refused"), "a refusal")
+        browser.focused("[name=token]")
         browser.press(ADMIN, Keys.ENTER)
         browser.wait(lambda: browser.driver.title.startswith("Groups"), "the page that was asked for")
         # Those that a refused log-in leaves.
@@ -136,7 +138,7 @@ def test_everything_is_reached_by_keys_alone(browser: Browser, service: RunningS
     opened(browser, service, "/ui")
     browser.press("/", "bug-7", Keys.ENTER)
     browser.wait(lambda: "q=bug-7" in browser.driver.current_url, "what was searched for")
-    assert [link.text for link in browser.all("[data-item]")] == ["fair", "poor", "rich"]
+    assert browser.texts("[data-item]") == ["fair", "poor", "rich"]
     browser.press("j", "j", "j", Keys.ENTER)
     browser.wait(lambda: browser.driver.title.startswith("Session rich"), "the third of them")
     browser.run("document.querySelector('[data-tree] a').focus()")
@@ -251,7 +253,7 @@ def test_members_of_a_group_arrive_while_two_are_being_chosen(browser: Browser, 
     browser.run("document.querySelector('input[value=member-1]').checked = true")
     service.session(session_id="member-2", group_id="arriving", group_size=2).close(reward=1.0)
     browser.wait(lambda: "member-2" in browser.text("[data-live=members]"), "the second member")
-    assert [box.is_selected() for box in browser.all("[name=chosen]")] == [True, False]
+    assert browser.run("return [...document.querySelectorAll('[name=chosen]')].map((box) => box.checked)") == [True, False]
 
 
 def test_two_members_of_a_group_are_compared(browser: Browser, service: RunningService) -> None:
