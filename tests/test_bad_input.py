@@ -215,7 +215,8 @@ def test_a_session_that_never_was_is_not_found(service: RunningService) -> None:
 
 def test_a_wrong_method_is_said(service: RunningService) -> None:
     session = service.session()
-    answer = httpx.get(f"{session.base_url}/chat/completions", headers={"Authorization": f"Bearer {session.api_key}"})
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    answer = httpx.get(f"{session.base_url}/chat/completions", headers=headers, timeout=30)
     assert answer.status_code == 405
     assert answer.json()["error"]["message"]
 
@@ -321,7 +322,7 @@ def test_an_engine_that_is_killed_in_mid_call_and_comes_back_serves_the_retry(re
 
 
 def test_an_engine_that_hangs_is_given_up_after_the_timeout(redis_url: str) -> None:
-    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url, engine_timeout_seconds=1.0) as service:
+    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url, engine_timeout_seconds=3.0) as service:
         engine.say(Hang(), Say("hello world", seconds_per_token=20.0), "hello")
         session = service.session()
         for stream in (False, True):

@@ -49,7 +49,7 @@ def services(running: Running) -> dict[str, RunningService]:
 
 def post(session: Session, path: str, body: dict[str, Any]) -> httpx.Response:
     base = session.base_url.removesuffix("/v1")
-    return httpx.post(base + path, json=body, headers={"Authorization": f"Bearer {session.api_key}"})
+    return httpx.post(base + path, json=body, headers={"Authorization": f"Bearer {session.api_key}"}, timeout=30)
 
 
 def count(session: Session, **body: Any) -> httpx.Response:
@@ -223,7 +223,7 @@ def test_a_reply_whose_whole_parse_contradicts_what_was_told_is_what_the_steps_s
 
     monkeypatch.setattr(SamplingCalls, "_derendered", contradicted)
     text = "one two three four five six seven eight nine ten"
-    engine.say(Say(engine.family.speak(text, calls=calls), seconds_per_token=0.02))
+    engine.say(Say(engine.family.speak(text, calls=calls), seconds_per_token=0.05))
     session = services["token"].session()
     chunks = list(session.ask("q", stream=True, tools=TOOLS, parallel_tool_calls=parallel))
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
@@ -247,7 +247,7 @@ def test_a_stream_begins_with_the_first_token_though_nothing_of_it_is_certain(
     gate = threading.Event()
     engine.say(Say(engine.family.speak("", calls=[("lookup", {"key": "a"})]), gate=gate, gate_after=1))
     # Shorter than the first keep-alive is away, which would begin the stream, too.
-    stream = iter(service.session().ask("q", stream=True, tools=TOOLS, timeout=5))
+    stream = iter(service.session().ask("q", stream=True, tools=TOOLS, timeout=9))
     try:
         assert next(stream).choices[0].delta.role == "assistant"
     finally:

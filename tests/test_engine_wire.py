@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,16 +57,20 @@ class Line:
         return len(self.engine.last.sampled.get(0, ()))
 
 
-@pytest.fixture
-def line(redis_url: str) -> Iterator[Line]:
+@contextmanager
+def line_to(redis_url: str, **settings: float) -> Iterator[Line]:
     with (
         ScriptedEngine("qwen3") as engine,
         FaultyWire(engine.port) as wire,
-        RunningService(
-            wire.url, redis_url, engine_timeout_seconds=SILENCE_SECONDS, engine_connect_seconds=SILENCE_SECONDS
-        ) as service,
+        RunningService(wire.url, redis_url, **settings) as service,
     ):
         yield Line(engine, wire, service)
+
+
+@pytest.fixture
+def line(redis_url: str) -> Iterator[Line]:
+    with line_to(redis_url, engine_timeout_seconds=SILENCE_SECONDS, engine_connect_seconds=SILENCE_SECONDS) as made:
+        yield made
 
 
 @each_fault
@@ -139,11 +144,11 @@ def test_a_stream_that_is_reset_after_so_many_bytes_keeps_whole_tokens_only(line
     assert session.answer("q")["content"] == "hello"
 
 
-def test_a_machine_that_vanished_is_noticed_though_the_engine_may_be_silent_for_an_hour(line: Line) -> None:
+def test_a_machine_that_vanished_is_noticed_though_the_engine_may_be_silent_for_an_hour(redis_url: str) -> None:
     """Connections to the engine ask for signs of life: the kernel's timer for that runs while the engine thinks."""
-    session = line.service.session()
-    line.say_slowly()
-    with ThreadPoolExecutor(1) as pool:
+    with line_to(redis_url, engine_timeout_seconds=3600.0) as line, ThreadPoolExecutor(1) as pool:
+        session = line.service.session()
+        line.say_slowly()
         asking = pool.submit(session.ask, "q")
         line.await_sampled()
         # The one for what the engine's kernel has still to acknowledge comes first.

@@ -212,7 +212,7 @@ async def test_an_owner_in_another_namespace_is_none() -> None:
     ],
 )
 async def test_a_pod_that_cannot_run_says_why_and_is_removed(changes: dict[str, Any], why: str) -> None:
-    place = in_pods(kubernetes_start_seconds=2.0 if "cpus" in changes else 120.0)
+    place = in_pods(kubernetes_start_seconds=6.0 if "cpus" in changes else 120.0)
     with pytest.raises(RuntimeFailed, match=why):
         await place.runtime(NOWHERE, **changes).start()
     assert await place.kind.sweep(place.names) == 0

@@ -11,10 +11,11 @@ import asyncio
 import json
 import re
 import resource
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +65,26 @@ class Heard:
 
 
 class Choir:
-    """What the engine says: nothing until `size` requests have come, then everybody's words, a token at a time."""
+    """What the engine says: nothing until `size` requests have come, then everybody's words, a token at a time. Sessions that are
+    to be deleted are held back in the middle of their second reply until `deleted` is set."""
 
     def __init__(self, engine: ScriptedEngine, size: int) -> None:
+        self.deleted = threading.Event()
         self._engine = engine
         self._size = size
-        self._waiting = 0
+        self._asked = 0
         engine.script = self._speak
 
     def _speak(self, generation: Generation, index: int) -> Reply:
         # Runs in the engine's own loop, before the request waits to be admitted.
-        self._waiting = self._waiting % self._size + 1
+        self._asked += 1
         admitting = self._engine.sampler.admitting
-        admitting.set() if self._waiting == self._size else admitting.clear()
-        return Say(text_of(MARKER.findall(generation.prompt)[-1]), seconds_per_token=SECONDS_PER_TOKEN)
+        admitting.clear() if self._asked % self._size else admitting.set()
+        marker = MARKER.findall(generation.prompt)[-1]
+        said = Say(text_of(marker), seconds_per_token=SECONDS_PER_TOKEN)
+        if self._asked <= self._size or int(marker.partition("-")[2]) not in DELETED:
+            return said
+        return replace(said, gate=self.deleted, gate_after=len(self._engine.family.encode(said.text)) * 2 // 3)
 
 
 def text_of(marker: str) -> str:
@@ -99,8 +106,12 @@ def descriptors(soft: int) -> Iterator[None]:
 @pytest.fixture
 def engine() -> Iterator[ScriptedEngine]:
     with ScriptedEngine("qwen3", updatable=False) as engine:
-        Choir(engine, SESSIONS)
         yield engine
+
+
+@pytest.fixture
+def choir(engine: ScriptedEngine) -> Choir:
+    return Choir(engine, SESSIONS)
 
 
 @pytest.fixture
@@ -113,7 +124,7 @@ def service(engine: ScriptedEngine, redis_server: RedisServer, tmp_path: Path) -
 
 
 async def test_five_hundred_streams_at_once_are_kept_apart_and_recorded_in_bounded_memory(
-    engine: ScriptedEngine, service: Serving, redis_server: RedisServer
+    engine: ScriptedEngine, choir: Choir, service: Serving, redis_server: RedisServer
 ) -> None:
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
@@ -122,7 +133,7 @@ async def test_five_hundred_streams_at_once_are_kept_apart_and_recorded_in_bound
         began = time.monotonic()
         first = await peak_during(service.pid, wave(http, harnesses))
         second, deletions = await asyncio.gather(
-            peak_during(service.pid, wave(http, harnesses)), delete_in_mid_stream(http, service.url, harnesses)
+            peak_during(service.pid, wave(http, harnesses)), delete_in_mid_stream(http, service.url, harnesses, choir)
         )
         seconds, after = time.monotonic() - began, memory(service.pid)
         report(idle, first, second, after, seconds)
@@ -177,7 +188,7 @@ def take(heard: Heard, data: bytes) -> None:
         heard.finish_reason = choice["finish_reason"] or heard.finish_reason
 
 
-async def delete_in_mid_stream(http: aiohttp.ClientSession, url: str, harnesses: list[Harness]) -> list[int]:
+async def delete_in_mid_stream(http: aiohttp.ClientSession, url: str, harnesses: list[Harness], choir: Choir) -> list[int]:
     """The statuses of the deletions of some sessions, once all have been heard to speak in the second wave."""
     while not all(len(harness.heard) == 2 and harness.heard[1].text for harness in harnesses):
         await asyncio.sleep(0.05)
@@ -188,7 +199,10 @@ async def delete_in_mid_stream(http: aiohttp.ClientSession, url: str, harnesses:
         async with http.delete(path, headers=headers) as answer:
             return answer.status
 
-    return list(await asyncio.gather(*(delete(harnesses[number]) for number in DELETED)))
+    try:
+        return list(await asyncio.gather(*(delete(harnesses[number]) for number in DELETED)))
+    finally:
+        choir.deleted.set()
 
 
 def assert_heard_itself(harness: Harness) -> None:

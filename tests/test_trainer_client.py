@@ -10,6 +10,7 @@ from dataclasses import replace
 import msgpack
 import numpy as np
 import pytest
+from running_service import wait_until
 from scripted_service import Answer, ScriptedService, error_answer, json_answer
 from training_rows import lease_body, leased, trajectory
 
@@ -93,7 +94,7 @@ def test_lease_is_none_when_nothing_came(service: ScriptedService, client: Train
 def test_waiting_for_a_batch_may_take_longer_than_the_usual_timeout(service: ScriptedService) -> None:
     service.script(LEASE, replace(leased([trajectory()]), delay_seconds=0.6))
     with TrainerClient(service.url, "t", timeout_seconds=0.3, retry_seconds=0) as client:
-        assert client.lease(wait_seconds=1) is not None
+        assert client.lease(wait_seconds=20) is not None
         with pytest.raises(ConnectionFailed, match="timed out"):
             client.lease(wait_seconds=0)
 
@@ -110,13 +111,14 @@ def test_a_batch_that_arrives_after_stop_is_given_back(service: ScriptedService,
 
 
 def test_close_from_another_thread_ends_the_polling(service: ScriptedService, client: TrainerClient) -> None:
-    service.script(LEASE, Answer(204, delay_seconds=0.2))
+    # Long enough that the client is closed while the first request is under way.
+    service.script(LEASE, Answer(204, delay_seconds=1.0))
     seen: list[object] = []
     polling = threading.Thread(target=lambda: seen.extend(client.batches(wait_seconds=0.2)))
     polling.start()
     service.wait_for(lambda: bool(service.received))
     client.close()
-    polling.join(5)
+    polling.join(30)
     assert not polling.is_alive() and seen == [] and actions(service) == ["lease"]
 
 
@@ -201,9 +203,8 @@ def test_the_keeper_outlives_a_failed_extension(service: ScriptedService, client
 
 def test_a_lease_the_keeper_finds_lost_is_told_at_the_end(service: ScriptedService, client: TrainerClient) -> None:
     service.script(EXTEND, error_answer(404, "not_found", "no such lease"))
-    with pytest.raises(LeaseLost, match="no such lease"), next(client.batches(lease_seconds=0.2)):
-        service.wait_for(lambda: "extend" in actions(service))
-        time.sleep(0.1)
+    with pytest.raises(LeaseLost, match="no such lease"), next(client.batches(lease_seconds=0.2)) as batch:
+        wait_until(lambda: batch._lease is not None and batch._lease.state == "lost", 30, "the keeper has its answer")
     assert "ack" not in actions(service)
 
 
