@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rollout.runtimes import command
 from rollout.runtimes.base import KEPT_BYTES, Executed, Logs, RuntimeFailed
 from rollout.task import Network
 
@@ -72,22 +73,16 @@ class PlainRuntime:
     ) -> Executed:
         self.commands.append(argv)
         started = time.monotonic()
-        process = await asyncio.create_subprocess_exec(
-            *self._words(argv),
-            cwd=self._path(workdir or "."),
-            env={"PATH": os.environ["PATH"], "HOME": self.home, **(env or {})},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        told = asyncio.ensure_future(process.communicate(stdin))
-        try:
-            done, _ = await asyncio.wait({told}, timeout=timeout_seconds)
-        finally:
-            if process.returncode is None or not told.done():
-                os.killpg(process.pid, signal.SIGKILL)
-            stdout, stderr = await told
+        whole = {"PATH": os.environ["PATH"], "HOME": self.home, **(env or {})}
+        # Cancelled while it starts a process, asyncio would wait until all have ended that hold its pipes.
+        async with command.started(self._words(argv), cwd=self._path(workdir or "."), env=whole) as process:
+            told = asyncio.ensure_future(process.communicate(stdin))
+            try:
+                done, _ = await asyncio.wait({told}, timeout=timeout_seconds)
+            finally:
+                if process.returncode is None or not told.done():
+                    os.killpg(process.pid, signal.SIGKILL)
+                stdout, stderr = await told
         if logs is not None:
             for path, written in ((logs.stdout, stdout), (logs.stderr, stderr)):
                 with path.open("ab") as file:
