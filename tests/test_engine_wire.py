@@ -18,7 +18,7 @@ from openai import APIError, InternalServerError
 from running_service import RunningService, Session, wait_until
 from scripted_engine import Say, ScriptedEngine, logprobs_of
 
-SILENCE_SECONDS = 1.0
+SILENCE_SECONDS = 4.0
 """How long the engine may say nothing."""
 SOON_SECONDS = 10.0
 """By then a harness must have its error, with room for a slow machine."""

@@ -36,8 +36,9 @@ async def test_the_rollouts_of_a_task_are_run_scored_and_leased_as_one_group(wor
     assert [(state.status, state.verdict and state.verdict.reward, state.calls) for state in states] == [
         ("completed", 1.0, 1)
     ] * 3
-    leased = world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).json()
-    (group,) = leased["groups"]
+    leased = world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1})
+    assert leased.status_code == 200, leased.text
+    (group,) = leased.json()["groups"]
     assert group["group_id"] == task.task_id
     assert {row["session_id"] for row in group["trajectories"]} == {state.session_id for state in states}
     assert {row["reward"] for row in group["trajectories"]} == {1.0}
