@@ -132,14 +132,21 @@ def show(task_id: TaskId) -> None:
     task = control.get(_path(task_id))
     rollouts = control.get(_path(task_id, "/rollouts"))["rollouts"]
     console.print(tasks_table([task]))
-    # A service of an earlier build does not say it.
-    if task.get("lacks"):
-        console.print(f"waits: {task['lacks']}", markup=False)
+    if waits := _waited_for(control, task):
+        console.print(f"waits: {waits}", markup=False)
     console.print(rollouts_table(rollouts))
     if any(rollout["failures"] or (rollout["verdict"] or {}).get("failure") for rollout in rollouts):
         console.print(failures_table(rollouts))
     if task["callback"]:
         console.print(callback_line(task["callback"]), markup=False)
+
+
+def _waited_for(control: Control, task: dict[str, Any]) -> str | None:
+    """What rollouts of the task cannot begin without, as far as anybody knows."""
+    # A service of an earlier build does not say what it lacks.
+    if task.get("lacks") or task["status"] != "queued":
+        return task.get("lacks")
+    return "for a node with room" if control.get("/nodes")["nodes"] else "there is no node; verbatim node starts one"
 
 
 def bodies_of(file: str) -> list[tuple[int, dict[str, Any]]]:
@@ -245,7 +252,9 @@ def _wait(control: Control, tasks: list[dict[str, Any]], screen: Any) -> None:
                 states[state["task_id"]] = state
                 usable = sum(state["usable"] for state in states.values())
                 done = sum(ended(state) for state in states.values())
-                progress.update(bar, completed=done, description=f"rollouts, {usable} usable")
+                begun = any(state["status"] != "queued" for state in states.values())
+                said = f"rollouts, {usable} usable" if begun else "rollouts wait for a node"
+                progress.update(bar, completed=done, description=said)
     finally:
         Console(stderr=True).print(tasks_table(states.values()))
 

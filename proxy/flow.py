@@ -198,7 +198,7 @@ class Flow:
                 self._planner.find_again(turn)
         raise Unavailable(f"session '{turn.session_id}' is too busy; try again")
 
-    async def _sample(self, turn: Turn) -> AsyncIterator[Sampling | FirstToken | Delta | Outcome]:
+    async def _sample(self, turn: Turn) -> AsyncIterator[FirstToken | Delta | Outcome]:
         """Let the engine sample; a call that it refused or lost before its first token leaves the tree as it was."""
         assert turn.replica is not None and turn.replica.api is not None
         turn.times.begin(SAMPLE)

@@ -71,6 +71,7 @@ def work_off(redis_server: RedisServer, count: int, *verdicts: Verdict) -> None:
         connection = RolloutConnection(wire)
         node = Stores(connection, RedisTaskStore(connection)).node("node-1")
         try:
+            await node.beat()
             for number in range(count):
                 taken = await node.must_take()
                 later = number - (count - len(verdicts))
@@ -254,6 +255,15 @@ def test_a_task_is_shown_with_its_rollouts_and_their_failures(fresh: RunningServ
         "callback to http://127.0.0.1:9/x",
     ):
         assert text in shown.stdout
+
+
+def test_a_task_that_nothing_was_begun_of_says_what_it_waits_for(fresh: RunningService, redis_server: RedisServer) -> None:
+    submit(fresh, task_id="a")
+    assert "waits: there is no node; verbatim node starts one" in tasks(fresh, "show", "a").stdout
+    submit(fresh, task_id="b", priority=100)
+    work_off(redis_server, 1)
+    assert "waits: for a node with room" in tasks(fresh, "show", "a").stdout
+    assert "waits:" not in tasks(fresh, "show", "b").stdout
 
 
 @pytest.mark.parametrize(

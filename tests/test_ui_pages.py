@@ -63,6 +63,13 @@ def test_pages_open_to_the_admin_alone(service: RunningService, endpoint: tuple[
     assert plain(service, endpoint[0], path, params={**query, "key": ADMIN}).status_code == 401
 
 
+def test_a_browser_at_the_address_of_the_service_is_led_to_the_pages(service: RunningService) -> None:
+    led = plain(service, "GET", "/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert (led.status_code, led.headers["location"]) == (307, "/ui")
+    asked = plain(service, "GET", "/")
+    assert (asked.status_code, asked.json()) == (404, {"error": {"code": "not_found", "message": "GET /: Not Found"}})
+
+
 def test_a_log_in_gives_a_cookie_that_is_no_token_and_opens_the_pages_alone(service: RunningService) -> None:
     refused = plain(service, "POST", "/ui/login", data={"token": TRAINER})
     assert refused.status_code == 403 and "set-cookie" not in refused.headers

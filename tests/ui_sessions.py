@@ -28,6 +28,7 @@ PAGES: dict[tuple[str, str], str] = {
     ("POST", "/ui/login"): "token",
     ("POST", "/ui/logout"): "page",
     ("GET", "/ui/static/{name}"): "anyone",
+    ("GET", "/"): "anyone",
     ("GET", "/ui"): "page",
     ("GET", "/ui/"): "page",
     ("GET", "/ui/groups"): "page",

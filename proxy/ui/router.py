@@ -11,6 +11,7 @@ GET  /ui/sessions/{id}/calls/{call}/messages/{n}  a whole message, as text
 GET  /ui/sessions/{id}/download/{file}            calls.json, trajectories.json, record.msgpack, page.html
 POST /ui/login, /ui/logout                        the cookie; GET /ui/login asks for the token
 GET  /ui/static/{file}                            what the pages are made of
+GET  /                                            leads a browser here; for programs there is nothing
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
 from proxy.api.errors import describe
 from proxy.errors import Forbidden, RequestError, Unauthorized, VerbatimError
 from proxy.ui import data, downloads, pages, signing
 from proxy.ui.access import admitted, refused_for
-from proxy.ui.rendering import page
+from proxy.ui.rendering import HEADERS, home_of, page
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +62,16 @@ class PageRoute(APIRoute):
 def ui_router() -> APIRouter:
     router = APIRouter(include_in_schema=False)
     seen = [Depends(admitted)]
+    router.add_api_route("/", front_door, methods=["GET"])
     router.include_router(signing.routes(PageRoute))
     router.include_router(pages.routes(PageRoute), dependencies=seen)
     # Errors of these are for programs: the control side's.
     router.include_router(data.router, dependencies=seen)
     router.include_router(downloads.router, dependencies=seen)
     return router
+
+
+async def front_door(request: Request) -> Response:
+    if "text/html" not in request.headers.get("accept", ""):
+        raise HTTPException(404)
+    return RedirectResponse(home_of(request), 307, headers=HEADERS)
