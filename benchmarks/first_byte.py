@@ -6,9 +6,10 @@ than another, and the engine's cache knows none. What is compared is the median 
 body, "first text" the first event that carries sampled text, whatever the dialect calls it; ids, where the engine is asked for those
 alone. vLLM is asked as a harness would ask it, and as each path of the service asks it: for chat completions with ids and logprobs, and
 for a rendering and then for what follows its ids. The service's figures are compared with what vLLM takes for the same by itself
-("added": of the medians; "by round": the median of what each round says), and with its chat completions ("to chat").
+("added": of the medians; "by round": the median of what each round says), and with its chat completions ("to chat"). The service has
+its embedded store, and once a Redis over TCP; what nginx adds that hands on and reads nothing is what any hop costs on this machine.
 
-The service and its Redis have one core and vLLM and who asks the others, where there are two: an engine that samples on the CPU would
+The service and its store have one core and vLLM and who asks the others, where there are two: an engine that samples on the CPU would
 else stand in the way of both.
 
     python -m benchmarks.first_byte [--rounds 60] [--prompt-words 200] [--json FILE]
@@ -34,6 +35,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from benchmarks.cores import cores, pinned
+from benchmarks.nginx import passing
 from benchmarks.processes import machine, redis_server, request, serving
 from benchmarks.results import Grid
 from examples.demo.tiny_model import make_tiny_model
@@ -132,16 +134,18 @@ def ways() -> Iterator[list[Way]]:
         env |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(len(cores("load")) or 1)}
         engine = VllmServer(pinned(argv, "load"), env, f"http://127.0.0.1:{port}", folder / "vllm.log")
         stack.enter_context(engine)
-        redis_port = stack.enter_context(redis_server("tested"))
         asked = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
         made = [
             Way("vLLM, chat", engine.url, "/v1/chat/completions", ""),
             Way(CHAT, engine.url, "/v1/chat/completions", "", asked),
             Way(IDS, engine.url, GENERATE, "", base=IDS, renders=True),
         ]
-        _, url = stack.enter_context(serving(engine.url, redis_port, "--engine-api", "chat", side="tested"))
-        made.append(_way(url, "chat path, chat", "/v1/chat/completions", CHAT))
-        _, url = stack.enter_context(serving(engine.url, redis_port, "--engine-api", "token", side="tested"))
+        _, url = stack.enter_context(passing(engine.url, folder / "nginx", at_once=True))
+        made.append(Way("nginx, chat", url, "/v1/chat/completions", "", asked))
+        for name, redis_port in (("", None), (", Redis over TCP", stack.enter_context(redis_server("tested")))):
+            _, url = stack.enter_context(serving(engine.url, redis_port, "--engine-api", "chat", side="tested"))
+            made.append(_way(url, f"chat path, chat{name}", "/v1/chat/completions", CHAT))
+        _, url = stack.enter_context(serving(engine.url, None, "--engine-api", "token", side="tested"))
         made.append(_way(url, "token path, chat", "/v1/chat/completions"))
         made.append(_way(url, "token path, responses", "/v1/responses"))
         made.append(_way(url, "token path, messages", "/v1/messages"))
@@ -224,7 +228,7 @@ def _apart() -> str:
     ours, theirs = cores("tested"), cores("load")
     if ours == theirs:
         return "nothing pinned"
-    return f"the service and its Redis on core {ours[0]}; vLLM and who asks on {', '.join(map(str, theirs))}"
+    return f"the service with its store, and nginx, on core {ours[0]}; vLLM and who asks on {', '.join(map(str, theirs))}"
 
 
 def main() -> None:

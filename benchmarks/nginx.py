@@ -44,7 +44,7 @@ _PASSING = """
     listen 127.0.0.1:{port} backlog=4096;
     location / {{
       proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffers 64 64k; proxy_buffer_size 64k;
-      proxy_busy_buffers_size 128k; proxy_read_timeout 600s;
+      proxy_busy_buffers_size 128k; proxy_read_timeout 600s; proxy_buffering {buffering};
     }}
   }}"""
 
@@ -63,12 +63,13 @@ def upstream(answers: Mapping[str, bytes], folder: Path, side: Side = "load") ->
 
 
 @contextmanager
-def passing(engine_url: str, folder: Path, side: Side = "tested") -> Iterator[tuple[Started, str]]:
-    """The process and URL of an nginx that hands everything on to the engine."""
+def passing(engine_url: str, folder: Path, side: Side = "tested", *, at_once: bool = False) -> Iterator[tuple[Started, str]]:
+    """The process and URL of an nginx that hands everything on to the engine; `at_once`: what is streamed, as it comes."""
     folder.mkdir(parents=True)
     port = free_port()
     engine = engine_url.removeprefix("http://")
-    with _serving(folder, port, _PASSING.format(port=port, engine=engine), side) as process:
+    http = _PASSING.format(port=port, engine=engine, buffering="off" if at_once else "on")
+    with _serving(folder, port, http, side) as process:
         yield process, f"http://127.0.0.1:{port}"
 
 
