@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from benchmarks.processes import ADMIN, ROOT
+from benchmarks.processes import ADMIN, ROOT, started
 from proxy.app import create_app
 from proxy.harness import Harness
 from proxy.settings import Settings
@@ -90,10 +89,6 @@ async def application(engine_url: str, redis_port: int, api: str) -> AsyncIterat
 @contextmanager
 def scripted_engine(tokens: int) -> Iterator[str]:
     """The URL of an engine whose replies, of so many tokens, depend on the prompt alone."""
-    command = [sys.executable, str(ROOT / "tests" / "scripted_engine.py"), "--tokens", str(tokens)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().strip()
-        finally:
-            process.terminate()
+    with started([sys.executable, str(ROOT / "tests" / "scripted_engine.py"), "--tokens", str(tokens)]) as engine:
+        assert engine.stdout is not None
+        yield engine.stdout.readline().strip()

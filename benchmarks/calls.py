@@ -129,7 +129,7 @@ def _table(cells: Sequence[Cell], size: str, streamed: bool) -> Grid:
         latencies = [number(median_of(at.get(count, {}), "p50_ms")) for count in connections]
         rows.append((NAMES[name], *speeds, *latencies, number(cost), number(busiest.get("resident_mib"))))
     columns = (*(f"{count} conn." for count in connections), *(f"p50 ms, {count}" for count in connections))
-    title = f"{size} calls ({SIZES[size.replace(' ', '-')].label.partition(' (')[2]}, {'streamed' if streamed else 'whole'}: calls/s"
+    title = f"{size} calls ({SIZES[size].label.partition(' (')[2]}, {'streamed' if streamed else 'whole'}: calls/s"
     return Grid(title, ("", *columns, "CPU s per 1,000 calls", "MiB"), tuple(rows))
 
 

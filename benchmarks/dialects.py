@@ -8,6 +8,7 @@ The service has one core and a durable Redis, the engine is static, wrk asks ove
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -71,7 +72,7 @@ def _in(dialect: str, proxy: Proxy, stream: bool) -> Proxy:
     """The same service, its sessions asked in another dialect."""
     path = _GEMINI_STREAM if dialect == "gemini" and stream else PATHS[dialect]
     targets = tuple(Target(target.path.replace(PATHS["chat"], path), target.key) for target in proxy.targets)
-    return Proxy(proxy.name, proxy.url, targets, proxy.tested, proxy.store, proxy.redis_port)
+    return replace(proxy, targets=targets)
 
 
 def tables(result: dict[str, Any]) -> Sequence[Grid]:

@@ -57,7 +57,7 @@ def numbered_at_mark(asked: dict[str, Any]) -> Body:
 
 
 SMALL, LARGE, VERY_LARGE = Size("small", 1_000, 128), Size("large", 32_000, 1_000), Size("very large", 128_000, 4_000)
-SIZES = {size.name.replace(" ", "-"): size for size in (SMALL, LARGE, VERY_LARGE)}
+SIZES = {size.name: size for size in (SMALL, LARGE, VERY_LARGE)}
 
 
 def answers(size: Size, stream: bool) -> dict[str, bytes]:

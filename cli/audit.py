@@ -55,11 +55,7 @@ def audit(
     if model:
         differences = recomputed([_row(row) for row in exported["trajectories"]], model)
         console.print(differences_table(differences))
-        problems += [
-            f"{name}: a logprob is off by {difference.largest:.3g} (row {difference.trajectory_id}, token {difference.position})"
-            for name, difference in differences.items()
-            if difference.largest > tolerance
-        ]
+        problems += logprob_problems(differences, tolerance)
     if problems:
         raise Refusal("; ".join(problems))
 
@@ -125,6 +121,15 @@ def accounting_problems(accounting: dict[str, Any]) -> list[str]:
         return []
     return [
         f"{accounting['sampled_tokens']} sampled is not {accounting['exported_tokens']} exported + {quarantined} quarantined"
+    ]
+
+
+def logprob_problems(differences: dict[str, Difference], tolerance: float) -> list[str]:
+    return [
+        f"{name}: a logprob is off by {difference.largest:.3g} (row {difference.trajectory_id}, token {difference.position})"
+        for name, difference in differences.items()
+        # Not "greater than": what is no number is not near either.
+        if not difference.largest <= tolerance
     ]
 
 

@@ -64,8 +64,10 @@ class Control:
     def kept_open(self) -> Iterator[None]:
         """Within the block many requests go over one connection."""
         with httpx.Client() as self._http:
-            yield
-        self._http = None
+            try:
+                yield
+            finally:
+                self._http = None
 
     def get(self, path: str, **params: Any) -> dict[str, Any]:
         """The answer to GET `path`; parameters that are None are left out. Raises `Refusal`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _SERIES = re.compile(r'([a-zA-Z_:][\w:]*)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})? +(\S+)')
@@ -29,13 +29,16 @@ class Exposition:
     def __contains__(self, name: str) -> bool:
         return name in self._found
 
+    def series(self, name: str) -> Sequence[Series]:
+        return self._found.get(name, ())
+
     def total(self, name: str, **labels: str) -> float:
         """The sum of the series that have these labels; 0 where there are none."""
-        return sum(series.value for series in self._found.get(name, ()) if labels.items() <= series.labels.items())
+        return sum(series.value for series in self.series(name) if labels.items() <= series.labels.items())
 
     def by(self, name: str, label: str) -> dict[str, float]:
         """The value of each series by what it has for the label."""
-        return {series.labels.get(label, ""): series.value for series in self._found.get(name, ())}
+        return {series.labels.get(label, ""): series.value for series in self.series(name)}
 
 
 def _labels(text: str) -> dict[str, str]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Any
+from typing import Any, get_args
 
 from rich.markup import escape
 from rich.table import Column, Table
 
 from cli.tables import whole_table
-
-ENDED = ("completed", "failed", "timeout", "cancelled")
-UNDER_WAY = ("queued", "preparing", "ready", "running", "evaluating", "concluding")
+from rollout.attempts import ENDED, Status
 
 
 def ended(task: dict[str, Any]) -> int:
@@ -76,7 +74,7 @@ def callback_line(callback: dict[str, Any]) -> str:
 
 
 def _counts(counts: dict[str, int]) -> str:
-    return " ".join(f"{counts[status]} {status}" for status in (*UNDER_WAY, *ENDED) if counts.get(status))
+    return " ".join(f"{counts[status]} {status}" for status in get_args(Status) if counts.get(status))
 
 
 def _when(at: float) -> str:

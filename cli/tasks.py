@@ -237,7 +237,6 @@ class Patience:
 
 def _wait(control: Control, tasks: list[dict[str, Any]], screen: Any) -> None:
     """Returns when every task has ended. However it ends, a table says how they stand."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from cli.task_tables import ended, tasks_table
@@ -256,7 +255,7 @@ def _wait(control: Control, tasks: list[dict[str, Any]], screen: Any) -> None:
                 said = f"rollouts, {usable} usable" if begun else "rollouts wait for a node"
                 progress.update(bar, completed=done, description=said)
     finally:
-        Console(stderr=True).print(tasks_table(states.values()))
+        screen.print(tasks_table(states.values()))
 
 
 def _followed(control: Control, states: Mapping[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -58,3 +58,8 @@ def test_what_is_no_text_and_no_object_stays_as_it_is() -> None:
     assert plain({"role": "user", "content": image})["content"] == image
     broken = [call("open", "{oops"), call("list", "[1]")]
     assert plain({"role": "assistant", "content": "", "tool_calls": broken})["tool_calls"] == broken
+
+
+def test_a_prompt_of_token_ids_stays_as_it_is() -> None:
+    """It used to end the command, which looked for a text in each id, after all had been attempted."""
+    assert plain({"role": "prompt", "content": [11, 12]}) == {"role": "prompt", "content": [11, 12]}

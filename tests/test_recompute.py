@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import permutations
 
+from cli.audit import TOLERANCE, logprob_problems
 from trainer_client.recompute import Difference
 
 
@@ -20,3 +21,16 @@ def test_a_difference_that_is_no_number_stays_the_largest_wherever_it_comes() ->
 def test_the_largest_of_several_rows_is_named_and_the_mean_is_over_tokens() -> None:
     total = Difference(1, 0.2, 0.2, "a", 1) + Difference(3, 0.5, 0.4, "b", 2) + Difference()
     assert total == Difference(4, 0.5, (0.2 + 3 * 0.4) / 4, "b", 2)
+
+
+def test_an_audit_refuses_a_difference_that_is_no_number() -> None:
+    """It used to pass, since NaN is not greater than any tolerance."""
+    differences = {
+        "near": Difference(5, TOLERANCE, 1e-6, "a", 1),
+        "far": Difference(5, 0.5, 0.1, "b", 2),
+        "broken": Difference(5, math.nan, math.nan, "c", 3),
+    }
+    assert logprob_problems(differences, TOLERANCE) == [
+        "far: a logprob is off by 0.5 (row b, token 2)",
+        "broken: a logprob is off by nan (row c, token 3)",
+    ]

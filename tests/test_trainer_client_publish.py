@@ -224,3 +224,14 @@ def test_another_model_has_a_version_line_of_its_own(service: ScriptedService, c
     client.publish(small_state(), 8, directory=tmp_path, model="critic")
     path = str(tmp_path / "version-8")
     assert pushes(service) == [{"version": 8, "path": path, "kind": "full", "mode": "keep", "model": "critic"}]
+
+
+def test_weights_of_a_model_that_the_service_does_not_have_are_not_written(
+    service: ScriptedService, client: TrainerClient, tmp_path: Path
+) -> None:
+    """It used to be a bare KeyError."""
+    line = {"current": {"version": 7}, "replicas": {}}
+    service.script(CURRENT, json_answer({"current": {"version": 3}, "replicas": {}, "models": {"critic": line}}))
+    with pytest.raises(UnpublishableWeights, match="no model 'critik': it has critic"):
+        client.publish(small_state(), 8, directory=tmp_path, model="critik")
+    assert not pushes(service) and not list(tmp_path.iterdir())

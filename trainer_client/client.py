@@ -241,8 +241,12 @@ class TrainerClient:
         if kind == "lora":
             raise UnpublishableWeights("an adapter needs its adapter_config.json: save it whole and publish its path")
         # Asked before writing: a folder of a version that is being served must not be replaced by other values.
-        line = self.weights()
-        current = int((line["models"][model] if model else line)["current"]["version"])
+        served = self.weights()
+        lines = {"": served, **served.get("models", {})}
+        if model not in lines:
+            others = ", ".join(name for name in lines if name) or "none but the default one"
+            raise UnpublishableWeights(f"the service has no model {model!r}: it has {others}")
+        current = int(lines[model]["current"]["version"])
         if version <= current:
             raise VersionConflict(f"version {version} is not greater than {current}, which is being served", status=409)
         return str(write_weights(weights, directory, version, shard_bytes=shard_bytes))

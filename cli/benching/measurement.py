@@ -44,7 +44,7 @@ class Bench:
         ways = {DIRECT: Tally(), THROUGH: Tally()}
         with self._sessions() as doors:
             both = {DIRECT: [Door(f"{self._engine}/v1/chat/completions")] * len(doors), THROUGH: doors}
-            began, warm = told(self._control.url), {name: Tally() for name in both}
+            began, warm = told(self._control), {name: Tally() for name in both}
             for name, tally in warm.items():
                 asyncio.run(self._round(both[name], WARM_UP_CALLS * len(doors), tally))
             before = self._settled(began.calls + warm[THROUGH].calls)
@@ -76,7 +76,7 @@ class Bench:
     def _settled(self, calls: int) -> Told:
         """What the service tells once it has counted so many calls: the last answer comes before it is counted."""
         deadline = time.monotonic() + COUNTED_SECONDS
-        while (now := told(self._control.url)).calls < calls and time.monotonic() < deadline:
+        while (now := told(self._control)).calls < calls and time.monotonic() < deadline:
             time.sleep(0.05)
         return now
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
-
-from cli.refusal import Refusal
-
-TIMEOUT_SECONDS = 30.0
+from cli.control import Control
+from cli.exposition import Exposition
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,30 +28,15 @@ class Cost:
     steps: dict[str, dict[str, float]]
 
 
-def told(url: str) -> Told:
+def told(control: Control) -> Told:
     """Raises `Refusal` where the service does not tell."""
-    try:
-        answer = httpx.get(f"{url}/metrics", timeout=TIMEOUT_SECONDS).raise_for_status()
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Refusal(f"{url}/metrics says nothing: {error}") from error
-    return read(answer.text)
-
-
-def read(page: str) -> Told:
-    process = cpu = 0.0
-    calls, seconds = 0, {}
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            where = sample.labels.get("step", ""), sample.labels.get("part", "")
-            if sample.name == "process_start_time_seconds":
-                process = sample.value
-            elif sample.name == "process_cpu_seconds_total":
-                cpu = sample.value
-            elif sample.name == "verbatim_step_seconds_sum":
-                seconds[where] = sample.value
-            elif sample.name == "verbatim_step_seconds_count" and where == ("commit", "own"):
-                calls = int(sample.value)
-    return Told(process, cpu, calls, seconds)
+    page = Exposition(control.text("/metrics"))
+    return Told(
+        process=page.total("process_start_time_seconds"),
+        cpu_seconds=page.total("process_cpu_seconds_total"),
+        calls=int(page.total("verbatim_step_seconds_count", step="commit", part="own")),
+        seconds={(of.labels["step"], of.labels["part"]): of.value for of in page.series("verbatim_step_seconds_sum")},
+    )
 
 
 def cost(before: Told, after: Told, calls: int) -> Cost | None:

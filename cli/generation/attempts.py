@@ -9,8 +9,6 @@ from typing import Any
 from cli.generation.accept import NAMES, Accept, Decision
 from cli.generation.inputs import Input
 
-ENDED = ("completed", "failed", "timeout", "cancelled")
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -56,7 +56,7 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(parts: list[Any]) -> Any:
-    texts = [part if isinstance(part, str) else part.get("text") for part in parts]
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     # As vLLM joins them for a template that wants text.
     return "\n".join(texts) if all(isinstance(text, str) for text in texts) else parts
 

@@ -106,12 +106,12 @@ class OwnService:
 
     def _begin(self, name: str, *args: str) -> None:
         kept = {variable: value for variable, value in os.environ.items() if not OTHERS.match(variable)}
-        with self._log(name).open("ab") as log:
+        with self._log(name).open("ab") as log, self._out(name) as out:
             self._children[name] = subprocess.Popen(
                 [sys.executable, "-c", LAUNCH, str(os.getpid()), name, *args],
                 env={**kept, "VERBATIM_ADMIN_TOKEN": self.token, "VERBATIM_TRAINER_TOKEN": mint_token()},
                 stdin=subprocess.DEVNULL,
-                stdout=self._out(name, log),
+                stdout=out,
                 stderr=log,
                 # Ctrl-C reaches the generation alone, which ends them in order.
                 start_new_session=True,
@@ -151,9 +151,9 @@ class OwnService:
                 _stop(child)
         self._redis.stop()
 
-    def _out(self, name: str, log: IO[bytes]) -> IO[bytes]:
+    def _out(self, name: str) -> IO[bytes]:
         """Where its stdout goes: what the service says there once is looked for, and not in what it said another time."""
-        return log if name != "serve" else (self._data / "serve.out").open("wb")
+        return self._log(name).open("ab") if name != "serve" else (self._data / "serve.out").open("wb")
 
     def _log(self, name: str) -> Path:
         return self._logs / f"{name}.log"

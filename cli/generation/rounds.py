@@ -12,8 +12,10 @@ from typing import Protocol
 
 from cli.generation.accept import Accept
 from cli.generation.api import GenerationApi
-from cli.generation.attempts import ENDED, Attempt, Limits, Way, best, judged
+from cli.generation.attempts import Attempt, Limits, Way, best, judged
 from cli.generation.inputs import Input
+from cli.task_tables import ended
+from rollout.attempts import ENDED
 
 POLL_SECONDS = 1.0
 UNDER_WAY = ("queued", "running")
@@ -74,9 +76,9 @@ class Rounds:
 
     def _look(self, way: Way) -> None:
         task = self._api.task(way.task_id)
-        before, way.rollouts = way.rollouts, task["rollouts"]
+        way.rollouts = task["rollouts"]
         over = task["status"] not in UNDER_WAY
-        if over or _ended(way.rollouts) > min(_ended(before), self._judged(way)):
+        if over or ended(task) > self._judged(way):
             way.attempts += self._newly_ended(way, task)
         if not over:
             return
@@ -96,7 +98,3 @@ class Rounds:
 
     def _judged(self, way: Way) -> int:
         return sum(attempt.task_id == way.task_id for attempt in way.attempts)
-
-
-def _ended(rollouts: dict[str, int]) -> int:
-    return sum(rollouts.get(status, 0) for status in ENDED)

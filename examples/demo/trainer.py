@@ -117,7 +117,7 @@ def leased(
                 parts.append(leases.enter_context(part))
             else:
                 waiting()
-        yield Batch([group for part in parts for group in part.groups], max(part.weight_version for part in parts))
+        yield Batch.joined(parts)
 
 
 def one_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, recipe: Recipe) -> dict[str, Any]:
