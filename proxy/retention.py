@@ -216,10 +216,9 @@ async def collect(services: Services, state: SessionState, builder: str = "merge
         services.sessions.intents(session_id),
     )
     whole = ArchivedSession(session_as_wire(state), records, sorted(delivered), intents_as_wire(intents))
-    roles = frozenset(services.settings.train_roles)
     plain = [record for _, record in records]
     try:
-        built = await asyncio.to_thread(rows.build_rows, state, plain, intents, delivered, builder, roles)
+        built = await asyncio.to_thread(rows.build_rows, services.settings, state, plain, intents, delivered, builder)
     except ReconstructError as error:
         log.error("session %s has no usable trajectories: %s", session_id, error)
         return ArchivedSession(whole.state, whole.records, whole.delivered, whole.intents, problem=str(error))

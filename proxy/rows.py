@@ -12,6 +12,7 @@ import msgspec
 from proxy.cursors import CallsCursor
 from proxy.errors import RequestError
 from proxy.services import Services
+from proxy.settings import Settings
 from proxy.store.session_store import Intent, SessionState
 from reconstruct.accounting import Settled, account, settle
 from reconstruct.builders import RowContext, builder_named
@@ -47,26 +48,25 @@ class Built:
 
 
 def build_rows(
+    settings: Settings,
     state: SessionState,
     records: Sequence[bytes],
     intents: Sequence[Intent],
     delivered: Container[str],
-    builder: str,
-    train_roles: Container[str],
-    logprob_modes: Container[str] | None = None,
+    builder: str = "merged",
 ) -> Built:
-    """The session's training rows and what became of every sampled token.
+    """The session's training rows and what became of every sampled token, with what the settings say is trained.
 
     `delivered` holds the ids of calls whose answer went out whole. Intents without a result are dangling calls: they are
-    accounted for with no tokens. `logprob_modes` are those that are trained, None: all that are logprobs. Raises RequestError for an
-    unknown builder.
+    accounted for with no tokens. Raises RequestError for an unknown builder.
     """
     try:
         build = builder_named(builder)
     except ReconstructError as error:
         raise RequestError(str(error), param="builder") from error
     calls, damaged = _decoded(records)
-    settled = settle(calls, delivered=delivered, train_roles=train_roles, logprob_modes=logprob_modes)
+    roles, modes = frozenset(settings.train_roles), frozenset(settings.train_logprob_modes)
+    settled = settle(calls, delivered=delivered, train_roles=roles, logprob_modes=modes)
     info = state.info
     rows = build(
         settled,
@@ -225,5 +225,4 @@ async def session_rows(services: Services, state: SessionState, builder: str = "
     )
     in_flight = await services.peers.in_flight(intents) if state.status in ("open", "closing") else ()
     left = [intent for intent in intents if intent.call_id not in in_flight]
-    roles, modes = frozenset(services.settings.train_roles), frozenset(services.settings.train_logprob_modes)
-    return await asyncio.to_thread(build_rows, state, records, left, delivered, builder, roles, modes)
+    return await asyncio.to_thread(build_rows, services.settings, state, records, left, delivered, builder)

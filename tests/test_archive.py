@@ -21,10 +21,11 @@ import msgpack
 import msgspec
 import pyarrow.parquet as pq
 import pytest
+from openai import InternalServerError
 from random_harness import RandomHarness
 from redis_server import RedisServer, Store, running_redis
 from running_service import ADMIN, TRAINER, RunningService, Session
-from scripted_engine import ScriptedEngine
+from scripted_engine import Fail, ScriptedEngine
 from typer.testing import CliRunner
 from verbatim_process import COMMAND, environment
 
@@ -337,6 +338,24 @@ def test_a_session_with_a_rule_for_its_group_is_found_to_be_the_one_that_was_arc
     export(service, tmp_path)
     imported(service, tmp_path)
     assert service.request("GET", "/sessions/ruled").json()["status"] == "completed"
+
+
+def test_a_session_that_no_trainer_gets_or_whose_last_call_failed_is_found_to_be_the_one_that_was_archived(
+    service: RunningService, engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    """Neither is archived: once the import found another session there."""
+    talked(service, session_id="judge", trained=False)
+    session = service.session(session_id="unserved")
+    session.answer("hello")
+    engine.say(Fail(500))
+    with pytest.raises(InternalServerError):
+        session.answer("and then?")
+    session.close(reward=1.0)
+    assert service.request("GET", "/sessions/unserved").json()["unserved"]
+    export(service, tmp_path)
+    for options in ((), ("--deliver",)):
+        assert "2 were there already" in imported(service, tmp_path, *options)
+    assert {row["session_id"] for row in leased(service)} == {"unserved"}
 
 
 def test_records_of_another_session_are_refused(service: RunningService, tmp_path: Path) -> None:

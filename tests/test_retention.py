@@ -78,6 +78,19 @@ async def test_old_sessions_that_were_delivered_go_into_the_archive_and_out_of_t
         assert (await kept.retention.once()).deleted == 0
 
 
+async def test_what_the_service_does_not_train_is_not_trained_in_the_archive(redis_url: str, tmp_path: Path) -> None:
+    """Of a call whose logprobs were of another mode: once its rows were archived as if they were trained."""
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path, train_logprob_modes=["processed_logprobs"])
+        await kept.service.finished("a")
+        told = (await kept.service.admin.get("/sessions/a/trajectories")).json()["accounting"]
+        assert told["sampled_tokens"] > 0 == told["exported_tokens"]
+        assert (await kept.retention.once()).ids == ["a"]
+        (session,) = read_table(tmp_path / "sessions-000000.parquet", "sessions")
+        archived = {name: session[name] for name in told}
+        assert {**archived, "quarantined": json.loads(archived["quarantined"])} == told
+
+
 async def test_what_a_trainer_may_still_be_given_stays_whatever_its_age(redis_url: str, tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         kept = await keeper(stack, redis_url, tmp_path, max_deliveries=1)

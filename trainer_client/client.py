@@ -105,8 +105,8 @@ class TrainerClient:
     ) -> Batch | None:
         """One batch, or None when none came within `wait_seconds`.
 
-        Whole groups only: at most `max_groups` of them, or as many as fit into `max_trajectories` (one at least), or all that
-        are ready, and no more than this consumer's share while others wait; none with a token sampled more than `max_staleness`
+        Whole groups only: at most `max_groups` of them, or as many as fit into `max_trajectories` (one at least), or one without
+        either, and no more than this consumer's share while others wait; none with a token sampled more than `max_staleness`
         versions of its policy ago, unless the service is set to mark such groups (`group.stale`). `policy`: rows of that model
         alone, "" being the default one; None: of all. With `keep`, its `with` block extends the lease. When the answer is lost on
         the way, the request is repeated and what was leased first comes back when that lease expires.

@@ -91,7 +91,8 @@ async def _deliver(services: Services, part: Restore, state: SessionState) -> tu
     except RequestError:
         await services.delivery.retract(state.info.session_id)
         raise
-    return fresh, await offer(services, state)
+    # As it is there: an archive does not tell of a session that no trainer gets it.
+    return fresh, await offer(services, await services.sessions.load(state.info.session_id) or state)
 
 
 def intents_as_wire(intents: Sequence[Intent]) -> list[dict[str, Any]]:

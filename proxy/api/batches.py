@@ -34,7 +34,7 @@ LeaseSeconds = Annotated[float, Field(gt=0, le=7 * 86400)]
 
 class LeaseRequest(Body):
     max_groups: int | None = Field(None, ge=1, le=65536)
-    """At most so many groups; left out: all that are ready."""
+    """At most so many groups; left out: as many as fit into max_trajectories, or one where that is left out too."""
     max_trajectories: int | None = Field(None, ge=1, le=2**31)
     """At most so many rows, in whole groups."""
     max_staleness: int | None = Field(None, ge=0, lt=2**53)

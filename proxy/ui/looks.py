@@ -109,10 +109,8 @@ class Looks:
         delivered: frozenset[str],
         in_flight: frozenset[str],
     ) -> Look:
-        settings = self._services.settings
         left = [intent for intent in intents if intent.call_id not in in_flight]
-        roles, modes = frozenset(settings.train_roles), frozenset(settings.train_logprob_modes)
-        built = build_rows(state, records, left, delivered, "merged", roles, modes)
+        built = build_rows(self._services.settings, state, records, left, delivered)
         refused = {item.call_id: item.reason for item in built.accounting.quarantined}
         return Look(state, built, delivered, intents, in_flight, refused, call_lines(built.settled, delivered, refused))
 

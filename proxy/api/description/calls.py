@@ -19,7 +19,7 @@ class CallShape(Shape):
     api: str | None
     """Which way of the engine it took: token, completions, sglang or chat."""
     status: str
-    """finished, in_flight, or dangling: its process died."""
+    """finished; aborted: it was cut; failed: its engine broke off; in_flight; or dangling: its process died."""
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]

@@ -13,8 +13,7 @@ class EngineShape(Shape):
     name: str
     url: str
     policy: str
-    source: str
-    """settings, api, or the watched name."""
+    source: Literal["settings", "api"]
     models: list[str] | None = None
 
 
@@ -23,6 +22,7 @@ class ReplicaShape(Shape):
     url: str
     policy: str
     source: str
+    """settings, api, or the watched name."""
     status: Literal["serving", "down", "draining"]
     reason: str | None
     api: str | None
