@@ -35,6 +35,7 @@ from proxy.api.session_wire import session_as_wire, session_of_wire
 from proxy.archive.files import read_table
 from proxy.archive.folder import ArchiveReader
 from proxy.archive.schema import SCHEMA_VERSION, TABLES, arrow_schema
+from proxy.archive.tables import session_of
 from proxy.errors import Conflict
 from proxy.store.archive import RedisArchiveStore
 from proxy.store.groups import GroupRule
@@ -320,7 +321,7 @@ def test_a_session_as_it_is_shown_has_every_field_and_is_the_same_session_again(
     info = SessionInfo("s", b"the hash of a key", 1.5, "t", "g", 4, {"a": [1]}, {"seed": 7})
     state = SessionState(info, "failed", 3, 0.5, {"c0": 1.0}, {"b": 0.25}, {"by": "judge"}, "broke", 9.5, 10.5)
     wire = session_as_wire(state)
-    assert {*wire, "info", "key_hash", "group_rule", "trained", "unserved"} == {
+    assert {*wire, "info", "key_hash", "group_rule", "unserved"} == {
         each.name for kind in (SessionInfo, SessionState) for each in fields(kind)
     }
     assert session_of_wire(wire) == replace(state, info=replace(info, key_hash=b""))
@@ -343,7 +344,7 @@ def test_a_session_with_a_rule_for_its_group_is_found_to_be_the_one_that_was_arc
 def test_a_session_that_no_trainer_gets_or_whose_last_call_failed_is_found_to_be_the_one_that_was_archived(
     service: RunningService, engine: ScriptedEngine, tmp_path: Path
 ) -> None:
-    """Neither is archived: once the import found another session there."""
+    """What is said of the call is not archived: once the import found another session there."""
     talked(service, session_id="judge", trained=False)
     session = service.session(session_id="unserved")
     session.answer("hello")
@@ -356,6 +357,22 @@ def test_a_session_that_no_trainer_gets_or_whose_last_call_failed_is_found_to_be
     for options in ((), ("--deliver",)):
         assert "2 were there already" in imported(service, tmp_path, *options)
     assert {row["session_id"] for row in leased(service)} == {"unserved"}
+
+
+def test_a_session_that_no_trainer_gets_is_marked_in_its_archive_and_delivered_nowhere(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+) -> None:
+    """Its rows were once as good as any in a file, and `--deliver` gave it to the trainers of another store."""
+    talked(service, session_id="judge", trained=False)
+    talked(service, session_id="agent")
+    export(service, tmp_path)
+    told = {"judge": False, "agent": True}
+    assert {row["session_id"]: row["trained"] for row in table(tmp_path, "sessions")} == told
+    assert {row["session_id"]: row["session_trained"] for row in table(tmp_path, "trajectories")} == told
+    with elsewhere(engine, other_redis) as second:
+        imported(second, tmp_path, "--deliver")
+        assert {row["session_id"] for row in leased(second)} == {"agent"}
+        assert {name: second.request("GET", f"/sessions/{name}").json()["trained"] for name in told} == told
 
 
 def test_records_of_another_session_are_refused(service: RunningService, tmp_path: Path) -> None:
@@ -455,10 +472,18 @@ def test_an_archive_of_version_1_is_imported_and_not_added_to(
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 1}))
     refused = command(service, "export", "--out", str(tmp_path))
-    assert refused.returncode == 1 and "whose schema_version is 1, not 2" in refused.stderr
+    assert refused.returncode == 1 and "whose schema_version is 1, not 3" in refused.stderr
     with elsewhere(engine, other_redis) as other:
         imported(other, tmp_path)
         assert other.request("GET", f"/sessions/{session_id}").json()["status"] == "completed"
+
+
+def test_of_an_old_archive_every_session_is_one_that_trainers_get(service: RunningService, tmp_path: Path) -> None:
+    talked(service)
+    export(service, tmp_path)
+    (row,) = table(tmp_path, "sessions")
+    for old in ({name: value for name, value in row.items() if name != "trained"}, {**row, "trained": None}):
+        assert session_of(old, table(tmp_path, "records")).state["trained"] is True
 
 
 def test_a_folder_that_is_no_archive_or_was_changed_is_not_imported(service: RunningService, tmp_path: Path) -> None:

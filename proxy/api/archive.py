@@ -91,7 +91,7 @@ async def _deliver(services: Services, part: Restore, state: SessionState) -> tu
     except RequestError:
         await services.delivery.retract(state.info.session_id)
         raise
-    # As it is there: an archive does not tell of a session that no trainer gets it.
+    # As it is there: an old archive does not tell of a session that no trainer gets it.
     return fresh, await offer(services, await services.sessions.load(state.info.session_id) or state)
 
 

@@ -10,8 +10,8 @@ import msgspec
 from proxy.store.session_store import SessionState
 
 # Named one by one: a field that comes to be must not be shown by itself, and key_hash never. group_rule is the group's and not shown,
-# nor are trained and unserved, which matter only while a session is open or about to be delivered.
-INFO_FIELDS = ("session_id", "created_at", "task_id", "group_id", "group_size", "metadata", "sampling")
+# nor is unserved, which matters only while a session is open.
+INFO_FIELDS = ("session_id", "created_at", "task_id", "group_id", "group_size", "metadata", "sampling", "trained")
 STATE_FIELDS = (
     "status",
     "calls",

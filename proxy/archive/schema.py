@@ -4,8 +4,8 @@
 Columns of kind `json` hold JSON text: their objects differ from row to row, which no column type survives. A change of a column
 is a new SCHEMA_VERSION.
 
-Version 2 has the logprob mode, the details of tokens and the policy of a row beside version 1. What is read back, sessions and
-records, is the same in both.
+Version 2 has the logprob mode, the details of tokens and the policy of a row beside version 1, version 3 whether a trainer gets the
+session. Nothing else of what is read back, sessions and records, differs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import json
 from typing import Any
 
 SCHEMA = "verbatim-archive"
-SCHEMA_VERSION = 2
-READ_VERSIONS = (1, 2)
+SCHEMA_VERSION = 3
+READ_VERSIONS = (1, 2, 3)
 
 TRAJECTORIES = {
     "trajectory_id": "string",
@@ -43,6 +43,7 @@ TRAJECTORIES = {
     "policy": "string",
     "session_status": "string",
     "session_reward": "float64",
+    "session_trained": "bool",
     "group_size": "int32",
     "reward_metadata": "json",
     "created_at": "float64",
@@ -57,6 +58,7 @@ SESSIONS = {
     "task_id": "string",
     "group_id": "string",
     "group_size": "int32",
+    "trained": "bool",
     "reward": "float64",
     "per_call": "json",
     "per_branch": "json",

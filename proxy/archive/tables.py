@@ -76,6 +76,8 @@ def rows_of(session: ArchivedSession) -> dict[str, list[Row]]:
 def session_of(row: Row, records: Sequence[Row]) -> ArchivedSession:
     """The session of a row of `sessions` and its rows of `records`, without its trajectories: they follow from the records."""
     state = {name: row[name] for name in _PLAIN} | {name: json.loads(row[name]) for name in _JSON}
+    # Not in archives of earlier versions.
+    state["trained"] = row.get("trained") is not False
     ordered = sorted(records, key=lambda record: record["position"])
     return ArchivedSession(
         state={name: value for name, value in state.items() if name != "intents"},
@@ -90,6 +92,8 @@ def _session_row(session: ArchivedSession) -> Row:
     return {
         **{name: state[name] for name in _PLAIN},
         **{name: _text(state[name]) for name in _JSON if name != "intents"},
+        # A service of an earlier build does not say it.
+        "trained": state.get("trained"),
         "intents": _text(list(session.intents)),
         "delivered": sorted(session.delivered),
         "sampled_tokens": accounting.get("sampled_tokens"),
@@ -107,6 +111,7 @@ def _trajectory_row(row: Mapping[str, Any], state: Mapping[str, Any]) -> Row:
         "metadata": _text(row["metadata"]),
         "session_status": state["status"],
         "session_reward": state["reward"],
+        "session_trained": state.get("trained"),
         "group_size": state["group_size"],
         "reward_metadata": _text(state["reward_metadata"]),
         "created_at": state["created_at"],

@@ -87,9 +87,7 @@ class RedisArchiveStore:
         there = await self._sessions.load(session_id)
         if there is None:
             raise NotFound(f"there is no session {session_id}")
-        # A reward of the same value may have been given again.
-        asked = replace(state, info=_archived(state.info), updated_at=0.0)
-        if replace(there, info=_archived(there.info), updated_at=0.0, unserved=None) != asked:
+        if _comparable(there) != _comparable(state):
             raise Conflict(f"session {session_id} is there already, and its state is not the same")
         if await self._sessions.delivered(session_id) != set(delivered):
             raise Conflict(f"session {session_id} is there already, and other replies of it were delivered")
@@ -118,9 +116,13 @@ def _packed(info: SessionInfo) -> bytes:
 
 
 def _archived(info: SessionInfo) -> SessionInfo:
-    """What an archive holds of it: not the key, not that no trainer gets it, and not its group's rule. A group that is imported is the
-    service's to decide on."""
-    return replace(info, key_hash=NO_KEY, group_rule=None, trained=True)
+    """What an archive holds of it: not the key, and not its group's rule. A group that is imported is the service's to decide on."""
+    return replace(info, key_hash=NO_KEY, group_rule=None)
+
+
+def _comparable(state: SessionState) -> SessionState:
+    """Without what may differ: a reward of the same value may have been given again, and old archives do not tell who is trained."""
+    return replace(state, info=replace(_archived(state.info), trained=True), updated_at=0.0, unserved=None)
 
 
 def _digest(record: bytes) -> bytes:

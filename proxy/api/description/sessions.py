@@ -35,6 +35,8 @@ class SessionShape(Shape):
     metadata: dict[str, Any]
     sampling: dict[str, Any]
     """What wins over what the harness sends."""
+    trained: bool
+    """False: no trainer gets it."""
     status: Status
     calls: int
     """Recorded calls."""
@@ -73,6 +75,7 @@ SESSION: dict[str, Any] = {
     "group_size": 1,
     "metadata": {},
     "sampling": {},
+    "trained": True,
     "status": "completed",
     "calls": 2,
     "reward": 1.0,
