@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -48,6 +49,18 @@ def _passable(text: str) -> str:
 
 Passed = Annotated[str, AfterValidator(_passable)]
 """What becomes an argument or, behind its name, a variable of a command."""
+
+
+def _writable(given: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(given, allow_nan=False)
+    except ValueError as error:
+        raise ValueError("numbers must be finite: the service takes no others, and answers could not be read") from error
+    return given
+
+
+Json = Annotated[dict[str, Any], AfterValidator(_writable)]
+"""An object of which only its reader knows the fields."""
 
 
 class Body(BaseModel):
@@ -123,7 +136,7 @@ class McpServerBody(Body):
 
 class HarnessBody(Body):
     name: Name = "custom"
-    definition: dict[str, Any] | None = None
+    definition: Json | None = None
     env: dict[str, Passed] = Field(default_factory=dict)
     mcp_servers: list[McpServerBody] = Field(default_factory=list)
     skills: list[UploadBody] = Field(default_factory=list)
@@ -154,7 +167,7 @@ class RuntimeBody(Body):
     disk_mb: Annotated[int | None, Field(ge=1)] = None
     network: Network = RUNTIME.network
     workdir: Name | None = None
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Json = Field(default_factory=dict)
 
     def spec(self) -> RuntimeSpec:
         return RuntimeSpec(**self.model_dump())
@@ -162,7 +175,7 @@ class RuntimeBody(Body):
 
 class EvaluatorBody(Body):
     kind: Name
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Json = Field(default_factory=dict)
     fresh_runtime: bool | None = None
     """None: as the kind has it by itself."""
     runtime: Annotated[RuntimeBody | None, BeforeValidator(_short("kind"), str | RuntimeBody | None)] = None
@@ -239,7 +252,7 @@ class TaskBody(Body):
     agent_timeout_reward: FiniteFloat = TASK.agent_timeout_reward
     group: GroupBody = Field(default_factory=GroupBody)
     callback_url: Annotated[str | None, BeforeValidator(_callable_back)] = None
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: Json = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _fits(self) -> TaskBody:
