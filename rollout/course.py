@@ -91,9 +91,8 @@ class Course:
 
     async def _conclude(self, verdict: Verdict) -> None:
         """The session is closed with the verdict, then the rollout ends. Both may be repeated, by another node too."""
-        session_id = self._taken.state.session_id if self._taken.resumed else None
-        of = session_id or self.attempt.session_id
-        await self._insist(lambda: close_member(self._parts.sessions, self._task, self.attempt.index, of, verdict))
+        session_id = self.attempt.session_id
+        await self._insist(lambda: close_member(self._parts.sessions, self._task, self.attempt.index, session_id, verdict))
         await self._insist(lambda: self._parts.work.finish(self.attempt, time.time()))
 
     # The stages
