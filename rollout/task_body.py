@@ -51,6 +51,16 @@ Passed = Annotated[str, AfterValidator(_passable)]
 """What becomes an argument or, behind its name, a variable of a command."""
 
 
+def _settable(given: dict[str, str]) -> dict[str, str]:
+    for name, value in given.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"{name!r} cannot be a variable")
+    return given
+
+
+Variables = Annotated[dict[str, Passed], AfterValidator(_settable)]
+
+
 def _writable(given: dict[str, Any]) -> dict[str, Any]:
     try:
         json.dumps(given, allow_nan=False)
@@ -137,7 +147,7 @@ class McpServerBody(Body):
 class HarnessBody(Body):
     name: Name = "custom"
     definition: Json | None = None
-    env: dict[str, Passed] = Field(default_factory=dict)
+    env: Variables = Field(default_factory=dict)
     mcp_servers: list[McpServerBody] = Field(default_factory=list)
     skills: list[UploadBody] = Field(default_factory=list)
     install: bool = True
@@ -241,7 +251,7 @@ class TaskBody(Body):
     sampling: SamplingBody = Field(default_factory=SamplingBody)
     runtime: Annotated[RuntimeBody, BeforeValidator(_short("kind"), str | RuntimeBody)] = Field(default_factory=RuntimeBody)
     prepare: list[StepBody] = Field(default_factory=list)
-    environment: dict[str, Passed] = Field(default_factory=dict)
+    environment: Variables = Field(default_factory=dict)
     budgets: BudgetsBody = Field(default_factory=BudgetsBody)
     priority: Annotated[int, Field(ge=0, le=100)] = TASK.priority
     labels: dict[str, str] = Field(default_factory=dict)
@@ -262,9 +272,6 @@ class TaskBody(Body):
         ):
             if count is not None and count > self.num_samples:
                 raise ValueError(f"{field}: {count} of {self.num_samples} samples (num_samples) cannot be")
-        for name, value in self.environment.items():
-            if not name or "=" in name or "\0" in name + value:
-                raise ValueError(f"environment: {name!r} cannot be a variable")
         return self
 
     def _group(self) -> GroupRule:
