@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from rollout.attempts import Verdict
-from rollout.session_failures import NoSession, SessionConflict
+from rollout.session_failures import NoSession, SessionConflict, SessionRefused
 from rollout.sessions import OpenSession, Sessions
 from rollout.task import Task
 
@@ -27,10 +27,28 @@ async def open_member(sessions: Sessions, task: Task, index: int, session_id: st
 
 
 async def close_member(sessions: Sessions, task: Task, index: int, session_id: str, verdict: Verdict) -> None:
-    """Returns when the session is closed with the verdict; it may be repeated. Raises `SessionFailed`.
+    """Returns when the session is closed with the verdict, or the service will never take that; it may be repeated. Raises
+    `SessionFailed`.
 
     A rollout that failed before it had a session gets an empty one: its group must not wait for it. A session of a rollout that did
     well is gone only because somebody deleted it."""
+    try:
+        await _close_or_open(sessions, task, index, session_id, verdict)
+    except SessionRefused as error:
+        # It would be refused for ever, whoever asked.
+        log.error("session %s cannot be closed and is left as it is: %s", session_id, error)
+
+
+async def post_reward(sessions: Sessions, session_id: str, verdict: Verdict) -> None:
+    """What of the verdict goes beyond the one number that closing takes; it may be repeated. Raises `SessionFailed`."""
+    if verdict.reward is not None and (verdict.per_call or verdict.per_branch or verdict.feedback or verdict.metadata):
+        metadata = {**verdict.metadata, **({"feedback": verdict.feedback} if verdict.feedback else {})}
+        await sessions.reward(
+            session_id, verdict.reward, per_call=verdict.per_call, per_branch=verdict.per_branch, metadata=metadata
+        )
+
+
+async def _close_or_open(sessions: Sessions, task: Task, index: int, session_id: str, verdict: Verdict) -> None:
     try:
         await _close(sessions, session_id, verdict)
     except SessionConflict as error:
@@ -41,15 +59,6 @@ async def close_member(sessions: Sessions, task: Task, index: int, session_id: s
             return
         await open_member(sessions, task, index, session_id)
         await _close(sessions, session_id, verdict)
-
-
-async def post_reward(sessions: Sessions, session_id: str, verdict: Verdict) -> None:
-    """What of the verdict goes beyond the one number that closing takes; it may be repeated. Raises `SessionFailed`."""
-    if verdict.reward is not None and (verdict.per_call or verdict.per_branch or verdict.feedback or verdict.metadata):
-        metadata = {**verdict.metadata, **({"feedback": verdict.feedback} if verdict.feedback else {})}
-        await sessions.reward(
-            session_id, verdict.reward, per_call=verdict.per_call, per_branch=verdict.per_branch, metadata=metadata
-        )
 
 
 async def _close(sessions: Sessions, session_id: str, verdict: Verdict) -> None:

@@ -91,13 +91,8 @@ class Course:
 
     async def _conclude(self, verdict: Verdict) -> None:
         """The session is closed with the verdict, then the rollout ends. Both may be repeated, by another node too."""
-        session_id = self._taken.state.session_id if self._taken.resumed else None
-        of = session_id or self.attempt.session_id
-        try:
-            await self._insist(lambda: close_member(self._parts.sessions, self._task, self.attempt.index, of, verdict))
-        except SessionRefused as error:
-            # It would be refused for ever, on every node.
-            log.error("session %s cannot be closed and is left as it is: %s", of, error)
+        session_id = self.attempt.session_id
+        await self._insist(lambda: close_member(self._parts.sessions, self._task, self.attempt.index, session_id, verdict))
         await self._insist(lambda: self._parts.work.finish(self.attempt, time.time()))
 
     # The stages
@@ -233,13 +228,11 @@ class Course:
 
     async def _insist(self, act: Callable[[], Awaitable[T]]) -> T:
         """What `act` gives, tried again for as long as the store or the service is away: to stop here would lose the rollout's work.
-        Raises `Superseded` once another node has it, and `SessionRefused`."""
+        Raises `Superseded` once another node has it."""
         pause = SHORTEST_PAUSE_SECONDS
         while True:
             try:
                 return await act()
-            except SessionRefused:
-                raise
             except (StoreUnavailable, SessionFailed) as error:
                 log.warning("rollout %s waits: %s", self.attempt.session_id, error)
             await asyncio.sleep(pause)

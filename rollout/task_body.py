@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -48,6 +49,28 @@ def _passable(text: str) -> str:
 
 Passed = Annotated[str, AfterValidator(_passable)]
 """What becomes an argument or, behind its name, a variable of a command."""
+
+
+def _settable(given: dict[str, str]) -> dict[str, str]:
+    for name, value in given.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"{name!r} cannot be a variable")
+    return given
+
+
+Variables = Annotated[dict[str, Passed], AfterValidator(_settable)]
+
+
+def _writable(given: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(given, allow_nan=False)
+    except ValueError as error:
+        raise ValueError("numbers must be finite: the service takes no others, and answers could not be read") from error
+    return given
+
+
+Json = Annotated[dict[str, Any], AfterValidator(_writable)]
+"""An object of which only its reader knows the fields."""
 
 
 class Body(BaseModel):
@@ -123,8 +146,8 @@ class McpServerBody(Body):
 
 class HarnessBody(Body):
     name: Name = "custom"
-    definition: dict[str, Any] | None = None
-    env: dict[str, Passed] = Field(default_factory=dict)
+    definition: Json | None = None
+    env: Variables = Field(default_factory=dict)
     mcp_servers: list[McpServerBody] = Field(default_factory=list)
     skills: list[UploadBody] = Field(default_factory=list)
     install: bool = True
@@ -154,7 +177,7 @@ class RuntimeBody(Body):
     disk_mb: Annotated[int | None, Field(ge=1)] = None
     network: Network = RUNTIME.network
     workdir: Name | None = None
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Json = Field(default_factory=dict)
 
     def spec(self) -> RuntimeSpec:
         return RuntimeSpec(**self.model_dump())
@@ -162,7 +185,7 @@ class RuntimeBody(Body):
 
 class EvaluatorBody(Body):
     kind: Name
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Json = Field(default_factory=dict)
     fresh_runtime: bool | None = None
     """None: as the kind has it by itself."""
     runtime: Annotated[RuntimeBody | None, BeforeValidator(_short("kind"), str | RuntimeBody | None)] = None
@@ -228,7 +251,7 @@ class TaskBody(Body):
     sampling: SamplingBody = Field(default_factory=SamplingBody)
     runtime: Annotated[RuntimeBody, BeforeValidator(_short("kind"), str | RuntimeBody)] = Field(default_factory=RuntimeBody)
     prepare: list[StepBody] = Field(default_factory=list)
-    environment: dict[str, Passed] = Field(default_factory=dict)
+    environment: Variables = Field(default_factory=dict)
     budgets: BudgetsBody = Field(default_factory=BudgetsBody)
     priority: Annotated[int, Field(ge=0, le=100)] = TASK.priority
     labels: dict[str, str] = Field(default_factory=dict)
@@ -239,7 +262,7 @@ class TaskBody(Body):
     agent_timeout_reward: FiniteFloat = TASK.agent_timeout_reward
     group: GroupBody = Field(default_factory=GroupBody)
     callback_url: Annotated[str | None, BeforeValidator(_callable_back)] = None
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: Json = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _fits(self) -> TaskBody:
@@ -249,9 +272,6 @@ class TaskBody(Body):
         ):
             if count is not None and count > self.num_samples:
                 raise ValueError(f"{field}: {count} of {self.num_samples} samples (num_samples) cannot be")
-        for name, value in self.environment.items():
-            if not name or "=" in name or "\0" in name + value:
-                raise ValueError(f"environment: {name!r} cannot be a variable")
         return self
 
     def _group(self) -> GroupRule:

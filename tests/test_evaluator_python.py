@@ -13,6 +13,7 @@ from evaluations import RUN, case_of, check, evaluated
 from rollout.evaluators.base import BadEvaluator, BadReward, Case, EvaluationFailed, Score
 from rollout.evaluators.catalogue import kind
 from rollout.runtimes.base import RuntimeFailed
+from rollout.session_failures import NoAnswer
 
 HERE = "test_evaluator_python"
 
@@ -47,6 +48,10 @@ grader = Grader()
 
 def gives_nothing(case: Case) -> None:
     return None
+
+
+async def by_judge(case: Case) -> float:
+    return float(await case.ask("judge", [{"role": "user", "content": "how good?"}], {}))
 
 
 def raises(case: Case) -> float:
@@ -94,6 +99,16 @@ async def test_a_function_that_raises_gives_no_reward_and_ends_no_node(what: str
 async def test_a_runtime_that_breaks_is_told_apart_from_a_function_that_does(tmp_path: Path) -> None:
     with pytest.raises(RuntimeFailed, match="gone"):
         await evaluated("python", {"entry": f"{HERE}:raises", "arguments": {"what": "runtime"}}, tmp_path)
+
+
+async def test_a_judge_that_is_away_is_told_apart_from_a_function_that_breaks(tmp_path: Path) -> None:
+    """It was taken for a failure of the function, so that the rollout ended instead of being tried again."""
+
+    async def away(model: str, messages: object, sampling: object) -> str:
+        raise NoAnswer("the service is away")
+
+    with pytest.raises(NoAnswer, match="the service is away"):
+        await evaluated("python", {"entry": f"{HERE}:by_judge"}, tmp_path, ask=away)
 
 
 @pytest.mark.parametrize(

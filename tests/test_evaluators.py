@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from plain_runtime import PlainRuntime
 
 from rollout.attempt_logs import AttemptLogs
-from rollout.attempts import AttemptId
+from rollout.attempts import AttemptId, Verdict
+from rollout.codec import decode, encode
 from rollout.evaluation import Evaluation
 from rollout.evaluators import catalogue
 from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, Score
@@ -113,6 +114,14 @@ def test_any_real_number_is_a_reward(value: Any) -> None:
 def test_nothing_else_is_a_reward(value: Any) -> None:
     with pytest.raises(BadReward, match=r"^it is"):
         as_reward(value, "it")
+
+
+def test_metadata_that_can_be_written_as_json_can_be_stored_and_read_back() -> None:
+    """Keys that are numbers could not be read again, and a number of numpy's made of a good reward a bad one."""
+    metadata = as_score({"reward": 1, "metadata": {1: "a", "mean": np.float64(0.5), "pair": (1, 2)}}, "it").metadata
+    assert metadata == {"1": "a", "mean": 0.5, "pair": [1, 2]}
+    verdict = Verdict("completed", 1.0, metadata=metadata)
+    assert decode(encode(verdict), Verdict) == verdict
 
 
 @pytest.mark.parametrize(

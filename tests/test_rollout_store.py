@@ -173,7 +173,7 @@ async def test_a_task_may_want_rollouts_of_lost_nodes_to_fail(stores: Stores) ->
     assert state.status == "failed" and state.verdict is not None and state.verdict.failure is not None
     assert state.verdict.failure.failure is Failure.NODE_LOST
     assert (await stores.tasks.load("t")).status == "completed"
-    ((task, closing),) = await stores.node("c").work.to_close(10)
+    ((task, closing),) = await stores.tasks.to_close(10, time.time())
     assert (task.task_id, closing.attempt, closing.status) == ("t", 1, "failed")
 
 
@@ -307,15 +307,15 @@ async def test_cancelling_ends_everything_at_once_and_for_good(stores: Stores) -
     assert states[1].verdict.failure.failure is Failure.CANCELLED
     assert (await stores.tasks.load("t")).status == "cancelled"
     assert await stores.tasks.cancel("t", time.time()) == [] and await node.take() is None
-    assert {state.index for _, state in await node.work.to_close(10)} == {1, 2}
-    assert await node.work.to_close(10) == []
-    await node.work.closed("t", 1)
+    assert {state.index for _, state in await stores.tasks.to_close(10, time.time())} == {1, 2}
+    assert await stores.tasks.to_close(10, time.time()) == []
+    await stores.tasks.closed("t", 1)
 
 
 async def test_a_cancelled_task_that_nobody_began_leaves_nothing_to_close(stores: Stores) -> None:
     await stores.submit(num_samples=3)
     assert len(await stores.tasks.cancel("t", time.time())) == 3
-    assert await stores.node("a").work.to_close(10) == []
+    assert await stores.tasks.to_close(10, time.time()) == []
     assert await stores.tasks.depths() == {}
 
 
@@ -334,7 +334,7 @@ async def test_enough_usable_samples_stop_the_others(stores: Stores) -> None:
     assert states[4].verdict is not None and states[4].verdict.failure is not None
     assert states[4].verdict.failure.failure is Failure.EARLY_STOPPED
     assert (await stores.tasks.load("t")).status == "completed"
-    assert [state.index for _, state in await node.work.to_close(10)] == [4]
+    assert [state.index for _, state in await stores.tasks.to_close(10, time.time())] == [4]
 
 
 async def test_a_request_whose_answer_was_lost_takes_no_second_rollout(stores: Stores) -> None:

@@ -1,16 +1,18 @@
-"""What the sweep of tasks says of a store that is away."""
+"""What the sweep of tasks does where the store is away, and where the service takes nothing of it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import pytest
-from rollout_stores import Stores
+from rollout_stores import WELL, Stores
 
 from rollout.callbacks import Callbacks
 from rollout.metrics import RolloutNumbers
@@ -79,3 +81,25 @@ async def test_an_outage_is_said_once_and_the_next_one_again(stores: Stores, cap
         await asyncio.wait([sweeping])
         await callbacks.close()
         await sessions.close()
+
+
+async def test_a_session_that_the_service_will_never_close_keeps_no_rollout_from_its_end(
+    stores: Stores, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node left it at that; a server in its place asked again and again."""
+    await stores.submit()
+    node = stores.node("a")
+    taken = await node.must_take()
+    await node.work.conclude(taken.attempt, WELL, time.time())
+    refusing = httpx.MockTransport(lambda request: httpx.Response(422, json={"error": {"message": "never"}}))
+    callbacks, settings = Callbacks(stores.tasks), RolloutSettings(lost_node_seconds=0.001)
+    async with Sessions("http://service", "token", transport=refusing) as sessions:
+        sweeper = Sweeper("s", stores.tasks, stores.node("s").work, sessions, callbacks, RolloutNumbers(stores.tasks), settings)
+        await asyncio.sleep(0.01)
+        assert await sweeper.finish_lost() == 1
+    await callbacks.close()
+    assert (await stores.rollout()).status == "completed"
+    assert (
+        "session t.0.1 cannot be closed and is left as it is: POST http://service/sessions/t.0.1/close: 422: never"
+        in caplog.text
+    )

@@ -43,7 +43,8 @@ class Run:
 
 
 Ask = Callable[[str, Sequence[Mapping[str, Any]], Mapping[str, Any]], Awaitable[str]]
-"""(model, chat messages, sampling) -> the text of a frozen model's reply; for judges. Not part of the rollout's session."""
+"""(model, chat messages, sampling) -> the text of a frozen model's reply; for judges. Not part of the rollout's session. Raises
+`SessionFailed`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +84,5 @@ class Evaluator(Protocol):
         """Raises `BadEvaluator`. Asked where tasks are submitted: looks at the options and at nothing else."""
 
     async def evaluate(self, case: Case) -> Score:
-        """Raises `EvaluationFailed`, and `RuntimeFailed` where the runtime itself broke."""
+        """Raises `EvaluationFailed`, `RuntimeFailed` where the runtime itself broke, and `SessionFailed` where a model was asked and the
+        service did not answer."""

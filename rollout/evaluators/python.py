@@ -22,6 +22,7 @@ from rollout.evaluators.base import Case, EvaluationFailed, Score
 from rollout.evaluators.options import Options, of_case
 from rollout.evaluators.rewards import as_score
 from rollout.runtimes.base import RuntimeFailed
+from rollout.session_failures import SessionFailed
 from rollout.task import EvaluatorSpec, Task
 
 _ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -40,7 +41,7 @@ class PythonEvaluator:
         function = await asyncio.to_thread(_function, entry)
         try:
             value = await _called(function, case)
-        except (EvaluationFailed, RuntimeFailed):
+        except (EvaluationFailed, RuntimeFailed, SessionFailed):
             raise
         except (Exception, SystemExit) as error:
             raise EvaluationFailed(f"{entry} raised {type(error).__name__}: {error}") from error

@@ -84,10 +84,12 @@ def _metadata(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
         raise EvaluationFailed(f"'metadata' of {where} is {_shown(given)}, not an object")
     metadata = {**{key: each for key, each in value.items() if key not in _FIELDS}, **given}
     try:
-        json.dumps(metadata, allow_nan=False, ensure_ascii=False).encode()
+        written = json.dumps(metadata, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
         raise EvaluationFailed(f"'metadata' of {where} cannot be written as JSON: {error}") from error
-    return metadata
+    # As the service gets it. The store does not read keys that are no texts, nor write numbers of a class of their own, as numpy has.
+    taken: dict[str, Any] = json.loads(written)
+    return taken
 
 
 def _shown(value: object) -> str:

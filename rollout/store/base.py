@@ -180,10 +180,5 @@ class WorkStore(Protocol):
     async def put_back(self, attempt: AttemptId, now: float) -> None:
         """The node ends before the harness was started: queued again, and it costs no attempt. Raises `Superseded`."""
 
-    async def to_close(self, limit: int) -> list[tuple[Task, RolloutState]]:
-        """Rollouts that were cancelled or stopped early and whose sessions have not been closed yet; `closed` ends that."""
-
-    async def closed(self, task_id: str, index: int) -> None: ...
-
     async def leave(self, node: str) -> None:
         """The node has ended and holds nothing."""

@@ -111,7 +111,7 @@ class RedisTaskStore:
 
     async def depths(self) -> Mapping[str, int]:
         flat = await self._run(DEPTHS)
-        return {name.decode(): int(waiting) for name, waiting in zip(flat[::3], flat[1::3], strict=True)}
+        return {name.decode(): int(waiting) for name, waiting in zip(flat[::2], flat[1::2], strict=True)}
 
     async def tell_stranded(self, now: float) -> int:
         """Tasks whose rollouts ask for what no node has are told so, once, and no more when one has; how many were told either."""

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from rollout.attempts import AttemptId, RolloutState, Status, Superseded, Verdict
+from rollout.attempts import AttemptId, Status, Superseded, Verdict
 from rollout.codec import decode, encode
 from rollout.failures import FailureRecord
 from rollout.store import keys
 from rollout.store.base import NodeState, Room, Taken
 from rollout.store.connection import Argument, Connection, Script
 from rollout.store.records import TOLD, fields_of, rollout_state
-from rollout.store.tasks import RedisTaskStore
 from rollout.task import Task
 
 BLOCK_SECONDS = 5.0
@@ -43,7 +41,6 @@ class RedisWorkStore:
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
-        self._tasks = RedisTaskStore(connection)
         self._node = ""
         self._arrival: str | None = None
 
@@ -102,12 +99,6 @@ class RedisWorkStore:
 
     async def put_back(self, attempt: AttemptId, now: float) -> None:
         self._check(attempt, await self._step(PUT_BACK, attempt, repr(now), durable=True))
-
-    async def to_close(self, limit: int) -> list[tuple[Task, RolloutState]]:
-        return await self._tasks.to_close(limit, time.time())
-
-    async def closed(self, task_id: str, index: int) -> None:
-        await self._tasks.closed(task_id, index)
 
     async def leave(self, node: str) -> None:
         await self._run(LEAVE, node)
