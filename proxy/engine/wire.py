@@ -114,7 +114,7 @@ class EngineHttp:
                 line.connected(answer)
                 if answer.status != 200:
                     raise refusal(replica, path, answer.status, await answer.read())
-                async for piece in answer.pieces():
+                while piece := await answer.piece():
                     clock.waited(ENGINE)
                     for event in decoder.feed(piece):
                         if event == b"[DONE]":
