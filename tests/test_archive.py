@@ -19,12 +19,13 @@ from typing import Any
 
 import msgpack
 import msgspec
+import openai
 import pyarrow.parquet as pq
 import pytest
 from random_harness import RandomHarness
 from redis_server import RedisServer, Store, running_redis
 from running_service import ADMIN, TRAINER, RunningService, Session
-from scripted_engine import ScriptedEngine
+from scripted_engine import Fail, ScriptedEngine
 from typer.testing import CliRunner
 from verbatim_process import COMMAND, environment
 
@@ -337,6 +338,22 @@ def test_a_session_with_a_rule_for_its_group_is_found_to_be_the_one_that_was_arc
     export(service, tmp_path)
     imported(service, tmp_path)
     assert service.request("GET", "/sessions/ruled").json()["status"] == "completed"
+
+
+def test_a_session_that_no_trainer_gets_and_that_was_failed_once_is_found_again_and_given_to_none(
+    service: RunningService, engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    session = service.session(session_id="judge", trained=False)
+    session.answer("hello")
+    engine.script = lambda generation, index: Fail()
+    with pytest.raises(openai.InternalServerError):
+        session.ask("again")
+    engine.script = None
+    session.close(reward=1.0)
+    assert service.request("GET", "/sessions/judge").json()["unserved"]["code"] == "engine_failed"
+    export(service, tmp_path)
+    assert "1 were there already" in imported(service, tmp_path, "--deliver")
+    assert leased(service) == []
 
 
 def test_records_of_another_session_are_refused(service: RunningService, tmp_path: Path) -> None:

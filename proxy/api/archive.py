@@ -91,7 +91,9 @@ async def _deliver(services: Services, part: Restore, state: SessionState) -> tu
     except RequestError:
         await services.delivery.retract(state.info.session_id)
         raise
-    return fresh, await offer(services, state)
+    # One that was there before knows more of itself than an archive does: that no trainer gets it, its group's rule.
+    there = await services.sessions.load(state.info.session_id)
+    return fresh, await offer(services, there or state)
 
 
 def intents_as_wire(intents: Sequence[Intent]) -> list[dict[str, Any]]:

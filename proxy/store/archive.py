@@ -88,8 +88,8 @@ class RedisArchiveStore:
         if there is None:
             raise NotFound(f"there is no session {session_id}")
         # A reward of the same value may have been given again.
-        asked = replace(state, info=_archived(state.info), updated_at=0.0)
-        if replace(there, info=_archived(there.info), updated_at=0.0) != asked:
+        asked = replace(state, info=_archived(state.info), updated_at=0.0, unserved=None)
+        if replace(there, info=_archived(there.info), updated_at=0.0, unserved=None) != asked:
             raise Conflict(f"session {session_id} is there already, and its state is not the same")
         if await self._sessions.delivered(session_id) != set(delivered):
             raise Conflict(f"session {session_id} is there already, and other replies of it were delivered")
@@ -118,8 +118,9 @@ def _packed(info: SessionInfo) -> bytes:
 
 
 def _archived(info: SessionInfo) -> SessionInfo:
-    """What an archive holds of it: not the key, and not its group's rule. A group that is imported is the service's to decide on."""
-    return replace(info, key_hash=NO_KEY, group_rule=None)
+    """What an archive holds of it: not the key, not its group's rule, for a group that is imported is the service's to decide on, and
+    not whether a trainer may get it."""
+    return replace(info, key_hash=NO_KEY, group_rule=None, trained=True)
 
 
 def _digest(record: bytes) -> bytes:
