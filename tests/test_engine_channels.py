@@ -254,6 +254,17 @@ async def test_closing_an_answer_ends_its_reader() -> None:
         await asyncio.wait_for(engine.left.wait(), 30)
 
 
+async def test_an_answer_that_was_hung_up_on_is_not_whole_though_it_would_have_ended_with_its_connection() -> None:
+    script = telling(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nsome of it")
+    async with Engine(script).serving() as engine, channels() as made:
+        got = await made.post(engine.url, b"", {})
+        assert await got.piece() == b"some of it"
+        got.close()
+        await engine.left.wait()
+        with pytest.raises(BrokenOff):
+            await got.piece()
+
+
 async def test_an_engine_waits_for_a_reader_that_is_slow() -> None:
     size, sent = 64 << 20, []
 

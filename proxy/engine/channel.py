@@ -211,7 +211,8 @@ class Answer:
             self._waiting.set_exception(self._error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if exc is None and self.status and not self._measured:
+        # An answer that was given up is not whole because its connection ends, too.
+        if exc is None and self.status and not self._measured and self._error is None:
             self.complete()
             return
         reason = str(exc) if exc else "the engine closed the connection"
