@@ -56,7 +56,7 @@ class UnservedShape(Shape):
 
 class SessionAlone(SessionShape):
     unserved: UnservedShape | None
-    """The session's last call, where it was not served; null: it was."""
+    """The last call that the service or its engine failed; later ones may have been served. Null: none was failed."""
 
 
 class SessionPage(Shape):
@@ -127,7 +127,7 @@ SESSIONS = (
         "sessions",
         "admin",
         "Look at a session",
-        "As it stands; `unserved` says why its last call was not served.",
+        "As it stands; `unserved` is the last call that the service or its engine failed, and says why.",
         {200: Answer("the session", SessionAlone, {**SESSION, "unserved": None})},
         refusals=(404,),
         parameters=SESSION_ID,
