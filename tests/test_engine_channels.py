@@ -11,6 +11,8 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +22,8 @@ from test_tls import make
 
 from proxy.engine.channel import BrokenOff, CannotConnect, Unanswered
 from proxy.engine.channels import Channels
+from proxy.engine.replica import replica_at
+from proxy.engine.wire import EngineHttp
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -185,6 +189,24 @@ async def test_a_connection_that_the_engine_closed_or_that_was_idle_for_long_is_
         assert await answer(made, engine.url) == b"ok"
     async with Engine(telling(measured(b"ok"))).serving() as engine, channels(idle_seconds=0.0) as made:
         assert [await answer(made, engine.url) for _ in range(2)] == [b"ok", b"ok"]
+        assert engine.connections == 2
+
+
+async def test_a_weight_label_is_asked_for_again_over_a_new_connection_when_the_engine_had_just_closed_the_old_one() -> None:
+    """Without a label nothing that was sampled is trained."""
+    served: set[asyncio.StreamWriter] = set()
+
+    async def script(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if writer in served:
+            writer.close()
+        else:
+            writer.write(measured(b'{"weight_version": "7"}'))
+        served.add(writer)
+
+    async with Engine(script).serving() as engine, channels() as made:
+        pool: Any = SimpleNamespace(channels=made)
+        http, replica = EngineHttp(pool), replica_at(engine.url)
+        assert [await http.label(replica, ("/weight_info",)) for _ in range(2)] == ["7", "7"]
         assert engine.connections == 2
 
 
