@@ -38,6 +38,8 @@ class Answering:
         self._services = services
         self._flow = flow
         self._background: set[asyncio.Task[None]] = set()
+        self._unnoted: dict[str, Unserved] = {}
+        """Of each session what the store could not be told yet: the last, which alone counts."""
 
     async def answer(self, client: Client, dialect: Dialect, turn: Turn) -> None:
         """Run the call that was admitted, answer it, and let the store know that the answer went out."""
@@ -114,15 +116,24 @@ class Answering:
             with suppress(StoreUnavailable):
                 await self._services.sessions.note_unserved(turn.session_id, unserved)
                 return
-        self._in_background(self._noted_later(turn.session_id, unserved))
+        if turn.session_id not in self._unnoted:
+            # One for all of them: a harness that asks again and again while the store is away has many.
+            self._in_background(self._noted_later(turn.session_id))
+        self._unnoted[turn.session_id] = unserved
 
-    async def _noted_later(self, session_id: str, unserved: Unserved) -> None:
-        while not self._services.stopping.is_set():
+    async def _noted_later(self, session_id: str) -> None:
+        stopping, settled = self._services.stopping, None
+        while settled is not self._unnoted[session_id]:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._services.stopping.wait(), _LATER_SECONDS)
-            with suppress(StoreUnavailable):
+                await asyncio.wait_for(stopping.wait(), _LATER_SECONDS)
+            unserved = self._unnoted[session_id]
+            try:
                 await self._services.sessions.note_unserved(session_id, unserved)
-                return
+            except StoreUnavailable:
+                if not stopping.is_set():
+                    continue
+            settled = unserved
+        del self._unnoted[session_id]
 
     async def _watch(self, receive: Receive, turn: Turn) -> None:
         """End the call when the harness hangs up."""

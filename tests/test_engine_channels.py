@@ -11,6 +11,8 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +22,8 @@ from test_tls import make
 
 from proxy.engine.channel import BrokenOff, CannotConnect, Unanswered
 from proxy.engine.channels import Channels
+from proxy.engine.replica import replica_at
+from proxy.engine.wire import EngineHttp
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -135,10 +139,10 @@ async def test_pieces_come_as_they_are_sent() -> None:
         writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
 
     async with Engine(script).serving() as engine, channels() as made, await made.post(engine.url, b"", {}) as got:
-        pieces = got.pieces()
-        assert await anext(pieces) == b"one"
+        assert await got.piece() == b"one"
         gate.set()
-        assert b"".join([piece async for piece in pieces]) == b"two"
+        assert await got.piece() == b"two"
+        assert await got.piece() == b""
 
 
 async def test_a_reader_that_has_heard_enough_leaves_the_connection_to_the_next_request() -> None:
@@ -152,7 +156,7 @@ async def test_a_reader_that_has_heard_enough_leaves_the_connection_to_the_next_
 
     async with Engine(script).serving() as engine, channels() as made:
         async with await made.post(engine.url, b"", {}) as got:
-            assert await anext(got.pieces()) == b"end"
+            assert await got.piece() == b"end"
         gate.set()
         while not made.idle:
             await asyncio.sleep(0.01)
@@ -185,6 +189,24 @@ async def test_a_connection_that_the_engine_closed_or_that_was_idle_for_long_is_
         assert await answer(made, engine.url) == b"ok"
     async with Engine(telling(measured(b"ok"))).serving() as engine, channels(idle_seconds=0.0) as made:
         assert [await answer(made, engine.url) for _ in range(2)] == [b"ok", b"ok"]
+        assert engine.connections == 2
+
+
+async def test_a_weight_label_is_asked_for_again_over_a_new_connection_when_the_engine_had_just_closed_the_old_one() -> None:
+    """Without a label nothing that was sampled is trained."""
+    served: set[asyncio.StreamWriter] = set()
+
+    async def script(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if writer in served:
+            writer.close()
+        else:
+            writer.write(measured(b'{"weight_version": "7"}'))
+        served.add(writer)
+
+    async with Engine(script).serving() as engine, channels() as made:
+        pool: Any = SimpleNamespace(channels=made)
+        http, replica = EngineHttp(pool), replica_at(engine.url)
+        assert [await http.label(replica, ("/weight_info",)) for _ in range(2)] == ["7", "7"]
         assert engine.connections == 2
 
 
@@ -252,6 +274,17 @@ async def test_closing_an_answer_ends_its_reader() -> None:
         with pytest.raises(BrokenOff):
             await reading
         await asyncio.wait_for(engine.left.wait(), 30)
+
+
+async def test_an_answer_that_was_hung_up_on_is_not_whole_though_it_would_have_ended_with_its_connection() -> None:
+    script = telling(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nsome of it")
+    async with Engine(script).serving() as engine, channels() as made:
+        got = await made.post(engine.url, b"", {})
+        assert await got.piece() == b"some of it"
+        got.close()
+        await engine.left.wait()
+        with pytest.raises(BrokenOff):
+            await got.piece()
 
 
 async def test_an_engine_waits_for_a_reader_that_is_slow() -> None:

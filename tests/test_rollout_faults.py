@@ -307,6 +307,7 @@ async def test_a_call_that_the_store_failed_is_noted_once_that_is_back(monkeypat
     turn: Any = SimpleNamespace(running=SimpleNamespace(cut=asyncio.Event()), call_ids=["c"], session_id="s")
     answering = Answering(services, None)  # type: ignore[arg-type]
     for error in (EngineFailed("broke"), StoreUnavailable("away")):
+        turn.session_id = error.code
         await answering._note_unserved(turn, error)
     async with asyncio.timeout(SECONDS):
         while len(noted) < 2:
@@ -316,6 +317,23 @@ async def test_a_call_that_the_store_failed_is_noted_once_that_is_back(monkeypat
     await answering._note_unserved(turn, EngineFailed("the harness hung up"))
     await answering.settle()
     assert len(noted) == 2
+
+
+async def test_of_calls_that_the_store_failed_the_last_of_a_session_is_noted_by_one_task_also_in_a_service_that_stops() -> None:
+    noted: list[str] = []
+
+    class Store:
+        async def note_unserved(self, session_id: str, unserved: Unserved) -> None:
+            noted.append(unserved.message)
+
+    services: Any = SimpleNamespace(sessions=Store(), stopping=asyncio.Event())
+    turn: Any = SimpleNamespace(running=SimpleNamespace(cut=asyncio.Event()), call_ids=["c"], session_id="s")
+    answering = Answering(services, None)  # type: ignore[arg-type]
+    services.stopping.set()
+    for message in ("first", "second", "third"):
+        await answering._note_unserved(turn, StoreUnavailable(message))
+    await answering.settle()
+    assert noted == ["third"]
 
 
 async def test_an_agent_that_asked_again_after_a_failure_is_scored(world: World, engine: ScriptedEngine) -> None:

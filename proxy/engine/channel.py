@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import httptools
 
 _BUFFERED_BYTES = 1 << 20
 """What may lie unread of an answer before the engine is made to wait."""
-
 
 _REST_SECONDS = 1.0
 """How long the rest of an answer may take that nobody reads."""
@@ -169,29 +168,22 @@ class Answer:
             await self._more()
 
     async def read(self) -> bytes:
-        """The whole body. Raises BrokenOff and TimeoutError."""
+        """The whole body. Raises as `piece`."""
         taken: list[bytes] = []
-        while True:
-            if self._pieces:
-                taken.append(self._taken())
-            if self._whole:
-                return b"".join(taken)
-            await self._more()
+        while piece := await self.piece():
+            taken.append(piece)
+        return b"".join(taken)
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises as `read`."""
-        while True:
-            while self._pieces:
-                yield self._taken()
+    async def piece(self) -> bytes:
+        """What of the body has come since the last piece, at least a byte; b"" at its end. Raises BrokenOff and TimeoutError."""
+        while not self._pieces:
             if self._whole:
-                return
+                return b""
             await self._more()
-
-    def _taken(self) -> bytes:
-        pieces, self._unread = b"".join(self._pieces), 0
+        piece, self._unread = b"".join(self._pieces), 0
         self._pieces.clear()
         self._go_on()
-        return pieces
+        return piece
 
     def _go_on(self) -> None:
         if self._paused:
@@ -219,7 +211,8 @@ class Answer:
             self._waiting.set_exception(self._error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if exc is None and self.status and not self._measured:
+        # An answer that was given up is not whole because its connection ends, too.
+        if exc is None and self.status and not self._measured and self._error is None:
             self.complete()
             return
         reason = str(exc) if exc else "the engine closed the connection"

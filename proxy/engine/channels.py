@@ -142,7 +142,7 @@ class Channels:
         channels.append(channel)
         oldest = asyncio.get_running_loop().time() - self._idle_seconds
         # The last used are taken first, so those that were idle for long lie in front.
-        while channels[0].idle_since <= oldest or channels[0].lost:
+        while channels and (channels[0].idle_since <= oldest or channels[0].lost):
             channels.pop(0).close()
 
 

@@ -107,7 +107,9 @@ class Gathered:
     def add(self, choice: Choice) -> Delta:
         """Take in one piece; returns it as the harness sees it, tool-call ids still the engine's."""
         if choice.token_ids is not None:
-            self.token_ids = (self.token_ids or []) + choice.token_ids
+            if self.token_ids is None:
+                self.token_ids = []
+            self.token_ids.extend(choice.token_ids)
         entries = choice.logprobs.entries if choice.logprobs else []
         self.entries.extend(entries)
         self.finish_reason = choice.finish_reason or self.finish_reason

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -78,10 +79,7 @@ class EngineHttp:
         It samples nothing, so when that one breaks, too, another replica may be asked: EngineUnavailable."""
         data = _encoded(replica, body)
         try:
-            try:
-                raw = await self._exchange(replica, path, data, None, None)
-            except _ASKED_AGAIN:
-                raw = await self._exchange(replica, path, data, None, None)
+            raw = await _asked(partial(self._exchange, replica, path, data, None, None))
         except _ASKED_AGAIN as error:
             raise EngineUnavailable(self._broken(replica, error).message) from error
         except (ChannelError, TimeoutError) as error:
@@ -114,7 +112,7 @@ class EngineHttp:
                 line.connected(answer)
                 if answer.status != 200:
                     raise refusal(replica, path, answer.status, await answer.read())
-                async for piece in answer.pieces():
+                while piece := await answer.piece():
                     clock.waited(ENGINE)
                     for event in decoder.feed(piece):
                         if event == b"[DONE]":
@@ -177,15 +175,18 @@ class EngineHttp:
         """The replica's weight version as the engine writes it, from the first of the routes that it has; None where none tells."""
         for route in routes:
             try:
-                with Waiting(ENGINE):
-                    async with await self._pool.channels.get(replica.url + route) as answer:
-                        content = await answer.read()
-                if answer.status == 200:
+                status, content = await _asked(partial(self._got, replica.url + route))
+                if status == 200:
                     label = msgspec.json.decode(content).get("weight_version")
                     return None if label is None else str(label)
             except (TimeoutError, ChannelError, ValueError, AttributeError):
                 return None
         return None
+
+    async def _got(self, url: str) -> tuple[int, bytes]:
+        with Waiting(ENGINE):
+            async with await self._pool.channels.get(url) as answer:
+                return answer.status, await answer.read()
 
     async def order(self, replica: Replica, path: str, body: Any) -> None:
         """As `ask`, where nothing is answered."""
@@ -204,6 +205,14 @@ class EngineHttp:
         if isinstance(error, asyncio.TimeoutError):
             return EngineFailed(f"engine {replica.name} did not answer in time")
         return EngineFailed(f"engine {replica.name} broke off: {type(error).__name__}")
+
+
+async def _asked(ask: Callable[[], Awaitable[T]]) -> T:
+    """What is answered, if need be when it is asked for the second time. Raises as the second one."""
+    try:
+        return await ask()
+    except _ASKED_AGAIN:
+        return await ask()
 
 
 def _decoded(replica: Replica, path: str, data: bytes, answer: type[T]) -> T:
