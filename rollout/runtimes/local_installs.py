@@ -76,10 +76,19 @@ class LocalInstalls:
 
     async def _remove_old(self) -> None:
         for key in self._uses.too_many():
-            with self._uses.alone(key) as unused:
-                if unused:
-                    await asyncio.to_thread(_remove, self.folder / key)
-                    self._uses.forget(key)
+            await asyncio.to_thread(self._remove, key)
+
+    def _remove(self, key: str) -> None:
+        """There whole under its name, or not at all. The lock is the thread's, and a short one: a runtime that begins waits for it
+        (`held`) where everything else of the node would wait with it, this coroutine too."""
+        going = self.folder / f".gone.{key}.{os.getpid()}"
+        with self._uses.alone(key) as unused:
+            if not unused:
+                return
+            with suppress(FileNotFoundError):
+                (self.folder / key).rename(going)
+            self._uses.forget(key)
+        shutil.rmtree(going, ignore_errors=True)
 
     async def _settle(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs, kept: Path) -> None:
         """Afterwards it is kept, or known not to be."""
@@ -121,14 +130,6 @@ def readable_of(spec: RuntimeSpec) -> list[tuple[Path, str]]:
 
 def _path(path: str) -> str:
     return f"{PREFIX}/bin:{PREFIX}/venv/bin:{path}"
-
-
-def _remove(kept: Path) -> None:
-    """There whole under its name, or not at all."""
-    going = kept.with_name(f".gone.{kept.name}.{os.getpid()}")
-    with suppress(FileNotFoundError):
-        kept.rename(going)
-    shutil.rmtree(going, ignore_errors=True)
 
 
 def _keep(made: Path, kept: Path) -> None:
