@@ -147,3 +147,13 @@ async def test_a_runtime_may_start_while_its_install_is_removed(kind: LocalKind,
     assert there(made.spec) is (held is not None)
     if held is not None:
         os.close(held)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+async def test_an_install_in_a_folder_of_another_user_is_not_used(kind: LocalKind, tmp_path: Path) -> None:
+    """Who owns the folder can put any program in there, also while nothing is installed yet."""
+    planted = kind.installs.folder / INSTALL.key
+    planted.mkdir(parents=True)
+    os.chown(kind.installs.folder, 1000, 1000)
+    with pytest.raises(RuntimeFailed, match="belongs to another user; set VERBATIM_LOCAL_DIR"):
+        await kind.installed(SPEC, INSTALL, f"r-{MARK}-1", ROUTE, logs(tmp_path))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout.runtimes.base import Install, Installed, Logs, Route, Runtime, RuntimeFailed
+from rollout.runtimes.folders import owned
 from rollout.runtimes.installs import LEAST_MEMORY_MB, carry_out, is_there
 from rollout.runtimes.uses import Uses
 from rollout.task import RuntimeSpec
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 PREFIX = "/opt/verbatim-harness"
 OPTION = "installed"
 """Of a spec: the folder that is kept. Nobody can submit it: `LocalKind.check` knows no such option."""
+_VARIABLE = "VERBATIM_LOCAL_DIR"
 PIP = re.compile(r"\bpip3?\b")
 
 
@@ -43,7 +45,7 @@ class LocalInstalls:
         self._settled: dict[str, str] = {}
         """Keys of what is not to be installed, and why it could not be; empty: it is there anyway."""
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._uses = Uses(self.folder / ".uses", kind.settings.installs_kept, "VERBATIM_LOCAL_DIR")
+        self._uses = Uses(self.folder / ".uses", kind.settings.installs_kept, _VARIABLE)
 
     @property
     def folder(self) -> Path:
@@ -60,6 +62,7 @@ class LocalInstalls:
                 await self._settle(spec, install, name, route, logs, kept)
             if not kept.is_dir():
                 return Installed(spec, self._settled.get(install.key, ""))
+            owned(self.folder, _VARIABLE)
             self._uses.note(install.key)
         return Installed(replace(spec, options={**spec.options, OPTION: str(kept)}))
 
@@ -136,9 +139,7 @@ def _keep(made: Path, kept: Path) -> None:
     """Raises `RuntimeFailed`. There whole under its name, or not at all; another node may have been first."""
     temporary = kept.with_name(f".{kept.name}.{os.getpid()}")
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if kept.parent.stat().st_uid != os.geteuid():
-            raise RuntimeFailed(f"{kept.parent} belongs to another user, who could change what runs")
+        owned(kept.parent, _VARIABLE)
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.move(made, temporary)
         # The runtime that made it is still to be removed.
