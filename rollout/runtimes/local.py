@@ -112,8 +112,7 @@ class LocalRuntime(FilesByCommand):
         self._route = route
         self._folder = kind.settings.local_dir / name
         self._sandbox = spec.options.get("sandbox", "bwrap") == "bwrap"
-        self._where = resources.hierarchies(kind.settings.cgroup)
-        self._resources = resources.Resources(spec, name, self._where)
+        self._resources = resources.Resources(spec, name, resources.hierarchies(kind.settings.cgroup))
         self._running: set[asyncio.Task[object]] = set()
         self._held_install: int | None = None
         self.home = HOME if self._sandbox else str(self._folder / "home")
