@@ -230,7 +230,7 @@ class ContainerRuntime(FilesByCommand):
                     done = await finished(process, stdin, limits, partial(self._send, within, process, script))
                 finally:
                     await within.nothing_left(command)
-            if script.exists() and not done.timed_out:
+            if container_script.unread(script) and not done.timed_out:
                 raise RuntimeFailed(f"the command was not started: {done.stderr.decode(errors='replace').strip()}")
             return done
         except CannotPass as error:
@@ -238,7 +238,7 @@ class ContainerRuntime(FilesByCommand):
         finally:
             within.commands.pop(command, None)
             self._running.discard(task)
-            script.unlink(missing_ok=True)
+            container_script.take_away(script)
 
     def _first_lines(self) -> Sequence[str]:
         """Of a shell, for each command before it starts."""
@@ -259,7 +259,7 @@ class ContainerRuntime(FilesByCommand):
             within.send(script.name, number)
             return
         if process.returncode is None:
-            script.unlink(missing_ok=True)
+            container_script.take_away(script)
             asyncio.get_running_loop().call_later(_CLIENT_SECONDS, _kill, process)
         within.kill(script.name)
 

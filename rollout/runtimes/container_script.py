@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from rollout.runtimes.base import DiskFull, RuntimeFailed, no_room
@@ -33,3 +34,14 @@ def write(script: Path, env: Mapping[str, str], *lines: str) -> None:
             file.write(os.fsencode(text))
     except OSError as error:
         raise (DiskFull if no_room(error) else RuntimeFailed)(f"{script} cannot be written: {error}") from error
+
+
+def unread(script: Path) -> bool:
+    """Whether it is still there. What else a command may have put in its place, or done to the folder, says nothing."""
+    return os.path.isfile(script)
+
+
+def take_away(script: Path) -> None:
+    """Nobody reads it any more. What cannot be removed is none; it goes with the folder."""
+    with suppress(OSError):
+        script.unlink()
