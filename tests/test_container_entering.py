@@ -69,3 +69,18 @@ def test_the_nodes_own_interpreter_cannot_be_written_by_what_it_starts() -> None
     )
     assert (done.stdout, done.stderr) == (b"1\n", b"")
     assert not os.statvfs(os.path.realpath(sys.executable)).f_flag & os.ST_RDONLY
+
+
+async def test_what_a_command_puts_in_the_place_of_its_script_is_no_error_of_the_node(tmp_path: Path) -> None:
+    """It knows the name. A folder there can be neither a script that was not read nor removed as one."""
+    async with contained(tmp_path).started() as runtime:
+        assert await out(runtime, 'mkdir "/run/verbatim/$VERBATIM_EXEC"; echo made') == "made\n"
+        line = 'trap "" TERM; mkdir "/run/verbatim/$VERBATIM_EXEC"; while :; do sleep 1; done'
+        running = asyncio.ensure_future(shell(runtime, line))
+        passed = runtime._passed  # type: ignore[attr-defined]
+        while sum(each.is_dir() for each in passed.iterdir()) < 2 and not running.done():
+            await asyncio.sleep(0.05)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert await out(runtime, "echo here") == "here\n"

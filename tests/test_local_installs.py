@@ -129,3 +129,31 @@ async def test_what_was_unused_for_longest_is_removed_and_nothing_in_use(kind: L
         await kind.make(specs[0], f"r-{MARK}-late", ROUTE).start()
     again = await kind.installed(SPEC, Install("agent-x", (*LINES, "echo 0")), f"r-{MARK}-4", ROUTE, logs(tmp_path))
     assert await said(kind, again.spec, "agent-x") == (0, "here\n")
+
+
+async def test_a_runtime_may_start_while_its_install_is_removed(kind: LocalKind, tmp_path: Path) -> None:
+    """It waited for the removal's lock in the thread in which the removal had to go on: the node stood still."""
+    made = await kind.installed(SPEC, INSTALL, f"r-{MARK}-1", ROUTE, logs(tmp_path))
+    other = replace(INSTALL, lines=(*LINES, "echo other"))
+    await LocalKind(replace(kind.settings, installs_kept=2)).installed(SPEC, other, f"r-{MARK}-2", ROUTE, logs(tmp_path))
+    grown_old(tmp_path)
+    removal, held = asyncio.ensure_future(kind.installs._remove_old()), None
+    await asyncio.sleep(0)
+    try:
+        held = kind.installs.held(made.spec)
+    except RuntimeFailed as error:
+        assert "was removed" in str(error)
+    await removal
+    assert there(made.spec) is (held is not None)
+    if held is not None:
+        os.close(held)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+async def test_an_install_in_a_folder_of_another_user_is_not_used(kind: LocalKind, tmp_path: Path) -> None:
+    """Who owns the folder can put any program in there, also while nothing is installed yet."""
+    planted = kind.installs.folder / INSTALL.key
+    planted.mkdir(parents=True)
+    os.chown(kind.installs.folder, 1000, 1000)
+    with pytest.raises(RuntimeFailed, match="belongs to another user; set VERBATIM_LOCAL_DIR"):
+        await kind.installed(SPEC, INSTALL, f"r-{MARK}-1", ROUTE, logs(tmp_path))

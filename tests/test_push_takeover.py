@@ -182,6 +182,29 @@ async def test_a_process_that_stood_still_cannot_go_on_with_its_push_once_anothe
         assert [state.version for state in await weights.history()] == [3, 1]
 
 
+async def test_a_replica_whose_answers_make_no_sense_does_not_end_the_push_of_the_others(
+    engines: list[ScriptedEngine], weights: WeightStore, checkpoints: Callable[[int], str]
+) -> None:
+    """It ended the push, and gave the lock to the next one, while they still loaded."""
+    odd, other = engines
+    async with serving(weights, *(engine.url for engine in engines)) as service:
+        odd.weights.loaded["updates"] = "many"
+        hold = other.weights.hold("update", done=False)
+        pushing = asyncio.ensure_future(service.updater.push(1, checkpoints(1)))
+        await until(hold.reached.is_set, lambda: pushing)
+        hold.released.set()
+        answer = await pushing
+        assert answer["applied"]
+        told = {name: replica.get("error", "") for name, replica in answer["replicas"].items()}
+        names = {
+            engine.url: replica.name for engine in engines for replica in service.pool.replicas if replica.url == engine.url
+        }
+        assert told[names[other.url]] == ""
+        assert "ValueError: invalid literal for int() with base 10: 'many'" in told[names[odd.url]]
+        assert [replica.healthy for replica in service.pool.replicas] == [False, True]
+        assert_consistent([other], 1)
+
+
 @pytest.mark.parametrize("backend", [True, False], ids=["taken over", "nobody can say"])
 async def test_a_process_whose_lock_ran_out_does_not_resume_what_may_be_anothers(
     backend: bool, weights: WeightStore, checkpoints: Callable[[int], str]

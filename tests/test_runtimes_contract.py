@@ -180,6 +180,14 @@ async def test_a_command_that_is_not_there_or_cannot_be_started_has_the_exit_cod
         assert (await runtime.exec(["true"], workdir="no/such/folder", timeout_seconds=SECONDS)).exit_code == 126
 
 
+@pytest.mark.parametrize("kind", but("bwrap", "unconfined"))
+async def test_a_variable_that_no_shell_can_set_keeps_a_command_from_being_started(kind: str, tmp_path: Path) -> None:
+    async with place_of(kind, tmp_path).started() as runtime:
+        done = await shell(runtime, "echo ran", env={"a-b": "c"})
+    assert (done.exit_code, done.stdout) == (126, b"")
+    assert b"'a-b' is no name of a variable that a shell can set" in done.stderr
+
+
 async def test_variables_reach_the_command_whole_and_those_of_the_node_do_not(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,3 +84,38 @@ def test_a_worker_without_the_backend_says_so_and_does_not_raise() -> None:
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if line.startswith("answers:")]
     assert [line.count("{'no_backend': 'start vLLM with --weight-transfer-config") for line in said] == [2, 2], done.stdout
+
+
+UNREADABLE = """
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from proxy.engine.vllm_backend import INDEX, Claims, VerbatimEngine, VerbatimUpdate, VerbatimWorker
+
+engine = VerbatimEngine.__new__(VerbatimEngine)
+engine.claims, engine._tied, engine.parallel_config = Claims(), {}, SimpleNamespace(world_size=2)
+engine.state = {"whole": True, "updates": 0, "error": None}
+
+class Worker(VerbatimWorker):
+    weight_transfer_engine = engine
+
+Path(sys.argv[1], INDEX).write_text(json.dumps({"weight_map": ["model.safetensors"]}))
+for path in ("/" + 300 * "x", sys.argv[1]):
+    engine.receive_weights(VerbatimUpdate(path=path, version=1))
+    print("answers:", Worker().verbatim_check(path)["error"], engine.state)
+print("answers:", Worker().verbatim_check_transfer({"group": "g"})["error"])
+"""
+
+
+def test_a_worker_beside_others_does_not_raise_whatever_keeps_it_from_reading(tmp_path: Path) -> None:
+    """A name that is too long stands for every path at which the system refuses to look, such as one in a folder that the engine's user
+    may not enter."""
+    require_vllm()
+    done = subprocess.run([sys.executable, "-c", UNREADABLE, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    long, listed, transfer = [line for line in done.stdout.splitlines() if line.startswith("answers:")]
+    for line, told in ((long, "File name too long"), (listed, "is not a safetensors index")):
+        assert line.count(told) == 2 and "'whole': True, 'updates': 0" in line, line
+    assert transfer != "answers: None"

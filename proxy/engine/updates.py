@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from proxy.engine.weight_metrics import WeightMetrics
 from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, StoreUnavailable, VerbatimError
 from proxy.settings import Settings
 from proxy.store.weight_store import WeightState, WeightStore
+
+log = logging.getLogger(__name__)
 
 
 class WeightUpdater:
@@ -174,10 +177,10 @@ class WeightUpdater:
             api = self._keeper.api(replica, identity, lock.fence)
             await self._check_other_half(api, replica, push)
             await update_replica(api, replica, push, guard)
-        except VerbatimError as error:
+        except Exception as error:
             if meeting is not None:
                 meeting.leave(replica.name)
-            outcome.end(error)
+            outcome.end(_foreseen(error, replica))
             return outcome
         outcome.end()
         replica.weight_version = push.version
@@ -214,6 +217,14 @@ class WeightUpdater:
         self._metrics.pushed(push.policy, push.mode, outcome, answer["seconds"])
         for replica in outcomes:
             self._metrics.paused(push.policy, replica.name, push.mode, replica.paused_seconds)
+
+
+def _foreseen(error: Exception, replica: Replica) -> VerbatimError:
+    """Any other error is this replica's end alone: raised, it would end the push, and its lock, while others still load."""
+    if isinstance(error, VerbatimError):
+        return error
+    log.error("engine %s: new weights broke on an error that nobody foresaw", replica.name, exc_info=error)
+    return ReplicaLeft(f"{type(error).__name__}: {error}")
 
 
 def _standing(replica: Replica) -> dict[str, Any]:

@@ -104,11 +104,11 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
 def _indexed(path: Path) -> dict[Path, list[str] | None]:
     try:
         places = json.loads((path / INDEX).read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        shards: dict[Path, list[str] | None] = {}
+        for name, file in places.items():
+            shards.setdefault(path / file, []).append(name)  # type: ignore[union-attr]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadCheckpoint(f"{path / INDEX} is not a safetensors index: {error!r}") from error
-    shards: dict[Path, list[str] | None] = {}
-    for name, file in places.items():
-        shards.setdefault(path / file, []).append(name)  # type: ignore[union-attr]
     if missing := [file.name for file in shards if not file.is_file()]:
         raise BadCheckpoint(f"{path} lacks {', '.join(missing)}, which its index names")
     return shards
@@ -241,8 +241,8 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
             else:
                 raise BadCheckpoint("an update needs a path or a transfer")
             self._received = True
-        except (BadCheckpoint, TornWeights) as error:
-            self.state = {**self.state, "error": str(error)}
+        except Exception as error:
+            self.state = {**self.state, "error": str(error) or type(error).__name__}
             # With several workers vLLM takes the answer of the first that failed and leaves the others' in their queues,
             # where the next call finds them instead of its own. So there the error is only in the state.
             if self.parallel_config.world_size == 1:
@@ -511,8 +511,9 @@ class VerbatimWorker:
 def _error_of(check: Callable[[Any], object], what: Any) -> dict[str, Any]:
     try:
         check(what)
-    except BadCheckpoint as error:
-        return {"error": str(error)}
+    except Exception as error:
+        # Whatever it is, no worker may raise: see `VerbatimWorker`.
+        return {"error": str(error) or type(error).__name__}
     return {"error": None}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
+import shlex
 import signal
 import time
 from asyncio.subprocess import PIPE, Process
@@ -19,6 +21,7 @@ from rollout.runtimes.output import Output
 
 _CHUNK_BYTES = 1 << 16
 _LOOK_SECONDS = 0.5
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Signal = Callable[[int], None]
 """Sends a signal to everything that the command started; SIGKILL leaves nothing of it."""
@@ -46,6 +49,14 @@ def variables(*layers: Mapping[str, str] | None) -> dict[str, str]:
         if not name or "=" in name or "\0" in name + value:
             raise CannotPass(f"{name!r} cannot be an environment variable with that value")
     return env
+
+
+def exports(env: Mapping[str, str]) -> list[str]:
+    """Lines with which a shell sets the variables. Raises `CannotPass`."""
+    for name in env:
+        if not _NAME.fullmatch(name):
+            raise CannotPass(f"{name!r} is no name of a variable that a shell can set")
+    return [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
 
 
 class Sink(Protocol):

@@ -36,7 +36,7 @@ from rollout.runtimes.command import CannotPass, Limits, finished, shell, starte
 from rollout.runtimes.container_processes import MARK, ContainerProcesses
 from rollout.runtimes.container_script import INSIDE
 from rollout.runtimes.engine import Engine, found
-from rollout.runtimes.files import Files
+from rollout.runtimes.files import FilesByCommand
 from rollout.runtimes.folders import deleted, owned
 from rollout.runtimes.image_installs import ImageInstalls
 from rollout.runtimes.resources import PIDS
@@ -107,7 +107,7 @@ class ContainerKind:
         return len(names)
 
 
-class ContainerRuntime:
+class ContainerRuntime(FilesByCommand):
     """One container, which lives from `start` to `stop`."""
 
     def __init__(self, kind: ContainerKind, spec: RuntimeSpec, name: str, route: Route) -> None:
@@ -123,7 +123,6 @@ class ContainerRuntime:
         self._running: set[asyncio.Task[object]] = set()
         self.home = HOME
         self.workdir = spec.workdir or WORKDIR
-        self._files = Files(self._in_files, self.workdir)
 
     async def start(self) -> None:
         self._engine = await self._kind.engine()
@@ -185,15 +184,6 @@ class ContainerRuntime:
     def base_url(self, url: str) -> str:
         return inside(self._route, url) if self._spec.network == "proxy" else url
 
-    async def upload(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
-        await self._files.upload(path, content, mode)
-
-    async def unpack(self, path: str, archive: bytes) -> None:
-        await self._files.unpack(path, archive)
-
-    async def download(self, paths: Sequence[str], *, bound_bytes: int) -> bytes:
-        return await self._files.download(paths, bound_bytes)
-
     async def exec(
         self,
         argv: Sequence[str],
@@ -240,7 +230,7 @@ class ContainerRuntime:
                     done = await finished(process, stdin, limits, partial(self._send, within, process, script))
                 finally:
                     await within.nothing_left(command)
-            if script.exists() and not done.timed_out:
+            if container_script.unread(script) and not done.timed_out:
                 raise RuntimeFailed(f"the command was not started: {done.stderr.decode(errors='replace').strip()}")
             return done
         except CannotPass as error:
@@ -248,7 +238,7 @@ class ContainerRuntime:
         finally:
             within.commands.pop(command, None)
             self._running.discard(task)
-            script.unlink(missing_ok=True)
+            container_script.take_away(script)
 
     def _first_lines(self) -> Sequence[str]:
         """Of a shell, for each command before it starts."""
@@ -269,7 +259,7 @@ class ContainerRuntime:
             within.send(script.name, number)
             return
         if process.returncode is None:
-            script.unlink(missing_ok=True)
+            container_script.take_away(script)
             asyncio.get_running_loop().call_later(_CLIENT_SECONDS, _kill, process)
         within.kill(script.name)
 

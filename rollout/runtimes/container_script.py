@@ -8,11 +8,12 @@ that the node took away, that it never will.
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from rollout.runtimes.base import DiskFull, RuntimeFailed, no_room
+from rollout.runtimes.command import exports
 
 INSIDE = "/run/verbatim"
 _READER = 'exec 3<"$0" && rm "$0" && . /dev/fd/3 && exec 3<&- && exec "$@"'
@@ -24,8 +25,8 @@ def reader(script: Path) -> list[str]:
 
 
 def write(script: Path, env: Mapping[str, str], *lines: str) -> None:
-    """`lines` are run before the variables are set. Raises `RuntimeFailed`."""
-    text = "".join(f"{line}\n" for line in (*lines, *(f"export {name}={shlex.quote(value)}" for name, value in env.items())))
+    """`lines` are run before the variables are set. Raises `RuntimeFailed`, `CannotPass`."""
+    text = "".join(f"{line}\n" for line in (*lines, *exports(env)))
     try:
         # The container's root may put anything into the folder: what is there already is not followed.
         descriptor = os.open(script, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -33,3 +34,14 @@ def write(script: Path, env: Mapping[str, str], *lines: str) -> None:
             file.write(os.fsencode(text))
     except OSError as error:
         raise (DiskFull if no_room(error) else RuntimeFailed)(f"{script} cannot be written: {error}") from error
+
+
+def unread(script: Path) -> bool:
+    """Whether it is still there. What else a command may have put in its place, or done to the folder, says nothing."""
+    return os.path.isfile(script)
+
+
+def take_away(script: Path) -> None:
+    """Nobody reads it any more. What cannot be removed is none; it goes with the folder."""
+    with suppress(OSError):
+        script.unlink()

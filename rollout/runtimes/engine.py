@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 from collections.abc import Mapping
@@ -82,8 +81,8 @@ async def found(settings: RuntimeSettings) -> Engine:
             continue
         engine = Engine((name, *settings.container_flags))
         try:
-            await asyncio.wait_for(engine.told("ps", "--quiet"), _SECONDS)
-        except (RuntimeFailed, TimeoutError) as error:
+            await engine.told("ps", "--quiet")
+        except RuntimeFailed as error:
             reasons.append(str(error))
             continue
         return engine

@@ -10,7 +10,8 @@ import io
 import posixpath
 import tarfile
 import zlib
-from collections.abc import Awaitable, Callable, Sequence, Set
+from abc import ABC, abstractmethod
+from collections.abc import Sequence, Set
 from pathlib import PurePosixPath
 
 from rollout.runtimes.base import DiskFull, Executed, RuntimeFailed
@@ -35,33 +36,32 @@ done
 """
 """Files that their owner may not read either would be no archive at all: they are made readable first."""
 
-Run = Callable[[Sequence[str], bytes, Limits], Awaitable[Executed]]
-"""Runs argv in the runtime: (argv, stdin, limits)."""
 
+class FilesByCommand(ABC):
+    """What a `Runtime` has for its files, for every kind in which commands can be run."""
 
-class Files:
-    """Of one runtime. Relative paths are below `workdir`."""
+    workdir: str
 
-    def __init__(self, run: Run, workdir: str) -> None:
-        self._run = run
-        self._workdir = workdir
+    @abstractmethod
+    async def _in_files(self, argv: Sequence[str], stdin: bytes, limits: Limits) -> Executed:
+        """What argv did, run in the runtime with nothing of the task's own."""
 
-    async def upload(self, path: str, content: bytes, mode: int) -> None:
+    async def upload(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
         target = self._absolute(path)
         argv = ("sh", "-c", _UPLOAD, "upload", posixpath.dirname(target), target, f"{mode:o}")
-        _check(f"{path} cannot be written", await self._run(argv, content, Limits(TIMEOUT_SECONDS)))
+        _check(f"{path} cannot be written", await self._in_files(argv, content, Limits(TIMEOUT_SECONDS)))
 
     async def unpack(self, path: str, archive: bytes) -> None:
         await asyncio.to_thread(check_archive, archive)
         flags = "-xzof" if archive.startswith(_GZIP) else "-xof"
         argv = ("sh", "-c", _UNPACK, "unpack", self._absolute(path), flags)
-        _check(f"the archive cannot be unpacked at {path}", await self._run(argv, archive, Limits(TIMEOUT_SECONDS)))
+        _check(f"the archive cannot be unpacked at {path}", await self._in_files(argv, archive, Limits(TIMEOUT_SECONDS)))
 
-    async def download(self, paths: Sequence[str], bound_bytes: int) -> bytes:
+    async def download(self, paths: Sequence[str], *, bound_bytes: int) -> bytes:
         names = [self._named(path) for path in paths]
         sink = Gzipped(bound_bytes)
-        argv = ("sh", "-c", _DOWNLOAD, "download", self._workdir, *names)
-        done = await self._run(argv, b"", Limits(TIMEOUT_SECONDS, stdout=sink))
+        argv = ("sh", "-c", _DOWNLOAD, "download", self.workdir, *names)
+        done = await self._in_files(argv, b"", Limits(TIMEOUT_SECONDS, stdout=sink))
         # 1 is tar's word for a file that changed while it was read.
         if done.exit_code != 1:
             _check(f"{', '.join(paths)} cannot be read", done)
@@ -70,13 +70,13 @@ class Files:
     def _absolute(self, path: str) -> str:
         if "\0" in path or not path:
             raise RuntimeFailed(f"{path!r} is not a path")
-        return posixpath.normpath(posixpath.join(self._workdir, path))
+        return posixpath.normpath(posixpath.join(self.workdir, path))
 
     def _named(self, path: str) -> str:
         """As tar is to be told: relative where it is below the workdir."""
         absolute = PurePosixPath(self._absolute(path))
-        if absolute.is_relative_to(self._workdir):
-            return str(absolute.relative_to(self._workdir))
+        if absolute.is_relative_to(self.workdir):
+            return str(absolute.relative_to(self.workdir))
         return str(absolute)
 
 

@@ -31,7 +31,7 @@ from rollout.runtimes.base import (
 )
 from rollout.runtimes.bubblewrap import OWN, SYSTEM, USER, View, private, sandboxed
 from rollout.runtimes.command import CannotPass, Held, Limits, finished, shell, variables
-from rollout.runtimes.files import Files
+from rollout.runtimes.files import FilesByCommand
 from rollout.runtimes.folders import deleted, owned
 from rollout.runtimes.settings import RuntimeSettings, from_environment
 from rollout.runtimes.specs import check_common, check_options, check_path
@@ -102,7 +102,7 @@ class LocalKind:
         return len(names)
 
 
-class LocalRuntime:
+class LocalRuntime(FilesByCommand):
     """Commands run one beside the other, each in a sandbox of its own over the same files."""
 
     def __init__(self, kind: LocalKind, spec: RuntimeSpec, name: str, route: Route) -> None:
@@ -112,13 +112,11 @@ class LocalRuntime:
         self._route = route
         self._folder = kind.settings.local_dir / name
         self._sandbox = spec.options.get("sandbox", "bwrap") == "bwrap"
-        self._where = resources.hierarchies(kind.settings.cgroup)
-        self._resources = resources.Resources(spec, name, self._where)
+        self._resources = resources.Resources(spec, name, resources.hierarchies(kind.settings.cgroup))
         self._running: set[asyncio.Task[object]] = set()
         self._held_install: int | None = None
         self.home = HOME if self._sandbox else str(self._folder / "home")
         self.workdir = (spec.workdir or WORKDIR) if self._sandbox else str(self._folder / "work")
-        self._files = Files(self._in_files, self.workdir)
 
     async def start(self) -> None:
         self._claim()
@@ -154,15 +152,6 @@ class LocalRuntime:
 
     def base_url(self, url: str) -> str:
         return route.inside(self._route, url) if self._spec.network == "proxy" else url
-
-    async def upload(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
-        await self._files.upload(path, content, mode)
-
-    async def unpack(self, path: str, archive: bytes) -> None:
-        await self._files.unpack(path, archive)
-
-    async def download(self, paths: Sequence[str], *, bound_bytes: int) -> bytes:
-        return await self._files.download(paths, bound_bytes)
 
     async def exec(
         self,

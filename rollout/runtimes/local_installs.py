@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout.runtimes.base import Install, Installed, Logs, Route, Runtime, RuntimeFailed
+from rollout.runtimes.folders import owned
 from rollout.runtimes.installs import LEAST_MEMORY_MB, carry_out, is_there
 from rollout.runtimes.uses import Uses
 from rollout.task import RuntimeSpec
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 PREFIX = "/opt/verbatim-harness"
 OPTION = "installed"
 """Of a spec: the folder that is kept. Nobody can submit it: `LocalKind.check` knows no such option."""
+_VARIABLE = "VERBATIM_LOCAL_DIR"
 PIP = re.compile(r"\bpip3?\b")
 
 
@@ -43,7 +45,7 @@ class LocalInstalls:
         self._settled: dict[str, str] = {}
         """Keys of what is not to be installed, and why it could not be; empty: it is there anyway."""
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._uses = Uses(self.folder / ".uses", kind.settings.installs_kept, "VERBATIM_LOCAL_DIR")
+        self._uses = Uses(self.folder / ".uses", kind.settings.installs_kept, _VARIABLE)
 
     @property
     def folder(self) -> Path:
@@ -60,6 +62,7 @@ class LocalInstalls:
                 await self._settle(spec, install, name, route, logs, kept)
             if not kept.is_dir():
                 return Installed(spec, self._settled.get(install.key, ""))
+            owned(self.folder, _VARIABLE)
             self._uses.note(install.key)
         return Installed(replace(spec, options={**spec.options, OPTION: str(kept)}))
 
@@ -76,10 +79,19 @@ class LocalInstalls:
 
     async def _remove_old(self) -> None:
         for key in self._uses.too_many():
-            with self._uses.alone(key) as unused:
-                if unused:
-                    await asyncio.to_thread(_remove, self.folder / key)
-                    self._uses.forget(key)
+            await asyncio.to_thread(self._remove, key)
+
+    def _remove(self, key: str) -> None:
+        """There whole under its name, or not at all. The lock is the thread's, and a short one: a runtime that begins waits for it
+        (`held`) where everything else of the node would wait with it, this coroutine too."""
+        going = self.folder / f".gone.{key}.{os.getpid()}"
+        with self._uses.alone(key) as unused:
+            if not unused:
+                return
+            with suppress(FileNotFoundError):
+                (self.folder / key).rename(going)
+            self._uses.forget(key)
+        shutil.rmtree(going, ignore_errors=True)
 
     async def _settle(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs, kept: Path) -> None:
         """Afterwards it is kept, or known not to be."""
@@ -123,21 +135,11 @@ def _path(path: str) -> str:
     return f"{PREFIX}/bin:{PREFIX}/venv/bin:{path}"
 
 
-def _remove(kept: Path) -> None:
-    """There whole under its name, or not at all."""
-    going = kept.with_name(f".gone.{kept.name}.{os.getpid()}")
-    with suppress(FileNotFoundError):
-        kept.rename(going)
-    shutil.rmtree(going, ignore_errors=True)
-
-
 def _keep(made: Path, kept: Path) -> None:
     """Raises `RuntimeFailed`. There whole under its name, or not at all; another node may have been first."""
     temporary = kept.with_name(f".{kept.name}.{os.getpid()}")
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if kept.parent.stat().st_uid != os.geteuid():
-            raise RuntimeFailed(f"{kept.parent} belongs to another user, who could change what runs")
+        owned(kept.parent, _VARIABLE)
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.move(made, temporary)
         # The runtime that made it is still to be removed.

@@ -19,7 +19,7 @@ from rollout.runtimes import pod_network, pod_scripts, pod_status
 from rollout.runtimes.base import GRACE_SECONDS, BadRuntime, Executed, Install, Installed, Logs, Route, RuntimeFailed
 from rollout.runtimes.cluster import Cluster, NameTaken, Pod, opened
 from rollout.runtimes.command import CannotPass, Limits, settled, variables
-from rollout.runtimes.files import Files
+from rollout.runtimes.files import FilesByCommand
 from rollout.runtimes.pod_command import PodCommand
 from rollout.runtimes.pod_manifest import INSIDE, Surroundings, labels, manifest
 from rollout.runtimes.settings import RuntimeSettings, from_environment
@@ -84,7 +84,7 @@ class KubernetesKind:
         return len(left)
 
 
-class PodRuntime:
+class PodRuntime(FilesByCommand):
     """One pod, which lives from `start` to `stop`."""
 
     def __init__(self, kind: KubernetesKind, spec: RuntimeSpec, name: str, route: Route) -> None:
@@ -97,7 +97,6 @@ class PodRuntime:
         self._running: set[asyncio.Task[object]] = set()
         self.home = "/root"
         self.workdir = spec.workdir or WORKDIR
-        self._files = Files(self._in_files, self.workdir)
 
     async def start(self) -> None:
         described = await self._described()
@@ -161,19 +160,9 @@ class PodRuntime:
         if done.exit_code != 0:
             raise RuntimeFailed(f"the pod {self.name} has no place to work: {done.stderr.decode(errors='replace').strip()}")
         self.home, self.workdir = os.fsdecode(done.stdout).splitlines()
-        self._files = Files(self._in_files, self.workdir)
 
     def base_url(self, url: str) -> str:
         return url
-
-    async def upload(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
-        await self._files.upload(path, content, mode)
-
-    async def unpack(self, path: str, archive: bytes) -> None:
-        await self._files.unpack(path, archive)
-
-    async def download(self, paths: Sequence[str], *, bound_bytes: int) -> bytes:
-        return await self._files.download(paths, bound_bytes)
 
     async def exec(
         self,

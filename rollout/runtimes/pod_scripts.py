@@ -12,11 +12,10 @@ In the folder `inside` a command has `ID.in` until it starts, `ID.pid` (that she
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from rollout.runtimes.command import CannotPass
+from rollout.runtimes.command import CannotPass, exports
 
 MARK = "VERBATIM_EXEC"
 """A variable of every command: which one it is, to tell the processes of several apart."""
@@ -25,7 +24,6 @@ ENDED = b"\x04"
 that somebody ended with its shell."""
 _WORD_BYTES = 1 << 17
 """What Linux takes as one argument or variable, with the null byte at its end."""
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 FIRST = """
 trap 'exit 0' TERM
@@ -148,12 +146,8 @@ def script(place: str, argv: Sequence[str], env: Mapping[str, str]) -> bytes:
     """What sets the variables and becomes the command, in the folder `place`. Raises `CannotPass`."""
     if not argv or any("\0" in word for word in argv):
         raise CannotPass("the command is empty or holds a null byte")
-    for name in env:
-        if not _NAME.fullmatch(name):
-            raise CannotPass(f"{name!r} is no name of a variable that a shell can set")
+    lines = [*exports(env), f"cd {shlex.quote(place)} || exit 126", f"exec {shlex.join(argv)}"]
     for word in (*argv, *(f"{name}={value}" for name, value in env.items())):
         if len(os.fsencode(word)) >= _WORD_BYTES:
             raise CannotPass(f"the command cannot be passed on: {word[:40]!r}... is too long for an argument or a variable")
-    lines = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
-    lines += [f"cd {shlex.quote(place)} || exit 126", f"exec {shlex.join(argv)}"]
     return os.fsencode("\n".join(lines))
