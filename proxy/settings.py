@@ -110,8 +110,7 @@ class Settings(BaseSettings):
     data_dir: Path = Path("verbatim-data")
     """Where the embedded Redis keeps its append-only file."""
     fsync: Literal["everysec", "always"] = "everysec"
-    """appendfsync of the embedded Redis: everysec can lose a second at a power cut, and at a kill of that Redis what it answered while
-    the disk was slow to sync, two seconds at most; always loses nothing."""
+    """When the file of the embedded Redis is synced: everysec can lose a second at a power cut, always loses nothing."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -119,6 +120,48 @@ async def test_a_killed_redis_is_started_again_with_everything_committed(tmp_pat
         eventually(lambda: server.pid != first)
         eventually(lambda: answers(url))
         assert await recorded(url) == ["c1", "c2", "c3"]
+
+
+async def test_a_redis_that_is_killed_while_a_sync_takes_long_had_written_what_it_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis's own syncing once a second lets answers go out before they are written while a sync is under way."""
+    syncing, go_on = threading.Event(), threading.Event()
+
+    def slow(descriptor: int) -> None:
+        syncing.set()
+        go_on.wait(60.0)
+
+    monkeypatch.setattr("proxy.store.embedded.os.fsync", slow)
+    with embedded(tmp_path) as (server, url):
+        await record(url, "c1")
+        assert syncing.wait(20.0)
+        await record(url, "c2", "c3")
+        first = server.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: server.pid != first)
+        eventually(lambda: answers(url))
+        assert await recorded(url) == ["c1", "c2", "c3"]
+        with redis.Redis.from_url(url, protocol=2) as client:
+            assert client.config_get("appendfsync") == {"appendfsync": "no"}
+        go_on.set()
+
+
+async def test_what_was_recorded_is_synced_within_a_second_or_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[int, int]] = []
+    sync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        sync(descriptor)
+        synced.append((found.st_ino, found.st_size))
+
+    monkeypatch.setattr("proxy.store.embedded.os.fsync", noted)
+    with embedded(tmp_path) as (_, url):
+        await record(url, "c1", "c2")
+        found = (tmp_path / "appendonly.aof").stat()
+        eventually(lambda: (found.st_ino, found.st_size) in synced)
 
 
 def test_two_services_on_one_data_directory_fail_with_one_sentence(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ def session_as_wire(state: SessionState) -> dict[str, Any]:
 
 def session_of_wire(wire: Mapping[str, Any]) -> SessionState:
     """The session that was shown so; no key opens it. Raises msgspec.ValidationError when a field is missing or of a wrong type."""
+    # What was shown by an earlier build does not say it.
+    wire = {"trained": True, **wire}
     if missing := [name for name in (*INFO_FIELDS, *STATE_FIELDS) if name not in wire]:
         raise msgspec.ValidationError(f"session: {', '.join(missing)} missing")
     info = {"key_hash": b"", **{name: wire[name] for name in INFO_FIELDS}}
