@@ -9,8 +9,9 @@ for a rendering and then for what follows its ids. The service's figures are com
 ("added": of the medians; "by round": the median of what each round says), and with its chat completions ("to chat"). The service has
 its embedded store, and once a Redis over TCP; what nginx adds that hands on and reads nothing is what any hop costs on this machine.
 
-The service and its store have one core and vLLM and who asks the others, where there are two: an engine that samples on the CPU would
-else stand in the way of both.
+Where there are two cores, the processes of vLLM in which the model runs have one to themselves, and all else shares the other: vLLM's
+server, the service with its store, nginx and who asks. A model on a CPU would stand in the way of all of them, and waking a core of a
+virtual machine may take a millisecond, which each hop between two cores would add.
 
     python -m benchmarks.first_byte [--rounds 60] [--prompt-words 200] [--json FILE]
 """
@@ -34,16 +35,18 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from benchmarks.cores import cores, pinned
+from benchmarks.cores import Side, cores
 from benchmarks.nginx import passing
-from benchmarks.processes import machine, redis_server, request, serving
+from benchmarks.processes import family, machine, redis_server, request, serving
 from benchmarks.results import Grid
 from examples.demo.tiny_model import make_tiny_model
 from proxy.engine.generated import GENERATE
 from proxy.engine.vllm_launch import VllmServer, free_port, vllm_command
 
 TOKENS = 16
-WARM_UP_ROUNDS = 5
+WARM_UP_ROUNDS = 15
+MODEL = ("VLLM::EngineCor", "VLLM::Worker")
+"""How the processes call themselves in which vLLM plans and runs the model, as far as Linux keeps a name."""
 PAUSE_SECONDS = 0.03
 """After each call, for what it leaves to be done behind it."""
 Body = dict[str, Any]
@@ -132,8 +135,9 @@ def ways() -> Iterator[list[Way]]:
         port = free_port()
         argv, env = vllm_command(make_tiny_model(folder / "model", seed=0), port, reasoning_parser="qwen3")
         env |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(len(cores("load")) or 1)}
-        engine = VllmServer(pinned(argv, "load"), env, f"http://127.0.0.1:{port}", folder / "vllm.log")
+        engine = VllmServer(argv, env, f"http://127.0.0.1:{port}", folder / "vllm.log")
         stack.enter_context(engine)
+        _give_cores(family(os.getpid()))
         asked = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
         made = [
             Way("vLLM, chat", engine.url, "/v1/chat/completions", ""),
@@ -150,10 +154,19 @@ def ways() -> Iterator[list[Way]]:
         made.append(_way(url, "token path, responses", "/v1/responses"))
         made.append(_way(url, "token path, messages", "/v1/messages"))
         made.append(_way(url, "token path, gemini", "/v1beta/models/policy:streamGenerateContent?alt=sse"))
-        if theirs := cores("load"):
-            # Beside the engine; last, since what is started gets no more cores than who starts it.
-            os.sched_setaffinity(0, theirs)
+        if ours := cores("tested"):
+            # Last, since what is started gets no more cores than who starts it.
+            os.sched_setaffinity(0, ours)
         yield made
+
+
+def _give_cores(members: Sequence[int]) -> None:
+    """The threads of vLLM's processes go where they belong; so does whatever they start."""
+    for member in members:
+        if member != os.getpid():
+            side: Side = "load" if Path(f"/proc/{member}/comm").read_text().startswith(MODEL) else "tested"
+            for thread in os.listdir(f"/proc/{member}/task"):
+                os.sched_setaffinity(int(thread), cores(side))
 
 
 def _way(url: str, name: str, path: str, base: str = IDS) -> Way:
@@ -228,7 +241,7 @@ def _apart() -> str:
     ours, theirs = cores("tested"), cores("load")
     if ours == theirs:
         return "nothing pinned"
-    return f"the service with its store, and nginx, on core {ours[0]}; vLLM and who asks on {', '.join(map(str, theirs))}"
+    return f"the model on core {', '.join(map(str, theirs))}; vLLM's server, the service with its store, nginx and who asks on {ours[0]}"
 
 
 def main() -> None:
