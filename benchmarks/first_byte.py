@@ -137,7 +137,8 @@ def ways() -> Iterator[list[Way]]:
         env |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(len(cores("load")) or 1)}
         engine = VllmServer(argv, env, f"http://127.0.0.1:{port}", folder / "vllm.log")
         stack.enter_context(engine)
-        _give_cores(family(os.getpid()))
+        if cores("tested") and engine.pid is not None:
+            _give_cores(family(engine.pid))
         asked = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
         made = [
             Way("vLLM, chat", engine.url, "/v1/chat/completions", ""),
@@ -163,10 +164,9 @@ def ways() -> Iterator[list[Way]]:
 def _give_cores(members: Sequence[int]) -> None:
     """The threads of vLLM's processes go where they belong; so does whatever they start."""
     for member in members:
-        if member != os.getpid():
-            side: Side = "load" if Path(f"/proc/{member}/comm").read_text().startswith(MODEL) else "tested"
-            for thread in os.listdir(f"/proc/{member}/task"):
-                os.sched_setaffinity(int(thread), cores(side))
+        side: Side = "load" if Path(f"/proc/{member}/comm").read_text().startswith(MODEL) else "tested"
+        for thread in os.listdir(f"/proc/{member}/task"):
+            os.sched_setaffinity(int(thread), cores(side))
 
 
 def _way(url: str, name: str, path: str, base: str = IDS) -> Way:

@@ -122,18 +122,25 @@ class Answering:
         self._unnoted[turn.session_id] = unserved
 
     async def _noted_later(self, session_id: str) -> None:
-        stopping, settled = self._services.stopping, None
-        while settled is not self._unnoted[session_id]:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stopping.wait(), _LATER_SECONDS)
-            unserved = self._unnoted[session_id]
-            try:
-                await self._services.sessions.note_unserved(session_id, unserved)
-            except StoreUnavailable:
-                if not stopping.is_set():
-                    continue
-            settled = unserved
-        del self._unnoted[session_id]
+        try:
+            while not await self._noted_last(session_id):
+                pass
+        finally:
+            # However it ends: the next one is noted by another task.
+            del self._unnoted[session_id]
+
+    async def _noted_last(self, session_id: str) -> bool:
+        """Whether there is no more to do after another try: the store has the last one, or cannot be told and the service stops."""
+        stopping = self._services.stopping
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), _LATER_SECONDS)
+        unserved = self._unnoted[session_id]
+        try:
+            await self._services.sessions.note_unserved(session_id, unserved)
+        except StoreUnavailable:
+            if not stopping.is_set():
+                return False
+        return unserved is self._unnoted[session_id]
 
     async def _watch(self, receive: Receive, turn: Turn) -> None:
         """End the call when the harness hangs up."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
 
-from rollout.harnesses.definition import MOST_BYTES
 from rollout.task import (
     AgentTimeout,
     Budgets,
@@ -28,6 +26,7 @@ from rollout.task import (
     Task,
     Upload,
 )
+from rollout.task_fields import Json, Name, Passed, Seconds, Variables
 
 MOST_SAMPLES = 10_000
 TASK_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
@@ -36,41 +35,6 @@ TASK_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 EXEC, RUNTIME, BUDGETS = Exec(""), RuntimeSpec(), Budgets()
 TASK = Task("", "", HarnessSpec(""))
 """With the defaults of `rollout.task`, which are said only there."""
-
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Name = Annotated[str, Field(min_length=1, max_length=256)]
-
-
-def _passable(text: str) -> str:
-    if len(text.encode()) > MOST_BYTES - 256:
-        raise ValueError(f"the system passes no argument or variable of more than {MOST_BYTES} bytes: upload it as a file")
-    return text
-
-
-Passed = Annotated[str, AfterValidator(_passable)]
-"""What becomes an argument or, behind its name, a variable of a command."""
-
-
-def _settable(given: dict[str, str]) -> dict[str, str]:
-    for name, value in given.items():
-        if not name or "=" in name or "\0" in name + value:
-            raise ValueError(f"{name!r} cannot be a variable")
-    return given
-
-
-Variables = Annotated[dict[str, Passed], AfterValidator(_settable)]
-
-
-def _writable(given: dict[str, Any]) -> dict[str, Any]:
-    try:
-        json.dumps(given, allow_nan=False)
-    except ValueError as error:
-        raise ValueError("numbers must be finite: the service takes no others, and answers could not be read") from error
-    return given
-
-
-Json = Annotated[dict[str, Any], AfterValidator(_writable)]
-"""An object of which only its reader knows the fields."""
 
 
 class Body(BaseModel):

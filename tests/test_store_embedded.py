@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -71,6 +72,15 @@ def answers(url: str) -> bool:
             return False
 
 
+def kill_and_await(server: EmbeddedRedis, url: str) -> None:
+    """Returns when the next one answers."""
+    first = server.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: server.pid != first)
+    eventually(lambda: answers(url))
+
+
 def ended(pid: int) -> bool:
     """Gone, or a zombie that only its new parent has still to bury."""
     try:
@@ -114,11 +124,7 @@ async def test_a_data_directory_with_a_long_path_has_its_socket_elsewhere(tmp_pa
 async def test_a_killed_redis_is_started_again_with_everything_committed(tmp_path: Path) -> None:
     with embedded(tmp_path) as (server, url):
         await record(url, "c1", "c2", "c3")
-        first = server.pid
-        assert first is not None
-        os.kill(first, signal.SIGKILL)
-        eventually(lambda: server.pid != first)
-        eventually(lambda: answers(url))
+        kill_and_await(server, url)
         assert await recorded(url) == ["c1", "c2", "c3"]
 
 
@@ -137,11 +143,7 @@ async def test_a_redis_that_is_killed_while_a_sync_takes_long_had_written_what_i
         await record(url, "c1")
         assert syncing.wait(20.0)
         await record(url, "c2", "c3")
-        first = server.pid
-        assert first is not None
-        os.kill(first, signal.SIGKILL)
-        eventually(lambda: server.pid != first)
-        eventually(lambda: answers(url))
+        kill_and_await(server, url)
         assert await recorded(url) == ["c1", "c2", "c3"]
         with redis.Redis.from_url(url, protocol=2) as client:
             assert client.config_get("appendfsync") == {"appendfsync": "no"}
@@ -162,6 +164,25 @@ async def test_what_was_recorded_is_synced_within_a_second_or_so(tmp_path: Path,
         await record(url, "c1", "c2")
         found = (tmp_path / "appendonly.aof").stat()
         eventually(lambda: (found.st_ino, found.st_size) in synced)
+
+
+async def test_a_file_that_cannot_be_synced_is_left_to_redis_which_refuses_records_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def left_to_it() -> bool:
+        with redis.Redis.from_url(url, protocol=2) as client:
+            return bool(client.config_get("appendfsync") == {"appendfsync": "everysec"})
+
+    monkeypatch.setattr("proxy.store.embedded.os.fsync", fail)
+    with embedded(tmp_path) as (server, url):
+        await record(url, "c1")
+        eventually(left_to_it)
+        kill_and_await(server, url)
+        eventually(left_to_it)
+    assert caplog.text.count("cannot be synced, and redis-server is left to do it") == 1
 
 
 def test_two_services_on_one_data_directory_fail_with_one_sentence(tmp_path: Path) -> None:

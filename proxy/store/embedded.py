@@ -172,8 +172,10 @@ class EmbeddedRedis:
                 log.error("%s", error.message)
 
     def _sync(self) -> None:
-        """What Redis has written reaches the disk. Its last words it syncs itself when it is asked to end."""
+        """What Redis has written reaches the disk. Its last words it syncs itself when it is asked to end. Where that fails Redis is
+        left to try: it takes no more records while it fails, too."""
         synced: tuple[int, int] | None = None
+        told = False
         while not self._stopping.wait(SYNC_SECONDS):
             try:
                 # By its name each time: a file that was rewritten takes the place of the old one.
@@ -183,7 +185,12 @@ class EmbeddedRedis:
                         os.fsync(file.fileno())
                         synced = found.st_ino, found.st_size
             except OSError as error:
-                log.error("the embedded store's file cannot be synced, so a power cut would take what was recorded: %s", error)
+                if not told:
+                    log.error("the embedded store's file cannot be synced, and redis-server is left to do it: %s", error)
+                told = True
+                # Again each time: one that was started anew does not know of it.
+                if self._socket is not None:
+                    _ask(self._socket, "CONFIG SET appendfsync everysec")
 
 
 def _socket_path(data_dir: Path) -> Path:
