@@ -1,8 +1,10 @@
 """Makes a listening socket in another process's network namespace: `python netns_listener.py PID PORT SOCKET_FD`. A program of its own,
 of the standard library only: entering a user namespace takes a process that has but one thread.
 
-The loopback device there is set up, and the socket, which listens on 127.0.0.1:PORT, is passed over the Unix socket SOCKET_FD. Whoever
-accepts on it gets the connections made in that namespace, wherever it is itself.
+The socket listens on 127.0.0.1:PORT and is passed over the Unix socket SOCKET_FD. Whoever accepts on it gets the connections made in
+that namespace, wherever it is itself. The loopback device there is set up by whoever made the namespace, which may still be at it:
+bubblewrap tells of its child first. Two at it would be one too many, since the kernel gives the device its address when it is set up,
+and who then brings the same address is refused.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ import os
 import socket
 import struct
 import sys
+import time
 from contextlib import suppress
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 NS_GET_USERNS = 0xB701
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
+LOOPBACK_SECONDS = 30.0
 
 
 def entered(space: int, kind: int, what: str) -> None:
@@ -26,11 +30,19 @@ def entered(space: int, kind: int, what: str) -> None:
         raise OSError(ctypes.get_errno(), f"{what} cannot be entered")
 
 
-def loopback_up(within: socket.socket) -> None:
-    request = struct.pack("16sh14x", b"lo", 0)
-    flags = struct.unpack("16sh14x", fcntl.ioctl(within, SIOCGIFFLAGS, request))[1]
-    if not flags & IFF_UP:
-        fcntl.ioctl(within, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | IFF_UP))
+def loopback_up(within: socket.socket, pid: int) -> None:
+    """Waits until the device is up; sets it up where process `pid` is gone, or has not for long."""
+    deadline = time.monotonic() + LOOPBACK_SECONDS
+    while not (flags := loopback_flags(within)) & IFF_UP:
+        if time.monotonic() > deadline or not os.path.exists(f"/proc/{pid}"):
+            fcntl.ioctl(within, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | IFF_UP))
+            return
+        time.sleep(0.001)
+
+
+def loopback_flags(within: socket.socket) -> int:
+    flags: int = struct.unpack("16sh14x", fcntl.ioctl(within, SIOCGIFFLAGS, struct.pack("16sh14x", b"lo", 0)))[1]
+    return flags
 
 
 def main() -> None:
@@ -43,7 +55,7 @@ def main() -> None:
             entered(fcntl.ioctl(network, NS_GET_USERNS), CLONE_NEWUSER, f"the user namespace of process {pid}'s network")
     entered(network, CLONE_NEWNET, f"the net namespace of process {pid}")
     with socket.socket() as listener, socket.socket(fileno=passed) as channel:
-        loopback_up(listener)
+        loopback_up(listener, pid)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen(512)
