@@ -9,9 +9,9 @@ for a rendering and then for what follows its ids. The service's figures are com
 ("added": of the medians; "by round": the median of what each round says), and with its chat completions ("to chat"). The service has
 its embedded store, and once a Redis over TCP; what nginx adds that hands on and reads nothing is what any hop costs on this machine.
 
-Where there are two cores, the processes of vLLM in which the model runs have one to themselves, and all else shares the other: vLLM's
-server, the service with its store, nginx and who asks. A model on a CPU would stand in the way of all of them, and waking a core of a
-virtual machine may take a millisecond, which each hop between two cores would add.
+The service with its store, and nginx, have one core, and vLLM and who asks the others, where there are two: an engine that samples on
+the CPU would else stand in the way. Rounds in which the machine was slower than it can be (`benchmarks.pace`) are left out, and others
+made instead.
 
     python -m benchmarks.first_byte [--rounds 60] [--prompt-words 200] [--json FILE]
 """
@@ -26,7 +26,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,9 +35,10 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from benchmarks.cores import Side, cores
+from benchmarks.cores import cores, pinned
 from benchmarks.nginx import passing
-from benchmarks.processes import family, machine, redis_server, request, serving
+from benchmarks.pace import pace, steady
+from benchmarks.processes import machine, redis_server, request, serving
 from benchmarks.results import Grid
 from examples.demo.tiny_model import make_tiny_model
 from proxy.engine.generated import GENERATE
@@ -45,8 +46,8 @@ from proxy.engine.vllm_launch import VllmServer, free_port, vllm_command
 
 TOKENS = 16
 WARM_UP_ROUNDS = 15
-MODEL = ("VLLM::EngineCor", "VLLM::Worker")
-"""How the processes call themselves in which vLLM plans and runs the model, as far as Linux keeps a name."""
+MOST_TRIES = 5
+"""How many rounds are made at most for each that is wanted."""
 PAUSE_SECONDS = 0.03
 """After each call, for what it leaves to be done behind it."""
 Body = dict[str, Any]
@@ -135,10 +136,8 @@ def ways() -> Iterator[list[Way]]:
         port = free_port()
         argv, env = vllm_command(make_tiny_model(folder / "model", seed=0), port, reasoning_parser="qwen3")
         env |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(len(cores("load")) or 1)}
-        engine = VllmServer(argv, env, f"http://127.0.0.1:{port}", folder / "vllm.log")
+        engine = VllmServer(pinned(argv, "load"), env, f"http://127.0.0.1:{port}", folder / "vllm.log")
         stack.enter_context(engine)
-        if cores("tested") and engine.pid is not None:
-            _give_cores(family(engine.pid))
         asked = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
         made = [
             Way("vLLM, chat", engine.url, "/v1/chat/completions", ""),
@@ -155,18 +154,10 @@ def ways() -> Iterator[list[Way]]:
         made.append(_way(url, "token path, responses", "/v1/responses"))
         made.append(_way(url, "token path, messages", "/v1/messages"))
         made.append(_way(url, "token path, gemini", "/v1beta/models/policy:streamGenerateContent?alt=sse"))
-        if ours := cores("tested"):
-            # Last, since what is started gets no more cores than who starts it.
-            os.sched_setaffinity(0, ours)
+        if theirs := cores("load"):
+            # Beside the engine; last, since what is started gets no more cores than who starts it.
+            os.sched_setaffinity(0, theirs)
         yield made
-
-
-def _give_cores(members: Sequence[int]) -> None:
-    """The threads of vLLM's processes go where they belong; so does whatever they start."""
-    for member in members:
-        side: Side = "load" if Path(f"/proc/{member}/comm").read_text().startswith(MODEL) else "tested"
-        for thread in os.listdir(f"/proc/{member}/task"):
-            os.sched_setaffinity(int(thread), cores(side))
 
 
 def _way(url: str, name: str, path: str, base: str = IDS) -> Way:
@@ -193,19 +184,45 @@ class Measured:
     text: Figures
 
 
-def measure(made: list[Way], rounds: int, words: int) -> list[Measured]:
-    dice = random.Random(1)
-    bytes_ms: dict[str, dict[int, float]] = {way.name: {} for way in made}
-    texts_ms: dict[str, dict[int, float]] = {way.name: {} for way in made}
-    for number in range(WARM_UP_ROUNDS + rounds):
-        question = " ".join(f"{dice.randrange(1000)}" for _ in range(words))
+@dataclass(slots=True)
+class Rounds:
+    """What was taken in each round, in ms by way; and how fast the machine was before or after it, whichever was worse."""
+
+    bytes_ms: dict[str, dict[int, float]]
+    texts_ms: dict[str, dict[int, float]]
+    paces: dict[int, float] = field(default_factory=dict)
+
+    def kept(self) -> set[int]:
+        return steady(self.paces) if self.paces else set()
+
+    def compared(self, way: Way) -> Measured:
+        kept = self.kept()
+        byte, text = (
+            {name: {at: taken[at] for at in kept & taken.keys()} for name, taken in times.items()} for times in self._both
+        )
+        return Measured(way.name, compared(way, byte), compared(way, text))
+
+    @property
+    def _both(self) -> tuple[dict[str, dict[int, float]], ...]:
+        return self.bytes_ms, self.texts_ms
+
+
+def measure(made: list[Way], rounds: int, words: int, everywhere: Collection[int]) -> Rounds:
+    """Goes on until there are so many rounds in which the machine was about as fast as ever, or it was not for too long."""
+    dice, number = random.Random(1), 0
+    taken = Rounds({way.name: {} for way in made}, {way.name: {} for way in made})
+    while len(taken.kept()) < rounds and number < WARM_UP_ROUNDS + MOST_TRIES * rounds:
+        question, before = " ".join(f"{dice.randrange(1000)}" for _ in range(words)), pace(everywhere)
         for way in dice.sample(made, len(made)):
             begun, told = way.seconds_to_first(f"{dice.randrange(10**8):08} {question}")
             time.sleep(PAUSE_SECONDS)
             if number >= WARM_UP_ROUNDS and told is not None:
-                bytes_ms[way.name][number] = begun * 1000
-                texts_ms[way.name][number] = told * 1000
-    return [Measured(way.name, compared(way, bytes_ms), compared(way, texts_ms)) for way in made]
+                taken.bytes_ms[way.name][number] = begun * 1000
+                taken.texts_ms[way.name][number] = told * 1000
+        if number >= WARM_UP_ROUNDS:
+            taken.paces[number] = max(before, pace(everywhere))
+        number += 1
+    return taken
 
 
 def compared(way: Way, times: Mapping[str, Mapping[int, float]]) -> Figures:
@@ -241,19 +258,22 @@ def _apart() -> str:
     ours, theirs = cores("tested"), cores("load")
     if ours == theirs:
         return "nothing pinned"
-    return f"the model on core {', '.join(map(str, theirs))}; vLLM's server, the service with its store, nginx and who asks on {ours[0]}"
+    return f"the service with its store, and nginx, on core {ours[0]}; vLLM and who asks on {', '.join(map(str, theirs))}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=60, help="in which the machine was about as fast as ever")
     parser.add_argument("--prompt-words", type=int, default=200, help="numbers in the question, about four tokens each")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     asked = parser.parse_args()
-    described = machine() | {"pinned": _apart()}
+    described, everywhere = machine() | {"pinned": _apart()}, os.sched_getaffinity(0)
     with ways() as made:
-        measured = measure(made, asked.rounds, asked.prompt_words)
-    result = {"machine": described, "ways": [asdict(item) for item in measured]}
+        taken = measure(made, asked.rounds, asked.prompt_words, everywhere)
+        measured = [asdict(taken.compared(way)) for way in made]
+    kept, tried = len(taken.kept()), len(taken.paces)
+    result = {"machine": described, "rounds": kept, "rounds_left_out": tried - kept, "ways": measured}
+    Console().print(f"{kept} rounds; {tried - kept} are left out, since the machine was slower then.")
     for grid in tables(result):
         Console().print(grid.rich())
     if asked.json:

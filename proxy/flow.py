@@ -2,7 +2,7 @@
 
 `Flow.call` reads like the steps: admit, plan the prompt and write the intent, sample, commit; it yields deltas as text becomes
 certain and ends with the reply, which is yielded only once its record is in the store. What the harness must not see before the
-commit (the reply's end) it does not.
+commit (the reply's end) it does not, and what the engine must not see before the intent is written (the request's end) neither.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from proxy.dialects.base import Delta, FirstToken, Reply, Request, Sampling
 from proxy.engine.apis import EngineApis
 from proxy.engine.base import Engine, Job, Outcome
-from proxy.engine.line import Line
+from proxy.engine.line import Line, Withheld
 from proxy.engine.seats import Caller
 from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, StoreUnavailable, Unavailable, VerbatimError
 from proxy.inflight import Running
@@ -25,7 +26,7 @@ from proxy.planner import Planner
 from proxy.records import call_records, prompt_of
 from proxy.services import Services
 from proxy.session_tree import SessionTree
-from proxy.steps import CLOCK, COMMIT, ENGINE, INTENT, PLAN, QUEUE, REPLY, SAMPLE, STORE, CallClock, Waiting
+from proxy.steps import CLOCK, COMMIT, ENGINE, INTENT, PLAN, QUEUE, REPLY, SAMPLE, STORE, CallClock, Waiting, Within
 from proxy.store.session_store import Intent
 from proxy.turn import Turn
 from proxy.wanted import logprob_mode, overrides, wanted_of
@@ -106,36 +107,36 @@ class Flow:
                 except EngineUnavailable:
                     if answered or turn.running.cut.is_set() or not route.another():
                         raise
+                finally:
+                    # Over by now, unless the call was cancelled.
+                    if turn.begun is not None:
+                        turn.begun.cancel()
 
     async def _prepare(self, turn: Turn) -> None:
-        """Plan the prompt and write the intent, neither waiting for the other. Raises as they do; then no intent is left."""
+        """Plan the prompt and write the intent, neither waiting for the other. Raises as they do; then no intent is left. Where there
+        is nothing to plan, the intent is still being written."""
         self._planner.find(turn)
+        turn.begun = asyncio.create_task(self._begin(turn))
         if not self._planner.plans(turn):
-            turn.times.begin(INTENT)
-            with Waiting(STORE):
-                await self._begin(turn)
             return
-        begun = asyncio.create_task(self._begin(turn))
         try:
             found = turn.found
             await self._unless_cut(turn, self._planner.plan(turn))
             turn.times.begin(INTENT)
             with Waiting(STORE):
-                await begun
+                await turn.begun
             if turn.found is not found:
                 turn.times.begin(PLAN)
                 await self._unless_cut(turn, self._planner.plan(turn))
         except VerbatimError:
-            await self._take_back(turn, begun)
-            raise
-        except BaseException:
-            begun.cancel()
+            await self._take_back(turn)
             raise
 
-    async def _take_back(self, turn: Turn, begun: asyncio.Task[None]) -> None:
+    async def _take_back(self, turn: Turn) -> None:
         """The call is not sampled: drop its intent, if one was written."""
+        assert turn.begun is not None
         try:
-            await begun
+            await turn.begun
         except VerbatimError:
             return
         await self._services.sessions.drop_intent(turn.session_id, turn.call_ids[0])
@@ -207,13 +208,11 @@ class Flow:
         job.id_text = self._apis.id_text(turn.session_id)
         if turn.plan is not None:
             job.prompt_ids, job.body = turn.plan.prompt_ids, turn.plan.body
-        turn.running.ask_engine = lambda: self._end(turn, engine, job)
         # As soon as the engine was asked, since the record is to have it.
         asyncio.get_running_loop().call_soon(turn.find_role)
         clock = time.perf_counter()
         try:
-            if turn.running.cut.is_set():
-                raise EngineFailed(_CUT)
+            self._opened(turn, engine, job)
             async for piece in engine.sample(turn.replica, job, stream=turn.request.stream):
                 yield piece
         except asyncio.CancelledError:
@@ -221,14 +220,51 @@ class Flow:
             if not job.line.hung_up:
                 raise
             raise job.line.absorb() from None
+        except Withheld as withheld:
+            job.line.over()
+            await self._take_back(turn)
+            raise withheld.error from None
         except VerbatimError:
             job.line.over()
-            if not job.line.hung_up:
-                await self._services.sessions.drop_intent(turn.session_id, turn.call_ids[0])
+            if not job.line.hung_up or job.line.before is not None:
+                await self._take_back(turn)
             raise
         finally:
             turn.engine_seconds += time.perf_counter() - clock
             turn.sampling = job.sampling
+
+    def _opened(self, turn: Turn, engine: Engine, job: Job) -> None:
+        """Whoever ends the call from here on asks the engine, or hangs up while the engine has no whole request: it gets that once the
+        intent is written. Raises EngineFailed where the call was cut before."""
+        assert turn.begun is not None
+
+        async def hang_up() -> None:
+            job.line.hang_up()
+
+        async def written() -> None:
+            await self._written(turn)
+            turn.running.ask_engine, job.line.before = end, None
+
+        end = partial(self._end, turn, engine, job)
+        if turn.running.cut.is_set():
+            raise EngineFailed(_CUT)
+        if turn.begun.done():
+            turn.begun.result()
+            turn.running.ask_engine = end
+        else:
+            turn.running.ask_engine, job.line.before = hang_up, written
+
+    async def _written(self, turn: Turn) -> None:
+        """Returns when the intent is written. Raises Withheld."""
+        assert turn.begun is not None
+        clock = time.perf_counter()
+        try:
+            with Within(INTENT), Waiting(STORE):
+                await asyncio.shield(turn.begun)
+        except VerbatimError as error:
+            raise Withheld(error) from error
+        finally:
+            turn.engine_seconds -= time.perf_counter() - clock
 
     async def _end(self, turn: Turn, engine: Engine, job: Job) -> None:
         """End the sampling now: ask the engine, which then answers with what it has, or hang up where it cannot be asked."""

@@ -6,7 +6,7 @@
 | parse | the body becomes a canonical request | |
 | queue | a replica that serves and has room is found | engine |
 | plan | the parent is found, the prompt's ids are made and proven | engine (renderings; token path) |
-| intent | what is about to be sampled is written down; only what that takes longer than the plan | store |
+| intent | what is about to be sampled is written down; only what that takes longer than what is done meanwhile | store |
 | sample | the engine is asked for a reply, which is put together | engine |
 | interpret | what the sampled ids say, by the engine's own parsers (token path) | engine |
 | commit | the records are made and stored | store |

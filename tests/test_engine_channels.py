@@ -130,6 +130,63 @@ async def test_a_request_has_its_body_its_key_and_its_headers() -> None:
         assert json.loads(body) == {}
 
 
+async def test_the_end_of_a_request_waits_for_what_must_come_before_it() -> None:
+    gate, got_in = asyncio.Event(), asyncio.Event()
+
+    async def before() -> None:
+        got_in.set()
+        await gate.wait()
+
+    async with Engine(telling(measured(b"ok"))).serving() as engine, channels() as made:
+        asking = asyncio.create_task(made.post(engine.url, b'{"a": 1}', {}, before))
+        await got_in.wait()
+        await asyncio.sleep(0.2)
+        assert engine.connections == 1 and not engine.requests
+        gate.set()
+        async with await asking as got:
+            assert await got.read() == b"ok"
+        assert engine.requests[0].endswith(b'\r\n\r\n{"a": 1}')
+        assert await answer(made, engine.url) == b"ok"
+        assert engine.connections == 1
+
+
+async def test_a_request_that_may_not_end_was_never_made() -> None:
+    async def before() -> None:
+        raise LookupError
+
+    async with Engine(telling(measured(b"ok"))).serving() as engine, channels() as made:
+        with pytest.raises(LookupError):
+            await made.post(engine.url, b"{}", {}, before)
+        await asyncio.wait_for(engine.left.wait(), 30)
+        assert not engine.requests and not made.idle
+
+
+async def test_a_connection_on_which_a_request_was_refused_before_its_end_carries_no_other() -> None:
+    """Whoever came next would have the rest of this one before its own."""
+    refused, whole = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(measured(b"no").replace(b"200 OK", b"401 Unauthorized"))
+        refused.set()
+        await reader.read()
+        whole.set()
+        writer.close()
+
+    async def before() -> None:
+        await refused.wait()
+        await asyncio.sleep(0.2)
+        assert not made.idle
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, channels() as made:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with await made.post(url, b"{}", {}, before) as got:
+            assert (got.status, await got.read()) == (401, b"no")
+        assert not made.idle
+        await asyncio.wait_for(whole.wait(), 30)
+
+
 async def test_pieces_come_as_they_are_sent() -> None:
     gate = asyncio.Event()
 

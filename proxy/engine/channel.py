@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import httptools
 
@@ -17,6 +17,10 @@ _BUFFERED_BYTES = 1 << 20
 
 _REST_SECONDS = 1.0
 """How long the rest of an answer may take that nobody reads."""
+
+
+Before = Callable[[], Awaitable[None]]
+"""What must have happened when the engine gets the end of a request."""
 
 
 class ChannelError(Exception):
@@ -52,13 +56,25 @@ class Channel(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._answer: Answer | None = None
+        self._in_request = False
+        """Whether a request's end has not gone out yet."""
 
-    async def ask(self, head: bytes, body: bytes) -> Answer:
-        """The answer, as soon as its status and headers are there. Raises ChannelError, and TimeoutError when the engine says nothing."""
+    async def ask(self, head: bytes, body: bytes, before: Before | None = None) -> Answer:
+        """The answer, as soon as its status and headers are there. Raises ChannelError, and TimeoutError when the engine says nothing.
+
+        With `before`, the last byte of the body goes out once that has returned, and all others meanwhile; raises as it, too: then
+        the engine never had a request."""
         assert self._transport is not None and self._answer is None
         answer = self._answer = Answer(self, self._read_seconds)
-        self._transport.write(head + body)
         try:
+            if before is None:
+                self._transport.write(head + body)
+            else:
+                self._in_request = True
+                self._transport.write(head + body[:-1])
+                await before()
+                self._transport.write(body[-1:])
+                self._in_request = False
             await answer.begun()
         except BaseException:
             self.close()
@@ -120,7 +136,8 @@ class Channel(asyncio.Protocol):
             return
         self._answer = None
         answer.complete()
-        if self._parser.should_keep_alive() and not self.lost:
+        # An engine may refuse a request that it knows but in part; another one cannot come behind that.
+        if self._parser.should_keep_alive() and not self.lost and not self._in_request:
             self.idle_since = self._loop.time()
             self._idle(self)
         else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import unquote, urlsplit
 
-from proxy.engine.channel import Answer, CannotConnect, Channel, ConnectTimeout
+from proxy.engine.channel import Answer, Before, CannotConnect, Channel, ConnectTimeout
 
 Prepare = Callable[[socket.socket], None]
 
@@ -56,10 +56,11 @@ class Channels:
         """The connections that wait for a request."""
         return [channel for channels in self._idle.values() for channel in channels]
 
-    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
-        """Ask with a JSON body. Raises ChannelError, and TimeoutError when nothing is said for too long."""
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str], before: Before | None = None) -> Answer:
+        """Ask with a JSON body, whose end waits for `before`. Raises ChannelError, TimeoutError when nothing is said for too long, and
+        as `before`."""
         more = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{_lines(headers)}\r\n"
-        return await self._ask(b"POST", url, more.encode("latin-1"), body)
+        return await self._ask(b"POST", url, more.encode("latin-1"), body, before)
 
     async def get(self, url: str) -> Answer:
         """As `post`."""
@@ -71,13 +72,13 @@ class Channels:
             channel.close()
         self._idle.clear()
 
-    async def _ask(self, method: bytes, url: str, more: bytes, body: bytes) -> Answer:
+    async def _ask(self, method: bytes, url: str, more: bytes, body: bytes, before: Before | None = None) -> Answer:
         target = _target(url)
         channel = self._kept(target) or await self._connected(target)
         authorized = b"" if b"\nAuthorization:" in target.lines else self._key
         if self._carried is not None:
             authorized += _lines(self._carried()).encode("latin-1")
-        return await channel.ask(b"".join((method, b" ", target.path, target.lines, authorized, more)), body)
+        return await channel.ask(b"".join((method, b" ", target.path, target.lines, authorized, more)), body, before)
 
     def _kept(self, target: _Target) -> Channel | None:
         """The connection that was used last, if it is still good."""

@@ -6,19 +6,30 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from proxy.engine.channel import Answer
-from proxy.errors import EngineFailed
+from proxy.engine.channel import Answer, Before
+from proxy.errors import EngineFailed, VerbatimError
 
 ASIDE_SECONDS = 60.0
 HUNG_UP_SECONDS = 2.0
 """How long an engine may take to say what sampled tokens mean, and how long when nobody waits for them any more."""
 
 
+class Withheld(Exception):
+    """The engine was not given the request; `error` says why. It is no failure of the engine, and nobody on the way is to take it for
+    one."""
+
+    def __init__(self, error: VerbatimError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
 class Line:
-    """The connection of one sampling request, so that someone else can hang up."""
+    """The connection of one sampling request, so that someone else can hang up. `before`, while it is there, is to return before the
+    engine gets the request's end; it may raise `Withheld`."""
 
     def __init__(self) -> None:
         self.hung_up = False
+        self.before: Before | None = None
         self._task = asyncio.current_task()
         self._answer: Answer | None = None
         self._limit: asyncio.Timeout | None = None

@@ -90,7 +90,8 @@ class EngineHttp:
         self, replica: Replica, path: str, data: bytes, headers: dict[str, str] | None, line: Line | None
     ) -> bytes:
         with Waiting(ENGINE):
-            async with await self._pool.channels.post(replica.url + path, data, headers or {}) as answer:
+            before = None if line is None else line.before
+            async with await self._pool.channels.post(replica.url + path, data, headers or {}, before) as answer:
                 if line is not None:
                     line.connected(answer)
                 content = await answer.read()
@@ -108,7 +109,7 @@ class EngineHttp:
         clock = CLOCK.get() or CallClock()
         clock.wait()
         try:
-            async with await self._pool.channels.post(replica.url + path, data, headers or {}) as answer:
+            async with await self._pool.channels.post(replica.url + path, data, headers or {}, line.before) as answer:
                 line.connected(answer)
                 if answer.status != 200:
                     raise refusal(replica, path, answer.status, await answer.read())
