@@ -10,8 +10,7 @@ for a rendering and then for what follows its ids. The service's figures are com
 its embedded store, and once a Redis over TCP; what nginx adds that hands on and reads nothing is what any hop costs on this machine.
 
 The service with its store, and nginx, have one core, and vLLM and who asks the others, where there are two: an engine that samples on
-the CPU would else stand in the way. Rounds in which the machine was slower than it can be (`benchmarks.pace`) are left out, and others
-made instead.
+the CPU would else stand in the way.
 
     python -m benchmarks.first_byte [--rounds 60] [--prompt-words 200] [--json FILE]
 """
@@ -26,7 +25,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,7 +36,6 @@ from rich.console import Console
 
 from benchmarks.cores import cores, pinned
 from benchmarks.nginx import passing
-from benchmarks.pace import pace, steady
 from benchmarks.processes import machine, redis_server, request, serving
 from benchmarks.results import Grid
 from examples.demo.tiny_model import make_tiny_model
@@ -46,8 +44,6 @@ from proxy.engine.vllm_launch import VllmServer, free_port, vllm_command
 
 TOKENS = 16
 WARM_UP_ROUNDS = 15
-MOST_TRIES = 5
-"""How many rounds are made at most for each that is wanted."""
 PAUSE_SECONDS = 0.03
 """After each call, for what it leaves to be done behind it."""
 Body = dict[str, Any]
@@ -184,45 +180,19 @@ class Measured:
     text: Figures
 
 
-@dataclass(slots=True)
-class Rounds:
-    """What was taken in each round, in ms by way; and how fast the machine was before or after it, whichever was worse."""
-
-    bytes_ms: dict[str, dict[int, float]]
-    texts_ms: dict[str, dict[int, float]]
-    paces: dict[int, float] = field(default_factory=dict)
-
-    def kept(self) -> set[int]:
-        return steady(self.paces) if self.paces else set()
-
-    def compared(self, way: Way) -> Measured:
-        kept = self.kept()
-        byte, text = (
-            {name: {at: taken[at] for at in kept & taken.keys()} for name, taken in times.items()} for times in self._both
-        )
-        return Measured(way.name, compared(way, byte), compared(way, text))
-
-    @property
-    def _both(self) -> tuple[dict[str, dict[int, float]], ...]:
-        return self.bytes_ms, self.texts_ms
-
-
-def measure(made: list[Way], rounds: int, words: int, everywhere: Collection[int]) -> Rounds:
-    """Goes on until there are so many rounds in which the machine was about as fast as ever, or it was not for too long."""
-    dice, number = random.Random(1), 0
-    taken = Rounds({way.name: {} for way in made}, {way.name: {} for way in made})
-    while len(taken.kept()) < rounds and number < WARM_UP_ROUNDS + MOST_TRIES * rounds:
-        question, before = " ".join(f"{dice.randrange(1000)}" for _ in range(words)), pace(everywhere)
+def measure(made: list[Way], rounds: int, words: int) -> list[Measured]:
+    dice = random.Random(1)
+    bytes_ms: dict[str, dict[int, float]] = {way.name: {} for way in made}
+    texts_ms: dict[str, dict[int, float]] = {way.name: {} for way in made}
+    for number in range(WARM_UP_ROUNDS + rounds):
+        question = " ".join(f"{dice.randrange(1000)}" for _ in range(words))
         for way in dice.sample(made, len(made)):
             begun, told = way.seconds_to_first(f"{dice.randrange(10**8):08} {question}")
             time.sleep(PAUSE_SECONDS)
             if number >= WARM_UP_ROUNDS and told is not None:
-                taken.bytes_ms[way.name][number] = begun * 1000
-                taken.texts_ms[way.name][number] = told * 1000
-        if number >= WARM_UP_ROUNDS:
-            taken.paces[number] = max(before, pace(everywhere))
-        number += 1
-    return taken
+                bytes_ms[way.name][number] = begun * 1000
+                texts_ms[way.name][number] = told * 1000
+    return [Measured(way.name, compared(way, bytes_ms), compared(way, texts_ms)) for way in made]
 
 
 def compared(way: Way, times: Mapping[str, Mapping[int, float]]) -> Figures:
@@ -263,17 +233,14 @@ def _apart() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60, help="in which the machine was about as fast as ever")
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--prompt-words", type=int, default=200, help="numbers in the question, about four tokens each")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     asked = parser.parse_args()
-    described, everywhere = machine() | {"pinned": _apart()}, os.sched_getaffinity(0)
+    described = machine() | {"pinned": _apart()}
     with ways() as made:
-        taken = measure(made, asked.rounds, asked.prompt_words, everywhere)
-        measured = [asdict(taken.compared(way)) for way in made]
-    kept, tried = len(taken.kept()), len(taken.paces)
-    result = {"machine": described, "rounds": kept, "rounds_left_out": tried - kept, "ways": measured}
-    Console().print(f"{kept} rounds; {tried - kept} are left out, since the machine was slower then.")
+        measured = measure(made, asked.rounds, asked.prompt_words)
+    result = {"machine": described, "ways": [asdict(item) for item in measured]}
     for grid in tables(result):
         Console().print(grid.rich())
     if asked.json:
