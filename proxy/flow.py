@@ -19,15 +19,15 @@ from proxy.engine.apis import EngineApis
 from proxy.engine.base import Engine, Job, Outcome
 from proxy.engine.line import Line, Withheld
 from proxy.engine.seats import Caller
-from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, StoreUnavailable, Unavailable, VerbatimError
+from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, StoreUnavailable, VerbatimError
 from proxy.inflight import Running
+from proxy.intents import WritingIntent
 from proxy.minting import minted_choice, minted_delta, new_call_id
 from proxy.planner import Planner
 from proxy.records import call_records, prompt_of
 from proxy.services import Services
 from proxy.session_tree import SessionTree
 from proxy.steps import CLOCK, COMMIT, ENGINE, INTENT, PLAN, QUEUE, REPLY, SAMPLE, STORE, CallClock, Waiting, Within
-from proxy.store.session_store import Intent
 from proxy.turn import Turn
 from proxy.wanted import logprob_mode, overrides, wanted_of
 from reconstruct.codec import encode
@@ -37,9 +37,6 @@ from reconstruct.roles import BUILT_IN
 T = TypeVar("T")
 
 _CUT = "the call was cut before it was sampled"
-
-_BEGIN_TRIES = 50
-"""How often a call starts over because other calls of its session were recorded meanwhile."""
 
 _ABORT_PATIENCE_SECONDS = 0.5
 _ABORT_SECONDS = 5.0
@@ -96,11 +93,13 @@ class Flow:
                     replica = await self._unless_cut(turn, route.next())
                 turn.go_to(replica)
                 answered = False
+                self._planner.find(turn)
+                intent = WritingIntent(self._services, self._planner, turn)
                 try:
-                    await self._prepare(turn)
+                    await self._plan(turn, intent)
                     if turn.request.stream:
                         yield Sampling()
-                    async for piece in self._sample(turn):
+                    async for piece in self._sample(turn, intent):
                         answered = True
                         yield piece
                     return
@@ -108,15 +107,10 @@ class Flow:
                     if answered or turn.running.cut.is_set() or not route.another():
                         raise
                 finally:
-                    # Over by now, unless the call was cancelled.
-                    if turn.begun is not None:
-                        turn.begun.cancel()
+                    intent.give_up()
 
-    async def _prepare(self, turn: Turn) -> None:
-        """Plan the prompt and write the intent, neither waiting for the other. Raises as they do; then no intent is left. Where there
-        is nothing to plan, the intent is still being written."""
-        self._planner.find(turn)
-        turn.begun = asyncio.create_task(self._begin(turn))
+    async def _plan(self, turn: Turn, intent: WritingIntent) -> None:
+        """Plan the prompt, and wait for the intent where there is something to plan. Raises as they do; then no intent is left."""
         if not self._planner.plans(turn):
             return
         try:
@@ -124,22 +118,13 @@ class Flow:
             await self._unless_cut(turn, self._planner.plan(turn))
             turn.times.begin(INTENT)
             with Waiting(STORE):
-                await turn.begun
+                await intent.written()
             if turn.found is not found:
                 turn.times.begin(PLAN)
                 await self._unless_cut(turn, self._planner.plan(turn))
         except VerbatimError:
-            await self._take_back(turn)
+            await intent.take_back()
             raise
-
-    async def _take_back(self, turn: Turn) -> None:
-        """The call is not sampled: drop its intent, if one was written."""
-        assert turn.begun is not None
-        try:
-            await turn.begun
-        except VerbatimError:
-            return
-        await self._services.sessions.drop_intent(turn.session_id, turn.call_ids[0])
 
     async def _unless_cut(self, turn: Turn, work: Coroutine[Any, Any, T]) -> T:
         """What `work` gives, which is broken off when the call is cut meanwhile. Raises EngineFailed then."""
@@ -176,30 +161,7 @@ class Flow:
         replica = self._services.pool.pick(tree.info.session_id, request.model)
         return await self._apis.engine(replica, request).count(replica, request)
 
-    async def _begin(self, turn: Turn) -> None:
-        """Write the intent; when other calls of the session were recorded meanwhile, look again for the parent."""
-        sessions = self._services.sessions
-        for _ in range(_BEGIN_TRIES):
-            assert turn.replica is not None and turn.found is not None
-            parent_id = turn.found.parent.call_id if turn.found.parent else None
-            intent = Intent(turn.call_ids[0], parent_id, turn.digest, turn.replica.name, turn.started_at)
-            known = turn.tree.known
-            begun = await sessions.begin(turn.session_id, known, intent)
-            if begun.created_at and begun.created_at != turn.tree.info.created_at:
-                self._services.trees.forget(turn.session_id)
-                raise NotFound(f"session '{turn.session_id}' does not exist")
-            if begun.accepted:
-                return
-            if begun.status == "missing":
-                self._services.trees.forget(turn.session_id)
-                raise NotFound(f"session '{turn.session_id}' does not exist")
-            if begun.status != "open":
-                raise Conflict(f"session '{turn.session_id}' is {begun.status}; it takes no more calls")
-            if turn.tree.learn(begun.records, known):
-                self._planner.find_again(turn)
-        raise Unavailable(f"session '{turn.session_id}' is too busy; try again")
-
-    async def _sample(self, turn: Turn) -> AsyncIterator[FirstToken | Delta | Outcome]:
+    async def _sample(self, turn: Turn, intent: WritingIntent) -> AsyncIterator[FirstToken | Delta | Outcome]:
         """Let the engine sample; a call that it refused or lost before its first token leaves the tree as it was."""
         assert turn.replica is not None and turn.replica.api is not None
         turn.times.begin(SAMPLE)
@@ -208,11 +170,15 @@ class Flow:
         job.id_text = self._apis.id_text(turn.session_id)
         if turn.plan is not None:
             job.prompt_ids, job.body = turn.plan.prompt_ids, turn.plan.body
+        if not intent.is_written:
+            job.line.before = partial(self._written, turn, intent, job.line)
+        turn.running.ask_engine = partial(self._end, turn, engine, job)
         # As soon as the engine was asked, since the record is to have it.
         asyncio.get_running_loop().call_soon(turn.find_role)
         clock = time.perf_counter()
         try:
-            self._opened(turn, engine, job)
+            if turn.running.cut.is_set():
+                raise EngineFailed(_CUT)
             async for piece in engine.sample(turn.replica, job, stream=turn.request.stream):
                 yield piece
         except asyncio.CancelledError:
@@ -222,55 +188,35 @@ class Flow:
             raise job.line.absorb() from None
         except Withheld as withheld:
             job.line.over()
-            await self._take_back(turn)
+            await intent.take_back()
             raise withheld.error from None
         except VerbatimError:
             job.line.over()
             if not job.line.hung_up or job.line.before is not None:
-                await self._take_back(turn)
+                await intent.take_back()
             raise
         finally:
             turn.engine_seconds += time.perf_counter() - clock
             turn.sampling = job.sampling
 
-    def _opened(self, turn: Turn, engine: Engine, job: Job) -> None:
-        """Whoever ends the call from here on asks the engine, or hangs up while the engine has no whole request: it gets that once the
-        intent is written. Raises EngineFailed where the call was cut before."""
-        assert turn.begun is not None
-
-        async def hang_up() -> None:
-            job.line.hang_up()
-
-        async def written() -> None:
-            await self._written(turn)
-            turn.running.ask_engine, job.line.before = end, None
-
-        end = partial(self._end, turn, engine, job)
-        if turn.running.cut.is_set():
-            raise EngineFailed(_CUT)
-        if turn.begun.done():
-            turn.begun.result()
-            turn.running.ask_engine = end
-        else:
-            turn.running.ask_engine, job.line.before = hang_up, written
-
-    async def _written(self, turn: Turn) -> None:
-        """Returns when the intent is written. Raises Withheld."""
-        assert turn.begun is not None
+    async def _written(self, turn: Turn, intent: WritingIntent, line: Line) -> None:
+        """Returns when the engine may have the request's end. Raises Withheld."""
         clock = time.perf_counter()
         try:
             with Within(INTENT), Waiting(STORE):
-                await asyncio.shield(turn.begun)
+                await intent.written()
         except VerbatimError as error:
             raise Withheld(error) from error
         finally:
             turn.engine_seconds -= time.perf_counter() - clock
+        line.before = None
 
     async def _end(self, turn: Turn, engine: Engine, job: Job) -> None:
-        """End the sampling now: ask the engine, which then answers with what it has, or hang up where it cannot be asked."""
+        """End the sampling now: ask the engine, which then answers with what it has, or hang up where it cannot be asked or does not
+        have the request yet."""
         try:
             async with asyncio.timeout(_ABORT_SECONDS):
-                if await self._asked_to_end(turn, engine, job):
+                if job.line.before is None and await self._asked_to_end(turn, engine, job):
                     return
         except TimeoutError:
             # An engine that hangs would keep the call, and whoever closes its session.

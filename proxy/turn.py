@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,8 +33,6 @@ class Turn:
     rules: Sequence[RoleRule]
     engine_seconds: float = 0.0
     found: Continuation | None = None
-    begun: asyncio.Task[None] | None = None
-    """Writes the intent."""
     plan: TokenPlan | None = None
     replica: Replica | None = None
     sampling: dict[str, Any] = field(default_factory=dict)

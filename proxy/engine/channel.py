@@ -153,8 +153,8 @@ class Answer:
         self._channel = channel
         self._loop = asyncio.get_running_loop()
         self._read_seconds = read_seconds
-        self._heard = self._loop.time()
-        self._timer = self._loop.call_later(read_seconds, self._quiet) if read_seconds else None
+        self._heard = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._pieces: deque[bytes] = deque()
         self._unread = 0
         self._paused = False
@@ -181,6 +181,10 @@ class Answer:
             self._channel.close()
 
     async def begun(self) -> None:
+        """Returns when the status is there. The engine has the whole request, and its time to say something runs."""
+        self._heard = self._loop.time()
+        if self._read_seconds and not self._whole and self._error is None:
+            self._timer = self._loop.call_later(self._read_seconds, self._quiet)
         while not self.status:
             await self._more()
 
