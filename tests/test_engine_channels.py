@@ -151,9 +151,12 @@ async def test_the_end_of_a_request_waits_for_what_must_come_before_it() -> None
 
 
 async def test_an_engine_has_its_whole_time_from_the_end_of_the_request() -> None:
-    async with Engine(telling(measured(b"ok"))).serving() as engine, channels(read_seconds=0.4) as made:
-        async with await made.post(engine.url, b"{}", {}, lambda: asyncio.sleep(1.0)) as got:
-            assert await got.read() == b"ok"
+    async with (
+        Engine(telling(measured(b"ok"))).serving() as engine,
+        channels(read_seconds=0.4) as made,
+        await made.post(engine.url, b"{}", {}, lambda: asyncio.sleep(1.0)) as got,
+    ):
+        assert await got.read() == b"ok"
 
 
 async def test_a_request_that_may_not_end_was_never_made() -> None:

@@ -382,7 +382,8 @@ async def test_a_command_that_ends_leaves_the_others_alone(place: Place, tmp_pat
     logs = Logs(tmp_path / "out", tmp_path / "err")
     async with place.started() as runtime:
         running = asyncio.ensure_future(shell(runtime, "echo one; until [ -e go ]; do sleep 0.1; done; echo two", logs=logs))
-        await until(lambda: logs.stdout.exists() and bool(logs.stdout.read_bytes()), "the command has started")
+        await until(lambda: running.done() or (logs.stdout.exists() and bool(logs.stdout.read_bytes())), "it has started")
+        assert not running.done(), running.result()
         await shell(runtime, "sleep 600 & true")
         await runtime.upload("go", b"")
         assert (await running).stdout == b"one\ntwo\n"
