@@ -33,11 +33,21 @@ class Uses:
         (self._folder / name).touch(mode=0o600)
 
     def hold(self, name: str) -> int:
-        """A descriptor: until it is closed, by whomever, what it names is in use."""
-        self.note(name)
-        descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        return descriptor
+        """A descriptor: until it is closed, by whomever, what it names is in use. Raises `RuntimeFailed` as `note` does."""
+        owned(self._folder, self._variable)
+        while True:
+            descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if self._is_at(name, descriptor):
+                os.utime(descriptor)
+                return descriptor
+            # While the lock was waited for it was removed: a lock on a file without a name keeps nothing.
+            os.close(descriptor)
+
+    def _is_at(self, name: str, descriptor: int) -> bool:
+        with suppress(FileNotFoundError):
+            return os.path.samestat((self._folder / name).stat(), os.fstat(descriptor))
+        return False
 
     def too_many(self) -> Iterator[str]:
         """One after the other what is to be removed, as long as there are more than the bound: the longest unused first, none that is
