@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 import redis
+import uvloop
 from redis_server import RedisServer, Store, free_port, running_redis, wait_until_it_answers
 
 from proxy.errors import StoreUnavailable
 from proxy.store.connection import Script, StoreConnection
 from proxy.store.groups import GroupPolicy, Member
+from proxy.store.node import Node
 from proxy.store.session_store import Intent, SessionInfo
 from proxy.store.weight_store import WeightState
 
@@ -140,6 +143,32 @@ async def test_a_wrong_password_is_unavailable_and_never_shown() -> None:
             await connection.ping()
         assert "wrong-secret" not in refused.value.message
         await connection.close()
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_loop_that_stood_still_while_it_connected_has_not_been_refused(redis_url: str, loop: str) -> None:
+    """The server had answered long since when the time was up."""
+
+    async def ask() -> None:
+        node = Node(redis_url, max_connections=1, connect_seconds=0.2)
+        asking = asyncio.ensure_future(node.ping())
+        await asyncio.sleep(0)
+        time.sleep(0.5)  # noqa: ASYNC251 - it is what stands still
+        await asking
+        await node.close()
+
+    asyncio.run(ask()) if loop == "asyncio" else uvloop.run(ask())
+
+
+async def test_a_server_that_takes_no_connection_is_given_up() -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        with socket.create_connection(full.getsockname()):
+            node = Node(f"redis://127.0.0.1:{full.getsockname()[1]}", max_connections=1, connect_seconds=0.5)
+            with pytest.raises(redis.TimeoutError, match="connecting"):
+                await node.ping()
+            await node.close()
 
 
 async def test_more_concurrent_commands_than_connections_wait_in_line(redis_url: str) -> None:

@@ -9,7 +9,7 @@ Scripts, which is what calls are recorded with, share one connection; see `proxy
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import redis.asyncio as redis
@@ -50,6 +50,25 @@ class Link(Protocol):
     async def close(self) -> None: ...
 
 
+class _OnceMore(Retry):
+    """A connection that the server closed meanwhile is opened once more: what is sent here may be repeated. So is one that was not open
+    after `connect_seconds` because the event loop stood still: who has not looked cannot say that no answer came."""
+
+    def __init__(self, connect_seconds: float) -> None:
+        super().__init__(ConstantBackoff(0.02), 1, supported_errors=(broken.ConnectionError,))
+        self._late_seconds = connect_seconds + 0.05
+
+    async def call_with_retry(self, do: Callable[[], Awaitable[Any]], *more: Any, **named: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            return await super().call_with_retry(do, *more, **named)
+        except broken.TimeoutError:
+            if loop.time() - started < self._late_seconds:
+                raise
+        return await super().call_with_retry(do, *more, **named)
+
+
 class Node:
     """A server. By itself it is the link to a store of one server."""
 
@@ -60,8 +79,7 @@ class Node:
             socket_timeout=None,
             socket_connect_timeout=connect_seconds,
             protocol=2,
-            # A connection that the server closed meanwhile is opened once more: what is sent here may be repeated.
-            retry=Retry(ConstantBackoff(0.02), 1, supported_errors=(broken.ConnectionError,)),
+            retry=_OnceMore(connect_seconds),
         )
         self._distrusted = False
         self._pipe: Pipe | None = None
