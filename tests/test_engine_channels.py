@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from redis_server import free_port
 from test_tls import make
 
-from proxy.engine.channel import BrokenOff, CannotConnect, Unanswered
+from proxy.engine.channel import BrokenOff, CannotConnect, NotAsked, Unanswered
 from proxy.engine.channels import Channels
 from proxy.engine.replica import replica_at
 from proxy.engine.wire import EngineHttp
@@ -168,6 +168,44 @@ async def test_a_request_that_may_not_end_was_never_made() -> None:
             await made.post(engine.url, b"{}", {}, before)
         await asyncio.wait_for(engine.left.wait(), 30)
         assert not engine.requests and not made.idle
+
+
+@asynccontextmanager
+async def leaving(connections: int) -> AsyncIterator[tuple[str, list[asyncio.StreamWriter]]]:
+    """The address of a server that closes so many connections at a request's head, and those it has closed."""
+    left: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if len(left) < connections:
+            left.append(writer)
+        else:
+            writer.write(measured(await reader.readexactly(2)))
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", left
+
+
+async def test_who_is_left_before_the_end_of_a_request_asks_over_another_connection() -> None:
+    """Nothing was asked yet: it was the call that failed."""
+    async with leaving(1) as (url, left), channels() as made:
+
+        async def before() -> None:
+            while not left:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+
+        async with await made.post(url, b"{}", {}, before) as got:
+            assert (got.status, await got.read()) == (200, b"{}")
+
+
+async def test_who_is_left_time_and_again_has_asked_nothing() -> None:
+    async with leaving(100) as (url, _), channels() as made:
+        with pytest.raises(NotAsked):
+            await made.post(url, b"{}", {}, lambda: asyncio.sleep(0.3))
 
 
 async def test_a_connection_on_which_a_request_was_refused_before_its_end_carries_no_other() -> None:

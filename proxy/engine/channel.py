@@ -35,6 +35,10 @@ class ConnectTimeout(ChannelError):
     """Nobody took the connection in time."""
 
 
+class NotAsked(ChannelError):
+    """The engine closed the connection before it had the whole request: it may be asked again, over another one."""
+
+
 class Unanswered(ChannelError):
     """The engine closed the connection before it answered anything."""
 
@@ -62,8 +66,8 @@ class Channel(asyncio.Protocol):
     async def ask(self, head: bytes, body: bytes, before: Before | None = None) -> Answer:
         """The answer, as soon as its status and headers are there. Raises ChannelError, and TimeoutError when the engine says nothing.
 
-        With `before`, the last byte of the body goes out once that has returned, and all others meanwhile; raises as it, too: then
-        the engine never had a request."""
+        With `before`, the last byte of the body goes out once that has returned, and all others meanwhile; raises as it, and NotAsked:
+        then the engine never had a request."""
         assert self._transport is not None and self._answer is None
         answer = self._answer = Answer(self, self._read_seconds)
         try:
@@ -73,6 +77,8 @@ class Channel(asyncio.Protocol):
                 self._in_request = True
                 self._transport.write(head + body[:-1])
                 await before()
+                if self.lost and not answer.status:
+                    raise NotAsked("the engine closed the connection before it had the request")
                 self._transport.write(body[-1:])
                 self._in_request = False
             await answer.begun()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import unquote, urlsplit
 
-from proxy.engine.channel import Answer, Before, CannotConnect, Channel, ConnectTimeout
+from proxy.engine.channel import Answer, Before, CannotConnect, Channel, ConnectTimeout, NotAsked
 
 Prepare = Callable[[socket.socket], None]
 
@@ -78,7 +78,11 @@ class Channels:
         authorized = b"" if b"\nAuthorization:" in target.lines else self._key
         if self._carried is not None:
             authorized += _lines(self._carried()).encode("latin-1")
-        return await channel.ask(b"".join((method, b" ", target.path, target.lines, authorized, more)), body, before)
+        head = b"".join((method, b" ", target.path, target.lines, authorized, more))
+        try:
+            return await channel.ask(head, body, before)
+        except NotAsked:
+            return await (await self._connected(target)).ask(head, body, before)
 
     def _kept(self, target: _Target) -> Channel | None:
         """The connection that was used last, if it is still good."""
