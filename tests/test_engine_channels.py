@@ -68,9 +68,11 @@ class Engine:
 
 
 @asynccontextmanager
-async def channels(read_seconds: float = 30.0, idle_seconds: float = 30.0) -> AsyncIterator[Channels]:
+async def channels(
+    read_seconds: float = 30.0, idle_seconds: float = 30.0, connect_seconds: float = 30.0
+) -> AsyncIterator[Channels]:
     made = Channels(
-        "sesame", connect_seconds=30.0, read_seconds=read_seconds, idle_seconds=idle_seconds, prepare=lambda _: None
+        "sesame", connect_seconds=connect_seconds, read_seconds=read_seconds, idle_seconds=idle_seconds, prepare=lambda _: None
     )
     try:
         yield made
@@ -415,6 +417,22 @@ async def test_an_address_with_a_name_and_a_password_is_asked_with_those() -> No
         await answer(made, engine.url.replace("//", "//me:p%40ss@"))
         assert b"Authorization: Basic bWU6cEBzcw==\r\n" in engine.requests[0]
         assert b"sesame" not in engine.requests[0]
+
+
+async def test_an_address_that_takes_no_connection_does_not_keep_from_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with an IPv6 address that leads nowhere: all the seconds for connecting went into that."""
+    async with Engine(telling(measured(b"ok"))).serving() as engine, channels(connect_seconds=5.0) as made:
+        port = int(engine.url.rpartition(":")[2])
+
+        async def found(*_: Any, **__: Any) -> list[Any]:
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in ("127.0.0.2", "127.0.0.1")]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+        with socket.socket() as full:
+            full.bind(("127.0.0.2", port))
+            full.listen(0)
+            with socket.create_connection(("127.0.0.2", port)):
+                assert await answer(made, engine.url) == b"ok"
 
 
 async def test_every_socket_is_prepared_before_it_connects() -> None:

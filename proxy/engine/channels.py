@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import unquote, urlsplit
 
+from aiohappyeyeballs import AddrInfoType, start_connection
+
 from proxy.engine.channel import Answer, Before, CannotConnect, Channel, ConnectTimeout, NotAsked
 
 Prepare = Callable[[socket.socket], None]
+
+_NEXT_SECONDS = 0.25
+"""How long an address of a host is tried before the next one is, too (RFC 8305)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,30 +114,29 @@ class Channels:
             raise ConnectTimeout(f"no connection within {self._connect_seconds:g} seconds") from error
         except OSError as error:
             raise CannotConnect(error.strerror or str(error)) from error
+        except RuntimeError as error:
+            # uvloop's way with some sockets.
+            raise CannotConnect(str(error)) from error
 
     async def _dialled(self, target: _Target, made: Callable[[], Channel]) -> Channel:
-        """A connection to the first of the host's addresses that takes one. Raises OSError."""
+        """A connection to that of the host's addresses that takes one first. Raises OSError."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-        refused: OSError = OSError(f"{target.host} has no address")
-        for family, kind, protocol, _, address in found:
-            dialling = socket.socket(family, kind, protocol)
-            try:
-                dialling.setblocking(False)
-                dialling.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._prepare(dialling)
-                await loop.sock_connect(dialling, address)
-                tls, name = (self._context(), target.host) if target.tls else (None, None)
-                _, channel = await loop.create_connection(made, sock=dialling, ssl=tls, server_hostname=name)
-            except OSError as error:
-                dialling.close()
-                refused = error
-            except BaseException:
-                dialling.close()
-                raise
-            else:
-                return channel
-        raise refused
+        dialled = await start_connection(found, happy_eyeballs_delay=_NEXT_SECONDS, socket_factory=self._prepared)
+        tls, name = (self._context(), target.host) if target.tls else (None, None)
+        try:
+            _, channel = await loop.create_connection(made, sock=dialled, ssl=tls, server_hostname=name)
+        except BaseException:
+            dialled.close()
+            raise
+        return channel
+
+    def _prepared(self, address: AddrInfoType) -> socket.socket:
+        family, kind, protocol, *_ = address
+        dialling = socket.socket(family, kind, protocol)
+        dialling.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._prepare(dialling)
+        return dialling
 
     def _context(self) -> ssl.SSLContext:
         if self._tls is None:
