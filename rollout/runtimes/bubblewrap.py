@@ -99,8 +99,8 @@ async def sandboxed(
             for end in (told, block, given):
                 os.close(end)
                 ends.remove(end)
+            ends.remove(status)
             async with _Status(status) as reports:
-                ends.remove(status)
                 pid = await reports.child()
                 if pid is None:
                     raise RuntimeFailed(f"the sandbox could not be made: {await _words(process)}")
@@ -147,7 +147,8 @@ async def _words(process: asyncio.subprocess.Process) -> str:
 
 
 class _Status:
-    """What bubblewrap reports, line by line: first of its child, in the end of the exit code, if the command was started."""
+    """What bubblewrap reports, line by line: first of its child, in the end of the exit code, if the command was started. The descriptor
+    is its own from the beginning: closed by two, the second close would hit whatever has the number then."""
 
     def __init__(self, descriptor: int) -> None:
         self._file = os.fdopen(descriptor, "rb", buffering=0)
@@ -156,7 +157,11 @@ class _Status:
 
     async def __aenter__(self) -> _Status:
         loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(self._reader), self._file)
+        try:
+            self._transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(self._reader), self._file)
+        except BaseException:
+            self._file.close()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
