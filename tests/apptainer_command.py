@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bwrap_container import LACKING
-from runtime_places import Place, unavailable
+from runtime_places import GRACE_SECONDS, Place, unavailable
 
 from rollout.runtimes.apptainer import ApptainerKind
 from rollout.runtimes.settings import RuntimeSettings
@@ -41,5 +41,5 @@ def in_instances(folder: Path, **settings: Any) -> Place:
     given = RuntimeSettings(
         apptainer_command=str(program), apptainer_dir=folder / "instances", **{"apptainer_root": "allowed", **settings}
     )
-    kind = ApptainerKind(given, grace_seconds=1.0)
+    kind = ApptainerKind(given, grace_seconds=GRACE_SECONDS)
     return Place(kind, RuntimeSpec(kind="apptainer", image="debian.sif", memory_mb=256))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from container_image import debian
-from runtime_places import Place, unavailable
+from runtime_places import GRACE_SECONDS, Place, unavailable
 
 from rollout.runtimes.apptainer import ApptainerKind
 from rollout.runtimes.settings import RuntimeSettings
@@ -56,4 +56,4 @@ def in_real_instances(folder: Path, **settings: Any) -> Place:
     command = installed()
     kept = {"apptainer_command": command, "apptainer_dir": folder / "instances", "apptainer_root": "allowed"}
     spec = RuntimeSpec(kind="apptainer", image=str(image(command)), memory_mb=256)
-    return Place(ApptainerKind(RuntimeSettings(**{**kept, **settings}), grace_seconds=1.0), spec)
+    return Place(ApptainerKind(RuntimeSettings(**{**kept, **settings}), grace_seconds=GRACE_SECONDS), spec)

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 from bwrap_container import LACKING
-from runtime_places import Place, unavailable
+from runtime_places import GRACE_SECONDS, Place, unavailable
 
 from rollout.runtimes.pod import KubernetesKind
 from rollout.runtimes.settings import RuntimeSettings
@@ -91,7 +91,8 @@ def kubeconfig() -> Path:
 
 def in_pods(**settings: Any) -> Place:
     return Place(
-        KubernetesKind(_settings(settings), grace_seconds=1.0), RuntimeSpec(kind="kubernetes", image="python", memory_mb=256)
+        KubernetesKind(_settings(settings), grace_seconds=GRACE_SECONDS),
+        RuntimeSpec(kind="kubernetes", image="python", memory_mb=256),
     )
 
 

@@ -283,6 +283,6 @@ class Store:
 async def store(redis_kind: RedisKind) -> AsyncIterator[Store]:
     """The stores over an empty Redis, once plain and once as a cluster."""
     redis_kind.flushall()
-    made = Store.at(redis_kind.url)
+    made = Store.at(redis_kind.url, timeout_seconds=60.0)
     yield made
     await made.connection.close()

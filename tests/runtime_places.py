@@ -26,6 +26,8 @@ NOWHERE = Route("192.0.2.9", 9)
 """A proxy that is not there."""
 SECONDS = 120.0
 """What a command may take that is to end on its own."""
+GRACE_SECONDS = 5.0
+"""Between SIGTERM and SIGKILL: enough for what minds being told, also where telling is an exec of its own on a busy machine."""
 ANSWER = b"the proxy was here"
 
 
@@ -71,12 +73,12 @@ def no_sandbox() -> str | None:
 def sandboxed(folder: Path, **settings: Any) -> Place:
     if (reason := no_sandbox()) is not None:
         unavailable(reason)
-    kind = LocalKind(RuntimeSettings(local_dir=folder, **settings), grace_seconds=1.0)
+    kind = LocalKind(RuntimeSettings(local_dir=folder, **settings), grace_seconds=GRACE_SECONDS)
     return Place(kind, RuntimeSpec(memory_mb=256))
 
 
 def unconfined(folder: Path) -> Place:
-    kind = LocalKind(RuntimeSettings(local_dir=folder), grace_seconds=1.0)
+    kind = LocalKind(RuntimeSettings(local_dir=folder), grace_seconds=GRACE_SECONDS)
     return Place(kind, RuntimeSpec(memory_mb=256, network="full", options={"sandbox": "none"}))
 
 
@@ -87,7 +89,7 @@ def contained(folder: Path) -> Place:
     settings = RuntimeSettings(
         container_command=ENGINE, container_flags=FLAGS, container_run_flags=RUN_FLAGS, container_dir=folder / "containers"
     )
-    return Place(ContainerKind(settings, grace_seconds=1.0), RuntimeSpec(kind="docker", image=image, memory_mb=256))
+    return Place(ContainerKind(settings, grace_seconds=GRACE_SECONDS), RuntimeSpec(kind="docker", image=image, memory_mb=256))
 
 
 async def shell(runtime: Runtime, line: str, **options: Any) -> Executed:

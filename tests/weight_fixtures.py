@@ -25,7 +25,7 @@ from proxy.store.weight_store import WeightStore
 @pytest.fixture
 async def weights(redis_url: str) -> AsyncIterator[WeightStore]:
     """Empty, whatever the engine holds: its label is taken over at first contact."""
-    store = Store.at(redis_url)
+    store = Store.at(redis_url, timeout_seconds=60.0)
     yield store.weights
     await store.connection.close()
 
