@@ -6,8 +6,9 @@ than another, and the engine's cache knows none. What is compared is the median 
 body, "first text" the first event that carries sampled text, whatever the dialect calls it; ids, where the engine is asked for those
 alone. vLLM is asked as a harness would ask it, and as each path of the service asks it: for chat completions with ids and logprobs, and
 for a rendering and then for what follows its ids. The service's figures are compared with what vLLM takes for the same by itself
-("added": of the medians; "by round": the median of what each round says), and with its chat completions ("to chat"). The service has
-its embedded store, and once a Redis over TCP; what nginx adds that hands on and reads nothing is what any hop costs on this machine.
+("added": of the medians; "by round": the median of what each round says, and between what that lies with a confidence of 95 %), and with
+its chat completions ("to chat"). The service has its embedded store, and once a Redis over TCP; what nginx adds that hands on and reads
+nothing is what any hop costs on this machine.
 
 The service with its store, and nginx, have one core, and vLLM and who asks the others, where there are two: an engine that samples on
 the CPU would else stand in the way.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import math
 import os
 import random
 import statistics
@@ -168,12 +170,14 @@ class Figures:
     added_ms: float
     to_chat_ms: float
     added_by_round_ms: float
+    by_round_within_ms: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Milliseconds: median and ninth decile, the median over that of the engine asked for the same directly, and over that of its
-    chat completions; and the median over the rounds of what each took longer than the engine in the same round."""
+    chat completions; and the median over the rounds of what each took longer than the engine in the same round, with the interval in which
+    that lies with a confidence of 95 %."""
 
     name: str
     byte: Figures
@@ -199,13 +203,22 @@ def compared(way: Way, times: Mapping[str, Mapping[int, float]]) -> Figures:
     """`times` are by way and round; a round in which a way's model said nothing is missing there."""
     medians = {name: statistics.median(taken.values()) for name, taken in times.items()}
     taken, base, median = times[way.name], times[way.base], medians[way.name]
+    longer = sorted(taken[place] - base[place] for place in taken.keys() & base.keys())
     return Figures(
         median_ms=median,
         p90_ms=sorted(taken.values())[len(taken) * 9 // 10],
         added_ms=median - medians[way.base],
         to_chat_ms=median - medians[CHAT],
-        added_by_round_ms=statistics.median(taken[place] - base[place] for place in taken.keys() & base.keys()),
+        added_by_round_ms=statistics.median(longer),
+        by_round_within_ms=median_within(longer),
     )
+
+
+def median_within(ordered: Sequence[float]) -> tuple[float, float]:
+    """The interval of 95 % confidence around the median of what the values were drawn from, whatever their distribution: how many of
+    them lie below it is binomial, here taken for normal."""
+    outside = max(int((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2), 0)
+    return ordered[outside], ordered[-1 - outside]
 
 
 def tables(result: dict[str, Any]) -> Sequence[Grid]:
@@ -218,9 +231,12 @@ def tables(result: dict[str, Any]) -> Sequence[Grid]:
     return grids
 
 
-def _row(figures: Mapping[str, float]) -> Iterator[str]:
+def _row(figures: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{figures[name]:.1f}" for name in ("median_ms", "p90_ms"))
-    yield from (f"{figures[name]:+.1f}" if name in figures else "-" for name in ("added_ms", "added_by_round_ms", "to_chat_ms"))
+    yield f"{figures['added_ms']:+.1f}"
+    least, most = figures["by_round_within_ms"]
+    yield f"{figures['added_by_round_ms']:+.1f} ({least:+.1f} to {most:+.1f})"
+    yield f"{figures['to_chat_ms']:+.1f}"
 
 
 def _apart() -> str:

@@ -1,6 +1,8 @@
 """The tables of the Markdown files are those of the committed results, and what they compare is computed as it says."""
 
 import json
+import math
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -127,12 +129,17 @@ def test_what_a_way_adds_is_told_by_the_medians_and_by_the_rounds_that_both_have
     taken = {CHAT: {0: 1.0, 1: 10.0, 2: 100.0}, "ours": {0: 3.0, 2: 101.0, 3: 5.0}}
     found = compared(Way("ours", "", "", "", base=CHAT), taken)
     assert (found.median_ms, found.added_ms, found.to_chat_ms, found.added_by_round_ms) == (5.0, -5.0, -5.0, 1.5)
-    of_old = {"median_ms": 5.0, "p90_ms": 101.0, "added_ms": -5.0, "to_chat_ms": -5.0}
-    shown = first_byte.tables({"ways": [{"name": "ours", "byte": asdict(found), "text": of_old}]})
-    assert [grid.rows for grid in shown] == [
-        (("ours", "5.0", "101.0", "-5.0", "+1.5", "-5.0"),),
-        (("ours", "5.0", "101.0", "-5.0", "-", "-5.0"),),
-    ]
+    assert found.by_round_within_ms == (1.0, 2.0)
+    (grid, _) = first_byte.tables({"ways": [{"name": "ours", "byte": asdict(found), "text": asdict(found)}]})
+    assert grid.rows == (("ours", "5.0", "101.0", "-5.0", "+1.5 (+1.0 to +2.0)", "-5.0"),)
+
+
+@pytest.mark.parametrize("rounds", [7, 30, 120])
+def test_the_interval_of_a_median_has_it_nineteen_times_of_twenty(rounds: int) -> None:
+    dice = random.Random(rounds)
+    drawn = [sorted(dice.expovariate(1.0) for _ in range(rounds)) for _ in range(4000)]
+    inside = [least <= math.log(2) <= most for least, most in map(first_byte.median_within, drawn)]
+    assert sum(inside) / len(inside) == pytest.approx(0.95, abs=0.035)
 
 
 def test_the_static_engine_answers_with_as_many_ids_as_the_size_says() -> None:
