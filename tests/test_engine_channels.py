@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohappyeyeballs import AddrInfoType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis_server import free_port
@@ -22,8 +23,10 @@ from test_tls import make
 
 from proxy.engine.channel import BrokenOff, CannotConnect, NotAsked, Unanswered
 from proxy.engine.channels import Channels
+from proxy.engine.line import Line
 from proxy.engine.replica import replica_at
 from proxy.engine.wire import EngineHttp
+from proxy.errors import EngineUnavailable
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -67,12 +70,16 @@ class Engine:
                 await writer.wait_closed()
 
 
+def plain(address: AddrInfoType) -> socket.socket:
+    return socket.socket(*address[:3])
+
+
 @asynccontextmanager
 async def channels(
     read_seconds: float = 30.0, idle_seconds: float = 30.0, connect_seconds: float = 30.0
 ) -> AsyncIterator[Channels]:
     made = Channels(
-        "sesame", connect_seconds=connect_seconds, read_seconds=read_seconds, idle_seconds=idle_seconds, prepare=lambda _: None
+        "sesame", connect_seconds=connect_seconds, read_seconds=read_seconds, idle_seconds=idle_seconds, socket_factory=plain
     )
     try:
         yield made
@@ -208,6 +215,11 @@ async def test_who_is_left_time_and_again_has_asked_nothing() -> None:
     async with leaving(100) as (url, _), channels() as made:
         with pytest.raises(NotAsked):
             await made.post(url, b"{}", {}, lambda: asyncio.sleep(0.3))
+        line = Line()
+        line.before = lambda: asyncio.sleep(0.3)
+        pool: Any = SimpleNamespace(channels=made, call_failed=lambda *_, **__: None)
+        with pytest.raises(EngineUnavailable):
+            await EngineHttp(pool).post(replica_at(url), "/v1/x", {}, dict, line=line)
 
 
 async def test_a_connection_on_which_a_request_was_refused_before_its_end_carries_no_other() -> None:
@@ -435,9 +447,14 @@ async def test_an_address_that_takes_no_connection_does_not_keep_from_the_next(m
                 assert await answer(made, engine.url) == b"ok"
 
 
-async def test_every_socket_is_prepared_before_it_connects() -> None:
+async def test_every_socket_is_of_the_factory() -> None:
     prepared: list[socket.socket] = []
-    made = Channels(None, connect_seconds=30, read_seconds=30, idle_seconds=30, prepare=prepared.append)
+
+    def factory(address: AddrInfoType) -> socket.socket:
+        prepared.append(plain(address))
+        return prepared[-1]
+
+    made = Channels(None, connect_seconds=30, read_seconds=30, idle_seconds=30, socket_factory=factory)
     async with Engine(telling(measured(b"ok"))).serving() as engine:
         assert await answer(made, engine.url) == b"ok"
         assert len(prepared) == 1

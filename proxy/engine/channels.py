@@ -15,7 +15,7 @@ from aiohappyeyeballs import AddrInfoType, start_connection
 
 from proxy.engine.channel import Answer, Before, CannotConnect, Channel, ConnectTimeout, NotAsked
 
-Prepare = Callable[[socket.socket], None]
+SocketFactory = Callable[[AddrInfoType], socket.socket]
 
 _NEXT_SECONDS = 0.25
 """How long an address of a host is tried before the next one is, too (RFC 8305)."""
@@ -33,7 +33,7 @@ class _Target:
 
 
 class Channels:
-    """`key` is what engines ask for; `prepare` is told every socket before it connects, `carried` gives
+    """`key` is what engines ask for; `socket_factory` makes the socket for an address, `carried` gives
     headers for whatever is asked. An idle connection is kept `idle_seconds`."""
 
     def __init__(
@@ -43,14 +43,14 @@ class Channels:
         connect_seconds: float,
         read_seconds: float,
         idle_seconds: float,
-        prepare: Prepare,
+        socket_factory: SocketFactory,
         carried: Callable[[], Mapping[str, str]] | None = None,
     ) -> None:
         self._key = f"Authorization: Bearer {key}\r\n".encode() if key else b""
         self._connect_seconds = connect_seconds
         self._read_seconds = read_seconds
         self._idle_seconds = idle_seconds
-        self._prepare = prepare
+        self._socket_factory = socket_factory
         self._carried = carried
         self._idle: dict[tuple[str, int, bool], list[Channel]] = {}
         self._tls: ssl.SSLContext | None = None
@@ -122,7 +122,7 @@ class Channels:
         """A connection to that of the host's addresses that takes one first. Raises OSError."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-        dialled = await start_connection(found, happy_eyeballs_delay=_NEXT_SECONDS, socket_factory=self._prepared)
+        dialled = await start_connection(found, happy_eyeballs_delay=_NEXT_SECONDS, socket_factory=self._socket_factory)
         tls, name = (self._context(), target.host) if target.tls else (None, None)
         try:
             _, channel = await loop.create_connection(made, sock=dialled, ssl=tls, server_hostname=name)
@@ -130,13 +130,6 @@ class Channels:
             dialled.close()
             raise
         return channel
-
-    def _prepared(self, address: AddrInfoType) -> socket.socket:
-        family, kind, protocol, *_ = address
-        dialling = socket.socket(family, kind, protocol)
-        dialling.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._prepare(dialling)
-        return dialling
 
     def _context(self) -> ssl.SSLContext:
         if self._tls is None:

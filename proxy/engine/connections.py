@@ -38,7 +38,7 @@ def open_channels(settings: Settings) -> Channels:
         connect_seconds=settings.engine_connect_seconds,
         read_seconds=settings.engine_timeout_seconds,
         idle_seconds=_IDLE_SECONDS,
-        prepare=_probe,
+        socket_factory=_probing_socket,
         carried=carried if settings.trace_endpoint is not None else None,
     )
 
@@ -46,6 +46,7 @@ def open_channels(settings: Settings) -> Channels:
 def _probing_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     _probe(made)
     return made
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from proxy.engine.channel import BrokenOff, CannotConnect, ChannelError, ConnectTimeout, Unanswered
+from proxy.engine.channel import BrokenOff, CannotConnect, ChannelError, ConnectTimeout, NotAsked, Unanswered
 from proxy.engine.line import Line
 from proxy.engine.pool import EnginePool
 from proxy.engine.refusals import refusal
@@ -201,7 +201,7 @@ class EngineHttp:
         if line is None or not line.hung_up:
             what = f"cannot connect: {error}" if refused else f"calls break off: {error or type(error).__name__}"
             self._pool.call_failed(replica, what, refused=refused)
-        if refused or isinstance(error, ConnectTimeout):
+        if isinstance(error, (CannotConnect, ConnectTimeout, NotAsked)):
             return EngineUnavailable(f"engine {replica.name} cannot be reached")
         if isinstance(error, asyncio.TimeoutError):
             return EngineFailed(f"engine {replica.name} did not answer in time")
