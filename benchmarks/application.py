@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from benchmarks.processes import ADMIN, ROOT, started
+from benchmarks.processes import ADMIN, started
 from proxy.app import create_app
 from proxy.harness import Harness
 from proxy.settings import Settings
@@ -89,6 +89,6 @@ async def application(engine_url: str, redis_port: int, api: str) -> AsyncIterat
 @contextmanager
 def scripted_engine(tokens: int) -> Iterator[str]:
     """The URL of an engine whose replies, of so many tokens, depend on the prompt alone."""
-    with started([sys.executable, str(ROOT / "tests" / "scripted_engine.py"), "--tokens", str(tokens)]) as engine:
+    with started([sys.executable, "-m", "tests.support.engine.scripted_engine", "--tokens", str(tokens)]) as engine:
         assert engine.stdout is not None
         yield engine.stdout.readline().strip()

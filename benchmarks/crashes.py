@@ -1,4 +1,4 @@
-"""How many kill -9 the service survives: hundreds of rounds of what `tests/test_crashes.py` does a few of, and the figures.
+"""How many kill -9 the service survives: hundreds of rounds of what `tests/end_to_end/test_crashes.py` does a few of, and the figures.
 
     python -m benchmarks.crashes [--rounds 300] [--seed 1] [--json FILE]
 
@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import ROOT, machine
-
-sys.path.insert(0, str(ROOT / "tests"))
-
-from crash_rounds import CrashRounds, Survived
-from crash_setups import embedded, shared
+from benchmarks.processes import machine
+from tests.support.crashes.rounds import CrashRounds, Survived
+from tests.support.crashes.setups import embedded, shared
 
 ROUNDS_PER_RUN = 25
 AGENTS = 10

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -24,13 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.processes import ROOT, machine
-
-sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(ROOT / "tests" / "harnesses"))
-
-from rollout_plays import exercises
-from rollout_trial import RolloutTrial, Tried
+from benchmarks.processes import machine
+from tests.harnesses.rollout_plays import exercises
+from tests.harnesses.rollout_trial import RolloutTrial, Tried
 
 PLAYS = ("solve", "fail", "crash", "hang")
 

@@ -3,7 +3,7 @@
 A record is a msgpack array whose first item is the schema version, and the CRC-32 of it: a flipped bit in an id or a logprob
 would otherwise be trained unseen. Ids are little-endian int32, logprobs little-endian float32, message texts zlib-compressed
 JSON where that is shorter. A version once released stays readable: a new field means a new version and a branch in `decode`;
-the golden bytes in tests/golden hold that.
+the golden bytes in tests/reconstruct/golden hold that.
 
 Version 2 is version 1 with the call's details behind it. A call without details is written as version 1, which builds that do not
 know of details read as well.

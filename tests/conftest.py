@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from redis_server import redis_kind, redis_server, redis_url, shared_redis, store
-from rollout_fixtures import world
-from rollout_stores import stores
-from scripted_fixtures import engine, engines, service, token_service
-from scripted_service import scripted_server
-from vllm_server import tiny_model, vllm_server, vllm_url
-from weight_fixtures import weights
+
+from tests.support.engine.scripted_fixtures import engine, engines, service, token_service
+from tests.support.engine.vllm_server import tiny_model, vllm_server, vllm_url
+from tests.support.engine.weight_fixtures import weights
+from tests.support.runtimes.rollout_fixtures import world
+from tests.support.runtimes.rollout_stores import stores
+from tests.support.service.redis_server import redis_kind, redis_server, redis_url, shared_redis, store
+from tests.support.service.scripted_service import scripted_server
 
 __all__ = [
     "engine",
@@ -81,7 +82,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from shared_tests import SharedTests
+    from tests.support.shared_tests import SharedTests
 
     return SharedTests(config, log)
 

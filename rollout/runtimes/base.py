@@ -1,6 +1,6 @@
 """A runtime: an isolated place with files and processes, made for one rollout or one evaluation and removed with it.
 
-The contract, which tests/test_runtimes_contract.py holds every kind to:
+The contract, which tests/rollout/runtimes/test_contract.py holds every kind to:
 
 - `start` makes the place; then `workdir` and `home` exist, are empty but for what the image brings, and are writable.
 - `exec` runs argv as it is, without a shell. Stdout and stderr are kept apart, whole up to a bound, and written to the given log

@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from installed import folder_of
-from player import Step, ToolCall
-
 from rollout.harnesses.catalogue import load
 from rollout.harnesses.prepared import Endpoint
 from rollout.harnesses.surroundings import surroundings
+from tests.harnesses.installed import folder_of
+from tests.harnesses.player import Step, ToolCall
 
 MODEL = "policy"
 RARE = "fishing"

@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from redis_server import RedisServer
-from running_service import RunningService
-from scripted_engine import ScriptedEngine
+
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import RunningService
 
 # Asserted in there is what the tests show: their failures should say what was compared.
-pytest.register_assert_rewrite("every_harness", "truths")
+pytest.register_assert_rewrite("tests.harnesses.every_harness", "tests.harnesses.truths")
 
-from every_harness import KEEPALIVE_SECONDS  # noqa: E402
-from figures import Figures  # noqa: E402
-from stage import Stage  # noqa: E402
+from tests.harnesses.every_harness import KEEPALIVE_SECONDS  # noqa: E402
+from tests.harnesses.figures import Figures  # noqa: E402
+from tests.harnesses.stage import Stage  # noqa: E402
 
 WINDOW = 131_072
 

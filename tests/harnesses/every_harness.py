@@ -12,13 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from agent_run import RARE, Cli, Tools
-from figures import Figures
-from player import Act, Step
-from scratch import FILES
-from scripted_engine import Drop, Fail
-from stage import Played, Stage
-from truths import check_continuations, check_records, check_rows, false_forks, unrecorded
+
+from tests.harnesses.agent_run import RARE, Cli, Tools
+from tests.harnesses.figures import Figures
+from tests.harnesses.player import Act, Step
+from tests.harnesses.scratch import FILES
+from tests.harnesses.stage import Played, Stage
+from tests.harnesses.truths import check_continuations, check_records, check_rows, false_forks, unrecorded
+from tests.support.engine.scripted_engine import Drop, Fail
 
 KEEPALIVE_SECONDS = 0.5
 """The service's, in all these tests."""

@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
-from stage import Played
-from truths import false_forks
 
 from rollout.harnesses.catalogue import load
+from tests import ROOT
+from tests.harnesses.stage import Played
+from tests.harnesses.truths import false_forks
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 KEEP = "VERBATIM_KEEP_RESULTS"
 
 

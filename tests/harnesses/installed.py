@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-INSTALLED = Path(__file__).resolve().parents[2] / ".cache" / "harnesses"
+from tests import ROOT
+
+INSTALLED = ROOT / ".cache" / "harnesses"
 
 
 def folder_of(command: str) -> Path:

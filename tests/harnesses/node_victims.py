@@ -10,10 +10,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from installed import INSTALLED
-from verbatim_process import ADMIN, COMMAND, environment
-
 from rollout.runtimes.settings import SYSTEM_PATH
+from tests.harnesses.installed import INSTALLED
+from tests.support.service.verbatim_process import ADMIN, COMMAND, environment
 
 STOP_SECONDS = 60.0
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from scripted_engine import Drop, Fail, Generation, Hang, Reply, Say
-from template_families import Family
+from tests.support.engine.scripted_engine import Drop, Fail, Generation, Hang, Reply, Say
+from tests.support.engine.template_families import Family
 
 ToolCall = tuple[str, Mapping[str, Any]]
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import httpx
 import numpy as np
-from rollout_plays import Exercise, plays_in
-from scripted_engine import Generation, logprobs_of
-from verbatim_process import ADMIN, TRAINER
 
 from reconstruct.trajectory import Trajectory
+from tests.harnesses.rollout_plays import Exercise, plays_in
+from tests.support.engine.scripted_engine import Generation, logprobs_of
+from tests.support.service.verbatim_process import ADMIN, TRAINER
 from trainer_client.client import TrainerClient
 
 ENDS = ("rollout.completed", "rollout.failed", "rollout.timeout", "rollout.cancelled")

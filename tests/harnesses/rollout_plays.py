@@ -27,12 +27,12 @@ import test_claude_code
 import test_codex
 import test_mini_swe_agent
 import test_pi
-from agent_run import MODEL, Cli, Tools
-from player import Step, ToolCall
-from scripted_engine import Fail, Generation, Hang, Reply, Say
-from template_families import Family
 
 from examples.tasks.load import BUDGETS, FOLDER, body, names, packed
+from tests.harnesses.agent_run import MODEL, Cli, Tools
+from tests.harnesses.player import Step, ToolCall
+from tests.support.engine.scripted_engine import Fail, Generation, Hang, Reply, Say
+from tests.support.engine.template_families import Family
 
 CLIS = [test_pi.CLI, test_mini_swe_agent.CLI, test_codex.CLI, test_claude_code.CLI]
 WEIGHTS = {"solve": 55, "fail": 30, "crash": 15}

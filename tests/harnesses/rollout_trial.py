@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from node_victims import NodeVictim, with_agents
-from redis_server import running_redis
-from rollout_accounts import Accounted, account
-from rollout_plays import Exercise, Plays
-from scripted_engine import ScriptedEngine
-from verbatim_process import Serving
 
 from rollout.attempts import ENDED
+from tests.harnesses.node_victims import NodeVictim, with_agents
+from tests.harnesses.rollout_accounts import Accounted, account
+from tests.harnesses.rollout_plays import Exercise, Plays
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.redis_server import running_redis
+from tests.support.service.verbatim_process import Serving
 
 WINDOW = 131_072
 POLL_SECONDS = 0.5

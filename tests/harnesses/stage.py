@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from agent_run import Cli, Ended, run
-from breaking_wire import BreakingWire
-from outside import Outside
-from player import Act, Player
-from running_service import RunningService, wait_until
-from scratch import TASK, make_repository
-from scripted_engine import Generation, ScriptedEngine
-from template_families import Family
+from tests.harnesses.agent_run import Cli, Ended, run
+from tests.harnesses.breaking_wire import BreakingWire
+from tests.harnesses.outside import Outside
+from tests.harnesses.player import Act, Player
+from tests.harnesses.scratch import TASK, make_repository
+from tests.support.engine.scripted_engine import Generation, ScriptedEngine
+from tests.support.engine.template_families import Family
+from tests.support.service.running_service import RunningService, wait_until
 
 Record = dict[str, Any]
 

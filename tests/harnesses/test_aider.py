@@ -9,8 +9,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from agent_run import RARE, Cli
-from every_harness import (
+from tests.harnesses.agent_run import RARE, Cli
+from tests.harnesses.every_harness import (
     check_done,
     check_truths,
     cli,
@@ -29,8 +29,8 @@ from every_harness import (
     test_side_calls_have_roles_of_their_own,
     test_the_file_is_edited_as_the_model_said,
 )
-from player import Step
-from stage import Stage
+from tests.harnesses.player import Step
+from tests.harnesses.stage import Stage
 
 __all__ = [
     "cli",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from agent_run import Cli, Tools, with_tools
-from every_harness import *  # noqa: F403
-from every_harness import check_done, check_truths
-from player import Step
-from scratch import TASK
-from stage import Stage
+from tests.harnesses.agent_run import Cli, Tools, with_tools
+from tests.harnesses.every_harness import *  # noqa: F403
+from tests.harnesses.every_harness import check_done, check_truths
+from tests.harnesses.player import Step
+from tests.harnesses.scratch import TASK
+from tests.harnesses.stage import Stage
 
 TOOLS = Tools(
     read=lambda path: ("Read", {"file_path": str(path)}),

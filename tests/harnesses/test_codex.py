@@ -9,14 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agent_run import Cli, Tools, with_tools
-from every_harness import *  # noqa: F403
-from every_harness import KEEPALIVE_SECONDS, check_done, check_truths
-from player import Act, Step
-from redis_server import RedisServer
-from running_service import RunningService
-from scripted_engine import ScriptedEngine
-from stage import Stage
+
+from tests.harnesses.agent_run import Cli, Tools, with_tools
+from tests.harnesses.every_harness import *  # noqa: F403
+from tests.harnesses.every_harness import KEEPALIVE_SECONDS, check_done, check_truths
+from tests.harnesses.player import Act, Step
+from tests.harnesses.stage import Stage
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import RunningService
 
 TOOLS = Tools(
     read=lambda path: ("exec_command", {"cmd": f"cat {path.name}"}),

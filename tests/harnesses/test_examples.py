@@ -11,10 +11,11 @@ import test_aider
 import test_gemini_cli
 import test_opencode
 import test_qwen_code
-from agent_run import Cli, Tools, with_tools
-from node_victims import with_agents
-from rollout_plays import AGENT_SECONDS, Exercise
-from rollout_trial import RolloutTrial
+
+from tests.harnesses.agent_run import Cli, Tools, with_tools
+from tests.harnesses.node_victims import with_agents
+from tests.harnesses.rollout_plays import AGENT_SECONDS, Exercise
+from tests.harnesses.rollout_trial import RolloutTrial
 
 SHELL = Tools(
     read=lambda path: ("shell", {"command": f"cat {path.name}"}),

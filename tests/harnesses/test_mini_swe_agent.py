@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from agent_run import Cli, Tools, with_tools
-from every_harness import *  # noqa: F403
-from player import Step
+from tests.harnesses.agent_run import Cli, Tools, with_tools
+from tests.harnesses.every_harness import *  # noqa: F403
+from tests.harnesses.player import Step
 
 TOOLS = Tools(
     read=lambda path: ("bash", {"command": f"cat {path.name}"}),

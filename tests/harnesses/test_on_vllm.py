@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_run import Cli, run
-from outside import Outside
-from redis_server import RedisServer
-from running_service import RunningService
-from scratch import TASK, make_repository
-from test_end_to_end import assert_true, row_of
-from vllm_server import running_vllm
+
+from tests.end_to_end.test_closed_loop import assert_true, row_of
+from tests.harnesses.agent_run import Cli, run
+from tests.harnesses.outside import Outside
+from tests.harnesses.scratch import TASK, make_repository
+from tests.support.engine.vllm_server import running_vllm
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import RunningService
 
 pytestmark = pytest.mark.engine
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agent_run import Cli, Tools, with_tools
-from every_harness import *  # noqa: F403
-from every_harness import check_done, check_truths
-from stage import Stage
+from tests.harnesses.agent_run import Cli, Tools, with_tools
+from tests.harnesses.every_harness import *  # noqa: F403
+from tests.harnesses.every_harness import check_done, check_truths
+from tests.harnesses.stage import Stage
 
 TOOLS = Tools(
     read=lambda path: ("read", {"filePath": str(path)}),

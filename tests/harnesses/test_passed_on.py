@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from agent_run import Cli
-from player import Step
-from stage import Stage
 
 from rollout.harnesses.catalogue import load
 from rollout.task import McpServer
+from tests.harnesses.agent_run import Cli
+from tests.harnesses.player import Step
+from tests.harnesses.stage import Stage
 
 SERVER = McpServer(
     "weather", (sys.executable, str(Path(__file__).with_name("tool_server.py"))), {"WEATHER": 'sunny \\ "dry" 100%'}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agent_run import Cli, Tools, with_tools
-from every_harness import *  # noqa: F403
+from tests.harnesses.agent_run import Cli, Tools, with_tools
+from tests.harnesses.every_harness import *  # noqa: F403
 
 TOOLS = Tools(
     read=lambda path: ("read_file", {"file_path": str(path)}),

@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rollout_plays import CLIS, exercises
-from rollout_trial import RolloutTrial
+
+from tests.harnesses.rollout_plays import CLIS, exercises
+from tests.harnesses.rollout_trial import RolloutTrial
 
 ROLLOUTS, SEED = 16, 3
 

@@ -13,15 +13,16 @@ import pytest
 import test_codex
 import test_examples
 import test_pi
-from agent_run import Cli
-from installed import INSTALLED
-from outside import Outside
-from player import Player
-from redis_server import RedisServer
-from running_service import ADMIN, RunningService
-from scratch import TASK, make_repository
-from scripted_engine import Fail, ScriptedEngine
-from verbatim_process import COMMAND, environment
+
+from tests.harnesses.agent_run import Cli
+from tests.harnesses.installed import INSTALLED
+from tests.harnesses.outside import Outside
+from tests.harnesses.player import Player
+from tests.harnesses.scratch import TASK, make_repository
+from tests.support.engine.scripted_engine import Fail, ScriptedEngine
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import ADMIN, RunningService
+from tests.support.service.verbatim_process import COMMAND, environment
 
 SECONDS = 300.0
 

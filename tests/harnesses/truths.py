@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from scripted_engine import Generation, logprobs_of
-from stage import Played, Record
+from tests.harnesses.stage import Played, Record
+from tests.support.engine.scripted_engine import Generation, logprobs_of
 
 _REQUEST = "generate-tokens-"
 

@@ -1,0 +1,234 @@
+"""The `verbatim` command: what it teaches, and how it refuses. Every test runs the real command as a process."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cli.service import misspelt
+from cli.tables import whole_table
+from tests.support.documents.settings_in_code import variables
+from tests.support.service.verbatim_process import ADMIN, Serving, environment, verbatim
+
+ENGINE = ("--engine", "http://127.0.0.1:9")
+FLAGS = (
+    "--engine",
+    "--engine-api",
+    "--redis",
+    "--data-dir",
+    "--fsync",
+    "--host",
+    "--port",
+    "--workers",
+    "--thinking",
+    "--log-level",
+)
+
+
+def refused(*args: str, code: int = 1, **variables: str) -> str:
+    """The one sentence on stderr of a command that must end with `code`."""
+    done = verbatim(*args, **variables)
+    assert done.returncode == code, done
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("verbatim: "), done.stderr
+    return lines[0]
+
+
+def test_help_names_the_commands_and_says_what_they_are_for() -> None:
+    shown = verbatim("--help")
+    assert shown.returncode == 0
+    assert "Reinforcement learning on any agent" in shown.stdout
+    assert "serve " in shown.stdout and "sessions " in shown.stdout
+    assert "..." not in verbatim("--help", COLUMNS="80").stdout.partition("Commands:")[2]
+
+
+@pytest.fixture(scope="module")
+def serve_help() -> str:
+    return verbatim("serve", "--help").stdout
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_flag_of_serve_is_explained(flag: str, serve_help: str) -> None:
+    options = serve_help.partition("Options:")[2]
+    text = re.split(r"\n  (?=-)", options)
+    explained = next(part for part in text if part.strip().startswith(flag + " "))
+    assert len(explained.split()) > 8, explained
+
+
+def test_help_tells_of_the_environment_and_the_tokens(serve_help: str) -> None:
+    for variable in ("VERBATIM_ENGINE", "VERBATIM_ADMIN_TOKEN", "VERBATIM_TRAINER_TOKEN", "VERBATIM_DRAIN_SECONDS"):
+        assert variable in serve_help
+
+
+def test_the_version_is_printed() -> None:
+    shown = verbatim("--version")
+    assert shown.returncode == 0
+    assert shown.stdout.startswith("verbatim ")
+
+
+def test_the_command_alone_loads_neither_the_service_nor_its_libraries() -> None:
+    heavy = "fastapi redis torch uvicorn aiohttp pydantic proxy trainer_client"
+    program = f"import sys, cli.main; print([name for name in '{heavy}'.split() if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_serve_where_only_the_trainers_part_is_installed_says_what_to_install() -> None:
+    program = "import sys; sys.modules['uvicorn'] = None; sys.argv[1:] = ['serve']; import cli.main; cli.main.main()"
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert (
+        done.stderr.strip() == "verbatim: the service is not installed (uvicorn is missing): pip install 'verbatim-rl[proxy]'"
+    )
+
+
+def test_an_unknown_flag_is_a_usage_error() -> None:
+    done = verbatim("serve", "--engines", "http://127.0.0.1:9")
+    assert done.returncode == 2
+    assert "--engines" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_serve_without_an_engine_says_how_to_name_one() -> None:
+    assert "--engine URL" in refused("serve", code=2)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host:1", "http://", "http://host:port", "http://host:99999"])
+def test_a_bad_engine_url_is_named(url: str) -> None:
+    assert url in refused("serve", "--engine", url, code=2)
+
+
+def test_an_engine_list_in_the_environment_that_is_no_json_is_explained() -> None:
+    sentence = refused("serve", code=2, VERBATIM_ENGINE="http://127.0.0.1:9")
+    assert "VERBATIM_ENGINE is no JSON" in sentence and """'["http://host:8000"]'""" in sentence
+    rules = refused("serve", *ENGINE, code=2, VERBATIM_ROLE_RULES="[{")
+    assert "VERBATIM_ROLE_RULES is no JSON" in rules and "host:8000" not in rules
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--engine-api", "grpc"), ("--fsync", "never"), ("--thinking", "drop"), ("--log-level", "loud")],
+)
+def test_a_value_that_a_flag_cannot_have_is_named_with_what_it_can_have(flag: str, value: str) -> None:
+    sentence = refused("serve", *ENGINE, flag, value, code=2)
+    assert flag in sentence and repr(value) in sentence
+
+
+def test_a_port_that_there_is_not_is_refused() -> None:
+    """A socket takes it modulo 65536, and the service would be somewhere else."""
+    assert "--port (or VERBATIM_PORT) cannot be '65537'" in refused("serve", *ENGINE, "--port", "65537", code=2)
+
+
+def test_a_bad_environment_variable_is_named() -> None:
+    assert "VERBATIM_KEEPALIVE_SECONDS" in refused("serve", *ENGINE, code=2, VERBATIM_KEEPALIVE_SECONDS="soon")
+
+
+def test_a_setting_that_is_misspelt_is_warned_of_and_no_variable_of_another_part_is_taken_for_one() -> None:
+    assert misspelt(variables()) == []
+    assert misspelt(["VERBATIM_DRAIN_SECOND", "VERBATIM_PROXY_PORT"]) == [("VERBATIM_DRAIN_SECOND", "VERBATIM_DRAIN_SECONDS")]
+    args = ("serve", *ENGINE, "--tls-cert", "none.crt", "--tls-key", "none.key")
+    assert "VERBATIM_DRAIN_SECOND is no setting" in verbatim(*args, VERBATIM_DRAIN_SECOND="5").stderr
+
+
+def test_a_taken_port_is_reported(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        sentence = refused("serve", *ENGINE, "--port", str(port), "--data-dir", str(tmp_path / "data"))
+    assert f"port {port} on 127.0.0.1 is taken" in sentence
+    assert not (tmp_path / "data").exists()
+
+
+def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
+    assert "no address of this machine" in refused("serve", *ENGINE, "--host", "192.0.2.1", "--data-dir", str(tmp_path))
+
+
+def test_a_data_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+    sentence = refused("serve", *ENGINE, "--port", "0", "--data-dir", str(occupied))
+    assert f"data directory {occupied} is not writable" in sentence
+
+
+def test_a_data_directory_that_nobody_may_write_is_refused() -> None:
+    """/proc refuses even root, so the test means the same for every user."""
+    assert "/proc/verbatim is not writable" in refused("serve", *ENGINE, "--port", "0", "--data-dir", "/proc/verbatim")
+
+
+def test_a_redis_that_does_not_answer_is_named_without_its_password() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{unused.getsockname()[1]}"
+        command = ("serve", *ENGINE, "--port", "0", "--redis", f"redis://me:hidden@{place}/0")
+        sentence = refused(*command, VERBATIM_REDIS_RETRY_SECONDS="0")
+        waited = verbatim(*command, VERBATIM_REDIS_RETRY_SECONDS="0.5")
+    assert place in sentence and "--redis" in sentence
+    assert waited.returncode == 1 and "waiting up to 0.5 s" in waited.stderr and sentence in waited.stderr
+    assert "hidden" not in sentence + waited.stderr
+
+
+def test_a_redis_url_that_is_none_is_refused() -> None:
+    assert "--redis" in refused("serve", *ENGINE, "--port", "0", "--redis", "redis-host", code=2)
+
+
+def test_a_second_service_on_one_data_directory_is_refused(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with Serving(*ENGINE, data_dir=data) as first:
+        sentence = refused("serve", *ENGINE, "--port", "0", "--data-dir", str(data))
+        assert f"{data} is in use by another service" in sentence
+        assert str(first.pid) in sentence
+        assert first.request("GET", "/healthz").status_code == 200
+
+
+def test_sessions_without_a_token_says_which_variable_to_set() -> None:
+    assert "VERBATIM_ADMIN_TOKEN" in refused("sessions", "ls", code=2)
+
+
+def test_sessions_without_a_service_says_where_it_looked() -> None:
+    sentence = refused("sessions", "ls", VERBATIM_URL="http://127.0.0.1:9", VERBATIM_ADMIN_TOKEN="x")
+    assert "http://127.0.0.1:9" in sentence and "VERBATIM_URL" in sentence
+
+
+def test_sessions_are_listed_and_shown(tmp_path: Path) -> None:
+    with Serving(*ENGINE, data_dir=tmp_path / "data") as serving:
+        created = serving.request("POST", "/sessions", json={"session_id": "first", "group_id": "g7"})
+        assert created.status_code == 201, created.text
+        service = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
+        listed = verbatim("sessions", "ls", **service)
+        assert listed.returncode == 0, listed.stderr
+        assert "first" in listed.stdout and "g7" in listed.stdout and "open" in listed.stdout
+        shown = verbatim("sessions", "show", "first", **service)
+        assert shown.returncode == 0, shown.stderr
+        assert "0 tokens sampled = 0 exported in 0 trajectories + 0 quarantined" in shown.stdout
+        assert "nobody" in refused("sessions", "show", "nobody", **service)
+        wrong = {**service, "VERBATIM_ADMIN_TOKEN": "wrong"}
+        assert "token" in refused("sessions", "ls", **wrong)
+
+
+def test_what_has_no_room_in_a_table_goes_on_in_the_next_line() -> None:
+    shown = StringIO()
+    table = whole_table("logs", "call", "continues")
+    table.add_row("/var/lib/verbatim-node/logs/a-task/0.1", "01a2012141381bfba3db7958", "01a20121424fbaeb929c8443")
+    Console(file=shown, width=40).print(table)
+    rows = [line[1:-1].split("│") for line in shown.getvalue().splitlines() if line.startswith("│")]
+    columns = ["".join(part.strip() for part in parts) for parts in zip(*rows, strict=True)]
+    assert columns == ["/var/lib/verbatim-node/logs/a-task/0.1", "01a2012141381bfba3db7958", "01a20121424fbaeb929c8443"]
+
+
+def test_a_sessions_id_is_listed_whole_and_its_group_as_it_is_named(tmp_path: Path) -> None:
+    with Serving(*ENGINE, data_dir=tmp_path / "data") as serving:
+        session_id = serving.request("POST", "/sessions", json={"group_id": "[/x][red]", "task_id": "[t]"}).json()["session_id"]
+        service = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
+        assert session_id in verbatim("sessions", "ls", **service, COLUMNS="80").stdout
+        (piped,) = [line for line in verbatim("engines", "list", **service, COLUMNS="").stdout.splitlines() if "127" in line]
+        assert "127.0.0.1:9" in piped and "(default)" in piped and "cannot connect" in piped
+        wide = verbatim("sessions", "ls", **service, COLUMNS="140")
+        assert wide.returncode == 0, wide.stderr
+        assert "[/x][red]" in wide.stdout and "[t]" in wide.stdout

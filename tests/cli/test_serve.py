@@ -1,0 +1,311 @@
+"""`verbatim serve` from start to stop, as processes: what it prints, what it survives, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.service.redis_server import free_port, running_redis
+from tests.support.service.scripted_service import ScriptedService, json_answer, serving
+from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, processes_using, runs, wait_until
+
+OUTLASTING = 100.0
+"""Seconds that an engine takes in the tests that do not let it finish."""
+CUT = 11.0
+"""Seconds after a stop signal in which what outlasts a drain of one second is cut by the service, not broken off by its server."""
+LONG_DRAIN = {"VERBATIM_DRAIN_SECONDS": "100"}
+AT_ONCE = 60.0
+"""Seconds in which even a busy machine ends what waits for no drain; a long one takes more."""
+LONGEST = 8000
+"""Tokens for which the model has room after a short question."""
+NOWHERE = ("--engine", "http://127.0.0.1:9")
+REPLY = {
+    "id": "x",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "policy",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "late"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def engine() -> Iterator[ScriptedService]:
+    """A plain server that knows /v1/chat/completions and takes its time."""
+    with serving(ScriptedService()) as service:
+        service.script("GET /v1/models", json_answer({"object": "list", "data": [{"id": "policy", "object": "model"}]}))
+        yield service
+
+
+def answer_after(engine: ScriptedService, seconds: float) -> None:
+    slow = json_answer(REPLY)
+    engine.script("POST /v1/chat/completions", type(slow)(slow.status, slow.content, slow.headers, delay_seconds=seconds))
+
+
+class Call:
+    """A call by a harness that knows nothing but its base URL and key, made in the background."""
+
+    def __init__(self, service: Serving, session_id: str, **body: Any) -> None:
+        session = service.request("POST", "/sessions", json={"session_id": session_id}).json()
+        self.answer: httpx.Response | None = None
+        self.error: httpx.HTTPError | None = None
+        self.heard = b""
+        """The body of the answer, as far as it has come."""
+        self._url = session["base_urls"]["openai"] + "/chat/completions"
+        self._key = session["api_key"]
+        self._body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], **body}
+        self._thread = threading.Thread(target=self._make)
+        self._thread.start()
+
+    def _make(self) -> None:
+        try:
+            headers = {"Authorization": f"Bearer {self._key}"}
+            with httpx.stream("POST", self._url, json=self._body, headers=headers, timeout=120) as answer:
+                for piece in answer.iter_bytes():
+                    self.heard += piece
+            self.answer = httpx.Response(answer.status_code, content=self.heard)
+        except httpx.HTTPError as error:
+            self.error = error
+
+    def end(self) -> httpx.Response | None:
+        self._thread.join(120)
+        return self.answer
+
+
+def test_port_0_takes_a_free_port_and_prints_it(data: Path) -> None:
+    with Serving(*NOWHERE, data_dir=data) as service:
+        assert service.url.startswith("http://127.0.0.1:") and not service.url.endswith(":0")
+        assert service.request("GET", "/healthz").status_code == 200
+        assert f"data: {data}" in service.stdout and NOWHERE[1] in service.stdout
+
+
+def test_tokens_that_were_not_set_are_generated_and_printed_once(data: Path) -> None:
+    with Serving(*NOWHERE, data_dir=data, VERBATIM_ADMIN_TOKEN="", VERBATIM_TRAINER_TOKEN="") as service:
+        lines = dict(line.split(": ", 1) for line in service.stdout.splitlines() if ": " in line)
+        admin, trainer = lines["admin token"], lines["trainer token"]
+        assert len(admin) > 20 and len(trainer) > 20 and admin != trainer
+        assert service.request("GET", "/sessions", token=admin).status_code == 200
+        assert service.request("GET", "/sessions", token=trainer).status_code == 403
+        assert service.request("GET", "/weights", token=trainer).status_code == 200
+        assert trainer not in service.stderr and admin not in service.stderr
+
+
+def test_tokens_from_the_environment_work_and_are_never_printed(data: Path) -> None:
+    with Serving(*NOWHERE, data_dir=data) as service:
+        assert service.request("GET", "/sessions").status_code == 200
+        assert ADMIN not in service.stdout + service.stderr and TRAINER not in service.stdout + service.stderr
+
+
+def test_an_unreachable_engine_is_no_obstacle_to_starting_and_readyz_names_it(data: Path) -> None:
+    with Serving(*NOWHERE, data_dir=data) as service:
+        ready = service.request("GET", "/readyz")
+        assert ready.status_code == 503
+        assert "127.0.0.1:9" in ready.json()["reason"]
+        refused = Call(service, "s").end()
+        assert refused is not None and refused.status_code == 503
+        assert "127.0.0.1:9" in refused.json()["error"]["message"]
+
+
+def test_an_engine_that_comes_later_is_found(data: Path, engine: ScriptedService) -> None:
+    answer_after(engine, 0)
+    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data) as service:
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
+        answered = Call(service, "s").end()
+        assert answered is not None and answered.json()["choices"][0]["message"]["content"] == "late"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_ends_everything_within_seconds_and_leaves_no_redis(data: Path, number: int) -> None:
+    with Serving(*NOWHERE, data_dir=data, **LONG_DRAIN) as service:
+        assert processes_using(data)
+        service.send_group(number)
+        assert service.exit_code(AT_ONCE) == 0
+        assert "told to stop" in service.stderr and "stopped" in service.stderr
+        assert processes_using(data) == []
+        assert "Traceback" not in service.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("after_seconds", [0.0, 0.1, 0.4])
+def test_a_stop_signal_during_the_start_leaves_nothing_behind(data: Path, number: int, after_seconds: float) -> None:
+    """The start has begun when the data directory is there; what follows is a redis-server, the application, the panel."""
+    with Serving(*NOWHERE, data_dir=data, ready=False) as service:
+        wait_until(data.exists, 30, "the data directory")
+        time.sleep(after_seconds)
+        service.send_group(number)
+        assert service.exit_code(within_seconds=60) == 0
+        assert processes_using(data) == []
+        assert "Traceback" not in service.stderr
+
+
+def test_sessions_survive_a_restart(data: Path) -> None:
+    with Serving(*NOWHERE, data_dir=data) as service:
+        created = service.request("POST", "/sessions", json={"session_id": "kept", "metadata": {"seed": 7}})
+        assert created.status_code == 201
+        assert service.stop() == 0
+    with Serving(*NOWHERE, data_dir=data) as service:
+        session = service.request("GET", "/sessions/kept").json()
+        assert session["status"] == "open" and session["metadata"] == {"seed": 7}
+
+
+def test_sessions_survive_kill_9_of_the_service_and_its_redis_goes_with_it(data: Path) -> None:
+    with Serving(*NOWHERE, data_dir=data) as service:
+        assert service.request("POST", "/sessions", json={"session_id": "kept"}).status_code == 201
+        service.stop(signal.SIGKILL)
+        wait_until(lambda: processes_using(data) == [], 30, "the embedded Redis has ended")
+    with Serving(*NOWHERE, data_dir=data) as service:
+        assert service.request("GET", "/sessions/kept").json()["status"] == "open"
+
+
+def test_services_on_one_given_redis_serve_the_same_sessions_and_leave_it_running(tmp_path: Path, redis_url: str) -> None:
+    with (
+        Serving(*NOWHERE, "--redis", redis_url, data_dir=tmp_path / "a") as one,
+        Serving(*NOWHERE, "--redis", redis_url, data_dir=tmp_path / "b") as other,
+    ):
+        assert one.request("POST", "/sessions", json={"session_id": "shared"}).status_code == 201
+        assert other.request("GET", "/sessions/shared").json()["status"] == "open"
+        assert one.stop() == 0
+        assert other.request("GET", "/sessions/shared").json()["status"] == "open"
+        assert other.stop() == 0
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+
+
+def test_a_service_that_starts_before_its_redis_waits_for_it(tmp_path: Path) -> None:
+    port = free_port()
+    with Serving(*NOWHERE, "--redis", f"redis://127.0.0.1:{port}", data_dir=tmp_path, ready=False) as service:
+        wait_until(lambda: "waiting up to" in service.stderr, 60, "it found no Redis")
+        with running_redis(port=port):
+            wait_until(lambda: service.url or service.ended, 60, "it serves")
+            assert service.request("POST", "/sessions", json={"session_id": "s"}).status_code == 201
+            assert service.stop() == 0
+
+
+def test_a_call_in_flight_finishes_after_a_stop_signal(data: Path, engine: ScriptedService) -> None:
+    answer_after(engine, 5.0)
+    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data) as service:
+        call = Call(service, "s")
+        engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
+        service.send(signal.SIGTERM)
+        answered = call.end()
+        assert answered is not None and answered.status_code == 200, (call.error, service.stderr)
+        assert answered.json()["choices"][0]["message"]["content"] == "late"
+        assert service.exit_code(AT_ONCE) == 0
+        assert "calls in flight: 1, which have up to 20 s to end" in service.stderr
+    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data) as service:
+        assert len(service.request("GET", "/sessions/s/calls").json()["calls"]) == 1
+
+
+def test_a_call_that_outlasts_the_drain_is_cut_with_an_answer(data: Path, engine: ScriptedService) -> None:
+    answer_after(engine, OUTLASTING)
+    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data, VERBATIM_DRAIN_SECONDS="1") as service:
+        call = Call(service, "s")
+        engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
+        began = time.monotonic()
+        service.send(signal.SIGTERM)
+        answered = call.end()
+        assert 1 <= time.monotonic() - began < CUT
+        assert answered is not None and answered.status_code in (502, 503), (call.error, service.stderr)
+        assert answered.json()["error"]["message"]
+        assert service.exit_code(AT_ONCE) == 0
+        assert "Traceback" not in service.stderr
+
+
+def test_a_second_ctrl_c_exits_at_once(data: Path, engine: ScriptedService) -> None:
+    answer_after(engine, OUTLASTING)
+    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data, **LONG_DRAIN) as service:
+        call = Call(service, "s")
+        engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
+        service.send_group(signal.SIGINT)
+        wait_until(lambda: "told to stop" in service.stderr, 30, "the first is heard")
+        time.sleep(0.5)
+        assert not service.ended
+        service.send_group(signal.SIGINT)
+        assert service.exit_code(AT_ONCE) == 130
+        assert call.end() is None
+        assert processes_using(data) == []
+
+
+@pytest.mark.engine
+def test_a_stream_that_outlasts_the_drain_is_recorded_as_aborted(data: Path, vllm_url: str) -> None:
+    with Serving("--engine", vllm_url, data_dir=data, VERBATIM_DRAIN_SECONDS="1") as service:
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
+        call = Call(service, "s", stream=True, max_tokens=LONGEST, logit_bias={}, ignore_eos=True)
+        wait_until(lambda: call.heard.count(b"data:") > 2, 120, "it has begun to speak")
+        service.send(signal.SIGTERM)
+        answered = call.end()
+        assert answered is not None, (call.error, service.stderr)
+        assert answered.text.strip().endswith("data: [DONE]")
+        assert service.exit_code(within_seconds=60) == 0
+    with Serving("--engine", vllm_url, data_dir=data) as service:
+        (recorded,) = service.request("GET", "/sessions/s/calls").json()["calls"]
+        assert recorded["finish_reason"] == "abort"
+        assert 0 < len(recorded["completion_ids"]) < LONGEST
+
+
+def test_several_workers_share_the_port_and_the_store(data: Path) -> None:
+    with Serving(*NOWHERE, "--workers", "2", data_dir=data, **LONG_DRAIN) as service:
+        for number in range(20):
+            assert service.request("POST", "/sessions", json={"session_id": f"s{number}"}).status_code == 201
+        seen = {len(service.request("GET", "/sessions").json()["sessions"]) for _ in range(20)}
+        assert seen == {20}
+        service.send_group(signal.SIGINT)
+        assert service.exit_code(AT_ONCE) == 0
+        assert processes_using(data) == []
+        assert "Traceback" not in service.stderr
+
+
+def workers_of(service: Serving) -> list[int]:
+    def is_worker(pid: int) -> bool:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return any(b"spawn_main" in word for word in words)
+
+    return [pid for pid in service.children if is_worker(pid)]
+
+
+def test_a_killed_worker_is_replaced(data: Path) -> None:
+    with Serving(*NOWHERE, "--workers", "2", data_dir=data) as service:
+        before = workers_of(service)
+        assert len(before) == 2
+        os.kill(before[0], signal.SIGKILL)
+        wait_until(lambda: len(set(workers_of(service)) - set(before)) == 1, 30, "another worker")
+        assert service.request("POST", "/sessions", json={}).status_code == 201
+        assert service.stop(signal.SIGTERM) == 0
+        assert f"worker {before[0]} died" in service.stderr
+
+
+def test_workers_end_when_their_parent_is_killed(data: Path) -> None:
+    with Serving(*NOWHERE, "--workers", "2", data_dir=data) as service:
+        workers = workers_of(service)
+        service.stop(signal.SIGKILL)
+        wait_until(lambda: not any(runs(pid) for pid in workers), 30, "the workers have ended")
+        wait_until(lambda: processes_using(data) == [], 30, "the embedded Redis has ended")
+
+
+def test_several_workers_stop_at_once_at_the_second_ctrl_c(data: Path, engine: ScriptedService) -> None:
+    answer_after(engine, OUTLASTING)
+    with Serving("--engine", engine.url, "--engine-api", "chat", "--workers", "2", data_dir=data, **LONG_DRAIN) as service:
+        call = Call(service, "s")
+        engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
+        workers = workers_of(service)
+        service.send_group(signal.SIGINT)
+        wait_until(lambda: "told to stop" in service.stderr, 30, "the first is heard")
+        time.sleep(0.5)
+        assert not service.ended
+        service.send_group(signal.SIGINT)
+        assert service.exit_code(AT_ONCE) == 130
+        assert call.end() is None
+        assert not any(runs(pid) for pid in workers)
+        assert processes_using(data) == []

@@ -1,0 +1,304 @@
+"""`verbatim tasks` as its users run it, against the real service; the test plays the node."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cli.rollout_store import RolloutConnection
+from proxy.store.connection import StoreConnection
+from rollout.attempts import Verdict
+from rollout.failures import Failure, FailureRecord
+from rollout.store.tasks import RedisTaskStore
+from tests.support.runtimes.rollout_stores import Stores
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.rollout_service import BODY, serving_tasks, submit
+from tests.support.service.running_service import ADMIN, RunningService
+from tests.support.service.verbatim_process import COMMAND, environment, verbatim
+
+SECONDS = 120.0
+
+
+@pytest.fixture(scope="module")
+def service(redis_server: RedisServer) -> Iterator[RunningService]:
+    redis_server.flushall()
+    with serving_tasks(redis_server.url) as running:
+        yield running
+
+
+@pytest.fixture
+def fresh(service: RunningService, redis_server: RedisServer) -> RunningService:
+    redis_server.flushall()
+    return service
+
+
+def tasks(service: RunningService, *args: str) -> subprocess.CompletedProcess[str]:
+    return verbatim(
+        "tasks", *args, timeout_seconds=SECONDS, VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN, COLUMNS="200"
+    )
+
+
+def begin(service: RunningService, *args: str) -> subprocess.Popen[str]:
+    variables = environment(VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN, COLUMNS="200", PYTHONUNBUFFERED="1")
+    return subprocess.Popen(
+        [*COMMAND, "tasks", *args], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def lines(path: Path, *bodies: dict[str, Any]) -> str:
+    path.write_text("\n".join(json.dumps({**BODY, **body}) for body in bodies) + "\n\n")
+    return str(path)
+
+
+def work_off(redis_server: RedisServer, count: int, *verdicts: Verdict) -> None:
+    """`count` rollouts are taken and ended, the last ones with `verdicts`."""
+
+    async def work() -> None:
+        wire = StoreConnection(redis_server.url)
+        connection = RolloutConnection(wire)
+        node = Stores(connection, RedisTaskStore(connection)).node("node-1")
+        try:
+            await node.beat()
+            for number in range(count):
+                taken = await node.must_take()
+                later = number - (count - len(verdicts))
+                await node.end(taken.attempt, verdicts[later] if later >= 0 else Verdict("completed", reward=1.0))
+        finally:
+            await wire.close()
+
+    asyncio.run(work())
+
+
+def test_a_file_of_tasks_is_submitted_and_again_without_harm(fresh: RunningService, tmp_path: Path) -> None:
+    file = lines(tmp_path / "tasks.jsonl", {"task_id": "a", "num_samples": 2}, {"task_id": "b"})
+    for _ in range(2):
+        done = tasks(fresh, "submit", file)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "a\nb\n", "2 tasks submitted\n")
+    shown = tasks(fresh, "ls")
+    assert shown.returncode == 0 and "0/2" in shown.stdout and "2 queued" in shown.stdout
+    assert "There are more" in tasks(fresh, "ls", "--limit", "1").stdout
+    assert "a" not in tasks(fresh, "ls", "--status", "running").stdout.split()
+
+
+def test_lines_that_are_refused_are_named_and_the_others_submitted(fresh: RunningService, tmp_path: Path) -> None:
+    file = lines(tmp_path / "tasks.jsonl", {"task_id": "a"}, {"harness": "nobodys"}, {"task_id": "a", "num_samples": 3})
+    done = tasks(fresh, "submit", file)
+    assert done.returncode == 1 and done.stdout == "a\n"
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("verbatim: 2 of 3 tasks were refused: line 2: harness: there is no harness 'nobodys'")
+    assert "line 3: a task a was submitted with another body" in said
+
+
+def test_tasks_come_from_standard_input_too(fresh: RunningService) -> None:
+    process = subprocess.run(
+        [*COMMAND, "tasks", "submit", "-"],
+        env=environment(VERBATIM_URL=fresh.url, VERBATIM_ADMIN_TOKEN=ADMIN),
+        input=json.dumps({**BODY, "task_id": "piped"}),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert (process.returncode, process.stdout) == (0, "piped\n")
+
+
+def test_waiting_ends_with_the_tasks(fresh: RunningService, redis_server: RedisServer, tmp_path: Path) -> None:
+    file = lines(tmp_path / "tasks.jsonl", {"task_id": "a", "num_samples": 2}, {"task_id": "b"})
+    waiting = begin(fresh, "submit", file, "--wait")
+    assert waiting.stdout is not None
+    assert [waiting.stdout.readline() for _ in "ab"] == ["a\n", "b\n"]
+    work_off(redis_server, 3, Verdict("failed"))
+    _, stderr = waiting.communicate(timeout=SECONDS)
+    assert waiting.returncode == 0, stderr
+    assert "2/2" in stderr and "1/1" in stderr and "1 failed" in stderr
+
+
+def test_a_terminal_sees_how_many_rollouts_have_ended(fresh: RunningService, redis_server: RedisServer, tmp_path: Path) -> None:
+    """First that the lines are being submitted, then the rollouts; one of two has ended when it looks again."""
+    file = lines(tmp_path / "tasks.jsonl", {"task_id": "a", "num_samples": 2})
+    master, slave = pty.openpty()
+    variables = environment(VERBATIM_URL=fresh.url, VERBATIM_ADMIN_TOKEN=ADMIN, COLUMNS="120", TERM="xterm")
+    waiting = subprocess.Popen(
+        [*COMMAND, "tasks", "submit", file, "--wait"],
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=slave,
+    )
+    os.close(slave)
+    shown = b""
+    try:
+        for seen in (b"0/2", b"1/2"):
+            while seen not in shown:
+                shown += os.read(master, 65536)
+            work_off(redis_server, 1)
+        with suppress(OSError):
+            while more := os.read(master, 65536):
+                shown += more
+        assert waiting.wait(SECONDS) == 0, shown
+    finally:
+        waiting.kill()
+        waiting.communicate()
+        os.close(master)
+    assert b"submitting" in shown and b"1 usable" in shown
+
+
+def test_watching_tells_what_happens_until_the_end(fresh: RunningService, redis_server: RedisServer) -> None:
+    submit(fresh, task_id="a")
+    watching = begin(fresh, "watch", "a")
+    assert watching.stdout is not None
+    assert "task.created" in watching.stdout.readline()
+    work_off(redis_server, 1)
+    stdout, stderr = watching.communicate(timeout=SECONDS)
+    assert (watching.returncode, stderr) == (0, "")
+    told = [line.split()[1] for line in stdout.splitlines()]
+    assert told == ["rollout.preparing", "rollout.concluding", "rollout.completed", "task.ended"]
+    assert "reward=1" in stdout and "node=node-1" in stdout and stdout.rstrip().endswith("completed")
+
+
+def test_watching_and_waiting_outlive_a_server_that_is_replaced(redis_server: RedisServer, tmp_path: Path) -> None:
+    """The second one listens where the first did."""
+    redis_server.flushall()
+    with serving_tasks(redis_server.url) as first:
+        waiting = begin(first, "submit", lines(tmp_path / "tasks.jsonl", {"task_id": "a"}), "--wait")
+        assert waiting.stdout is not None and waiting.stdout.readline() == "a\n"
+        watching = begin(first, "watch", "a")
+        assert watching.stdout is not None
+        assert "task.created" in watching.stdout.readline()
+        port = httpx.URL(first.url).port or 0
+    again = RunningService("http://127.0.0.1:9", redis_server.url, adding=first.adding, engine_api="chat")
+    with again.on(port):
+        work_off(redis_server, 1)
+        stdout, stderr = watching.communicate(timeout=SECONDS)
+        assert watching.returncode == 0, stderr
+        assert stdout.count("task.created") == 0 and stdout.count("task.ended") == 1
+        _, stderr = waiting.communicate(timeout=SECONDS)
+        assert waiting.returncode == 0 and "1/1" in stderr, stderr
+
+
+def test_who_waits_may_stop_and_the_tasks_go_on(fresh: RunningService, tmp_path: Path) -> None:
+    waiting = begin(fresh, "submit", lines(tmp_path / "tasks.jsonl", {"task_id": "a"}), "--wait")
+    assert waiting.stdout is not None and waiting.stdout.readline() == "a\n"
+    waiting.send_signal(signal.SIGINT)
+    _, stderr = waiting.communicate(timeout=SECONDS)
+    assert waiting.returncode == 130
+    assert stderr.splitlines()[-1] == "verbatim: no longer waiting; the tasks go on (verbatim tasks cancel ends them)"
+    assert "1 queued" in tasks(fresh, "ls").stdout
+
+
+def test_a_submission_that_breaks_off_tells_how_far_it_came(tmp_path: Path) -> None:
+    """The service takes the first line, and then its store is gone."""
+
+    class Service(BaseHTTPRequestHandler):
+        answers = iter([(201, {"task_id": "a"}), (503, {"error": {"message": "the store is away"}})])
+
+        def do_POST(self) -> None:
+            status, answer = next(self.answers)
+            self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    file = lines(tmp_path / "tasks.jsonl", {"task_id": "a"}, {"task_id": "b"}, {"task_id": "c"})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        done = verbatim("tasks", "submit", file, timeout_seconds=SECONDS, VERBATIM_URL=url, VERBATIM_ADMIN_TOKEN=ADMIN)
+        server.shutdown()
+    assert (done.returncode, done.stdout) == (1, "a\n")
+    submitted, said = done.stderr.splitlines()
+    assert submitted == "1 task submitted"
+    assert "broke off at line 2" in said and said.endswith("the store is away")
+
+
+def test_tasks_are_cancelled(fresh: RunningService) -> None:
+    submit(fresh, task_id="a", num_samples=3)
+    submit(fresh, task_id="b")
+    done = tasks(fresh, "cancel", "a", "none", "b")
+    assert done.stdout.splitlines() == [
+        "a: 3 rollouts cancelled; the task is cancelled",
+        "b: 1 rollout cancelled; the task is cancelled",
+    ]
+    assert (done.returncode, done.stderr) == (1, "verbatim: there is no task none\n")
+
+
+def test_a_task_is_shown_with_its_rollouts_and_their_failures(fresh: RunningService, redis_server: RedisServer) -> None:
+    submit(fresh, task_id="a", num_samples=2, callback_url="http://127.0.0.1:9/x")
+    failed = FailureRecord(Failure.NO_CALLS, "it never called the model", "node-1:/logs/a.1.1")
+    work_off(redis_server, 2, Verdict("failed", failure=failed))
+    shown = tasks(fresh, "show", "a")
+    assert shown.returncode == 0, shown.stderr
+    for text in (
+        "2/2",
+        "node-1",
+        "no_calls",
+        "it never called the model",
+        "node-1:/logs/a.1.1",
+        "callback to http://127.0.0.1:9/x",
+    ):
+        assert text in shown.stdout
+
+
+def test_a_task_that_nothing_was_begun_of_says_what_it_waits_for(fresh: RunningService, redis_server: RedisServer) -> None:
+    submit(fresh, task_id="a")
+    assert "waits: there is no node; verbatim node starts one" in tasks(fresh, "show", "a").stdout
+    submit(fresh, task_id="b", priority=100)
+    work_off(redis_server, 1)
+    assert "waits: for a node with room" in tasks(fresh, "show", "a").stdout
+    assert "waits:" not in tasks(fresh, "show", "b").stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (("submit", "nowhere.jsonl"), 1, "nowhere.jsonl cannot be read: No such file"),
+        (("submit", "broken.jsonl"), 1, "line 2 of broken.jsonl is no JSON at character 2: "),
+        (("submit", "empty.jsonl"), 1, "there are no tasks in empty.jsonl"),
+        (("submit", "list.jsonl"), 1, "line 1 of list.jsonl is no JSON object"),
+        (("watch", "none"), 1, "there is no task none"),
+        (("show", "none"), 1, "there is no task none"),
+        (("ls", "--status", "asleep"), 1, "status: "),
+        (("cancel",), 2, "name the tasks to cancel"),
+    ],
+)
+def test_misuse_gives_one_sentence(
+    service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], code: int, said: str
+) -> None:
+    (tmp_path / "broken.jsonl").write_text(json.dumps(BODY) + "\n{oops\n")
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    monkeypatch.chdir(tmp_path)
+    done = tasks(service, *args)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert len(done.stderr.splitlines()) == 1 and said in done.stderr and done.stderr.startswith("verbatim: ")
+
+
+def test_a_service_that_is_away_is_named(tmp_path: Path) -> None:
+    file = lines(tmp_path / "tasks.jsonl", {})
+    done = verbatim("tasks", "submit", file, VERBATIM_URL="http://127.0.0.1:9", VERBATIM_ADMIN_TOKEN=ADMIN)
+    assert done.returncode == 1 and "no service at http://127.0.0.1:9" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["submit", "watch", "cancel", "ls", "show"])
+def test_help_teaches(command: str) -> None:
+    shown = verbatim("tasks", command, "--help")
+    assert shown.returncode == 0 and len(shown.stdout.split()) > 25

@@ -1,0 +1,112 @@
+"""`verbatim weights` as its users run it, against the real service before scripted engines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.running_service import ADMIN, TRAINER, RunningService
+from tests.support.service.verbatim_process import verbatim
+
+
+@pytest.fixture
+def service(engines: list[ScriptedEngine], redis_url: str) -> Iterator[RunningService]:
+    with RunningService([engine.url for engine in engines], redis_url) as running:
+        yield running
+
+
+def weights(service: RunningService, *args: str) -> subprocess.CompletedProcess[str]:
+    return verbatim("weights", *args, VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN, COLUMNS="160")
+
+
+def version_folder(tmp_path: Path, version: int) -> str:
+    folder = tmp_path / f"version-{version}"
+    folder.mkdir()
+    return str(folder)
+
+
+def test_a_push_reports_every_replica_and_a_rollback_is_a_new_version(
+    service: RunningService, engines: list[ScriptedEngine], tmp_path: Path
+) -> None:
+    first, second = version_folder(tmp_path, 1), version_folder(tmp_path, 2)
+    done = weights(service, "push", first)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("  done  ") == 2
+    assert "version 1 is current" in done.stdout
+    assert weights(service, "push", second, "--version", "7", "--mode", "wait").returncode == 0
+    shown = weights(service, "status").stdout
+    assert "version 7" in shown and second in shown and first in shown
+    back = weights(service, "rollback")
+    assert back.stdout.startswith(f"version 1 ({first}) becomes version 8\n")
+    assert [engine.weights.loaded["path"] for engine in engines] == [first, first]
+    assert [engine.weights.label for engine in engines] == ["8", "8"]
+    again = weights(service, "rollback", "--to", "7")
+    assert f"version 7 ({second}) becomes version 9" in again.stdout
+    current = service.request("GET", "/weights").json()["current"]
+    assert (current["version"], current["path"]) == (9, second)
+
+
+def test_a_replica_that_fails_is_named_and_the_exit_code_says_so(
+    service: RunningService, engines: list[ScriptedEngine], tmp_path: Path
+) -> None:
+    engines[1].weights.refuse_check = "the checkpoint does not fit"
+    done = weights(service, "push", version_folder(tmp_path, 1))
+    assert done.returncode == 1
+    assert "failed  " in done.stdout and "the checkpoint does not fit" in done.stdout
+    assert "1 of 2 replicas serve no one until they are repaired" in done.stderr
+    done = weights(service, "push", "/nowhere")
+    assert done.returncode == 1
+    assert "version 2 is served by none, nothing has changed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("push", "/w", "--version", "1"), "version 1 is not greater than the current 1"),
+        (("push", "/w", "--model", "judge"), "there is no model 'judge'"),
+        (("rollback",), "the history does not hold another checkpoint"),
+        (("rollback", "--to", "5"), "the history does not hold version 5"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_one_sentence(
+    args: tuple[str, ...], says: str, service: RunningService, tmp_path: Path
+) -> None:
+    folder = version_folder(tmp_path, 1)
+    assert weights(service, "push", folder).returncode == 0
+    done = weights(service, *(folder if arg == "/w" else arg for arg in args))
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_push_can_be_watched_line_by_line(service: RunningService, tmp_path: Path) -> None:
+    body = {"version": 1, "path": version_folder(tmp_path, 1)}
+    lines = watched(service, body)
+    assert [line["step"] for line in lines if "step" in line].count("done") == 2
+    assert lines[-1]["result"]["applied"]
+    assert watched(service, body) == [
+        {"error": {"code": "conflict", "message": "version 1 is not greater than the current 1"}, "status": 409}
+    ]
+
+
+def watched(service: RunningService, body: dict[str, Any]) -> list[dict[str, Any]]:
+    headers = {"Authorization": f"Bearer {TRAINER}", "Accept": "application/x-ndjson"}
+    answer = httpx.post(f"{service.url}/weights", json=body, headers=headers, timeout=30)
+    assert answer.status_code == 200
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def test_a_push_needs_a_path_or_a_transfer_and_the_status_names_the_fields_of_the_contract(service: RunningService) -> None:
+    answer = service.request("POST", "/weights", json={"version": 1})
+    assert answer.status_code == 400
+    assert "a push needs a path, or what a trainer sends" in answer.json()["error"]["message"]
+    status = service.request("GET", "/weights").json()
+    assert set(status) == {"current", "history", "updating", "frozen", "replicas", "models"}
+    assert set(status["current"]) == {"version", "path", "kind", "updated_at"}

@@ -1,0 +1,55 @@
+"""The service as the chart and the compose file run it: as nobody in particular, on a system that it cannot write to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.documents.helm_chart import container, environment, pod_of, the
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.verbatim_process import Serving, wait_until
+
+HERE = {
+    "VERBATIM_HOST",
+    "VERBATIM_PORT",
+    "VERBATIM_ENGINE",
+    "VERBATIM_REDIS",
+    "VERBATIM_ADMIN_TOKEN_FILE",
+    "VERBATIM_TRAINER_TOKEN_FILE",
+}
+"""What is another here than in the cluster."""
+READ_ONLY = ["--ro-bind", "/", "/", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/"]
+NOBODY = ["--unshare-user", "--uid", "10001", "--gid", "10001", "--cap-drop", "ALL", "--die-with-parent"]
+
+
+def test_the_service_serves_where_it_may_write_nothing_but_tmp(redis_url: str) -> None:
+    bwrap = shutil.which("bwrap")
+    if bwrap is None and "CI" not in os.environ:
+        pytest.skip("bubblewrap is missing")
+    assert bwrap, "bubblewrap is missing"
+    told = environment(container(pod_of(the({}, "Deployment", "-proxy")) or {}))
+    asked = {name: value for name, value in told.items() if value and name not in HERE}
+    # Images make no byte code; their data directory is there and cannot be written to.
+    asked |= {"PYTHONDONTWRITEBYTECODE": "1", "HOME": "/"}
+    with (
+        ScriptedEngine() as engine,
+        Serving(
+            "--redis",
+            redis_url,
+            "--engine",
+            engine.url,
+            data_dir=Path("/"),
+            inside=[bwrap, *READ_ONLY, *NOBODY],
+            **asked,
+        ) as service,
+    ):
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, f"ready; {service.stderr}")
+        opened = service.request("POST", "/sessions", json={}).json()
+        body = {"model": "policy", "messages": [{"role": "user", "content": "Say hello."}]}
+        chat = f"/s/{opened['session_id']}/v1/chat/completions"
+        assert service.request("POST", chat, opened["api_key"], json=body).status_code == 200
+        assert service.request("GET", "/ui").status_code == 200
+        assert "Traceback" not in service.stderr

@@ -1,0 +1,335 @@
+"""What the documentation tells to type runs: block by block, page by page, against a real service with a scripted engine.
+
+A block that begins with `# needs: …`, or has the tools of a cluster, is not run, for a reason that docs_blocks lists; its `verbatim`
+commands are held against the command line like all others. Addresses of the documentation (127.0.0.1:8700, redis://redis:6379 and so
+on) are those of the test. Commands that serve until they are stopped are stopped once they serve, and what measures does so with few
+calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.core import TyperGroup
+
+from cli.main import app
+from cli.rollout_service import KNOWN, rollouts
+from tests.cli.test_tls import make
+from tests.support.documents.docs_blocks import PAGES, ROOT, SHELLS, Block, blocks_of, shown_commands
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import ADMIN, TRAINER, RunningService
+from tests.support.service.verbatim_process import environment, runs, wait_until
+
+SHIM = r"""#!/bin/bash
+# verbatim, but what serves until it is stopped ends once it serves; a node goes on until the page is over; few calls measure.
+log=$(mktemp "$PAGE/log.XXXX")
+served() { until grep -q "$1" "$log"; do kill -0 $! 2>/dev/null || { cat "$log" >&2; exit 1; }; sleep 0.05; done; }
+case "$1" in
+serve)
+    "$PYTHON" -m cli.main "$@" --port 0 --data-dir "$(mktemp -d "$PAGE/data.XXXX")" >"$log" 2>&1 &
+    served application/json; kill -TERM $!; wait $! ;;
+node)
+    "$PYTHON" -m cli.main "$@" --data-dir "$(mktemp -d "$PAGE/node.XXXX")" >"$log" 2>&1 &
+    echo $! >>"$PAGE/nodes" ;;
+bench) exec "$PYTHON" -m cli.main "$@" --calls 6 --connections 2 ;;
+*) exec "$PYTHON" -m cli.main "$@" ;;
+esac
+"""
+PYTHON_SHIM = r"""#!/bin/bash
+# python, but the engine of the tests ends once it has said where it is.
+[[ "$2" == tests.support.engine.scripted_engine ]] || exec "$PYTHON" "$@"
+log=$(mktemp "$PAGE/log.XXXX")
+cd "$ROOT"
+"$PYTHON" "${@/8000/0}" >"$log" &
+until grep -q ^http "$log"; do kill -0 $! || exit 1; sleep 0.05; done
+kill $!; wait $! || true
+"""
+AGENT = {
+    "name": "asks-once",
+    "description": "Asks once.",
+    "dialect": "chat",
+    "argv": [
+        "python3",
+        "-c",
+        "import json, os, urllib.request as r; body = json.dumps({'model': 'policy', 'messages': [{'role': 'user', 'content': 'x'}]});"
+        "ask = r.Request(os.environ['BASE'] + '/chat/completions', body.encode(), {'authorization': 'Bearer ' + os.environ['KEY']});"
+        "r.urlopen(ask).read()",
+        "{prompt}",
+    ],
+    "env": {"BASE": "{openai}", "KEY": "{api_key}"},
+}
+
+
+def tasks(page: Page) -> None:
+    runtime = {"kind": "local", "network": "full", "options": {"sandbox": "none"}}
+    body = {"instruction": "Ask.", "harness": {"definition": AGENT}, "runtime": runtime, "model": "policy"}
+    (page.folder / "tasks.jsonl").write_text(json.dumps(body) + "\n")
+
+
+def dead_letters(page: Page) -> None:
+    """One of group task-7, whose second member failed and is not replaced."""
+    for status in ("completed", "failed"):
+        session = page.service.session(group_id="task-7", group_size=2, group_replacements=False)
+        session.ask("q")
+        session.close(status, reward=1.0)
+
+
+def checkpoints(page: Page) -> None:
+    for version in (11, 12):
+        (page.folder / f"version-{version}").mkdir()
+    pushed = page.service.request("POST", "/weights", json={"version": 11, "path": str(page.folder / "version-11")})
+    assert pushed.json()["applied"], pushed.text
+
+
+def certificate(page: Page) -> None:
+    make(page.folder)
+
+
+def closed_session(page: Page) -> None:
+    session = page.service.session()
+    session.ask("q")
+    session.close(reward=1.0)
+
+
+def an_agent_and_a_repository(page: Page) -> None:
+    """What the README calls my_agent.py, a repository to clone, and an agent that its node has in place of Pi."""
+    (page.folder / "my_agent.py").write_text(
+        "import openai\nopenai.OpenAI().chat.completions.create(model='policy', messages=[{'role': 'user', 'content': 'x'}])\n"
+    )
+    repository = page.folder / "repository"
+    repository.mkdir()
+    (repository / "Makefile").write_text("test:\n\ttrue\n")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-C", str(repository)]
+    for words in (["init", "-q"], ["add", "Makefile"], ["commit", "-q", "-m", "one"]):
+        subprocess.run([*git, *words], check=True)
+    runtime = {"kind": "local", "network": "full", "options": {"sandbox": "none"}}
+    agent = json.dumps({"definition": AGENT}).replace("'", "'\\''")
+    page.said |= {
+        "/tmp/claude-home": str(page.folder / "home"),
+        "https://example.com/repo.git": str(repository),
+        '"harness": "pi", "num_samples": 8': f'"harness": {agent}, "num_samples": 2, "runtime": {json.dumps(runtime)}',
+    }
+
+
+STAGES: dict[str, Callable[[Page], None]] = {
+    "README.md": an_agent_and_a_repository,
+    "docs/archive.md": closed_session,
+    "docs/delivery.md": dead_letters,
+    "docs/operations.md": closed_session,
+    "docs/rollouts.md": tasks,
+    "docs/security.md": certificate,
+    "docs/weights.md": checkpoints,
+}
+"""What a page takes for granted."""
+NOT_IN_THE_README = {
+    "export VLLM_SERVER_DEV_MODE=1": "the variables of the next one",
+    "-m vllm.entrypoints.openai.api_server": "an engine with a model of Hugging Face; its flags are tested in docs/test_readme.py",
+    "verbatim run --harness codex": "a command-line agent; real ones are run in tests/harnesses",
+    "verbatim generate": "a model that solves the tasks; the command itself is run in cli/test_generate.py",
+}
+"""What of the README is not run, and where it is."""
+WITH_PROGRAMS = {"docs/quickstart.md"}
+"""Pages whose Python is run between their commands."""
+
+
+class Page:
+    """A page that is followed from top to bottom in one folder: variables that a block exports are there in the next one."""
+
+    def __init__(self, folder: Path, service: RunningService, engine: ScriptedEngine, redis: RedisServer) -> None:
+        self.folder, self.service = folder, service
+        self.said = {
+            "http://127.0.0.1:8700": service.url,
+            "http://proxy:8700": service.url,
+            "http://127.0.0.1:8000": engine.url,
+            "http://vllm:8000": engine.url,
+            "redis://redis:6379": redis.url,
+            "redis://127.0.0.1:6379": redis.url,
+            "VERBATIM_ADMIN_TOKEN=...": f"VERBATIM_ADMIN_TOKEN={ADMIN}",
+            "an-admin-of-mine": ADMIN,
+            "a-trainer-of-mine": TRAINER,
+            "/shared/weights": str(folder),
+        }
+        self._names: dict[str, Any] = {}
+        tools = folder / "bin"
+        tools.mkdir()
+        for name, text in (("verbatim", SHIM), ("python", PYTHON_SHIM)):
+            (tools / name).write_text(text)
+            (tools / name).chmod(stat.S_IRWXU)
+        self.variables = environment(
+            PATH=f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            PAGE=str(folder),
+            PYTHON=sys.executable,
+            ROOT=str(ROOT),
+            VERBATIM_ADMIN_TOKEN=ADMIN,
+            VERBATIM_LOCAL_DIR=str(folder / "local"),
+            VERBATIM_LOCAL_SANDBOX="none",
+            VERBATIM_URL=service.url,
+        )
+
+    def shell(self, block: Block) -> None:
+        text = block.text
+        for said, meant in self.said.items():
+            text = text.replace(said, meant)
+        script = f'set -euo pipefail\n{text}\nenv -0 >"$PAGE/variables"\n'
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=self.folder,
+            env=self.variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, f"{block.page}:{block.line}\n{text}\n{done.stdout}\n{done.stderr}"
+        pairs = (self.folder / "variables").read_text().rstrip("\0").split("\0")
+        self.variables = dict(pair.split("=", 1) for pair in pairs)
+
+    def program(self, block: Block, patch: pytest.MonkeyPatch) -> None:
+        for name in ("VERBATIM_URL", "VERBATIM_ADMIN_TOKEN", "VERBATIM_TRAINER_TOKEN"):
+            patch.setenv(name, self.variables[name])
+        exec(compile(block.text, f"{block.page}:{block.line}", "exec"), self._names)
+
+    def leave(self) -> None:
+        for name in ("admin", "agent"):
+            if name in self._names:
+                self._names[name].close()
+        nodes = self.folder / "nodes"
+        for pid in map(int, nodes.read_text().split() if nodes.exists() else ()):
+            os.kill(pid, signal.SIGTERM)
+            wait_until(lambda pid=pid: not runs(pid), 60, "a node ends")
+
+
+@pytest.fixture
+def page(tmp_path: Path, redis_server: RedisServer) -> Iterator[Page]:
+    redis_server.flushall()
+    with (
+        ScriptedEngine() as engine,
+        RunningService(engine.url, redis_server.url, adding=[partial(rollouts, KNOWN)], engine_api="token") as service,
+    ):
+        page = Page(tmp_path, service, engine, redis_server)
+        try:
+            yield page
+        finally:
+            page.leave()
+
+
+def runnable(path: Path) -> list[Block]:
+    kinds = (*SHELLS, "python") if path.relative_to(ROOT).as_posix() in WITH_PROGRAMS else SHELLS
+    found = [block for block in blocks_of(path) if block.language in kinds and not block.needs]
+    return [without_what_is_not_run(block) for block in found] if path.name == "README.md" else found
+
+
+def without_what_is_not_run(block: Block) -> Block:
+    """A block of the README without its lines of such a command."""
+    commands = re.split(r"(?<!\\)\n", block.text)
+    kept = [each for each in commands if not any(word in each for word in NOT_IN_THE_README)]
+    return replace(block, text="\n".join(kept))
+
+
+def followed() -> dict[str, list[Path]]:
+    """Pages by what they are followed as: each alone, but those of harnesses one after the other, for they differ in a name only.
+
+    The README's programs are run in docs/test_readme.py.
+    """
+    together: dict[str, list[Path]] = {}
+    for path in PAGES:
+        name = path.relative_to(ROOT).as_posix()
+        if any(block.language in SHELLS for block in runnable(path)):
+            together.setdefault("docs/harnesses/" if path.parent.name == "harnesses" else name, []).append(path)
+    return together
+
+
+FOLLOWED = followed()
+
+
+@pytest.mark.timeout(1800)  # a page is up to twenty processes one after the other
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_the_commands_of_a_page_run(page: Page, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    STAGES.get(name, lambda _: None)(page)
+    for block in [block for path in FOLLOWED[name] for block in runnable(path)]:
+        if block.language == "python":
+            page.program(block, monkeypatch)
+        else:
+            page.shell(block)
+    if name == "README.md":
+        task = page.service.request("GET", "/tasks/bug-7").json()
+        assert (task["status"], task["usable"]) == ("completed", 2), task
+
+
+def test_what_is_not_run_of_the_readme_is_in_it_once() -> None:
+    text = "".join(block.text for block in blocks_of(ROOT / "README.md") if block.language in SHELLS)
+    assert {word: text.count(word) for word in NOT_IN_THE_README} == dict.fromkeys(NOT_IN_THE_README, 1)
+
+
+def test_a_block_that_runs_leaves_the_system_alone() -> None:
+    """One whose commands would change it says what it needs; a test that ran as root would install what it shows."""
+    outside = re.compile(r"(?:^|[\s=])/(?:etc|opt|usr|var|srv)/", re.MULTILINE)
+    assert [f"{block.page}:{block.line}" for path in PAGES for block in runnable(path) if outside.search(block.text)] == []
+
+
+def test_a_block_that_is_not_run_says_why_and_names_files_that_are_there() -> None:
+    left = [
+        block
+        for path in PAGES
+        if path.name != "README.md"
+        for block in blocks_of(path)
+        if block.language in SHELLS and block.needs
+    ]
+    assert [f"{block.page}:{block.line} {block.needs}" for block in left if not block.reason] == []
+    named = {word for block in left for word in re.findall(r"(?:deploy|helm)/[\w./-]*\w", block.text)}
+    assert named and [word for word in sorted(named - {"deploy/.env"}) if not (ROOT / word).exists()] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_verbatim_command_that_is_shown_exists_with_its_flags(path: Path) -> None:
+    for where, words in shown_commands(path):
+        command, rest = typer.main.get_command(app), words[1:]
+        while isinstance(command, TyperGroup) and rest:
+            assert rest[0] in command.commands or rest[0].startswith("-"), f"{where}: verbatim has no {' '.join(words[1:3])}"
+            command = command.commands.get(rest[0], command)
+            rest = rest[1:]
+        known = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)} | {
+            "--help",
+            "--version",
+        }
+        given = rest[: rest.index("--")] if "--" in rest else rest
+        flags = {word.partition("=")[0] for word in given if re.match(r"--[a-z]", word)}
+        assert flags <= known, f"{where}: {' '.join(words)} has no {', '.join(flags - known)}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_python_that_is_shown_compiles_and_what_make_and_python_are_told_exists(path: Path) -> None:
+    for block in blocks_of(path):
+        if block.language == "python":
+            compile(block.text, f"{block.page}:{block.line}", "exec")
+    text = path.read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z][a-z-]*)", text, re.MULTILINE)) <= targets
+    for module in re.findall(r"python -m ((?:benchmarks|examples)[\w.]*)", text):
+        assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), module
+
+
+def test_no_command_hides_where_it_is_not_run() -> None:
+    hidden = re.compile(r"^\n {4}(?:\$ )?(?:verbatim|pip|python|make|docker|helm|kubectl) .*", re.MULTILINE)
+    shown = [
+        f"{path.name}: {line.strip()}"
+        for path in PAGES
+        if path.name != "README.md"
+        for line in hidden.findall(path.read_text())
+    ]
+    assert shown == []

@@ -1,0 +1,122 @@
+"""The README: its tree is the tree, its flags are the flags, and its snippets run."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.engine.vllm_launch import vllm_command
+from tests import ROOT
+from tests.support.engine.vllm_server import running_vllm
+from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, wait_until
+from trainer_client import TrainerClient
+
+README = (ROOT / "README.md").read_text()
+ROOMS = ("proxy", "reconstruct", "rollout", "trainer_client", "cli", "examples/demo", "benchmarks")
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of `language`, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def snippet(containing: str) -> str:
+    (found,) = [block for block in blocks("python") if containing in block]
+    return found
+
+
+def files_in_the_tree() -> dict[str, str]:
+    """Path to comment of every file in the README's tree."""
+    section = README.partition("## The tree")[2]
+    found, folders = {}, []
+    for line in section.partition("```\n")[2].partition("\n```")[0].splitlines():
+        entry, _, comment = line.partition("#")
+        depth, name = (len(entry) - len(entry.lstrip())) // 2, entry.strip()
+        folders[depth:] = [name]
+        if not name.endswith("/"):
+            found["".join(folders)] = comment.strip()
+    return found
+
+
+def test_the_tree_names_every_file_and_no_other() -> None:
+    files = [path for room in ROOMS for path in (ROOT / room).rglob("*.py") if path.name != "__init__.py"]
+    assert sorted(files_in_the_tree()) == sorted(path.relative_to(ROOT).as_posix() for path in files)
+
+
+def test_every_file_of_the_tree_has_a_comment() -> None:
+    assert [path for path, comment in files_in_the_tree().items() if len(comment) < 5] == []
+
+
+def test_the_tests_that_the_promises_name_exist() -> None:
+    named = set(re.findall(r"`([\w/]*test_\w+\.py)`", README))
+    assert named
+    assert [name for name in sorted(named) if not (ROOT / "tests" / name).is_file()] == []
+
+
+def test_the_paths_that_the_text_names_exist() -> None:
+    named = set(re.findall(r"`((?:proxy|cli|reconstruct|rollout|trainer_client|examples)/[\w/.]*)`", README))
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_snippets_compile(code: str) -> None:
+    compile(code, "README.md", "exec")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_the_vllm_command_has_the_flags_that_verbatim_uses_itself(device: Any) -> None:
+    """Values apart: the README names a model of its own."""
+    argv, variables = vllm_command("model", 8000, device=device)
+    section = README.partition("## Serve")[2].partition("## The harness")[0]
+    assert [flag for flag in argv if flag.startswith("--") and flag not in section] == []
+    assert [name for name in variables if name not in section] == []
+
+
+def test_the_make_targets_it_names_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`?make ([a-z-]+)", README)) <= targets
+
+
+def pushed_version(client: TrainerClient) -> int:
+    return int(client.weights()["current"]["version"])
+
+
+@pytest.mark.engine
+def test_the_snippets_run_one_after_the_other(tmp_path: Path, tiny_model: Path, monkeypatch: Any) -> None:
+    """As written, but for the folder of the weights; `train` and `model` are the reader's, here a step that changes nothing.
+
+    On an engine of its own: a pushed version stays with an engine for as long as it runs.
+    """
+    from transformers import AutoModelForCausalLM
+
+    seen: list[Any] = []
+    names: dict[str, Any] = {
+        "train": lambda model, data: seen.append(data),
+        "model": AutoModelForCausalLM.from_pretrained(tiny_model),
+        "print": lambda text: seen.append(text),
+    }
+    with running_vllm(tiny_model, tmp_path) as engine, Serving("--engine", engine.url, data_dir=tmp_path / "data") as service:
+        monkeypatch.setenv("VERBATIM_URL", service.url)
+        monkeypatch.setenv("VERBATIM_ADMIN_TOKEN", ADMIN)
+        monkeypatch.setenv("VERBATIM_TRAINER_TOKEN", TRAINER)
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
+        for part in ('admin.post("/sessions"', "OpenAI(", "/close"):
+            exec(snippet(part), names)
+        trainer = snippet("TrainerClient").replace("/shared/weights", str(tmp_path / "weights"))
+        with ThreadPoolExecutor(1) as pool:
+            loop = pool.submit(exec, trainer, names)
+            wait_until(
+                lambda: loop.done() or (names.get("version") == 1 and pushed_version(names["client"]) == 1), 120, "a push"
+            )
+            names["client"].close()
+            loop.result(120)
+        names["agent"].close()
+        names["admin"].close()
+        said, data = seen
+        assert isinstance(said, str)
+        assert data.token_ids.shape == data.loss_mask.shape and int(data.loss_mask.sum()) > 0
+        assert "completed" in service.request("GET", f"/sessions/{names['session']['session_id']}").text

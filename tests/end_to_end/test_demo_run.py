@@ -1,0 +1,27 @@
+"""The demo itself, short: two engines, agents that never wait for the trainer, every check of its verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine.vllm_server import require_vllm
+from tests.support.sessions.demo_process import judged
+
+pytestmark = pytest.mark.engine
+
+STEPS, GROUPS = 6, 4
+FLAGS = {"--steps": STEPS, "--groups": GROUPS, "--rollouts": 4, "--replicas": 2, "--max-staleness": 1}
+
+
+@pytest.mark.timeout(3600)
+def test_agents_go_on_while_the_trainer_trains_and_the_verdict_holds(tmp_path: Path) -> None:
+    """The verdict's own checks: tokens accounted for, recomputed, trained on once, within the bound, from both engines."""
+    require_vllm()
+    words = [word for flag, value in FLAGS.items() for word in (flag, str(value))]
+    verdict = judged("examples.demo.demo", tmp_path, "--asynchronous", *words)
+    assert verdict["expected"]["replicas"] == len(verdict["idle"]) == 2
+    assert sum(verdict["ages"].values()) == STEPS * GROUPS
+    assert len(verdict["rewards"]) == STEPS
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")

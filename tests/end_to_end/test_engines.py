@@ -1,0 +1,221 @@
+"""Two real engines under load while a trainer pushes version after version, and one of them dies and comes back.
+
+Afterwards every trained token of every row is recomputed by transformers under the weights of the version it carries.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import APIError
+
+from proxy.engine.vllm_launch import VllmServer, free_port, vllm_command
+from tests.support.engine.vllm_server import require_vllm
+from tests.support.service.running_service import TRAINER, RunningService, Session, wait_until
+from trainer_client import TrainerClient
+from trainer_client.client import Mode
+from trainer_client.errors import ReplicaFailed
+from trainer_client.publish import WeightPush
+
+pytestmark = pytest.mark.engine
+
+AGENTS = 12
+PUSHES = 12
+KILLED_AT, BACK_AT = 4, 8
+MODES: tuple[Mode, ...] = ("keep", "wait", "abort")
+TOLERANCE = 1e-4
+PLAIN = {"ignore_eos": True, "chat_template_kwargs": {"enable_thinking": False}}
+PATIENCE = 1200.0
+"""Seconds that any one thing may take on however busy a machine."""
+
+
+class Agents:
+    """Harnesses that talk while they are let, each in one session after the other."""
+
+    def __init__(self, service: RunningService, number: int) -> None:
+        self.sessions: list[Session] = []
+        self.failures: list[str] = []
+        self._service = service
+        self._change = threading.Condition()
+        self._talking = self._over = False
+        self._asking = self._answered = 0
+        self._threads = [threading.Thread(target=self._run, args=(index,)) for index in range(number)]
+
+    def __enter__(self) -> Agents:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._change:
+            self._over = True
+            self._change.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    @contextmanager
+    def talking(self) -> Iterator[None]:
+        """Inside the block they ask one call after the other; after it all are answered, and they stand still."""
+        self._let(True)
+        yield
+        self._let(False)
+        self._until(lambda: not self._asking)
+
+    def more(self, calls: int) -> None:
+        """Return when so many more calls were answered."""
+        wanted = self._answered + calls
+        self._until(lambda: self._answered >= wanted)
+
+    def _let(self, talking: bool) -> None:
+        with self._change:
+            self._talking = talking
+            self._change.notify_all()
+
+    def _until(self, happened: Callable[[], bool]) -> None:
+        with self._change:
+            done = self._change.wait_for(lambda: happened() or bool(self.failures), PATIENCE)
+        assert self.failures == []
+        assert done, f"{self._answered} calls are answered, {self._asking} are not"
+
+    def _run(self, index: int) -> None:
+        try:
+            while self._talk(index):
+                pass
+        except (APIError, AssertionError) as error:
+            with self._change:
+                self.failures.append(repr(error))
+                self._change.notify_all()
+
+    def _talk(self, index: int) -> bool:
+        """A session of four turns; whether there may be another."""
+        session, messages = None, [{"role": "user", "content": f"agent {index}"}]
+        for turn in range(4):
+            if not self._may_call():
+                return False
+            session = session or self._opened()
+            reply = session.ask(messages, max_tokens=32 + 16 * turn, extra_body=PLAIN, timeout=PATIENCE).choices[0].message
+            messages += [reply.model_dump(exclude_none=True), {"role": "user", "content": f"and {turn}?"}]
+            self._called()
+        return True
+
+    def _opened(self) -> Session:
+        self.sessions.append(self._service.session(max_retries=8))
+        return self.sessions[-1]
+
+    def _may_call(self) -> bool:
+        with self._change:
+            self._change.wait_for(lambda: self._talking or self._over)
+            self._asking += not self._over
+            return not self._over
+
+    def _called(self) -> None:
+        with self._change:
+            self._asking, self._answered = self._asking - 1, self._answered + 1
+            self._change.notify_all()
+
+
+@contextmanager
+def two_engines(model: Path, folder: Path) -> Iterator[Sequence[VllmServer]]:
+    """Started at once, each with a thread of its own: left to themselves they bind their threads to one and the same core."""
+    require_vllm()
+    with ExitStack() as stack:
+        engines = [_engine(model, free_port(), folder) for _ in range(2)]
+        for engine in engines:
+            stack.callback(engine.stop)
+            engine.start()
+        for engine in engines:
+            engine.wait_until_ready()
+        yield engines
+
+
+def _engine(model: Path, port: int, folder: Path) -> VllmServer:
+    argv, env = vllm_command(model, port, reasoning_parser="qwen3")
+    env |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return VllmServer(argv, env, f"http://127.0.0.1:{port}", folder / f"vllm-{port}.log", deadline_seconds=PATIENCE)
+
+
+def states(model_dir: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Versions 1 to PUSHES, each a step away from the one before."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    torch.manual_seed(0)
+    for version in range(1, PUSHES + 1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter))
+        yield version, model.state_dict()
+
+
+def pushed(trainer: TrainerClient, state: dict[str, Any], version: int, folder: Path) -> WeightPush:
+    """The push, which the engines that are there have taken."""
+    try:
+        push = trainer.publish(state, version, directory=folder, mode=MODES[version % len(MODES)])
+    except ReplicaFailed as failed:
+        push = failed.push
+    assert push.applied
+    return push
+
+
+def until_serving(service: RunningService, replicas: int) -> None:
+    def serving() -> int:
+        standing = service.request("GET", "/weights").json()["replicas"].values()
+        return sum(replica["healthy"] for replica in standing)
+
+    wait_until(lambda: serving() == replicas, PATIENCE, f"{replicas} engines serve")
+
+
+@pytest.mark.timeout(3600)
+def test_every_token_is_of_the_weights_it_names_though_versions_come_fast_and_an_engine_dies(
+    tiny_model: Path, tmp_path: Path, redis_url: str
+) -> None:
+    with ExitStack() as stack:
+        engines = stack.enter_context(two_engines(tiny_model, tmp_path))
+        service = stack.enter_context(RunningService([engine.url for engine in engines], redis_url))
+        trainer = stack.enter_context(TrainerClient(service.url, TRAINER))
+        until_serving(service, 2)
+        agents = stack.enter_context(Agents(service, AGENTS))
+        for version, state in states(tiny_model):
+            if version == BACK_AT:
+                # Nobody talks meanwhile: beside two busy engines a third start takes many minutes on two cores.
+                engines[1].start()
+                engines[1].wait_until_ready()
+                until_serving(service, 2)
+            with agents.talking():
+                agents.more(AGENTS)
+                if version == KILLED_AT:
+                    engines[1].kill()
+                    until_serving(service, 1)
+                push = pushed(trainer, state, version, tmp_path)
+                assert len(push.failed) == (KILLED_AT <= version < BACK_AT)
+                # Of these at least as many as there are agents were asked after the push.
+                agents.more(2 * AGENTS)
+        calls = [call for session in agents.sessions for call in session.calls]
+        rows = [row for session in agents.sessions for row in session.trajectories()[0]]
+    assert_true(rows, tiny_model, tmp_path)
+    assert {version for row in rows for version, _, _ in row["weight_versions"]} == set(range(PUSHES + 1))
+    assert any(len(call["weight_versions"]) > 1 for call in calls), "a reply went on across a push"
+    told = [(call["replica"], call["weight_versions"][0][0]) for call in calls if call["weight_versions"]]
+    assert len({replica for replica, version in told if KILLED_AT <= version < BACK_AT - 1}) == 1
+    assert len({replica for replica, version in told if version >= BACK_AT}) == 2, "the engine that came back serves again"
+
+
+def assert_true(rows: Sequence[dict[str, Any]], model_dir: Path, weights_dir: Path) -> None:
+    import torch
+
+    from examples.demo.recompute import largest_difference
+
+    largest, tokens = largest_difference(rows, str(model_dir), weights_dir, dtype=torch.float32)
+    assert tokens == sum(sum(row["loss_mask"]) for row in rows) > 0
+    assert largest < TOLERANCE
+    # The tokens of one version are not those of the next: a span that names the wrong one would be seen.
+    wrong = [
+        row | {"weight_versions": [[(span[0] + 1) % PUSHES, *span[1:]] for span in row["weight_versions"]]} for row in rows
+    ]
+    assert largest_difference(wrong[:AGENTS], str(model_dir), weights_dir, dtype=torch.float32)[0] > TOLERANCE

@@ -1,0 +1,318 @@
+"""What the chart tells its processes is what they understand: settings, flags, ports and paths, times, rights, addresses."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from cli.listener import listen
+from cli.main import app
+from cli.rollout_service import KNOWN, rollouts
+from cli.server import CUT_SECONDS
+from proxy.app import create_app
+from proxy.engine.membership import engine_spec
+from proxy.engine.vllm_launch import Device, vllm_command
+from proxy.metrics import Metrics
+from proxy.settings import Settings
+from proxy.store.address import Address
+from rollout.metrics import QUEUE_LABELS
+from rollout.node import STOP_SECONDS
+from rollout.runtimes import cluster
+from tests.support.documents.helm_chart import (
+    CHART,
+    MATRIX,
+    NAMESPACE,
+    Object,
+    Values,
+    container,
+    environment,
+    namespace_of,
+    objects,
+    pod_of,
+    pods,
+    the,
+)
+from tests.support.documents.prometheus_rules import promtool
+from tests.support.documents.settings_in_code import variables
+from tests.support.service.redis_server import BINARY
+from tests.support.service.verbatim_process import wait_until
+
+OTHERS = re.compile(r"VLLM_|HF_TOKEN$|HOME$|TORCHDYNAMO_DISABLE$|REDIS_PASSWORD$|REDISCLI_AUTH$")
+"""Variables of vLLM and Redis, and what others are made of."""
+NAMED = list(MATRIX.items())
+WITH_NODES = [name for name, values in NAMED if values.get("nodes", {}).get("enabled", True)]
+
+
+def each_container(values: Values, name: str) -> list[Object]:
+    return [container(pod) for pod in pods(values) if container(pod)["name"] == name]
+
+
+def proxy_of(values: Values) -> Object:
+    return container(pod_of(the(values, "Deployment", "-proxy")) or {})
+
+
+@pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX.keys())
+def test_every_variable_is_one_that_somebody_reads(values: Values) -> None:
+    ours = {name for pod in pods(values) for name in environment(container(pod)) if not OTHERS.match(name)}
+    assert ours - variables() == set()
+
+
+@pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX.keys())
+def test_the_proxys_settings_are_valid_ones(values: Values, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = environment(proxy_of(values))
+    for role in ("ADMIN", "TRAINER"):
+        (tmp_path / role).write_text("a-token-of-the-test\n")
+        told[f"VERBATIM_{role}_TOKEN_FILE"] = str(tmp_path / role)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    settings = Settings()
+    assert (settings.host, settings.port) == ("::" if values.get("ipFamily") == "IPv6" else "0.0.0.0", 8700)
+    assert [engine_spec(url).url.rpartition(":")[0] for url in settings.engine if url.startswith("dns://demo")] == (
+        [f"dns://demo-verbatim-vllm.{NAMESPACE}.svc"]
+        if values.get("vllm", {}).get("enabled", True) and "fullnameOverride" not in values
+        else []
+    )
+    if values.get("weights", {}).get("enabled", True):
+        assert settings.weights_roots == [Path("/weights")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "places"),
+    [
+        ("defaults", "single", (("demo-verbatim-redis", 6379),)),
+        ("engines and Sentinels of one's own", "sentinel", (("a.redis", 26379), ("b.redis", 26379))),
+        ("a cluster without a password", "cluster", (("a", 7000), ("b", 7000))),
+        ("a cluster over TLS", "cluster", (("a", 7000),)),
+    ],
+)
+def test_the_address_of_the_store_is_understood(name: str, kind: str, places: Any) -> None:
+    expanded = environment(proxy_of(MATRIX[name]))["VERBATIM_REDIS"].replace("$(REDIS_PASSWORD)", "s3cret")
+    address = Address.parse(expanded)
+    assert (address.kind, address.places) == (kind, places)
+    assert "s3cret" not in address.name
+    if name == "a cluster over TLS":
+        assert address.server(("c", 6379)) == "rediss://:s3cret@c:6379?ssl_ca_certs=/etc/verbatim/redis/ca.crt"
+    if kind == "sentinel":
+        assert address.service == "mymaster"
+        assert address.server(("c", 6379)) == "rediss://verbatim:s3cret@c:6379/0?ssl_ca_certs=/etc/verbatim/redis/ca.crt"
+        mounts = {mount["mountPath"]: mount["name"] for mount in proxy_of(MATRIX[name])["volumeMounts"]}
+        assert mounts["/etc/verbatim/redis"] == "redis-ca"
+    if name in WITH_NODES:
+        (node,) = each_container(MATRIX[name], "node")
+        assert environment(node)["VERBATIM_REDIS"].replace("$(REDIS_PASSWORD)", "s3cret") == expanded
+
+
+def test_every_flag_is_one_of_its_command() -> None:
+    """Other than by starting it: a node refuses a runtime that its machine lacks."""
+    known = {
+        command: {opt for parameter in get_command(app).commands[command].params for opt in parameter.opts}
+        for command in ("serve", "node")
+    }
+    for _, values in NAMED:
+        for one in (each for name in ("proxy", "node") for each in each_container(values, name)):
+            command, *flags = one["args"]
+            assert {flag.partition("=")[0] for flag in flags if flag.startswith("--")} <= known[command]
+
+
+def test_where_pods_have_ipv6_addresses_everything_listens_there() -> None:
+    values = MATRIX["IPv6 and a name service of one's own"]
+    (engine,) = each_container(values, "vllm")
+    assert engine["args"][engine["args"].index("--host") + 1] == environment(proxy_of(values))["VERBATIM_HOST"] == "::"
+    with closing(listen("::", 0)) as listener, socket.create_connection(("::1", listener.getsockname()[1])) as client:
+        assert client.family == socket.AF_INET6
+
+
+@pytest.mark.parametrize("device", get_args(Device))
+def test_the_engine_is_started_as_verbatim_starts_its_own(device: Any) -> None:
+    values = {"vllm": {"device": device, "reasoningParser": "qwen3", "model": "org/model", "maxModelLen": 8192}}
+    (one,) = each_container(values, "vllm")
+    argv, env = vllm_command("org/model", 8000, host="0.0.0.0", reasoning_parser="qwen3", device=device, python="python3")
+    assert one["command"] == argv[:3]
+    pairs = list(zip(one["args"], one["args"][1:], strict=False))
+    for flag, value in zip(argv[3:], [*argv[4:], ""], strict=True):
+        assert flag in one["args"]
+        assert value.startswith("--") or not flag.startswith("--") or not value or (flag, value) in pairs
+    assert set(env) - {"PYTHONPATH"} <= environment(one).keys()
+
+
+def routes() -> set[str]:
+    made = create_app(Settings(engine=[], redis="redis://127.0.0.1:1"), partial(rollouts, KNOWN))
+    paths: set[str] = set(made._control.openapi()["paths"])
+    return paths
+
+
+def test_probes_scrapes_and_the_ingress_ask_for_what_is_there() -> None:
+    values, there = MATRIX["everything"], routes()
+    one = proxy_of(values)
+    probed = {one[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
+    assert probed == {"/healthz"} <= there
+    assert one["ports"] == [{"name": "http", "containerPort": 8700}]
+    for part in ("-proxy", "-vllm"):
+        (endpoint,) = the(values, "ServiceMonitor", part)["spec"]["endpoints"]
+        assert (endpoint["path"], endpoint["port"]) == ("/metrics", "http") and "/metrics" in there
+    let_in = {each["path"] for each in the(values, "Ingress", "verbatim")["spec"]["rules"][0]["http"]["paths"]}
+    controlled = {"/" + path.split("/")[1] for path in there} - {"/healthz", "/readyz", "/metrics"}
+    # The pages are for people, and in no description of the API.
+    assert let_in - {"/v1", "/v1beta", "/v1alpha"} == controlled | {"/ui"}
+    for asked in re.findall(r'ask\("\w+", f?"(/[\w/{}]*)"', (CHART / "files" / "test_service.py").read_text()):
+        assert asked.replace("{name}", "{session_id}") in there or asked.startswith("/s/")
+
+
+def test_a_pod_that_ends_has_the_time_that_its_process_takes() -> None:
+    values: Values = {
+        "proxy": {"drainSeconds": 900, "preStopSeconds": 20},
+        "nodes": {"drainSeconds": 3_000_000},
+        "vllm": {"drainSeconds": 300},
+    }
+    whole = (pod_of(the(values, "Deployment", "-proxy")) or {})["spec"]
+    one = container({"spec": whole})
+    assert environment(one)["VERBATIM_DRAIN_SECONDS"] == "900"
+    assert one["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "20"]
+    assert whole["terminationGracePeriodSeconds"] >= 20 + 900 + CUT_SECONDS
+    node = (pod_of(the(values, "Deployment", "-node")) or {})["spec"]
+    assert "--drain-seconds=3000000" in container({"spec": node})["args"]
+    assert node["terminationGracePeriodSeconds"] >= 3_000_000 + 2 * STOP_SECONDS
+    engine = (pod_of(the(values, "StatefulSet", "-vllm")) or {})["spec"]
+    assert container({"spec": engine})["lifecycle"]["preStop"]["exec"]["command"][-1] == "300"
+    assert engine["terminationGracePeriodSeconds"] > 300
+
+
+def test_pods_are_scaled_by_metrics_that_there_are() -> None:
+    values = MATRIX["everything"]
+    (metric,) = the(values, "HorizontalPodAutoscaler", "-proxy")["spec"]["metrics"]
+    assert f"\n{metric['pods']['metric']['name']} ".encode() in Metrics().page()
+    assert (
+        "replicas" not in the(values, "Deployment", "-proxy")["spec"]
+        and "replicas" not in the(values, "Deployment", "-node")["spec"]
+    )
+    (trigger,) = the(values, "ScaledObject", "-node")["spec"]["triggers"]
+    labels = re.search(r"by \(([\w, ]+)\) \((\w+)\{", trigger["metadata"]["query"])
+    assert labels and labels[2] == "verbatim_rollouts_waiting" and tuple(labels[1].split(", ")) == QUEUE_LABELS
+
+
+def test_nodes_are_scaled_by_the_queue_of_their_own_release(tmp_path: Path) -> None:
+    """Two releases in one namespace; each has two proxies, which show the same queue."""
+    values = MATRIX["everything"]
+    (trigger,) = the(values, "ScaledObject", "-node")["spec"]["triggers"]
+    own = the(values, "Deployment", "-proxy")["metadata"]["name"]
+    queue = (
+        'verbatim_rollouts_waiting{{namespace="{}", pod="{}-6d4cf56db6-{}", priority="{}", runtimes="", cpus="", labels=""}}'
+    )
+    series = [
+        {"series": queue.format(namespace, name, pod, priority), "values": f"{waiting}x5"}
+        for namespace, name, waiting in ((NAMESPACE, own, 7), (NAMESPACE, "other-verbatim-proxy", 50), ("elsewhere", own, 90))
+        for pod in ("abcde", "fghij")
+        for priority in (0, 1)
+    ]
+    expected = {"expr": trigger["metadata"]["query"], "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": 14}]}
+    case = tmp_path / "case.yaml"
+    case.write_text(yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": [expected]}]}))
+    done = promtool("test", "rules", str(case))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def rights() -> set[tuple[str, str]]:
+    """What the runtimes ask of a cluster, by the calls in their code; policies are the chart's, and made by nobody else."""
+    kinds = {"pod": "pods", "pod_exec": "pods/exec", "network_policy": "networkpolicies"}
+    verbs = {"read": "get", "connect_get": "get"}
+    calls = re.findall(r"\b(connect_get|[a-z]+)_namespaced_(\w+)", Path(cluster.__file__).read_text())
+    asked = {(kinds[kind], verbs.get(verb, verb)) for verb, kind in calls}
+    # A list is watched; newer clusters want the right to create for what is asked by GET.
+    return asked - {("networkpolicies", "create")} | {("pods", "watch"), ("pods/exec", "create")}
+
+
+@pytest.mark.parametrize("name", WITH_NODES)
+def test_a_node_may_do_to_pods_what_its_runtimes_ask_for_and_no_more(name: str) -> None:
+    values = MATRIX[name]
+    own = values.get("runtimes", {}).get("namespace") or f"{NAMESPACE}-runtimes"
+    (role,) = [each for each in objects(values) if each["kind"] == "Role"]
+    assert namespace_of(role) == own
+    assert {(kind, verb) for rule in role["rules"] for kind in rule["resources"] for verb in rule["verbs"]} == rights()
+    (binding,) = [each for each in objects(values) if each["kind"] == "RoleBinding"]
+    (subject,) = binding["subjects"]
+    bound = (pod_of(the(values, "Deployment", "-node")) or {})["spec"]["serviceAccountName"]
+    assert (namespace_of(binding), subject["name"], subject["namespace"]) == (own, bound, NAMESPACE)
+    assert not [each for each in objects(values) if each["kind"].startswith("Cluster")]
+    (node,) = each_container(values, "node")
+    told = environment(node)
+    assert told["VERBATIM_KUBERNETES_NAMESPACE"] == own
+    the(values, "ServiceAccount", told["VERBATIM_KUBERNETES_SERVICE_ACCOUNT"], own)
+    service = the(values, "Service", "-proxy")["metadata"]["name"].upper().replace("-", "_")
+    is_ipv6 = values.get("ipFamily") == "IPv6"
+    assert told["VERBATIM_URL"] == ("http://[$({})]:8700" if is_ipv6 else "http://$({}):8700").format(f"{service}_SERVICE_HOST")
+    address = "fd00::7" if is_ipv6 else "10.96.1.2"
+    url = urlsplit(told["VERBATIM_URL"].replace(f"$({service}_SERVICE_HOST)", address))
+    assert (url.hostname, url.port) == (address, 8700)
+
+
+def test_the_bundled_redis_starts_as_it_is_told_to_and_keeps_what_it_has(tmp_path: Path) -> None:
+    """The pod's own shell line and configuration, with a real redis-server; only the folders are others."""
+    import redis
+
+    config: str = the({}, "ConfigMap", "-redis")["data"]["redis.conf"]
+    socket = tmp_path / "redis.sock"
+    (tmp_path / "redis.conf").write_text(config.replace("/data", str(tmp_path)) + f"port 0\nunixsocket {socket}\n")
+    (one,) = each_container({}, "redis")
+    line = one["command"][2].replace("redis-server", BINARY).replace("/etc/redis", str(tmp_path))
+
+    def start() -> subprocess.Popen[bytes]:
+        server = subprocess.Popen(
+            ["/bin/sh", "-c", line], env={"REDISCLI_AUTH": "s3cret", "PATH": "/usr/bin:/bin"}, stdout=subprocess.DEVNULL
+        )
+        wait_until(lambda: server.poll() is not None or socket.exists(), 30, "a redis-server")
+        return server
+
+    client = redis.Redis(unix_socket_path=str(socket), password="s3cret", protocol=2, decode_responses=True)
+    stranger = redis.Redis(unix_socket_path=str(socket), protocol=2)
+    server = start()
+    try:
+        with pytest.raises(redis.AuthenticationError):
+            stranger.get("kept")
+        assert "s3cret" not in Path(f"/proc/{server.pid}/cmdline").read_text()
+        told = {name: client.config_get(name)[name] for name in ("appendonly", "appendfsync", "save", "maxmemory-policy")}
+        assert told == {"appendonly": "yes", "appendfsync": "always", "save": "", "maxmemory-policy": "noeviction"}
+        client.set("kept", "yes")
+        server.kill()
+        server.wait()
+        socket.unlink()
+        client.close()
+        server = start()
+        assert client.get("kept") == "yes"
+    finally:
+        server.kill()
+        server.wait()
+        client.close()
+        stranger.close()
+
+
+def test_dashboard_and_alerts_speak_of_metrics_that_there_are() -> None:
+    board = json.loads((CHART / "files" / "dashboard.json").read_text())
+    alerts = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+    text = json.dumps([board, alerts])
+    rooms = (CHART.parents[1] / room for room in ("proxy", "rollout", "cli"))
+    sources = "".join(file.read_text() for room in rooms for file in room.rglob("*.py"))
+    named = {re.sub("_(bucket|count|sum|total)$", "", name) for name in re.findall(r"verbatim_[a-z_]+", text)}
+    assert len(named) >= 4
+    assert {name for name in named if name not in sources} == set()
+
+
+def test_the_scripts_need_nothing_but_python() -> None:
+    for script in sorted((CHART / "files").glob("*.py")):
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", f"compile(open({str(script)!r}).read(), 'x', 'exec')"], check=False
+        )
+        assert done.returncode == 0
+        imported = set(re.findall(r"^(?:import|from) (\w+)", script.read_text(), re.MULTILINE))
+        assert imported <= set(sys.stdlib_module_names)

@@ -1,0 +1,599 @@
+"""Sessions as files and back: the real commands against the real service, with an engine that says what it is told."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from traceback import format_exception
+from typing import Any
+
+import msgpack
+import msgspec
+import pyarrow.parquet as pq
+import pytest
+from openai import InternalServerError
+from typer.testing import CliRunner
+
+from cli.main import app
+from cli.refusal import Refusal
+from proxy.api.session_wire import session_as_wire, session_of_wire
+from proxy.archive.files import read_table
+from proxy.archive.folder import ArchiveReader
+from proxy.archive.schema import SCHEMA_VERSION, TABLES, arrow_schema
+from proxy.archive.tables import session_of
+from proxy.errors import Conflict
+from proxy.store.archive import RedisArchiveStore
+from proxy.store.groups import GroupRule
+from proxy.store.session_store import Intent, SessionInfo, SessionState
+from tests.support.engine.scripted_engine import Fail, ScriptedEngine
+from tests.support.service.redis_server import RedisServer, Store, running_redis
+from tests.support.service.running_service import ADMIN, TRAINER, RunningService, Session
+from tests.support.service.verbatim_process import COMMAND, environment
+from tests.support.sessions.random_harness import RandomHarness
+
+CALLS = 12
+KILLED = """
+import os, signal, sys
+import proxy.archive.files, proxy.archive.folder
+proxy.archive.folder.PART_SESSIONS = 1
+left = int(sys.argv.pop(1))
+def dying(step):
+    def run(*args):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(*args)
+    return run
+proxy.archive.files.os.fsync = dying(os.fsync)
+from cli.main import main
+main()
+"""
+"""The command with parts of one session each, killed before its nth sync to disk."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine("qwen3") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def other_redis() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture
+def service(engine: ScriptedEngine, redis_url: str) -> Iterator[RunningService]:
+    with RunningService(engine.url, redis_url) as service:
+        yield service
+
+
+@contextmanager
+def elsewhere(engine: ScriptedEngine, server: RedisServer) -> Iterator[RunningService]:
+    """A service with an empty store of its own."""
+    with server.client() as client:
+        client.flushall()
+    with RunningService(engine.url, server.url) as service:
+        yield service
+
+
+@dataclass(frozen=True)
+class Ended:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def command(service: RunningService, *args: str) -> Ended:
+    """The command, in this process: starting one for each would take most of the time."""
+    variables = {"VERBATIM_URL": service.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
+    done = CliRunner().invoke(app, args, env=variables)
+    if isinstance(done.exception, Refusal):
+        return Ended(done.exception.exit_code, done.stdout, f"verbatim: {done.exception}\n")
+    assert done.exception is None, "".join(format_exception(done.exception))
+    return Ended(done.exit_code, done.stdout, done.stderr)
+
+
+def export(service: RunningService, out: Path, *args: str) -> str:
+    done = command(service, "export", "--out", str(out), *args)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+def imported(service: RunningService, folder: Path, *args: str) -> str:
+    done = command(service, "import", str(folder), *args)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+def table(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of one table in all its parts, in order."""
+    return [row for path in sorted(folder.glob(f"{name}-*")) for row in read_table(path, name)]
+
+
+def talked(
+    service: RunningService, reward: float | None = 1.0, status: str = "completed", error: str | None = None, **fields: Any
+) -> Session:
+    """A closed session of two branches: the second question is asked in two ways."""
+    session = service.session(**fields)
+    asked: list[Any] = [{"role": "user", "content": "hello"}]
+    said = session.answer(asked)
+    for question in ("and then?", "why?"):
+        session.answer([*asked, said, {"role": "user", "content": question}])
+    session.close(status, reward=reward, error=error)
+    return session
+
+
+def walked(service: RunningService, seed: int) -> str:
+    """A closed session of a random harness: retries, edits, helpers, compaction, replies cut short."""
+    session = service.session(session_id=f"walk-{seed}", metadata={"seed": seed, "names": {"ü": [1, None]}}, task_id="walk")
+    harness = RandomHarness(session.base_url, session.api_key, seed)
+    try:
+        harness.run(CALLS)
+    finally:
+        harness.close()
+    calls = [call["call_id"] for call in session.calls]
+    reward = {"reward": 0.25, "per_call": {calls[0]: -1.0}, "per_branch": {calls[-1]: 2.0}, "metadata": {"judge": "j"}}
+    assert service.request("POST", f"/sessions/{session.session_id}/reward", json=reward).status_code == 200
+    session.close()
+    return session.session_id
+
+
+def leased(service: RunningService, groups: int = 100) -> list[dict[str, Any]]:
+    answer = service.request("POST", "/batches/lease", TRAINER, json={"max_groups": groups})
+    return [] if answer.status_code == 204 else [row for g in answer.json()["groups"] for row in g["trajectories"]]
+
+
+def test_an_export_has_one_row_for_each_trajectory_with_all_that_the_wire_has(service: RunningService, tmp_path: Path) -> None:
+    sessions = [talked(service, group_id="g", group_size=2, task_id="t", metadata={"a": 1}) for _ in range(2)]
+    told = export(service, tmp_path / "out")
+    assert told.startswith("exported 2 sessions with 4 trajectories, ")
+    on_the_wire = {row["trajectory_id"]: row for session in sessions for row in session.trajectories()[0]}
+    rows = table(tmp_path / "out", "trajectories")
+    assert [row["trajectory_id"] for row in rows] == [*list(on_the_wire)[2:], *list(on_the_wire)[:2]], "newest session first"
+    for row in rows:
+        wire = on_the_wire[row["trajectory_id"]]
+        assert {name: json.loads(row[name]) if name == "metadata" else row[name] for name in wire} == wire
+        assert (row["session_status"], row["session_reward"], row["group_size"], row["row_weight"]) == (
+            "completed",
+            1.0,
+            2,
+            0.5,
+        )
+        assert row["rollout_id"] == row["session_id"]
+
+
+def test_the_files_say_their_version_and_the_types_that_datasets_should_use(service: RunningService, tmp_path: Path) -> None:
+    talked(service)
+    export(service, tmp_path)
+    for name, columns in TABLES.items():
+        schema = pq.read_schema(tmp_path / f"{name}-000000.parquet")
+        assert schema.equals(arrow_schema(name))
+        assert json.loads(schema.metadata[b"verbatim"]) == {
+            "schema": "verbatim-archive",
+            "schema_version": SCHEMA_VERSION,
+            "table": name,
+        }
+        assert list(json.loads(schema.metadata[b"huggingface"])["info"]["features"]) == list(columns) == schema.names
+    schema = pq.read_schema(tmp_path / "trajectories-000000.parquet")
+    features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+    for name, value in {"token_ids": "int32", "loss_mask": "int8", "logprobs": "float32", "call_ids": "string"}.items():
+        assert features[name] == [{"dtype": value, "_type": "Value"}]
+        assert str(schema.field(name).type.value_type) == value.replace("float32", "float")
+    assert features["weight_versions"] == [[{"dtype": "int64", "_type": "Value"}]]
+    manifest = ArchiveReader(tmp_path).manifest
+    assert (manifest["schema_version"], manifest["complete"], manifest["builder"]) == (SCHEMA_VERSION, True, "merged")
+
+
+def test_json_lines_hold_the_same_rows(service: RunningService, tmp_path: Path) -> None:
+    talked(service)
+    walked(service, 3)
+    export(service, tmp_path / "parquet")
+    export(service, tmp_path / "jsonl", "--format", "jsonl")
+    for name in TABLES:
+        assert table(tmp_path / "jsonl", name) == table(tmp_path / "parquet", name)
+    line = json.loads((tmp_path / "jsonl/records-000000.jsonl").read_text().splitlines()[0])
+    assert base64.b64decode(line["record"])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_what_an_export_holds_comes_back_as_it_was(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path, kind: str
+) -> None:
+    sessions = [walked(service, seed) for seed in range(3)]
+    talked(service, reward=None, group_id="waiting", group_size=2)
+    talked(service, status="failed", error="it broke")
+    export(service, tmp_path / "first", "--format", kind)
+    with elsewhere(engine, other_redis) as second:
+        assert imported(second, tmp_path / "first") == f"imported 5 sessions from {tmp_path / 'first'}\n"
+        export(second, tmp_path / "second", "--format", kind)
+        for name in TABLES:
+            rows = table(tmp_path / "first", name)
+            assert rows and table(tmp_path / "second", name) == rows
+        for session_id in sessions:
+            for what in ("", "/calls?limit=1000", "/trajectories", "/trajectories?builder=per_call"):
+                here, there = (each.request("GET", f"/sessions/{session_id}{what}").json() for each in (service, second))
+                assert here == there
+
+
+def test_an_import_may_be_repeated_and_delivers_nothing(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+) -> None:
+    session = talked(service)
+    export(service, tmp_path)
+    with elsewhere(engine, other_redis) as second:
+        imported(second, tmp_path)
+        assert "imported 0 sessions" in imported(second, tmp_path)
+        assert leased(second) == []
+        again = second.request("POST", f"/sessions/{session.session_id}/reward", json={"reward": 0.0})
+        assert again.status_code == 409
+        used = second.request("POST", f"/s/{session.session_id}/v1/chat/completions", session.api_key, json={"messages": []})
+        assert used.status_code == 401
+
+
+def test_an_import_delivers_when_it_is_told_to_and_never_what_was_acknowledged(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+) -> None:
+    sessions = [talked(service, group_id="g", group_size=2, reward=reward) for reward in (0.0, 1.0)]
+    ids = {row["trajectory_id"] for session in sessions for row in session.trajectories()[0]}
+    export(service, tmp_path)
+    with elsewhere(engine, other_redis) as second:
+        imported(second, tmp_path)
+        assert "2 were there already" in imported(second, tmp_path, "--deliver")
+        assert {row["trajectory_id"] for row in leased(second)} == ids
+    batch = service.request("POST", "/batches/lease", TRAINER, json={}).json()
+    assert service.request("POST", f"/batches/{batch['lease_id']}/ack", TRAINER).status_code == 200
+    imported(service, tmp_path, "--deliver")
+    assert leased(service) == []
+
+
+def test_an_import_refuses_a_session_that_differs(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+) -> None:
+    talked(service, session_id="same")
+    export(service, tmp_path)
+    with elsewhere(engine, other_redis) as second:
+        talked(second, session_id="same")
+        before = second.request("GET", "/sessions/same").json()
+        refused = command(second, "import", str(tmp_path))
+        assert (refused.returncode, refused.stderr) == (1, "verbatim: there is another session same already\n")
+        assert second.request("GET", "/sessions/same").json() == before
+    service.request("POST", "/sessions/same/reward", json={"reward": 0.5})
+    refused = command(service, "import", str(tmp_path))
+    assert refused.returncode == 1 and "its state is not the same" in refused.stderr
+    assert service.request("GET", "/sessions/same").json()["reward"] == 0.5
+
+
+def test_a_session_of_which_a_part_has_come_is_no_closed_one(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+) -> None:
+    session = talked(service)
+    export(service, tmp_path)
+    (whole,) = ArchiveReader(tmp_path).sessions()
+    path = f"/sessions/{session.session_id}"
+    part = {"session": whole.state, "start": 0, "records": whole.records[:1], "last": False}
+    with elsewhere(engine, other_redis) as second:
+        assert second.request("POST", f"{path}/records", content=msgpack.packb(part)).json()["outcome"] == "part"
+        assert second.request("GET", path).json()["status"] == "restoring"
+        assert export(second, tmp_path / "other").startswith("exported 0 sessions")
+        gap = {**part, "start": 2, "records": whole.records[2:], "last": True}
+        assert second.request("POST", f"{path}/records", content=msgpack.packb(gap)).status_code == 409
+        short = {**part, "last": True}
+        answer = second.request("POST", f"{path}/records", content=msgpack.packb(short))
+        assert (answer.status_code, "has 1 calls and not 3" in answer.text) == (409, True)
+        imported(second, tmp_path)
+        assert second.request("GET", path).json() == service.request("GET", path).json()
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "said"),
+    [
+        ({"session_id": "other"}, 400, "the part is of session 'other'"),
+        ({"status": "open"}, 409, "only closed sessions"),
+        ({"calls": "many"}, 400, "no part of a session"),
+        ({"group_size": "many"}, 400, "no part of a session"),
+    ],
+)
+def test_a_part_that_is_none_is_refused(
+    service: RunningService, tmp_path: Path, changes: dict[str, Any], status: int, said: str
+) -> None:
+    session = talked(service)
+    export(service, tmp_path)
+    (whole,) = ArchiveReader(tmp_path).sessions()
+    part = {"session": {**whole.state, **changes}, "start": 0, "records": [], "last": True}
+    answer = service.request("POST", f"/sessions/{session.session_id}/records", content=msgpack.packb(part))
+    assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True)
+
+
+def test_a_session_as_it_is_shown_has_every_field_and_is_the_same_session_again() -> None:
+    info = SessionInfo("s", b"the hash of a key", 1.5, "t", "g", 4, {"a": [1]}, {"seed": 7})
+    state = SessionState(info, "failed", 3, 0.5, {"c0": 1.0}, {"b": 0.25}, {"by": "judge"}, "broke", 9.5, 10.5)
+    wire = session_as_wire(state)
+    assert {*wire, "info", "key_hash", "group_rule", "unserved"} == {
+        each.name for kind in (SessionInfo, SessionState) for each in fields(kind)
+    }
+    assert session_of_wire(wire) == replace(state, info=replace(info, key_hash=b""))
+    ruled = replace(state, info=replace(info, group_rule=GroupRule("drop")))
+    assert session_as_wire(ruled) == wire
+    untold = {name: value for name, value in wire.items() if name != "trained"}
+    assert session_of_wire(untold) == session_of_wire(wire)
+    for name in untold:
+        with pytest.raises(msgspec.ValidationError, match=name):
+            session_of_wire({other: value for other, value in wire.items() if other != name})
+
+
+def test_a_session_with_a_rule_for_its_group_is_found_to_be_the_one_that_was_archived(
+    service: RunningService, tmp_path: Path
+) -> None:
+    talked(service, session_id="ruled", group_id="g", group_policy="drop", group_minimum=1, zero_variance="keep")
+    export(service, tmp_path)
+    imported(service, tmp_path)
+    assert service.request("GET", "/sessions/ruled").json()["status"] == "completed"
+
+
+def test_a_session_that_no_trainer_gets_or_whose_last_call_failed_is_found_to_be_the_one_that_was_archived(
+    service: RunningService, engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    """What is said of the call is not archived: once the import found another session there."""
+    talked(service, session_id="judge", trained=False)
+    session = service.session(session_id="unserved")
+    session.answer("hello")
+    engine.say(Fail(500))
+    with pytest.raises(InternalServerError):
+        session.answer("and then?")
+    session.close(reward=1.0)
+    assert service.request("GET", "/sessions/unserved").json()["unserved"]
+    export(service, tmp_path)
+    for options in ((), ("--deliver",)):
+        assert "2 were there already" in imported(service, tmp_path, *options)
+    assert {row["session_id"] for row in leased(service)} == {"unserved"}
+
+
+def test_a_session_that_no_trainer_gets_is_marked_in_its_archive_and_delivered_nowhere(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+) -> None:
+    """Its rows were once as good as any in a file, and `--deliver` gave it to the trainers of another store."""
+    talked(service, session_id="judge", trained=False)
+    talked(service, session_id="agent")
+    export(service, tmp_path)
+    told = {"judge": False, "agent": True}
+    assert {row["session_id"]: row["trained"] for row in table(tmp_path, "sessions")} == told
+    assert {row["session_id"]: row["session_trained"] for row in table(tmp_path, "trajectories")} == told
+    with elsewhere(engine, other_redis) as second:
+        imported(second, tmp_path, "--deliver")
+        assert {row["session_id"] for row in leased(second)} == {"agent"}
+        assert {name: second.request("GET", f"/sessions/{name}").json()["trained"] for name in told} == told
+
+
+def test_records_of_another_session_are_refused(service: RunningService, tmp_path: Path) -> None:
+    talked(service, session_id="a")
+    talked(service, session_id="b")
+    export(service, tmp_path)
+    b, a = ArchiveReader(tmp_path).sessions()
+    part = {"session": {**a.state, "session_id": "c"}, "start": 0, "records": b.records, "last": True}
+    answer = service.request("POST", "/sessions/c/records", content=msgpack.packb(part))
+    assert answer.status_code == 400 and "of session b" in answer.json()["error"]["message"]
+    assert service.request("GET", "/sessions/c").status_code == 404
+
+
+async def test_dangling_calls_and_damaged_records_come_back_as_what_they_are(
+    service: RunningService, engine: ScriptedEngine, redis_server: RedisServer, other_redis: RedisServer, tmp_path: Path
+) -> None:
+    session = service.session(session_id="hurt")
+    said = session.answer("hello")
+    session.answer([{"role": "user", "content": "hello"}, said, {"role": "user", "content": "more"}])
+    store = Store.at(redis_server.url)
+    await store.sessions.begin("hurt", 2, Intent("lost", None, b"\x00\xff", "r", 7.0))
+    await store.connection.close()
+    with redis_server.client() as client:
+        record = client.lindex("vb:{s:hurt}:calls", 1)
+        client.lset("vb:{s:hurt}:calls", 1, record[:-9] + bytes([record[-9] ^ 1]) + record[-8:])
+    session.close()
+    export(service, tmp_path / "first")
+    (row,) = table(tmp_path / "first", "sessions")
+    reasons = {item["call_id"]: item["reason"] for item in json.loads(row["quarantined"])}
+    assert reasons == {"lost": "dangling", "record-1": "unreadable_record"}
+    with elsewhere(engine, other_redis) as second:
+        imported(second, tmp_path / "first")
+        export(second, tmp_path / "second")
+        for name in TABLES:
+            assert table(tmp_path / "second", name) == table(tmp_path / "first", name)
+
+
+def test_only_the_sessions_that_were_asked_for_are_exported(service: RunningService, tmp_path: Path) -> None:
+    service.session(session_id="open")
+    talked(service, session_id="early", group_id="g")
+    time.sleep(0.05)
+    middle = time.time()
+    time.sleep(0.05)
+    talked(service, session_id="late", task_id="t")
+    talked(service, session_id="broken", status="failed", reward=None)
+
+    def chosen(*args: str) -> set[str]:
+        out = tmp_path / "-".join(["out", *(arg.strip("-") for arg in args)])
+        export(service, out, *args)
+        return {row["session_id"] for row in table(out, "sessions")}
+
+    assert chosen() == {"early", "late", "broken"}
+    assert chosen("--since", repr(middle)) == {"late", "broken"}
+    assert chosen("--until", repr(middle)) == {"early"}
+    assert chosen("--since", "1h") == {"early", "late", "broken"}
+    assert chosen("--since", "2100-01-01") == set()
+    assert chosen("--group", "g") == {"early"}
+    assert chosen("--task", "t") == {"late"}
+    assert chosen("--status", "failed") == {"broken"}
+
+
+def test_an_export_can_have_a_row_for_each_call(service: RunningService, tmp_path: Path) -> None:
+    session = talked(service)
+    export(service, tmp_path, "--builder", "per_call")
+    assert [row["trajectory_id"] for row in table(tmp_path, "trajectories")] == [
+        row["trajectory_id"] for row in session.trajectories("per_call")[0]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (("--format", "csv"), 2, "--format cannot be 'csv'"),
+        (("--since", "yesterday"), 2, "--since cannot be 'yesterday'"),
+        (("--status", "open"), 2, "--status cannot be 'open'"),
+        (("--builder", "best"), 1, "no builder is named 'best'"),
+        (("--format", "jsonl"), 1, "whose format is parquet, not jsonl"),
+        (("--builder", "per_call"), 1, "whose builder is merged, not per_call"),
+    ],
+)
+def test_an_export_that_cannot_be_made_is_refused(
+    service: RunningService, tmp_path: Path, args: tuple[str, ...], code: int, said: str
+) -> None:
+    talked(service)
+    out = tmp_path / ("new" if "best" in args else "old")
+    export(service, tmp_path / "old")
+    refused = command(service, "export", "--out", str(out), *args)
+    assert refused.returncode == code and said in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_an_archive_of_version_1_is_imported_and_not_added_to(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+) -> None:
+    """Its sessions and records are what they were; its trajectories have fewer columns."""
+    session_id = talked(service).session_id
+    export(service, tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 1}))
+    refused = command(service, "export", "--out", str(tmp_path))
+    assert refused.returncode == 1 and "whose schema_version is 1, not 3" in refused.stderr
+    with elsewhere(engine, other_redis) as other:
+        imported(other, tmp_path)
+        assert other.request("GET", f"/sessions/{session_id}").json()["status"] == "completed"
+
+
+def test_of_an_old_archive_every_session_is_one_that_trainers_get(service: RunningService, tmp_path: Path) -> None:
+    talked(service)
+    export(service, tmp_path)
+    (row,) = table(tmp_path, "sessions")
+    for old in ({name: value for name, value in row.items() if name != "trained"}, {**row, "trained": None}):
+        assert session_of(old, table(tmp_path, "records")).state["trained"] is True
+
+
+def test_a_folder_that_is_no_archive_or_was_changed_is_not_imported(service: RunningService, tmp_path: Path) -> None:
+    refused = command(service, "import", str(tmp_path))
+    assert refused.returncode == 1 and "holds no archive" in refused.stderr
+    talked(service)
+    export(service, tmp_path, "--format", "jsonl")
+    with (tmp_path / "records-000000.jsonl").open("a") as file:
+        file.write("\n")
+    refused = command(service, "import", str(tmp_path))
+    assert refused.returncode == 1 and "is not the file that was written" in refused.stderr
+
+
+def test_an_export_that_ended_adds_what_is_new(service: RunningService, tmp_path: Path) -> None:
+    talked(service, session_id="one")
+    export(service, tmp_path)
+    talked(service, session_id="two")
+    assert "exported 1 sessions" in (told := export(service, tmp_path)) and "1 were there already" in told
+    assert [row["session_id"] for row in table(tmp_path, "sessions")] == ["one", "two"]
+
+
+def test_an_export_killed_at_any_step_goes_on_where_it_was(service: RunningService, tmp_path: Path) -> None:
+    """Each part is three files and the manifest, each synced with its folder: 8 steps."""
+    ids = [talked(service, session_id=f"s{at}").session_id for at in range(3)]
+    variables = environment(VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN)
+    whole = tmp_path / "whole"
+    export(service, whole)
+    for step in (*range(8), 11, 15, 20, 23):
+        out = tmp_path / str(step)
+        killed = [sys.executable, "-c", KILLED, str(step), "export", "--out", str(out)]
+        assert subprocess.run(killed, env=variables, check=False).returncode == -signal.SIGKILL
+        with suppress(FileNotFoundError):
+            parts = json.loads((out / "manifest.json").read_text())["parts"]
+            assert len(parts) == (step + 1) // 8 or len(parts) == step // 8
+            for part in parts:
+                assert all((out / entry["name"]).is_file() for entry in part["files"].values())
+        export(service, out)
+        assert [row["session_id"] for row in table(out, "sessions")] == list(reversed(ids))
+        assert table(out, "trajectories") == table(whole, "trajectories")
+        assert not [path.name for path in out.iterdir() if path.name.endswith(".part")]
+
+
+def test_two_exports_into_one_folder_do_not_meet(service: RunningService, tmp_path: Path) -> None:
+    import fcntl
+
+    with (tmp_path / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refused = command(service, "export", "--out", str(tmp_path))
+    assert refused.returncode == 1 and "another process is writing" in refused.stderr
+
+
+def test_a_terminal_sees_how_far_it_is(service: RunningService, tmp_path: Path) -> None:
+    talked(service)
+    master, slave = pty.openpty()
+    variables = environment(VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN, TERM="xterm")
+    args = [*COMMAND, "export", "--out", str(tmp_path / "out")]
+    shown = b""
+    with subprocess.Popen(args, env=variables, stderr=slave, stdout=subprocess.DEVNULL) as done:
+        os.close(slave)
+        # A terminal that nobody reads is full soon, and who writes to it waits.
+        with suppress(OSError):
+            while more := os.read(master, 65536):
+                shown += more
+    os.close(master)
+    assert done.returncode == 0 and b"1/1" in shown and b"tokens" in shown
+
+
+async def test_a_session_is_restored_in_parts_that_may_be_repeated(store: Store) -> None:
+    """On a plain Redis and on a cluster."""
+    archive = RedisArchiveStore(store.connection, store.sessions)
+    info = SessionInfo("s", b"", 5.0, group_id="g", metadata={"a": 1})
+    intent = Intent("lost", "c1", b"\x00", "r", 7.0)
+    state = SessionState(
+        info, "completed", 3, 0.5, {"c1": 1.0}, {"c3": 2.0}, {"by": "x"}, "late", closed_at=8.0, updated_at=9.0
+    )
+    for start, records in ((0, [("c1", b"one"), ("c2", b"two")]), (0, [("c1", b"one")]), (2, [("c3", b"three")])):
+        await archive.restore(info, start, records)
+    with pytest.raises(Conflict, match="its call c2 is not the same"):
+        await archive.restore(info, 1, [("c2", b"other")])
+    assert (await store.sessions.begin("s", 3, intent)).accepted is False
+    assert await archive.finish(state, ["c1", "c2"], [intent], 10.0)
+    assert not await archive.finish(state, ["c2", "c1"], [intent], 10.0)
+    assert await store.sessions.load("s") == state
+    assert await archive.named_records("s", 1, -1) == [("c2", b"two"), ("c3", b"three")]
+    assert (await store.sessions.delivered("s"), await store.sessions.intents("s")) == ({"c1", "c2"}, [intent])
+    listed, _ = await store.sessions.listing(status="completed", group_id="g", limit=9, cursor=None)
+    assert listed == [state]
+    await archive.restore(info, 0, [("c1", b"one")])
+    for differs in (replace(state, reward=0.25), replace(state, status="failed"), replace(state, calls=2)):
+        with pytest.raises(Conflict):
+            await archive.finish(differs, ["c1", "c2"], [intent], 10.0)
+    for marks in ((["c1"], [intent]), (["c1", "c2"], [])):
+        with pytest.raises(Conflict):
+            await archive.finish(state, *marks, 10.0)
+    with pytest.raises(Conflict, match="another session"):
+        await archive.restore(replace(info, created_at=6.0), 0, [])
+
+
+def test_a_part_is_written_as_soon_as_it_is_full(
+    service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is bounded by a part: by its number of sessions, or by their bytes."""
+    ids = [talked(service, session_id=f"s{at}").session_id for at in range(5)]
+    monkeypatch.setattr("proxy.archive.folder.PART_SESSIONS", 2)
+    export(service, tmp_path / "few")
+    monkeypatch.setattr("proxy.archive.folder.PART_BYTES", 1)
+    export(service, tmp_path / "small")
+    for name, sizes in (("few", [2, 2, 1]), ("small", [1] * 5)):
+        reader = ArchiveReader(tmp_path / name)
+        assert [part["sessions"] for part in reader.parts] == sizes
+        assert [session.state["session_id"] for session in reader.sessions()] == list(reversed(ids))

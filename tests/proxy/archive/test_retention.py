@@ -1,0 +1,364 @@
+"""What retention may delete, and that the archive holds it first: on a real Redis, with several processes at it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from proxy.archive.files import read_table
+from proxy.archive.folder import ArchiveReader, ArchiveWriter
+from proxy.errors import StoreUnavailable
+from proxy.retention import Retention, collect
+from proxy.settings import Settings
+from proxy.store import keys
+from proxy.store.connection import StoreConnection
+from proxy.store.retention import RedisRetentionStore
+from tests.proxy.api.test_control_api import Service, running
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.redis_server import RedisServer, Store
+from tests.support.service.verbatim_process import Serving, wait_until
+
+
+@dataclass
+class Keeper:
+    """A service and its retention, which looks when it is told to."""
+
+    service: Service
+    retention: Retention
+    folder: Path
+    connection: StoreConnection
+
+    @property
+    def wrote(self) -> bool:
+        return self.folder.joinpath("manifest.json").exists()
+
+    @property
+    def archived(self) -> list[str]:
+        return [session.state["session_id"] for session in ArchiveReader(self.folder).sessions()]
+
+    async def listed(self) -> set[str]:
+        states, _ = await self.service.services.sessions.listing(status=None, group_id=None, limit=1000, cursor=None)
+        return {state.info.session_id for state in states}
+
+    async def ack_all(self) -> None:
+        while lease := await self.service.lease(max_groups=100):
+            assert (await self.service.trainer.post(f"/batches/{lease['lease_id']}/ack")).status_code == 200
+
+
+async def keeper(stack: AsyncExitStack, url: str, folder: Path, **options: Any) -> Keeper:
+    settings = {"archive_dir": folder, "retain_seconds": 0.001, **options}
+    service = await stack.enter_async_context(running(url, **settings))
+    connection = StoreConnection(url)
+    stack.push_async_callback(connection.close)
+    return Keeper(service, Retention(service.services, RedisRetentionStore(connection)), folder, connection)
+
+
+async def test_old_sessions_that_were_delivered_go_into_the_archive_and_out_of_the_store(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path)
+        for name in ("a", "b"):
+            await kept.service.finished(name, group_id="g", group_size=2)
+        rows = (await kept.service.admin.get("/sessions/a/trajectories")).json()["trajectories"]
+        await kept.ack_all()
+        cleared = await kept.retention.once()
+        assert (cleared.archived, cleared.deleted, kept.archived, await kept.listed()) == (2, 2, ["a", "b"], set())
+        archived = read_table(tmp_path / "trajectories-000000.parquet", "trajectories")
+        assert {name: archived[0][name] for name in rows[0] if name != "metadata"} | {"metadata": {}} == rows[0]
+        assert (await kept.retention.once()).deleted == 0
+
+
+async def test_what_the_service_does_not_train_is_not_trained_in_the_archive(redis_url: str, tmp_path: Path) -> None:
+    """Of a call whose logprobs were of another mode: once its rows were archived as if they were trained."""
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path, train_logprob_modes=["processed_logprobs"])
+        await kept.service.finished("a")
+        told = (await kept.service.admin.get("/sessions/a/trajectories")).json()["accounting"]
+        assert told["sampled_tokens"] > 0 == told["exported_tokens"]
+        assert (await kept.retention.once()).ids == ["a"]
+        (session,) = read_table(tmp_path / "sessions-000000.parquet", "sessions")
+        archived = {name: session[name] for name in told}
+        assert {**archived, "quarantined": json.loads(archived["quarantined"])} == told
+
+
+async def test_what_a_trainer_may_still_be_given_stays_whatever_its_age(redis_url: str, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path, max_deliveries=1)
+        service = kept.service
+        await service.finished("dead")
+        lease = await service.lease()
+        assert lease is not None
+        await service.trainer.post(f"/batches/{lease['lease_id']}/nack")
+        assert await service.lease() is None, "it is a dead letter now"
+        await service.finished("leased")
+        assert await service.lease() is not None
+        await service.finished("ready")
+        await service.finished("waits-for-its-group", group_id="g", group_size=2)
+        await service.session("open", 7)
+        await service.session("waits-for-its-reward", 7, group_id="h")
+        await service.close("waits-for-its-reward")
+        names = await kept.listed()
+        assert (await kept.retention.once()).deleted == 0
+        assert await kept.listed() == names and len(names) == 6
+
+
+async def test_what_nobody_waits_for_goes(redis_url: str, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path)
+        await kept.service.session("failed", 7)
+        await kept.service.close("failed", "failed")
+        await kept.service.session("never-rewarded", 7)
+        await kept.service.close("never-rewarded")
+        assert (await kept.retention.once()).deleted == 2
+        late = await kept.service.admin.post("/sessions/failed/reward", json={"reward": 1.0})
+        assert late.status_code == 404
+
+
+async def test_a_session_stays_until_it_is_old(redis_url: str, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path, retain_seconds=3600)
+        await kept.service.finished("a")
+        await kept.ack_all()
+        assert (await kept.retention.once()).deleted == 0 and await kept.listed() == {"a"}
+        assert not kept.wrote
+
+
+async def test_the_oldest_go_first_until_the_store_is_small_enough(redis_url: str, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path, retain_seconds=None, retain_bytes=10**12)
+        big = list(range(1, 50_001))
+        for at in range(6):
+            await kept.service.finished(f"s{at}", *big)
+        await kept.service.session("s6", *big)
+        await kept.ack_all()
+        assert (await kept.retention.once()).deleted == 0
+        store = RedisRetentionStore(kept.connection)
+        each = await store.session_bytes("s0")
+        assert each > 400_000
+        limit = await store.used_bytes() - 2 * each - each // 2
+        kept.service.services.settings.retain_bytes = limit
+        assert (await kept.retention.once()).ids == ["s0", "s1", "s2"]
+        assert (await kept.retention.once()).ids == []
+        assert kept.archived == ["s0", "s1", "s2"]
+
+
+async def test_without_an_archive_sessions_are_only_deleted_when_that_was_asked_for(redis_url: str, tmp_path: Path) -> None:
+    for limit in ({"retain_seconds": 1}, {"retain_bytes": 1}):
+        with pytest.raises(ValidationError, match="VERBATIM_ARCHIVE_DIR"):
+            Settings(**limit)
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path, archive_dir=None, retain_without_archive=True)
+        await kept.service.finished("a")
+        await kept.ack_all()
+        cleared = await kept.retention.once()
+        assert (cleared.archived, cleared.deleted, await kept.listed()) == (0, 1, set())
+
+
+async def test_many_processes_archive_each_session_once(redis_url: str, tmp_path: Path) -> None:
+    """Four services clear at the same time while sessions are closed and acknowledged."""
+    async with AsyncExitStack() as stack:
+        keepers = [await keeper(stack, redis_url, tmp_path, archive_format="jsonl") for _ in range(4)]
+        ended = False
+
+        async def clear(kept: Keeper) -> int:
+            deleted = 0
+            while not ended:
+                deleted += (await kept.retention.once()).deleted
+                await asyncio.sleep(0.005)
+            return deleted
+
+        clearing = [asyncio.create_task(clear(kept)) for kept in keepers]
+        for at in range(40):
+            await keepers[at % 4].service.finished(f"s{at}")
+            if at % 5 == 4:
+                await keepers[0].ack_all()
+        deadline = time.monotonic() + 60
+        while await keepers[0].listed():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        ended = True
+        assert sum(await asyncio.gather(*clearing)) == 40
+        assert Counter(keepers[0].archived) == Counter(f"s{at}" for at in range(40))
+
+
+async def test_a_process_that_died_before_it_deleted_leaves_that_to_the_next(redis_url: str, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path)
+        await kept.service.finished("a")
+        await kept.ack_all()
+        state = await kept.service.services.sessions.load("a")
+        assert state is not None
+        with ArchiveWriter(tmp_path) as writer:
+            writer.add(await collect(kept.service.services, state))
+            writer.flush()
+        cleared = await kept.retention.once()
+        assert (cleared.archived, cleared.deleted, kept.archived) == (0, 1, ["a"])
+
+
+async def test_an_archive_that_cannot_be_written_keeps_everything(redis_url: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"schema": "of something else"}))
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path, retain_check_seconds=0.01)
+        await kept.service.finished("a")
+        await kept.ack_all()
+        running_on = asyncio.create_task(kept.retention.run())
+        await asyncio.sleep(0.2)
+        assert not running_on.done() and await kept.listed() == {"a"}
+        running_on.cancel()
+
+
+class Losing(RedisRetentionStore):
+    """Its lock goes to another process after it was held so many times."""
+
+    held = 0
+
+    async def lock(self, owner: str, seconds: float) -> bool:
+        self.held -= 1
+        return self.held >= 0 and await super().lock(owner, seconds)
+
+
+@pytest.mark.parametrize("held", range(5))
+async def test_a_round_that_loses_its_lock_ends_and_the_next_one_goes_on(redis_url: str, tmp_path: Path, held: int) -> None:
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path)
+        for name in ("a", "b"):
+            await kept.service.finished(name)
+        await kept.ack_all()
+        store = Losing(kept.connection)
+        store.held = held
+        assert (await Retention(kept.service.services, store).once()).deleted == (1 if held == 4 else 0)
+        await kept.retention.once()
+        assert (kept.archived, await kept.listed()) == (["a", "b"], set())
+
+
+async def metric(kept: Keeper, line: str) -> float | None:
+    """The value behind this name and its labels, None where it is not shown."""
+    page = (await kept.service.admin.get("/metrics")).text
+    found = [each.rpartition(" ")[2] for each in page.splitlines() if each.rpartition(" ")[0] == line]
+    return float(found[0]) if found else None
+
+
+async def test_what_is_archived_and_deleted_is_counted(redis_url: str, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path)
+        for name in ("a", "b", "c"):
+            await kept.service.finished(name)
+        await kept.ack_all()
+        await kept.retention.once()
+        assert await metric(kept, 'verbatim_retained_sessions_total{step="archived"}') == 3
+        assert await metric(kept, 'verbatim_retained_sessions_total{step="deleted"}') == 3
+
+
+async def test_a_round_that_archives_nothing_counts_nothing(redis_url: str, tmp_path: Path) -> None:
+    """It lost its lock when the sessions were read, before their part was written."""
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path)
+        await kept.service.finished("a")
+        await kept.ack_all()
+        store = Losing(kept.connection)
+        store.held = 1
+        assert (await Retention(kept.service.services, store).once()).archived == 0
+        assert await metric(kept, 'verbatim_retained_sessions_total{step="archived"}') is None
+
+
+async def test_the_age_of_the_last_look_grows_while_the_archive_cannot_be_written(redis_url: str, tmp_path: Path) -> None:
+    age = 'verbatim_sweep_age_seconds{sweep="retention"}'
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path, retain_check_seconds=0.01)
+        assert await metric(kept, age) is None, "it has not begun"
+        await kept.service.finished("a")
+        await kept.ack_all()
+        (tmp_path / "manifest.json").write_text(json.dumps({"schema": "of something else"}))
+        began = time.monotonic()
+        running_on = asyncio.create_task(kept.retention.run())
+        await asyncio.sleep(0.3)
+        before = await metric(kept, age)
+        assert before is not None and 0.2 < before <= time.monotonic() - began
+        (tmp_path / "manifest.json").unlink()
+        deadline = time.monotonic() + 30
+        while await kept.listed() or not (await metric(kept, age) or 0.0) < before:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        running_on.cancel()
+
+
+async def test_nothing_is_done_while_another_process_is_at_it(redis_url: str, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path)
+        await kept.service.finished("a")
+        await kept.ack_all()
+        assert await RedisRetentionStore(kept.connection).lock("another process", 60)
+        assert (await kept.retention.once()).deleted == 0
+        assert await kept.listed() == {"a"} and not kept.wrote
+
+
+async def test_the_store_tells_what_holds_a_session_and_its_size(store: Store) -> None:
+    """On a plain Redis and on a cluster."""
+    retention = RedisRetentionStore(store.connection)
+    assert await retention.standings(["a", "b"]) == ["none", "none"]
+    await store.delivery.announce("a", None, 1.0)
+    assert await retention.standings(["a", "b"]) == ["announced", "none"]
+    assert await retention.used_bytes() > 100_000
+    assert await retention.session_bytes("a") == 0
+    assert await retention.lock("x", 5) and not await retention.lock("y", 5)
+    await retention.unlock("x")
+    assert await retention.lock("y", 5)
+
+
+async def test_a_look_that_failed_is_tried_again(redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path, retain_check_seconds=0.01)
+        await kept.service.finished("a")
+        await kept.ack_all()
+        info = await kept.connection.execute("HGET", keys.state("a"), "info")
+        await kept.connection.execute("HSET", keys.state("a"), "info", b"of no build")
+        running_on = asyncio.create_task(kept.retention.run())
+        deadline = time.monotonic() + 30
+        while "retention failed" not in caplog.text:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        await kept.connection.execute("HSET", keys.state("a"), "info", info)
+        while await kept.listed():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        running_on.cancel()
+        assert kept.archived == ["a"]
+
+
+async def test_a_lost_store_is_waited_for(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, "redis://127.0.0.1:1", tmp_path, retain_check_seconds=0.01)
+        with pytest.raises(StoreUnavailable):
+            await kept.retention.once()
+
+
+def test_a_service_with_retention_archives_by_itself(redis_server: RedisServer, redis_url: str, tmp_path: Path) -> None:
+    variables = {
+        "VERBATIM_ARCHIVE_DIR": str(tmp_path / "archive"),
+        "VERBATIM_RETAIN_SECONDS": "0.1",
+        "VERBATIM_RETAIN_CHECK_SECONDS": "0.2",
+    }
+    with (
+        ScriptedEngine("qwen3") as engine,
+        Serving(
+            "--engine", engine.url, "--redis", redis_url, "--workers", "2", data_dir=tmp_path / "data", **variables
+        ) as serving,
+    ):
+        created = serving.request("POST", "/sessions", json={"session_id": "a"})
+        body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+        key = created.json()["api_key"]
+        assert serving.request("POST", "/s/a/v1/chat/completions", key, json=body).status_code == 200
+        assert serving.request("POST", "/sessions/a/close", json={"status": "completed"}).status_code == 200
+        wait_until(lambda: serving.request("GET", "/sessions/a").status_code == 404, 30, "the session is gone")
+        (session,) = ArchiveReader(tmp_path / "archive").sessions()
+        assert (session.state["session_id"], len(session.records)) == ("a", 1)

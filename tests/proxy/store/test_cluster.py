@@ -1,0 +1,457 @@
+"""What only a store of several servers can do wrong: slots that move, primaries that die, masters that are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import redis
+from redis.crc import key_slot
+
+from proxy.errors import StoreUnavailable
+from proxy.store import keys
+from proxy.store.address import Address
+from proxy.store.session_store import Intent, SessionInfo
+from tests.support.service.redis_server import (
+    SLOW,
+    RedisCluster,
+    RedisServer,
+    Store,
+    ask,
+    free_port,
+    info,
+    running_cluster,
+    running_redis,
+    running_sentinel,
+)
+from tests.support.service.verbatim_process import verbatim
+
+
+def intent(call_id: str) -> Intent:
+    return Intent(call_id, None, b"digest", "replica", 1.0)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RedisCluster]:
+    with running_cluster() as running:
+        yield running
+
+
+@pytest.fixture
+async def stored(cluster: RedisCluster) -> AsyncIterator[Store]:
+    cluster.flushall()
+    async with opened(cluster.url) as store:
+        yield store
+
+
+@asynccontextmanager
+async def opened(url: str, **options: float) -> AsyncIterator[Store]:
+    store = Store.at(url, **options)
+    try:
+        yield store
+    finally:
+        await store.connection.close()
+
+
+async def one_call(store: Store, session_id: str, call: int = 0) -> int:
+    """Begin and commit call number `call`; the session's number of calls."""
+    begun = await store.sessions.begin(session_id, call, intent(f"c{call}"))
+    assert begun.accepted, begun
+    return await store.sessions.commit(session_id, f"c{call}", {f"c{call}": f"record {call}".encode()})
+
+
+def holder(cluster: RedisCluster, session_id: str) -> RedisServer:
+    slot = slot_of(session_id)
+    for first, last, primary, *_ in ask(cluster.primaries[0], "CLUSTER", "SLOTS"):
+        if first <= slot <= last:
+            return next(server for server in (*cluster.primaries, *cluster.replicas) if server.port == primary[1])
+    raise AssertionError(f"nobody holds slot {slot}")
+
+
+def followed(cluster: RedisCluster, session_id: str) -> RedisServer:
+    """The session's primary, once its replica has all that was written there."""
+    primary = holder(cluster, session_id)
+    replica = cluster.replicas[cluster.primaries.index(primary)]
+    until(lambda: offset(replica) == offset(primary))
+    return primary
+
+
+def slot_of(session_id: str) -> int:
+    return key_slot(keys.state(session_id).encode())
+
+
+def node_id(server: RedisServer) -> bytes:
+    found: bytes = ask(server, "CLUSTER", "MYID")
+    return found
+
+
+async def test_sessions_are_spread_over_all_servers_and_found_again(cluster: RedisCluster, stored: Store) -> None:
+    ids = [f"s{number}" for number in range(60)]
+    for number, session_id in enumerate(ids):
+        await stored.sessions.create(SessionInfo(session_id, b"hash", 100.0 + number, group_id="g"))
+        assert await one_call(stored, session_id) == 1
+    for server in cluster.primaries:
+        assert sum(key.endswith(b":calls") for key in server.all_keys()) > 5
+    listed, _ = await stored.sessions.listing(status=None, group_id="g", limit=100, cursor=None)
+    assert [state.info.session_id for state in listed] == ids[::-1]
+    assert [state.calls for state in listed] == [1] * 60
+
+
+async def test_a_closed_store_looks_for_no_other_server_of_the_cluster(cluster: RedisCluster) -> None:
+    """A call that is under way when it is closed finds its server gone, and asks the next one that the URL names who holds what."""
+    first, second, _ = cluster.primaries
+    store = Store.at(f"redis+cluster://127.0.0.1:{first.port},localhost:{second.port}", timeout_seconds=60)
+    await store.connection.ping()
+    await store.connection.execute("EVAL", "return 1", 1, "k", key="k")
+    waiting = asyncio.ensure_future(store.connection.execute("EVAL", SLOW % 1_000_000, 1, "k", key="k"))
+    await asyncio.sleep(0)
+    await store.connection.close()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        await waiting
+    for server in cluster.primaries:
+        with server.client() as client:
+            assert len(client.client_list()) == 1, server
+
+
+async def test_all_keys_of_a_session_are_in_one_slot_and_go_with_it(cluster: RedisCluster, stored: Store) -> None:
+    await stored.sessions.create(SessionInfo("kept", b"hash", 1.0))
+    before = cluster.all_keys()
+    await stored.sessions.create(SessionInfo("s", b"hash", 2.0, group_id="g"))
+    await one_call(stored, "s")
+    await stored.sessions.begin("s", 1, intent("left"))
+    await stored.sessions.mark_delivered("s", ["c0"])
+    own = {key for key in cluster.all_keys() - before if b"{s:s}" in key}
+    assert len(own) == 5
+    assert {key_slot(key) for key in own} == {slot_of("s")}
+    await stored.sessions.delete("s")
+    assert cluster.all_keys() == before
+
+
+@pytest.mark.parametrize("scheme", ["redis://", "redis+cluster://"])
+async def test_one_node_is_enough_to_find_the_others(cluster: RedisCluster, scheme: str) -> None:
+    cluster.flushall()
+    async with opened(f"{scheme}127.0.0.1:{cluster.primaries[1].port}") as store:
+        for number in range(12):
+            await store.sessions.create(SessionInfo(f"s{number}", b"hash", 1.0))
+            assert await one_call(store, f"s{number}") == 1
+        await store.sessions.ping()
+
+
+async def test_a_node_that_is_down_at_the_start_is_passed_over(cluster: RedisCluster) -> None:
+    async with opened(f"redis+cluster://127.0.0.1:{free_port()},127.0.0.1:{cluster.primaries[2].port}") as store:
+        await store.sessions.ping()
+
+
+@contextmanager
+def moving(cluster: RedisCluster, session_id: str) -> Iterator[Callable[[int], None]]:
+    """The session's slot is on its way to another server; the call inside moves so many of its keys. Arrived at the end."""
+    slot, source = slot_of(session_id), holder(cluster, session_id)
+    target = next(server for server in cluster.primaries if server is not source)
+    ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
+    ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", node_id(target))
+
+    def move(count: int) -> None:
+        for key in sorted(ask(source, "CLUSTER", "GETKEYSINSLOT", slot, count)):
+            ask(source, "MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
+
+    yield move
+    move(100)
+    for server in (target, source, *cluster.primaries):
+        ask(server, "CLUSTER", "SETSLOT", slot, "NODE", node_id(target))
+
+
+async def test_records_are_read_and_calls_wait_while_the_slot_of_their_session_moves(
+    cluster: RedisCluster, stored: Store
+) -> None:
+    """For one key the old server answers ASK; over several connections, so that ASKING must go over the same one as its command.
+    A script is refused with TRYAGAIN while a key of it is on the other side, or nowhere. Later both answer MOVED."""
+    await stored.sessions.create(SessionInfo("s", b"hash", 1.0))
+    assert await one_call(stored, "s") == 1
+    calls = 1
+    for _ in range(3):
+        with moving(cluster, "s") as move:
+            move(1)
+            with pytest.raises(StoreUnavailable, match="TryAgain"):
+                await stored.sessions.begin("s", calls, intent("between"))
+            move(100)
+            read = await asyncio.gather(*(stored.sessions.records("s") for _ in range(30)))
+            assert read == [[f"record {number}".encode() for number in range(calls)]] * 30
+        for _ in range(5):
+            calls = await one_call(stored, "s", calls)
+    assert calls == 16
+    assert await stored.sessions.intents("s") == []
+
+
+async def test_a_commit_outlasts_the_move_of_its_slot(cluster: RedisCluster) -> None:
+    cluster.flushall()
+    async with opened(cluster.url, patience_seconds=10.0) as store:
+        await store.sessions.create(SessionInfo("s", b"hash", 1.0))
+        await store.sessions.begin("s", 0, intent("c0"))
+        with moving(cluster, "s") as move:
+            move(1)
+            commit = asyncio.create_task(store.sessions.commit("s", "c0", {"c0": b"zero"}))
+            await asyncio.sleep(1.5)
+            assert not commit.done()
+        assert await commit == 1
+        assert await store.sessions.records("s") == [b"zero"]
+
+
+async def test_without_one_of_its_servers_a_cluster_is_unavailable_until_it_is_back() -> None:
+    with running_cluster(node_timeout=1.5) as cluster:
+        async with opened(cluster.url, timeout_seconds=1.0) as store:
+            for number in range(6):
+                await store.sessions.create(SessionInfo(f"s{number}", b"hash", 1.0))
+            lost = holder(cluster, "s0")
+            lost.process.send_signal(signal.SIGSTOP)
+            try:
+                for server in cluster.primaries:
+                    if server is not lost:
+                        until(lambda server=server: b"cluster_state:fail" in ask(server, "CLUSTER", "INFO"))
+                for number in range(6):
+                    with pytest.raises(StoreUnavailable):
+                        await store.sessions.begin(f"s{number}", 0, intent("c0"))
+                with pytest.raises(StoreUnavailable):
+                    await store.sessions.ping()
+            finally:
+                lost.process.send_signal(signal.SIGCONT)
+            for server in cluster.primaries:
+                until(lambda server=server: b"cluster_state:ok" in ask(server, "CLUSTER", "INFO"))
+            await recovered(store)
+            for number in range(6):
+                assert await one_call(store, f"s{number}") == 1
+
+
+async def recovered(store: Store, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            await store.sessions.ping()
+            await store.sessions.listing(status=None, group_id=None, limit=10, cursor=None)
+            return
+        except StoreUnavailable:
+            assert time.monotonic() < deadline, f"not within {seconds} s"
+            await asyncio.sleep(0.05)
+
+
+async def test_a_commit_survives_the_death_of_its_primary() -> None:
+    with running_cluster(replicated=True, node_timeout=1.5) as cluster:
+        options = {"patience_seconds": 20.0, "wait_replicas": 1}
+        async with opened(cluster.url, **options) as store:
+            await store.sessions.create(SessionInfo("s", b"hash", 1.0))
+            assert await one_call(store, "s") == 1
+            begun = await store.sessions.begin("s", 1, intent("c1"))
+            assert begun.accepted
+            followed(cluster, "s").kill()
+        # The replica that took over has no replica of its own.
+        async with opened(cluster.url, patience_seconds=20.0) as store:
+            assert await store.sessions.commit("s", "c1", {"c1": b"record 1"}) == 2
+            assert await store.sessions.records("s") == [b"record 0", b"record 1"]
+            await recovered(store)
+            assert await one_call(store, "s", 2) == 3
+
+
+async def test_the_same_connection_follows_a_failover() -> None:
+    with running_cluster(replicated=True, node_timeout=1.5) as cluster:
+        async with opened(cluster.url, patience_seconds=20.0) as store:
+            await store.sessions.create(SessionInfo("s", b"hash", 1.0))
+            for call in range(20):
+                await one_call(store, "s", call)
+            await store.sessions.begin("s", 20, intent("c20"))
+            followed(cluster, "s").kill()
+            assert await store.sessions.commit("s", "c20", {"c20": b"record 20"}) == 21
+            assert await one_call(store, "s", 21) == 22
+
+
+async def test_a_commit_waits_for_the_replicas_that_the_settings_ask_for() -> None:
+    with running_redis() as master, running_redis() as replica:
+        ask(replica, "REPLICAOF", "127.0.0.1", master.port)
+        until(lambda: b"master_link_status:up" in info(replica))
+        options = {"wait_replicas": 1, "timeout_seconds": 1.0}
+        async with opened(master.url, **options) as store:
+            await store.sessions.create(SessionInfo("s", b"hash", 1.0))
+            await one_call(store, "s")
+            with replica.client() as client:
+                assert client.llen(keys.calls("s")) == 1, "it is there when the commit returns"
+            replica.process.send_signal(signal.SIGSTOP)
+            try:
+                await store.sessions.begin("s", 1, intent("c1"))
+                for _ in range(3):
+                    with pytest.raises(StoreUnavailable, match="only 0 of 1 replicas"):
+                        await store.sessions.commit("s", "c1", {"c1": b"one"})
+                with pytest.raises(StoreUnavailable, match="only 0 of 1 replicas"):
+                    await store.sessions.close("s", "completed", 1.0, None, 2.0)
+            finally:
+                replica.process.send_signal(signal.SIGCONT)
+            assert await store.sessions.commit("s", "c1", {"c1": b"one"}) == 2
+            with replica.client() as client:
+                assert client.llen(keys.calls("s")) == 2
+
+
+if "VERBATIM_TEST_REDIS" in os.environ:
+    # WAITAOF needs Redis 7.2, and the one that is installed for the tests is older.
+
+    async def test_a_commit_waits_for_the_disk_where_the_redis_can_say_so() -> None:
+        with running_redis() as server:
+            assert version(server) >= (7, 2), "WAITAOF is younger than this redis-server"
+            async with opened(server.url, wait_aof=True) as store:
+                await store.sessions.create(SessionInfo("s", b"hash", 1.0))
+                for call in range(20):
+                    await one_call(store, "s", call)
+                synced = re.search(rb"cmdstat_waitaof:calls=(\d+)", info(server, "commandstats"))
+                assert synced is not None and int(synced[1]) >= 20
+                ask(server, "CONFIG", "SET", "appendonly", "no")
+                begun = await store.sessions.begin("s", 20, intent("c20"))
+                assert begun.accepted
+                with pytest.raises(StoreUnavailable):
+                    await store.sessions.commit("s", "c20", {"c20": b"x"})
+
+
+def version(server: RedisServer) -> tuple[int, ...]:
+    found = re.search(rb"redis_version:(\d+)\.(\d+)", info(server))
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
+@pytest.mark.parametrize("variable", ["VERBATIM_REDIS_WAIT_REPLICAS", "VERBATIM_REDIS_WAIT_AOF"])
+def test_the_embedded_redis_cannot_wait_and_the_service_says_so(variable: str, tmp_path: Path) -> None:
+    done = verbatim("serve", "--engine", "http://127.0.0.1:9", "--data-dir", str(tmp_path), **{variable: "1"})
+    assert done.returncode == 2
+    assert "--fsync always" in done.stderr
+
+
+def test_a_redis_of_ones_own_is_not_told_when_to_sync() -> None:
+    done = verbatim("serve", "--engine", "http://127.0.0.1:9", "--redis", "redis://127.0.0.1:9", "--fsync", "always")
+    assert done.returncode == 2
+    assert "appendfsync always" in done.stderr
+
+
+def test_a_redis_url_that_makes_no_sense_is_said_in_one_sentence() -> None:
+    done = verbatim("serve", "--engine", "http://127.0.0.1:9", "--redis", "redis+cluster://a/3")
+    assert done.returncode == 2
+    assert "database 0" in done.stderr
+
+
+async def test_settings_that_the_redis_cannot_keep_are_said_at_the_start() -> None:
+    with running_redis() as server:
+        async with opened(server.url, wait_replicas=1) as store:
+            with pytest.raises(StoreUnavailable, match=r"has 0 replicas; redis_wait_replicas asks for 1"):
+                await store.sessions.ping()
+        async with opened(server.url, wait_aof=True) as store:
+            if version(server) < (7, 2):
+                with pytest.raises(StoreUnavailable, match=r"knows no WAITAOF.*appendfsync always"):
+                    await store.sessions.ping()
+            else:
+                await store.sessions.ping()
+        ask(server, "CONFIG", "SET", "appendonly", "no")
+        async with opened(server.url, wait_aof=True) as store:
+            with pytest.raises(StoreUnavailable, match=r"redis_wait_aof"):
+                await store.sessions.ping()
+
+
+async def test_sentinels_lead_to_the_new_master() -> None:
+    with running_redis() as master, running_redis() as replica:
+        ask(replica, "REPLICAOF", "127.0.0.1", master.port)
+        until(lambda: b"master_link_status:up" in info(replica))
+        with running_sentinel(master) as sentinel:
+            until(lambda: b"slaves=1" in info(sentinel))
+            url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}/store"
+            async with opened(url, patience_seconds=20.0) as store:
+                await store.sessions.create(SessionInfo("s", b"hash", 1.0))
+                await one_call(store, "s")
+                await store.sessions.begin("s", 1, intent("c1"))
+                until(lambda: offset(replica) == offset(master))
+                master.kill()
+                assert await store.sessions.commit("s", "c1", {"c1": b"one"}) == 2
+                assert await one_call(store, "s", 2) == 3
+                with replica.client() as client:
+                    assert client.llen(keys.calls("s")) == 3
+        async with opened(f"redis+sentinel://127.0.0.1:{sentinel.port}/other") as store:
+            with pytest.raises(StoreUnavailable, match="no Sentinel names a master of other"):
+                await store.sessions.ping()
+
+
+async def test_a_master_that_was_demoted_is_left_for_its_successor() -> None:
+    """Both live on: the old one keeps its connections and answers READONLY."""
+    with running_redis() as master, running_redis() as replica:
+        ask(replica, "REPLICAOF", "127.0.0.1", master.port)
+        until(lambda: b"master_link_status:up" in info(replica))
+        with running_sentinel(master) as sentinel:
+            until(lambda: b"slaves=1" in info(sentinel))
+            async with opened(f"redis+sentinel://127.0.0.1:{sentinel.port}/store", patience_seconds=20.0) as store:
+                await store.sessions.create(SessionInfo("s", b"hash", 1.0))
+                await asyncio.gather(*(store.sessions.load("s") for _ in range(20)))
+                until(lambda: replaces(sentinel))
+                until(lambda: b"role:slave" in info(master))
+                assert await store.sessions.commit("s", "c0", {"c0": b"record 0"}) == 1
+                assert await one_call(store, "s", 1) == 2
+                with replica.client() as client:
+                    assert client.llen(keys.calls("s")) == 2
+
+
+def replaces(sentinel: RedisServer) -> bool:
+    """Whether it begins to replace its master: it must know the replica well enough."""
+    try:
+        ask(sentinel, "SENTINEL", "FAILOVER", "store")
+    except redis.ResponseError:
+        return False
+    return True
+
+
+def offset(server: RedisServer) -> bytes:
+    return next(line for line in info(server).splitlines() if line.startswith(b"master_repl_offset"))
+
+
+def until(happened: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+def test_an_address_names_its_servers_and_never_its_password() -> None:
+    address = Address.parse("rediss+cluster://me:secret@a:1,b,[::1]:3/?ssl_ca_certs=/ca.pem")
+    assert (address.kind, address.places) == ("cluster", (("a", 1), ("b", 6379), ("::1", 3)))
+    assert address.name == "a:1,b,[::1]:3"
+    assert address.server(("::1", 3)) == "rediss://me:secret@[::1]:3?ssl_ca_certs=/ca.pem"
+    watched = Address.parse("redis+sentinel://:secret@h1,h2:5/mymaster/4")
+    assert (watched.places, watched.service, watched.db) == ((("h1", 26379), ("h2", 5)), "mymaster", "4")
+    assert watched.server(("m", 7)) == "redis://:secret@m:7/4"
+    assert watched.sentinel(("h2", 5)) == "redis://h2:5"
+    assert "secret" not in watched.name
+    assert Address.parse("redis://:secret@host/3").name == "host"
+
+
+def test_a_socket_is_named_by_a_path_from_the_root_or_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "a b"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    relative = Address.parse("unix://:secret@verbatim-data/redis.sock?db=3")
+    assert relative.name == f"{here}/verbatim-data/redis.sock"
+    assert relative.url == f"unix://:secret@{quote(str(here))}/verbatim-data/redis.sock?db=3"
+    absolute = Address.parse("unix:///srv/a%20b/redis.sock")
+    assert (absolute.url, absolute.name) == ("unix:///srv/a%20b/redis.sock", "/srv/a b/redis.sock")
+
+
+@pytest.mark.parametrize(
+    ("url", "rule"),
+    [
+        ("http://x", "it begins with"),
+        ("unix://", "path of a socket"),
+        ("unix+cluster:///a", "it begins with"),
+        ("redis+cluster://", "host:port"),
+        ("redis+cluster://a,,b", "host:port"),
+        ("redis+cluster://a/3", "database 0"),
+        ("redis+sentinel://a", "name of the service"),
+    ],
+)
+def test_an_address_that_makes_no_sense_is_refused(url: str, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        Address.parse(url)

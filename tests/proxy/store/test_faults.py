@@ -1,0 +1,325 @@
+"""A bad network between the service and its Redis or its engine: no reply goes out unrecorded, what fails fails soon and may be
+tried again, and when the network is well the service is too."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from openai import APIError, InternalServerError
+
+from proxy.errors import StoreUnavailable
+from proxy.store.session_store import Intent, SessionInfo
+from tests.support.engine.scripted_engine import Say, ScriptedEngine
+from tests.support.service.faulty_wire import FaultyWire
+from tests.support.service.redis_server import RedisServer, Store, ask, free_port, running_redis
+from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
+
+Fault = Callable[[FaultyWire], None]
+FAULTS: dict[str, Fault] = {
+    "latency": lambda wire: wire.latency(0.05),
+    "reset": FaultyWire.reset,
+    "reset in an answer": lambda wire: wire.reset_after(20),
+    "black hole": FaultyWire.black_hole,
+    "half open": FaultyWire.half_open,
+}
+each_fault = pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+
+PATIENT = 12.0
+"""More than any call may take here: two seconds for each round trip to a store that is not there, and one of them repeated."""
+
+
+@dataclass
+class Harnesses:
+    """Several that ask on and on, each in a session of its own; what became of every call."""
+
+    service: RunningService
+    replies: list[str] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
+
+    @contextmanager
+    def asking(self, count: int) -> Iterator[None]:
+        stop = threading.Event()
+        self.sessions = [self.service.session() for _ in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+            talks = [pool.submit(self._talk, session, stop, number % 2 == 0) for number, session in enumerate(self.sessions)]
+            try:
+                yield
+            finally:
+                stop.set()
+        for talk in talks:
+            talk.result()
+
+    def _talk(self, session: Session, stop: threading.Event, stream: bool) -> None:
+        while not stop.is_set():
+            began = time.monotonic()
+            try:
+                answer = session.ask("q", stream=stream)
+                text = streamed_text(answer)[0] if stream else answer.choices[0].message.content
+                self.replies.append(text)
+            except APIError as error:
+                self.errors.append(error)
+                time.sleep(0.05)
+            self.seconds.append(time.monotonic() - began)
+
+    def recorded(self) -> list[str]:
+        """The replies in the store, of calls whose status says that they went well."""
+        return [call["reply"]["content"] for session in self.sessions for call in session.calls if call["status"] == "finished"]
+
+
+def number_every_reply(engine: ScriptedEngine) -> None:
+    numbers = itertools.count()
+    engine.script = lambda generation, index: Say(f"hello {next(numbers)}")
+
+
+def assert_nothing_lost(harnesses: Harnesses) -> None:
+    recorded = harnesses.recorded()
+    assert len(set(harnesses.replies)) == len(harnesses.replies)
+    assert set(harnesses.replies) <= set(recorded), "every reply that a harness got is in the store"
+    assert len(set(recorded)) == len(recorded), "and there once"
+    for error in harnesses.errors:
+        status = getattr(error, "status_code", None)
+        assert status in (None, 502, 503), "in a stream that has begun, or one that says: try again"
+    for session in harnesses.sessions:
+        session.trajectories()
+
+
+def assert_survives(fault: Fault, wire: FaultyWire, service: RunningService) -> None:
+    """Six harnesses talk through two rounds of the fault: no reply is lost, and afterwards all is as before."""
+    harnesses = Harnesses(service)
+    with harnesses.asking(6):
+        wait_until(lambda: len(harnesses.replies) > 6, 30, "replies come")
+        for _ in range(2):
+            fault(wire)
+            time.sleep(2.0)
+            wire.heal()
+            so_far = len(harnesses.replies)
+            wait_until(lambda so_far=so_far: len(harnesses.replies) > so_far + 6, 20, "replies come again")
+    assert max(harnesses.seconds) < PATIENT
+    assert_nothing_lost(harnesses)
+    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "it says that it is ready")
+
+
+@each_fault
+def test_between_service_and_store_nothing_is_lost_and_all_is_well_afterwards(fault: Fault) -> None:
+    patience = {"redis_timeout_seconds": 1.0, "redis_retry_seconds": 2.0}
+    with (
+        ScriptedEngine("qwen3") as engine,
+        running_redis() as redis,
+        FaultyWire(redis.port) as wire,
+        RunningService(engine.url, wire.redis_url, **patience) as service,
+    ):
+        number_every_reply(engine)
+        assert_survives(fault, wire, service)
+
+
+@each_fault
+def test_between_service_and_engine_nothing_is_lost_and_all_is_well_afterwards(fault: Fault, redis_url: str) -> None:
+    with (
+        ScriptedEngine("qwen3") as engine,
+        FaultyWire(engine.port) as wire,
+        RunningService(wire.url, redis_url, engine_timeout_seconds=1.0, engine_connect_seconds=1.0) as service,
+    ):
+        number_every_reply(engine)
+        assert_survives(fault, wire, service)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_record_is_offered_until_the_store_takes_it(stream: bool) -> None:
+    """The store is away when the engine has ended: the harness waits, and gets its reply when the record is there."""
+    gate = threading.Event()
+    with (
+        ScriptedEngine("qwen3") as engine,
+        running_redis() as redis,
+        FaultyWire(redis.port) as wire,
+        RunningService(engine.url, wire.redis_url, redis_timeout_seconds=1.0) as service,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        engine.say(Say("hello world", gate=gate, gate_after=1))
+        session = service.session()
+
+        def harness() -> Any:
+            answer = session.ask("q", stream=stream)
+            return streamed_text(answer)[0] if stream else answer.choices[0].message.content
+
+        answer = pool.submit(harness)
+        engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == 1)
+        wire.reset()
+        gate.set()
+        time.sleep(2.0)
+        assert not answer.done()
+        wire.heal()
+        assert answer.result() == "hello world"
+        (call,) = session.calls
+        assert call["status"] == "finished"
+        assert session.trajectories()[1]["quarantined"] == []
+
+
+def test_a_record_that_the_store_never_takes_fails_the_call_and_says_when_to_try_again() -> None:
+    gate = threading.Event()
+    with (
+        ScriptedEngine("qwen3") as engine,
+        running_redis() as redis,
+        FaultyWire(redis.port) as wire,
+        RunningService(engine.url, wire.redis_url, redis_timeout_seconds=0.5, redis_retry_seconds=1.0) as service,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        engine.say(Say("hello world", gate=gate, gate_after=1), "hello")
+        session = service.session()
+        answer = pool.submit(session.ask, "q")
+        engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == 1)
+        wire.half_open()
+        gate.set()
+        with pytest.raises(InternalServerError) as refused:
+            answer.result(timeout=30)
+        assert (refused.value.status_code, refused.value.code) == (503, "store_unavailable")
+        assert refused.value.response.headers["retry-after"]
+        wire.heal()
+        assert session.answer("q")["content"] == "hello"
+        wait_until(lambda: [call["status"] for call in session.calls] == ["finished", "dangling"], 30, "the lost one is seen")
+        assert [item["reason"] for item in session.trajectories()[1]["quarantined"]] == ["dangling"]
+
+
+@pytest.mark.parametrize("fault", [FaultyWire.black_hole, FaultyWire.half_open], ids=["black hole", "half open"])
+def test_a_call_on_an_engine_that_hangs_can_be_cut_and_what_was_sampled_is_recorded(fault: Fault, redis_url: str) -> None:
+    gate = threading.Event()
+    with (
+        ScriptedEngine("qwen3") as engine,
+        FaultyWire(engine.port) as wire,
+        RunningService(wire.url, redis_url) as service,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        engine.say(Say("hello world in Paris", gate=gate, gate_after=2))
+        session = service.session()
+        heard = threading.Event()
+
+        def harness() -> None:
+            with pytest.raises(APIError):
+                for chunk in session.ask("q", stream=True):
+                    if chunk.choices[0].delta.content:
+                        heard.set()
+
+        answer = pool.submit(harness)
+        assert heard.wait(30)
+        fault(wire)
+        session.close("cancelled")
+        answer.result(timeout=30)
+        (call,) = session.calls
+        assert (call["status"], len(call["completion_ids"])) == ("failed", 2)
+        wire.heal()
+        gate.set()
+
+
+# The store by itself
+
+
+async def test_half_open_connections_hold_nobody_and_are_given_up_all_at_once() -> None:
+    with running_redis() as server, FaultyWire(server.port) as wire:
+        store = Store.at(wire.redis_url, timeout_seconds=0.5)
+        await store.sessions.create(SessionInfo("s", b"hash", 1.0))
+        await asyncio.gather(*(store.sessions.load("s") for _ in range(40)))
+        wire.half_open()
+        with pytest.raises(StoreUnavailable, match="did not answer within"):
+            await store.sessions.load("s")
+        wire.heal()
+        # One found out for all: none of the other connections costs another call its deadline.
+        for _ in range(80):
+            await store.sessions.load("s")
+        await store.connection.close()
+
+
+async def test_a_redis_that_loads_its_file_is_waited_for_by_commits_and_refused_by_the_rest() -> None:
+    with running_redis() as server:
+        port, folder = server.port, ask(server, "CONFIG", "GET", "dir")[1].decode()
+        ask(server, "CONFIG", "SET", "appendonly", "no")
+        for number in range(100):
+            ask(server, "SET", f"filler-{number}", os.urandom(100_000))
+        store = Store.at(server.url, patience_seconds=20.0)
+        await store.sessions.create(SessionInfo("s", b"hash", 1.0))
+        await store.sessions.begin("s", 0, Intent("c0", None, b"", "r", 1.0))
+        ask(server, "SAVE")
+        server.kill()
+        with loading(folder, port):
+            refusals = await refusals_of_reads(store)
+            commit = asyncio.create_task(store.sessions.commit("s", "c0", {"c0": b"zero"}))
+            assert any("LOADING" in refusal or "loading" in refusal for refusal in refusals), refusals
+            assert await commit == 1
+            assert await store.sessions.intents("s") == []
+        await store.connection.close()
+
+
+@contextmanager
+def loading(folder: str, port: int) -> Iterator[RedisServer]:
+    """A Redis that takes two seconds to load what is in the folder; its process is there before it answers."""
+    flags = ("--dir", folder, "--appendonly", "no", "--key-load-delay", "20000")
+    with running_redis(*flags, port=port, wait=False) as server:
+        yield server
+
+
+async def refusals_of_reads(store: Store) -> list[str]:
+    """What a read is told until it is told of loading."""
+    refusals: list[str] = []
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and not any("oading" in refusal for refusal in refusals):
+        try:
+            await store.sessions.load("s")
+        except StoreUnavailable as error:
+            refusals.append(error.message)
+        await asyncio.sleep(0.02)
+    return refusals
+
+
+async def test_a_commit_that_can_never_be_taken_is_not_tried_again() -> None:
+    with running_redis() as full:
+        store = Store.at(full.url, patience_seconds=60.0)
+        await store.sessions.create(SessionInfo("s", b"hash", 1.0))
+        ask(full, "CONFIG", "SET", "maxmemory", "1")
+        async with asyncio.timeout(30):
+            with pytest.raises(StoreUnavailable, match=r"OOM|OutOfMemory"):
+                await store.sessions.commit("s", "c", {"c": b"x"})
+        await store.connection.close()
+
+
+async def test_commits_of_one_record_over_a_wire_that_resets_count_once() -> None:
+    """The answer is cut off at every length: the commit is repeated and finds its work done."""
+    with running_redis() as server, FaultyWire(server.port) as wire:
+        store = Store.at(wire.redis_url, patience_seconds=10.0)
+        await store.sessions.create(SessionInfo("s", b"hash", 1.0))
+        for call in range(12):
+            wire.reset_after(call)
+            asyncio.get_running_loop().call_later(0.2, wire.heal)
+            assert await store.sessions.commit("s", f"c{call}", {f"c{call}": b"x"}) == call + 1
+        assert len(await store.sessions.records("s")) == 12
+        await store.connection.close()
+
+
+def test_a_service_starts_while_its_store_hangs_and_serves_when_it_answers() -> None:
+    with running_redis() as redis, FaultyWire(redis.port) as wire, ScriptedEngine("qwen3") as engine:
+        wire.half_open()
+        with RunningService(engine.url, wire.redis_url, redis_timeout_seconds=0.5) as service:
+            assert service.request("GET", "/healthz").status_code == 200
+            assert service.request("GET", "/readyz").status_code == 503
+            assert service.request("POST", "/sessions").status_code == 503
+            wire.heal()
+            wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 20, "it is ready")
+            engine.say("hello")
+            assert service.session().answer("q")["content"] == "hello"
+
+
+async def test_a_store_at_a_port_where_nobody_listens_is_unavailable_at_once() -> None:
+    store = Store.at(f"redis://127.0.0.1:{free_port()}")
+    async with asyncio.timeout(2):
+        with pytest.raises(StoreUnavailable):
+            await store.sessions.ping()
+    await store.connection.close()

@@ -1,0 +1,81 @@
+"""Redis over TLS with a certificate authority of one's own and a password: one server, a cluster, and one that a Sentinel names."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.cli.test_tls import make
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.redis_server import RedisServer, free_port, running_redis, running_sentinel
+from tests.support.service.tls_front import TlsFront, tls_front
+from tests.support.service.verbatim_process import Serving, wait_until
+
+PASSWORD = "letters0and1digits"
+KINDS = ("single", "cluster", "sentinel")
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def encrypted(kind: str, folder: Path) -> Iterator[tuple[str, list[TlsFront]]]:
+    """The address of a Redis of that kind, and what stands before its servers."""
+    certificate, key = make(folder / "authority")
+    front_port = free_port()
+    flags = ["--requirepass", PASSWORD]
+    if kind == "cluster":
+        flags += ["--cluster-enabled", "yes", "--cluster-announce-ip", "127.0.0.1", "--cluster-announce-port", str(front_port)]
+    with ExitStack() as stack:
+        server = stack.enter_context(running_redis(*flags, wait=False))
+        wait_until(lambda: listens(server.port), 30, "a redis-server")
+        fronts = [stack.enter_context(tls_front(front_port, server.port, certificate, key))]
+        place = f":{PASSWORD}@127.0.0.1:{front_port}"
+        if kind == "cluster":
+            with redis.Redis(port=server.port, password=PASSWORD, protocol=2) as client:
+                client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+                wait_until(
+                    lambda: b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO", NEVER_DECODE=True), 30, "a cluster"
+                )
+        if kind == "sentinel":
+            sentinel = stack.enter_context(running_sentinel(RedisServer(front_port, server.process), PASSWORD))
+            fronts.append(stack.enter_context(tls_front(watching := free_port(), sentinel.port, certificate, key)))
+            place = f":{PASSWORD}@127.0.0.1:{watching}/store"
+        scheme = {"single": "rediss", "cluster": "rediss+cluster", "sentinel": "rediss+sentinel"}[kind]
+        yield f"{scheme}://{place}?ssl_ca_certs={certificate}", fronts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_are_recorded_over_tls(kind: str, tmp_path: Path) -> None:
+    """By the service as it is run. A Sentinel knows its master by the port that clients are sent to, and speaks plainly to it."""
+    with ScriptedEngine() as engine, encrypted(kind, tmp_path) as (url, fronts):
+        with Serving("--engine", engine.url, "--redis", url, data_dir=tmp_path / "data") as service:
+            wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
+            session = service.request("POST", "/sessions", json={"session_id": "s"}).json()
+            body = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
+            for _ in range(2):
+                answer = service.request("POST", "/s/s/v1/chat/completions", session["api_key"], json=body)
+                assert answer.status_code == 200, answer.text
+            assert len(service.request("GET", "/sessions/s/calls").json()["calls"]) == 2
+            assert PASSWORD not in service.stdout + service.stderr
+            assert service.stop() == 0
+        assert all(front.encrypted for front in fronts)
+        assert kind == "sentinel" or fronts[0].plain == 0
+
+
+def test_a_redis_whose_certificate_is_of_another_authority_is_not_used(tmp_path: Path) -> None:
+    other, _ = make(tmp_path / "other")
+    with encrypted("single", tmp_path) as (url, (front,)):
+        asked = url.replace(str(tmp_path / "authority" / "tls.crt"), str(other))
+        with Serving("--engine", "http://127.0.0.1:9", "--redis", asked, data_dir=tmp_path / "data", ready=False) as service:
+            wait_until(lambda: front.refused > 0, 60, "a refusal")
+            wait_until(lambda: "waiting up to" in service.stderr, 60, "it says so")
+            assert "certificate" in service.stderr.lower() and PASSWORD not in service.stderr
+        assert (front.encrypted, front.plain) == (0, 0)

@@ -1,0 +1,480 @@
+"""What goes wrong around a call, as the openai SDK sees it: its own exceptions, what it retries, and what is left in the store."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from openai import (
+    APIError,
+    APIStatusError,
+    AuthenticationError,
+    BadRequestError,
+    ConflictError,
+    InternalServerError,
+    NotFoundError,
+    OpenAI,
+)
+
+from proxy.store import keys
+from tests.support.engine.scripted_engine import Drop, Fail, Hang, Say, ScriptedEngine
+from tests.support.engine.scripted_fixtures import Running, both_paths
+from tests.support.service.redis_server import RedisServer, running_redis
+from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
+
+
+@pytest.fixture(scope="module")
+def running(redis_server: RedisServer) -> Iterator[Running]:
+    with both_paths(redis_server, max_model_len=512, max_body_bytes=20_000) as running:
+        yield running
+
+
+def post(session: Session, content: bytes | str, *, key: str | None = "", path: str = "/chat/completions") -> httpx.Response:
+    """A raw request with the session's key, another one, or (None) none."""
+    given = session.api_key if key == "" else key
+    headers = {"content-type": "application/json"} | ({"Authorization": f"Bearer {given}"} if given else {})
+    return httpx.post(session.base_url + path, content=content, headers=headers, timeout=30)
+
+
+def with_key(session: Session, key: str) -> OpenAI:
+    return session.client.with_options(api_key=key)
+
+
+QUESTION: list[Any] = [{"role": "user", "content": "q"}]
+
+
+# What the harness got wrong
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b"{}",
+        b'{"model": "policy"}',
+        b'{"model": "policy", "messages": []}',
+        b'{"model": "policy", "messages": "q"}',
+        b'{"model": "policy", "messages": ["q"]}',
+        b'{"model": "policy", "messages": [{"content": "q"}]}',
+        b'{"model": "policy", "messages": [{"role": "user", "content": 7}]}',
+        b'{"model": 7, "messages": [{"role": "user", "content": "q"}]}',
+        b'{"model": "policy", "messages": [{"role": "user", "content": "q"}], "n": 0}',
+        b'{"model": "policy", "messages": [{"role": "user", "content": "q"}], "max_tokens": "many"}',
+        b'{"model": "policy", "messages": [{"role": "user", "content": "q"}], "temperature": "hot"}',
+        b'{"model": "policy", "messages": [{"role": "user", "content": "q"}], "stop": 7}',
+        b'{"model": "policy", "messages": [{"role": "user", "content": "q"}], "stream": "yes"}',
+        b'{"model": "policy", "messages": [{"role": "user", "content": "q"}], "stream_options": 7}',
+        b'{"model": "policy", "messages": [{"role": "user", "content": "q"}], "tools": {"a": 1}}',
+        b'{"model": "policy", "messages": [{"role": "user", "content": "q"}], "top_logprobs": "two", "logprobs": true}',
+        b'{"model": "policy", "messages": [{"role": "assistant", "tool_calls": [{"function": 7}]}, {"role": "user"}]}',
+        b'{"model": "policy", "messages": [{"role": "user", "content": [7]}]}',
+    ],
+)
+def test_a_malformed_body_is_refused_in_the_dialects_shape_and_records_nothing(
+    engine: ScriptedEngine, service: RunningService, body: bytes
+) -> None:
+    session = service.session()
+    answer = post(session, body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert "Traceback" not in answer.text
+    assert session.calls == []
+    assert engine.generations == []
+
+
+def test_a_body_beyond_the_limit_is_refused(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session()
+    with pytest.raises(APIStatusError) as refused:
+        session.ask("x" * 30_000)
+    assert refused.value.status_code == 413
+    assert session.calls == []
+
+
+def test_an_unknown_model_is_not_found(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session()
+    for stream in (False, True):
+        with pytest.raises(NotFoundError) as refused:
+            session.client.chat.completions.create(model="gpt-unknown", messages=QUESTION, stream=stream)
+        assert refused.value.param == "model"
+        assert "gpt-unknown" in refused.value.message
+    assert session.calls == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_context_that_is_too_long_says_so_in_a_way_clients_know(
+    engine: ScriptedEngine, service: RunningService, stream: bool
+) -> None:
+    session = service.session()
+    with pytest.raises(BadRequestError) as refused:
+        session.ask("x y " * 600, stream=stream)
+    assert refused.value.code == "context_length_exceeded"
+    assert "maximum context length" in refused.value.message
+    assert session.calls == []
+
+
+def test_a_second_turn_that_outgrows_the_window_leaves_the_first_as_it_was(
+    engine: ScriptedEngine, service: RunningService
+) -> None:
+    engine.say("hello")
+    session = service.session()
+    message = session.answer("q")
+    with pytest.raises(BadRequestError) as refused:
+        session.ask([*QUESTION, message, {"role": "user", "content": "x y " * 600}])
+    assert refused.value.code == "context_length_exceeded"
+    assert len(session.calls) == 1
+
+
+def test_pictures_are_refused_on_the_token_path(running: Running) -> None:
+    session = running[1]["token"].session()
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    with pytest.raises(BadRequestError, match="image_url"):
+        session.ask([{"role": "user", "content": [{"type": "text", "text": "what is this"}, part]}])
+    assert session.calls == []
+
+
+# Keys and sessions
+
+
+def test_a_wrong_a_missing_and_another_sessions_key_open_nothing(engine: ScriptedEngine, service: RunningService) -> None:
+    session, other = service.session(), service.session()
+    forged = f"vb-{'0' * 40}-{session.session_id}"
+    for key in ("sk-something", forged, other.api_key):
+        with pytest.raises(AuthenticationError) as refused:
+            with_key(session, key).chat.completions.create(model="policy", messages=QUESTION)
+        assert refused.value.code == "invalid_api_key"
+        with pytest.raises(AuthenticationError):
+            with_key(session, key).models.list()
+    answer = post(session, b'{"model": "policy", "messages": []}', key=None)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert session.calls == other.calls == []
+    assert engine.generations == []
+
+
+def test_the_admins_token_opens_no_model_call(service: RunningService) -> None:
+    session = service.session()
+    with pytest.raises(AuthenticationError):
+        with_key(session, "admin-of-the-test").chat.completions.create(model="policy", messages=QUESTION)
+
+
+def test_a_key_alone_names_its_session(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session()
+    bare = session.client.with_options(base_url=f"{service.url}/v1")
+    assert bare.chat.completions.create(model="policy", messages=QUESTION).choices
+    assert len(session.calls) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_closed_session_takes_no_more_calls(engine: ScriptedEngine, service: RunningService, stream: bool) -> None:
+    session = service.session()
+    session.ask("q")
+    session.close()
+    with pytest.raises(ConflictError) as refused:
+        session.ask("again", stream=stream)
+    assert session.session_id in refused.value.message
+    assert len(session.calls) == 1
+    assert len(engine.generations) == 1, "the engine was not asked for nothing"
+
+
+def test_a_deleted_session_is_not_found_also_where_it_was_in_memory(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session()
+    session.ask("q")
+    assert service.request("DELETE", f"/sessions/{session.session_id}").status_code == 204
+    with pytest.raises(NotFoundError):
+        session.ask("again")
+
+
+def test_a_session_deleted_through_another_process_is_not_found(engine: ScriptedEngine, running: Running) -> None:
+    here, there = running[1]["token"], running[1]["chat"]
+    session = here.session()
+    session.ask("q")
+    assert there.request("DELETE", f"/sessions/{session.session_id}").status_code == 204
+    with pytest.raises(NotFoundError):
+        session.ask("again")
+    assert here.request("GET", f"/sessions/{session.session_id}").status_code == 404
+
+
+def test_a_session_that_never_was_is_not_found(service: RunningService) -> None:
+    session = service.session()
+    key = f"vb-{'0' * 40}-never-was"
+    client = session.client.with_options(api_key=key, base_url=f"{service.url}/s/never-was/v1")
+    with pytest.raises(NotFoundError):
+        client.chat.completions.create(model="policy", messages=QUESTION)
+
+
+def test_a_wrong_method_is_said(service: RunningService) -> None:
+    session = service.session()
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    answer = httpx.get(f"{session.base_url}/chat/completions", headers=headers, timeout=30)
+    assert answer.status_code == 405
+    assert answer.json()["error"]["message"]
+
+
+# Engines that are away, break off or say nothing
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_an_unreachable_engine_is_a_retryable_error_until_it_is_there(redis_url: str) -> None:
+    port = free_port()
+    with RunningService(f"http://127.0.0.1:{port}", redis_url) as service:
+        ready = service.request("GET", "/readyz")
+        assert ready.status_code == 503
+        assert str(port) in ready.json()["reason"]
+        session = service.session()
+        for stream in (False, True):
+            with pytest.raises(InternalServerError) as refused:
+                session.ask("q", stream=stream)
+            assert refused.value.status_code == 503
+            assert refused.value.code == "engine_unavailable"
+            assert int(refused.value.response.headers["retry-after"]) >= 1
+        assert session.calls == []
+        patient = service.session(max_retries=8)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(patient.answer, "q")
+            with ScriptedEngine("qwen3").say("hello").start(port) as engine:
+                assert answer.result()["content"] == "hello"
+                assert len(engine.generations) == 1
+        assert len(patient.calls) == 1
+
+
+@pytest.mark.parametrize("broken", [Drop(), Say("hello world", break_after=0), Say("hello world", break_after=2)])
+def test_an_engine_that_breaks_off_an_unstreamed_call_leaves_nothing_behind(
+    engine: ScriptedEngine, service: RunningService, redis_server: RedisServer, broken: Any
+) -> None:
+    engine.say(broken, "hello")
+    session = service.session()
+    with pytest.raises(InternalServerError) as refused:
+        session.ask("q")
+    assert refused.value.status_code == 502
+    assert session.calls == []
+    with redis_server.client() as client:
+        assert client.hlen(keys.intents(session.session_id)) == 0
+    assert session.answer("q")["content"] == "hello"
+    assert len(session.trajectories()[0]) == 1
+
+
+@pytest.mark.parametrize("broken", [Say("hello world in Paris", break_after=2), Say("hello world in Paris", error_after=2)])
+def test_an_engine_that_breaks_off_a_stream_is_an_error_and_its_tokens_are_kept_untrained(
+    engine: ScriptedEngine, service: RunningService, broken: Say
+) -> None:
+    engine.say(broken, "hello")
+    session = service.session()
+    text = ""
+    with pytest.raises(APIError):
+        for chunk in session.ask("q", stream=True):
+            assert chunk.choices[0].finish_reason is None
+            text += chunk.choices[0].delta.content or ""
+    (call,) = session.calls
+    assert call["status"] == "failed"
+    assert call["completion_ids"] == engine.family.encode("hello world")
+    assert "hello world".startswith(text)
+    rows, accounting = session.trajectories()
+    assert rows == []
+    assert [item["tokens"] for item in accounting["quarantined"]] == [2]
+    assert not call["delivered"]
+    assert session.answer("q")["content"] == "hello"
+    assert len(session.trajectories()[0]) == 1
+
+
+def test_a_stream_that_breaks_before_its_first_token_keeps_its_status(engine: ScriptedEngine, service: RunningService) -> None:
+    engine.say(Say("hello", break_after=0), Drop(), Fail(503, "overloaded", "ServiceUnavailableError"))
+    session = service.session()
+    for status in (502, 502, 503):
+        with pytest.raises(InternalServerError) as refused:
+            session.ask("q", stream=True)
+        assert refused.value.status_code == status
+    assert session.calls == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_is_killed_in_mid_call_and_comes_back_serves_the_retry(redis_url: str, stream: bool) -> None:
+    gate = threading.Event()
+    first = ScriptedEngine("qwen3").say(Say("hello world in Paris", gate=gate, gate_after=0)).start()
+    with RunningService(first.url, redis_url) as service, ThreadPoolExecutor(1) as pool:
+        session = service.session(max_retries=8)
+        answer = pool.submit(
+            lambda: streamed_text(session.ask("q", stream=True))[0] if stream else session.answer("q")["content"]
+        )
+        first.wait_for(lambda: bool(first.generations))
+        first.stop()
+        gate.set()
+        with ScriptedEngine("qwen3").say("hello").start(first.port):
+            assert answer.result() == "hello"
+            (call,) = session.calls
+            assert call["reply"]["content"] == "hello"
+            assert call["branch_reason"] is None
+
+
+def test_an_engine_that_hangs_is_given_up_after_the_timeout(redis_url: str) -> None:
+    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url, engine_timeout_seconds=3.0) as service:
+        engine.say(Hang(), Say("hello world", seconds_per_token=20.0), "hello")
+        session = service.session()
+        for stream in (False, True):
+            with pytest.raises(APIError, match="did not answer in time"):
+                streamed_text(session.ask("q", stream=stream)) if stream else session.ask("q")
+        wait_until(lambda: engine.last.disconnected, 30, "the engine saw its client go")
+        assert session.answer("q")["content"] == "hello"
+
+
+def test_an_engine_that_cannot_parse_its_own_reply_loses_no_token(engine: ScriptedEngine, running: Running) -> None:
+    """The tokens were sampled: they are kept, and not trained, for no harness ever acted on them."""
+    session = running[1]["token"].session()
+    for stream in (False, True):
+        engine.say("hello world").fault("/v1/chat/completions/derender", Fail(500, "no parser"))
+        with pytest.raises(APIError, match="no parser") as refused:
+            streamed_text(session.ask("q", stream=True)) if stream else session.ask("q")
+        # A stream has begun with the first token, so its error is an event.
+        assert getattr(refused.value, "status_code", None) == (None if stream else 502)
+    calls = session.calls
+    assert [call["status"] for call in calls] == ["failed", "failed"]
+    assert all(call["completion_ids"] for call in calls)
+    rows, accounting = session.trajectories()
+    assert rows == []
+    assert len(accounting["quarantined"]) == 2
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_an_engine_that_is_too_busy_is_asked_again_later(engine: ScriptedEngine, service: RunningService, status: int) -> None:
+    session = service.session()
+    for path in ("/inference/v1/generate", "/v1/chat/completions"):
+        engine.fault(path, Fail(status, "too many requests"))
+    with pytest.raises(InternalServerError) as refused:
+        session.ask("q")
+    assert refused.value.status_code == 503
+    assert int(refused.value.response.headers["retry-after"]) >= 1
+    engine.reset()
+    assert session.calls == []
+
+
+def test_a_render_that_fails_is_an_error_of_the_engine(engine: ScriptedEngine, running: Running) -> None:
+    session = running[1]["token"].session()
+    # What only renders may be asked again, of another engine too: one that hangs up is not there at the moment.
+    for faults, status in (([Fail(500)], 502), ([Drop(), Drop()], 503)):
+        for fault in faults:
+            engine.fault("/v1/chat/completions/render", fault)
+        with pytest.raises(InternalServerError) as refused:
+            session.ask("q")
+        assert refused.value.status_code == status
+    assert session.calls == []
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/chat/completions/render", "/v1/chat/completions/derender"])
+def test_a_connection_that_the_engine_had_just_closed_costs_a_second_try_and_not_the_call(
+    endpoint: str, engine: ScriptedEngine, running: Running
+) -> None:
+    """vLLM closes idle connections after five seconds; what may be asked twice is asked again."""
+    session = running[1]["token"].session()
+    engine.say("hello world").fault(endpoint, Drop())
+    assert session.ask("q").choices[0].message.content == "hello world"
+    assert len(session.calls) == 1
+
+
+# A store that is down or full
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_store_that_is_down_fails_the_call_before_the_engine_is_asked(stream: bool) -> None:
+    with ScriptedEngine("qwen3") as engine, running_redis() as redis, RunningService(engine.url, redis.url) as service:
+        session = service.session()
+        session.ask("q")
+        redis.stop()
+        with pytest.raises(InternalServerError) as refused:
+            session.ask("again", stream=stream)
+        assert refused.value.status_code == 503
+        assert refused.value.code == "store_unavailable"
+        assert refused.value.response.headers["retry-after"]
+        assert len(engine.generations) == 1
+        assert service.request("GET", "/readyz").status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", ["token", "chat"])
+def test_a_store_that_goes_down_in_mid_call_answers_nothing_unrecorded(stream: bool, api: str) -> None:
+    gate = threading.Event()
+    with (
+        ScriptedEngine("qwen3") as engine,
+        running_redis() as redis,
+        RunningService(engine.url, redis.url, engine_api=api) as service,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        engine.say(Say("hello world", gate=gate, gate_after=1))
+        session = service.session()
+
+        def harness() -> list[Any]:
+            answer = session.ask("q", stream=stream)
+            seen = []
+            with pytest.raises(APIError):
+                for chunk in answer:
+                    seen.append(chunk.choices[0].finish_reason)
+            return seen
+
+        answer = pool.submit(harness)
+        engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == 1)
+        redis.stop()
+        gate.set()
+        try:
+            finish_reasons = answer.result()
+        except InternalServerError as refused:
+            assert refused.code == "store_unavailable"
+        else:
+            assert not any(finish_reasons), "the end of a reply that is not in the store"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_store_fails_calls_until_it_has_room(stream: bool) -> None:
+    with ScriptedEngine("qwen3") as engine, running_redis() as redis, RunningService(engine.url, redis.url) as service:
+        session = service.session()
+        engine.say("hello", "world")
+        message = session.answer("q")
+        with redis.client() as client:
+            client.config_set("maxmemory", 1)
+        following = [*QUESTION, message, {"role": "user", "content": "more"}]
+        with pytest.raises(InternalServerError) as refused:
+            session.ask(following, stream=stream)
+        assert refused.value.status_code == 503
+        assert refused.value.code == "store_unavailable"
+        with redis.client() as client:
+            client.config_set("maxmemory", 0)
+        assert session.answer(following)["content"] == "world"
+        assert len(session.calls) == 2
+        assert len(session.trajectories()[0]) == 1
+
+
+def test_a_store_that_fills_up_in_mid_call_answers_nothing_unrecorded() -> None:
+    gate = threading.Event()
+    with (
+        ScriptedEngine("qwen3") as engine,
+        running_redis() as redis,
+        RunningService(engine.url, redis.url) as service,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        engine.say(Say("hello world", gate=gate, gate_after=1))
+        session = service.session()
+        answer = pool.submit(session.ask, "q")
+        engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == 1)
+        with redis.client() as client:
+            client.config_set("maxmemory", 1)
+        gate.set()
+        with pytest.raises(InternalServerError) as refused:
+            answer.result()
+        assert refused.value.code == "store_unavailable"
+        with redis.client() as client:
+            client.config_set("maxmemory", 0)
+        _, accounting = session.trajectories()
+        assert [item["reason"] for item in accounting["quarantined"]] == ["dangling"]

@@ -1,0 +1,305 @@
+"""Anything at all, to every endpoint: never a 500, never a record of what was refused.
+
+The control side is taken from its own OpenAPI description, so that a new endpoint is fuzzed without anyone thinking of it; the
+harness side gets well-formed bodies of each dialect with something broken in them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import ADMIN, RunningService, Session
+
+CONTROL_ROUNDS, HARNESS_ROUNDS = 8, 80
+SLOW_FIELDS = {"wait_seconds"}
+"""Asking to wait is not what is tested here."""
+
+ODD: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    2**63,
+    1e308,
+    "",
+    "x",
+    "\x00",
+    "é\ud83d\udeaa",
+    "../..",
+    [],
+    [[]],
+    {},
+    {"": {}},
+    [None],
+]
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "model": "policy",
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": [{"type": "text", "text": "q"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "t",
+                "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+            },
+            {"role": "tool", "tool_call_id": "c", "content": "r"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
+        "tool_choice": "auto",
+        "stop": ["x"],
+        "stream": False,
+        "stream_options": {"include_usage": True},
+        "n": 1,
+        "max_tokens": 4,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "response_format": {"type": "text"},
+    },
+    "/v1/completions": {
+        "model": "policy",
+        "prompt": "q",
+        "max_tokens": 4,
+        "n": 1,
+        "echo": False,
+        "logprobs": 1,
+        "stream": False,
+    },
+    "/v1/responses": {
+        "model": "policy",
+        "instructions": "s",
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "q"}]},
+            {
+                "type": "reasoning",
+                "id": "rs_x",
+                "summary": [{"type": "summary_text", "text": "t"}],
+                "encrypted_content": "eA==",
+            },
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "r"},
+            {"type": "item_reference", "id": "msg_x"},
+        ],
+        "tools": [
+            {"type": "function", "name": "f", "parameters": {"type": "object"}},
+            {"type": "custom", "name": "p", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}},
+            {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "g", "parameters": {}}]},
+            {"type": "web_search"},
+        ],
+        "tool_choice": {"type": "function", "name": "f"},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}},
+        "include": ["reasoning.encrypted_content"],
+        "previous_response_id": "resp_x",
+        "store": False,
+        "stream": False,
+        "metadata": {"a": "b"},
+        "max_output_tokens": 4,
+    },
+    "/v1/messages": {
+        "model": "policy",
+        "max_tokens": 4,
+        "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "q"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "t", "signature": "eA=="},
+                    {"type": "tool_use", "id": "toolu_x", "name": "f", "input": {"a": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "toolu_x", "content": [{"type": "text", "text": "r"}]}],
+            },
+        ],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}, {"type": "web_search_20250305", "name": "web_search"}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "stop_sequences": ["x"],
+        "output_config": {"effort": "low"},
+        "stream": False,
+    },
+    "/v1beta/models/policy:generateContent": {
+        "systemInstruction": {"parts": [{"text": "s"}]},
+        "contents": [
+            {"role": "user", "parts": [{"text": "q"}, {"inlineData": {"mimeType": "image/png", "data": "eA=="}}]},
+            {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {}, "id": "c"}, "thoughtSignature": "eA=="}]},
+            {"role": "user", "parts": [{"functionResponse": {"name": "f", "response": {"output": "r"}, "id": "c"}}]},
+        ],
+        "tools": [
+            {"functionDeclarations": [{"name": "f", "parameters": {"type": "OBJECT", "properties": {}}}]},
+            {"googleSearch": {}},
+        ],
+        "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["f"]}},
+        "generationConfig": {
+            "temperature": 1,
+            "maxOutputTokens": 4,
+            "candidateCount": 1,
+            "stopSequences": ["x"],
+            "responseSchema": {"type": "OBJECT"},
+            "thinkingConfig": {"includeThoughts": True, "thinkingBudget": 0},
+        },
+    },
+}
+BODIES["/v1/messages/count_tokens"] = BODIES["/v1/messages"]
+BODIES["/v1beta/models/policy:countTokens"] = BODIES["/v1beta/models/policy:generateContent"]
+
+
+@pytest.fixture(scope="module", params=["token", "chat"])
+def running(request: pytest.FixtureRequest, redis_server: RedisServer) -> Iterator[tuple[ScriptedEngine, RunningService]]:
+    with (
+        ScriptedEngine("qwen3", max_model_len=2048) as engine,
+        RunningService(engine.url, redis_server.url, engine_api=request.param) as service,
+    ):
+        yield engine, service
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value inside."""
+    inner: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield (*path, key)
+        yield from places(each, (*path, key))
+
+
+def broken(dice: random.Random, body: dict[str, Any]) -> dict[str, Any]:
+    """The body with a few values taken away, replaced or wrapped."""
+    body = deepcopy(body)
+    for _ in range(dice.randint(1, 3)):
+        *folders, last = dice.choice(list(places(body)) or [("x",)])
+        holder: Any = body
+        for name in folders:
+            holder = holder[name]
+        if dice.random() < 0.3:
+            holder.pop(last, None) if isinstance(holder, dict) else holder.pop(last)
+        elif dice.random() < 0.2 and isinstance(holder, dict):
+            holder[last] = [holder.get(last)]
+        else:
+            holder[last] = deepcopy(dice.choice(ODD))
+    return body
+
+
+def send(session: Session, path: str, body: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    url = session.base_url.removesuffix("/v1") + path
+    return httpx.post(url, content=content, headers={"authorization": f"Bearer {session.api_key}"}, timeout=30)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_broken_body_is_answered_or_refused_and_only_an_answer_is_recorded(
+    running: tuple[ScriptedEngine, RunningService], path: str
+) -> None:
+    engine, service = running
+    engine.reset()
+    dice = random.Random(path)
+    for _ in range(HARNESS_ROUNDS // 10):
+        session, answered = service.session(), 0
+        for _ in range(10):
+            body = broken(dice, BODIES[path])
+            answer = send(session, path, body)
+            assert answer.status_code < 500, (answer.status_code, answer.text, body)
+            answered += answer.status_code == 200 and "count" not in path
+        recorded = session.calls
+        assert (len(recorded) >= answered) if answered else recorded == []
+        assert all(call["status"] == "finished" for call in recorded)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"a":' * 400 + b"1" + b"}" * 400, b"[" * 100_000, b'{"model": "\\ud800"}'],
+    ids=["nothing", "half", "list", "null", "text", "bytes", "deep", "very deep", "surrogate"],
+)
+def test_what_is_no_request_is_400_and_leaves_no_record(
+    running: tuple[ScriptedEngine, RunningService], path: str, content: bytes
+) -> None:
+    session = running[1].session()
+    answer = send(session, path, content)
+    assert answer.status_code == 400, answer.text
+    assert session.calls == []
+
+
+def value_for(dice: random.Random, schema: dict[str, Any], components: dict[str, Any]) -> Any:
+    """Something that fits the schema, mostly."""
+    if "$ref" in schema:
+        schema = components[schema["$ref"].rpartition("/")[2]]
+    if dice.random() < 0.15:
+        return deepcopy(dice.choice(ODD))
+    if "anyOf" in schema:
+        return value_for(dice, dice.choice(schema["anyOf"]), components)
+    if "enum" in schema:
+        return dice.choice(schema["enum"])
+    kind = schema.get("type")
+    if kind == "object":
+        made = {name: value_for(dice, inner, components) for name, inner in schema.get("properties", {}).items()}
+        return {name: value for name, value in made.items() if name not in SLOW_FIELDS and dice.random() < 0.7}
+    if kind == "array":
+        return [value_for(dice, schema.get("items", {}), components) for _ in range(dice.randint(0, 3))]
+    if kind == "integer":
+        return dice.choice((0, 1, 2, 7, -1, 10**6))
+    if kind == "number":
+        return dice.choice((0, 0.5, -1.5, 10.0))
+    if kind == "string":
+        return "".join(dice.choice(string.ascii_letters + "-_. é/") for _ in range(dice.randint(0, 8)))
+    return dice.choice((None, True, False))
+
+
+def described(service: RunningService) -> tuple[list[tuple[str, str, dict[str, Any]]], dict[str, Any]]:
+    """(method, path, operation) of every endpoint that the description names, and the schemas it refers to."""
+    description = service.request("GET", "/openapi.json").json()
+    operations = [
+        (method.upper(), path, operation)
+        for path, methods in description["paths"].items()
+        for method, operation in methods.items()
+    ]
+    return operations, description.get("components", {}).get("schemas", {})
+
+
+def test_the_control_side_never_fails_inside(running: tuple[ScriptedEngine, RunningService]) -> None:
+    _, service = running
+    operations, components = described(service)
+    assert len(operations) > 15
+    dice = random.Random(1)
+    for number in range(CONTROL_ROUNDS):
+        session = service.session(group_id=f"g{number}", group_size=1)
+        session.ask("q")
+        for method, path, operation in dice.sample(operations, len(operations)):
+            if path == "/weights" and method == "POST":
+                continue  # a push that the engine takes changes the weights for all others
+            for name in ("session_id", "lease_id", "group_id", "task_id"):
+                path = path.replace(f"{{{name}}}", dice.choice((session.session_id, "no-such", "%2e%2e", "x" * 200)))
+            query = {
+                item["name"]: value_for(dice, item.get("schema", {}), components)
+                for item in operation.get("parameters", ())
+                if item["in"] == "query" and dice.random() < 0.6
+            }
+            schema = next(iter(operation.get("requestBody", {}).get("content", {}).values()), {}).get("schema")
+            body = value_for(dice, schema, components) if schema else dice.choice(ODD)
+            headers = {"authorization": f"Bearer {ADMIN}", "content-type": "application/json"}
+            url = service.url + path
+            answer = httpx.request(
+                method,
+                url,
+                # No address has a surrogate alone.
+                params={name: str(value).encode(errors="backslashreplace").decode() for name, value in query.items()},
+                content=json.dumps(body),
+                headers=headers,
+                timeout=30,
+            )
+            assert answer.status_code < 500, (method, url, query, body, answer.text)

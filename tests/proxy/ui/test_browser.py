@@ -1,0 +1,335 @@
+"""The pages of /ui in a real Chromium: what a person sees, does with keys alone, and what a page costs the browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.browser import Browser, running_browser
+from tests.support.service.running_service import ADMIN, RunningService
+from tests.support.service.ui_sessions import (
+    LARGE_CALLS,
+    LONG_TOKENS,
+    PROBE,
+    group_of_four,
+    hostile_session,
+    imported,
+    large_session,
+    long_session,
+    shown_engine,
+    shown_service,
+)
+from tests.support.sessions.calls import Talk
+
+__all__ = ["shown_engine", "shown_service"]
+SHOWN = (group_of_four, hostile_session, large_session, long_session)
+DESKTOP, PHONE = (1360, 900), (390, 844)
+FEW_NODES = 3000
+"""More than any page has, and a fortieth of the tokens of the long call."""
+
+
+@pytest.fixture(scope="module")
+def window(service: RunningService) -> Iterator[Browser]:
+    """Logged in, by keys alone."""
+    with running_browser() as browser:
+        browser.resize(*DESKTOP)
+        browser.open(f"{service.url}/ui/groups")
+        assert browser.text("h1") == "Log in"
+        assert browser.barriers() == []
+        browser.focused("[name=token]")
+        browser.press("not the token", Keys.ENTER)
+        browser.wait(lambda: browser.all(".refused"), "a refusal")
+        browser.focused("[name=token]")
+        browser.press(ADMIN, Keys.ENTER)
+        browser.wait(lambda: browser.driver.title.startswith("Groups"), "the page that was asked for")
+        # Those that a refused log-in leaves.
+        assert [each for each in browser.complaints() if "401 (Unauthorized)" not in each] == []
+        yield browser
+
+
+@pytest.fixture
+def browser(window: Browser) -> Iterator[Browser]:
+    """The window as a person finds it; nothing may be in its console at the end."""
+    window.resize(*DESKTOP)
+    window.prefer("light")
+    yield window
+    assert window.complaints() == []
+
+
+def call_of(service: RunningService, session_id: str, number: int) -> str:
+    call_id: str = service.request("GET", f"/sessions/{session_id}/calls").json()["calls"][number - 1]["call_id"]
+    return f"/ui/sessions/{session_id}/calls/{call_id}"
+
+
+def row_of(service: RunningService, session_id: str) -> str:
+    rows = service.request("GET", f"/sessions/{session_id}/trajectories").json()["trajectories"]
+    return f"/ui/sessions/{session_id}/rows/{rows[0]['trajectory_id']}"
+
+
+def opened(browser: Browser, service: RunningService, path: str) -> None:
+    browser.open(service.url + path)
+    if browser.all("[data-tokens]"):
+        browser.wait(lambda: browser.all(".stream .t"), "tokens")
+
+
+def told(browser: Browser, selector: str) -> str:
+    """What stands there, with plain blanks."""
+    return " ".join(browser.text(selector).split())
+
+
+def blanks(number: int) -> str:
+    return f"{number:,}".replace(",", " ")
+
+
+def nodes(browser: Browser) -> int:
+    count: int = browser.run("return document.querySelectorAll('*').length")
+    return count
+
+
+PAGES = ["sessions", "groups", "group", "session", "hostile", "call", "long", "row", "compare"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_keeps_nobody_out_dark_and_light_and_on_a_phone(browser: Browser, service: RunningService, name: str) -> None:
+    path = {
+        "sessions": "/ui",
+        "groups": "/ui/groups",
+        "group": "/ui/group?id=bug%207%2Fa%26b",
+        "session": "/ui/sessions/rich",
+        "hostile": call_of(service, "hostile", 1),
+        "call": call_of(service, "rich", 2),
+        "long": "/ui/sessions/long/calls/c1",
+        "row": row_of(service, "rich"),
+        "compare": "/ui/compare?left=rich&right=poor",
+    }[name]
+    backgrounds = set()
+    for scheme, size in (("dark", DESKTOP), ("light", PHONE)):
+        browser.prefer(scheme)
+        browser.resize(*size, phone=size == PHONE)
+        opened(browser, service, path)
+        assert browser.run("return document.documentElement.scrollWidth") <= size[0]
+        assert browser.barriers() == []
+        backgrounds.add(browser.run("return getComputedStyle(document.body).backgroundColor"))
+    assert len(backgrounds) == 2
+
+
+def test_the_switch_wins_over_the_system_and_is_remembered(browser: Browser, service: RunningService) -> None:
+    def background() -> str:
+        colour: str = browser.run("return getComputedStyle(document.body).backgroundColor")
+        return colour
+
+    opened(browser, service, "/ui")
+    light = background()
+    browser.press("t")
+    dark = background()
+    assert dark != light
+    opened(browser, service, "/ui/groups")
+    assert background() == dark
+    browser.one("[data-theme-switch]").click()
+    assert background() == light
+    browser.run("localStorage.clear()")
+
+
+def test_everything_is_reached_by_keys_alone(browser: Browser, service: RunningService) -> None:
+    opened(browser, service, "/ui")
+    browser.press("/", "bug-7", Keys.ENTER)
+    browser.wait(lambda: "q=bug-7" in browser.driver.current_url, "what was searched for")
+    assert browser.texts("[data-item]") == ["fair", "poor", "rich"]
+    browser.press("j", "j", "j", Keys.ENTER)
+    browser.wait(lambda: browser.driver.title.startswith("Session rich"), "the third of them")
+    browser.run("document.querySelector('[data-tree] a').focus()")
+    browser.press(Keys.ARROW_RIGHT, Keys.ENTER)
+    browser.wait(lambda: browser.text("h1") == "Call 2 of 4", "the call right of the first one")
+    browser.press("n")
+    browser.wait(lambda: browser.text("h1") == "Call 3 of 4", "the next call")
+    browser.press("p")
+    browser.wait(lambda: browser.text("h1") == "Call 2 of 4", "the one before")
+    browser.press("?")
+    assert browser.one("#keys").is_displayed()
+    browser.press(Keys.ESCAPE)
+    browser.press("u")
+    browser.wait(lambda: browser.driver.title.startswith("Session rich"), "up to the session")
+
+
+def test_a_token_says_what_is_known_of_it(browser: Browser, service: RunningService) -> None:
+    call = service.request("GET", "/sessions/rich/calls").json()["calls"][1]
+    opened(browser, service, call_of(service, "rich", 2))
+    first = len(call["prompt_ids"])
+
+    def card() -> str:
+        return told(browser, "[data-card]")
+
+    browser.wait(lambda: f"position {first}" in card(), "the first sampled token")
+    browser.run("document.querySelector('[data-stream]').focus()")
+    browser.press(Keys.ARROW_RIGHT)
+    for said in (f"position {first + 1}", f"id {call['completion_ids'][1]}", f"logprob {call['logprobs'][1]:.4f}", "weights 3"):
+        assert said in card()
+    browser.press(Keys.HOME)
+    assert "position 0" in card() and "given" in card() and "logprob" not in card()
+    browser.press(Keys.END, Keys.ARROW_UP, Keys.ARROW_DOWN)
+    assert "mask 1" in card()
+    browser.press("s")
+    browser.wait(lambda: "There is none" in card() or "logprob" in card(), "a surprise or none")
+
+
+def test_masks_and_weight_versions_have_colours_of_their_own(browser: Browser, service: RunningService) -> None:
+    """The third call was sampled under other weights than the second; the session's rows train each of them once."""
+    seen = {}
+    for number in (2, 3):
+        opened(browser, service, call_of(service, "rich", number))
+        browser.press("c", "c")
+        assert browser.one("[data-stream]").get_attribute("data-colour") == "version"
+        last = browser.all(".stream .t")[-1]
+        seen[number] = last.value_of_css_property("background-color")
+        assert f"weights {number + 1}" in browser.text("[data-legend]")
+    assert seen[2] != seen[3]
+    browser.one("[data-mode][value=mask]").click()
+    kinds = {token.get_attribute("class").split()[1] for token in browser.all(".stream .t")}
+    assert kinds == {"k0", "k1"}
+
+
+def test_a_call_of_128k_tokens_costs_no_more_than_a_short_one(browser: Browser, service: RunningService) -> None:
+    opened(browser, service, "/ui/sessions/long/calls/c1")
+    assert f"of {blanks(LONG_TOKENS)}" in told(browser, "[data-where]")
+    assert nodes(browser) < FEW_NODES
+    sampled = LONG_TOKENS - 1000
+    assert f"position {blanks(sampled)}" in told(browser, "[data-card]")
+    browser.press("s")
+    browser.wait(lambda: browser.all(".stream .here.b4, .stream .here.b5"), "a surprising token")
+    browser.run("const s = document.querySelector('[data-slider]'); s.value = 0; s.dispatchEvent(new Event('change'))")
+    browser.wait(lambda: "Tokens 1 to" in browser.text("[data-where]"), "the first page")
+    browser.press("]")
+    browser.wait(lambda: "Tokens 401 to" in browser.text("[data-where]"), "the second page")
+    browser.press("m")
+    browser.wait(lambda: f"position {blanks(sampled)}" in told(browser, "[data-card]"), "where sampling began")
+    assert nodes(browser) < FEW_NODES
+    assert "of 660" in browser.text(".message.user")
+
+
+def test_a_session_of_a_thousand_calls_opens_and_every_call_is_found(browser: Browser, service: RunningService) -> None:
+    opened(browser, service, "/ui/sessions/large")
+    assert nodes(browser) < FEW_NODES
+    counted = [label.text for label in browser.all("[data-tree] text")]
+    assert sum(int(label.split()[0]) if "calls" in label else 1 for label in counted) == LARGE_CALLS
+    browser.resize(*PHONE, phone=True)
+    assert browser.run("return document.documentElement.scrollWidth") <= PHONE[0]
+    browser.press("n")
+    browser.wait(lambda: "start=100" in browser.driver.current_url, "the next hundred")
+    browser.press("/", f"call {LARGE_CALLS}", Keys.ENTER)
+    browser.wait(lambda: len(browser.all("[data-live=calls] [data-item]")) == 1, "the last one")
+    browser.press("j", Keys.ENTER)
+    browser.wait(lambda: browser.text("h1").startswith("Call 1"), "its page")
+    browser.wait(lambda: browser.all(".stream .t"), "tokens")
+    assert nodes(browser) < FEW_NODES
+
+
+def test_what_would_be_script_stays_text(browser: Browser, service: RunningService) -> None:
+    for path in ("/ui", "/ui/groups", "/ui/sessions/hostile", call_of(service, "hostile", 1)):
+        opened(browser, service, path)
+        assert "owned" not in browser.driver.title
+        assert browser.all("img") == [] and browser.all("main script") == []
+        assert PROBE[:20] in browser.text("main")
+    assert 'onerror="document.title' in browser.text(".stream")
+
+
+def test_lists_keep_themselves_up_to_date(browser: Browser, service: RunningService, engine: ScriptedEngine) -> None:
+    opened(browser, service, "/ui")
+    session = service.session(session_id="arrived-later")
+    browser.wait(lambda: "arrived-later" in browser.text("[data-live=list]"), "the new session")
+    opened(browser, service, "/ui/sessions/arrived-later")
+    engine.say(engine.family.speak("Here I am."))
+    session.ask("q")
+    browser.wait(lambda: "Here I am." in browser.text("[data-live=calls]"), "its call")
+    browser.wait(lambda: len(browser.all("[data-tree] a")) == 1, "its tree")
+
+
+def test_members_of_a_group_arrive_while_two_are_being_chosen(browser: Browser, service: RunningService) -> None:
+    service.session(session_id="member-1", group_id="arriving", group_size=2).close(reward=0.0)
+    opened(browser, service, "/ui/group?id=arriving")
+    browser.run("document.querySelector('input[value=member-1]').checked = true")
+    service.session(session_id="member-2", group_id="arriving", group_size=2).close(reward=1.0)
+    browser.wait(lambda: "member-2" in browser.text("[data-live=members]"), "the second member")
+    assert browser.run("return [...document.querySelectorAll('[name=chosen]')].map((box) => box.checked)") == [True, False]
+
+
+def test_two_members_of_a_group_are_compared(browser: Browser, service: RunningService) -> None:
+    opened(browser, service, "/ui/group?id=bug%207%2Fa%26b")
+    button = browser.one("[data-compare] button")
+    assert not button.is_enabled()
+    for name in ("rich", "poor"):
+        browser.one(f"input[value={name}]").click()
+    button.click()
+    browser.wait(lambda: "side by side" in browser.text("h1"), "the comparison")
+    assert "the same in 2 messages" in browser.text("main")
+    shown = [each for each in browser.all(".pair") if each.is_displayed()]
+    assert "First look the number up." in shown[1].text and "I give up." in shown[1].text
+    browser.one("[data-only-different]").click()
+    assert any("You mend bugs." in each.text for each in browser.all(".pair.same") if each.is_displayed())
+
+
+def chosen_row(browser: Browser, number: int, length: int) -> list[tuple[str, list[str]]]:
+    """The text and the classes of each token of an exported row, once it is shown."""
+    choose = "const s = document.querySelector('[data-source]'); s.value = arguments[0]; s.dispatchEvent(new Event('change'))"
+    browser.run(choose, str(number))
+    browser.wait(lambda: f"of {length}." in told(browser, "[data-where]"), "the row's tokens")
+    shown = browser.run("return [...document.querySelectorAll('.stream .t')].map((t) => [t.textContent, [...t.classList]])")
+    return [(text, classes) for text, classes in shown]
+
+
+def rows_are_put_together(browser: Browser, service: RunningService, engine: ScriptedEngine) -> None:
+    """The file stores each call's own tokens; what the browser makes of them are the rows that the API gives."""
+    rows = service.request("GET", "/sessions/rich/trajectories").json()["trajectories"]
+    assert len(rows) > 1
+    for number, row in enumerate(rows):
+        shown = chosen_row(browser, number, len(row["token_ids"]))
+        assert "".join(text for text, _ in shown).replace("↵", "").replace("·", "") == engine.family.decode(row["token_ids"])
+        assert [int("k1" in classes) for _, classes in shown] == row["loss_mask"]
+        for version, start, end in row["weight_versions"]:
+            assert all(f"v{version}" in classes for _, classes in shown[start:end])
+
+
+def test_an_exported_session_is_looked_at_without_the_service(
+    browser: Browser, service: RunningService, engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    for name in ("rich", "hostile"):
+        answer = service.request("GET", f"/ui/sessions/{name}/download/page.html")
+        (tmp_path / f"{name}.html").write_bytes(answer.content)
+    browser.open(f"file://{tmp_path}/hostile.html")
+    browser.wait(lambda: browser.all(".stream .t"), "tokens")
+    assert "owned" not in browser.driver.title and browser.all("img") == []
+    browser.open(f"file://{tmp_path}/rich.html")
+    browser.wait(lambda: browser.all(".stream .t"), "tokens")
+    assert browser.barriers() == []
+    rows_are_put_together(browser, service, engine)
+    browser.run("document.querySelector('[data-tree] a').focus()")
+    browser.press(Keys.ARROW_RIGHT, Keys.ENTER)
+    browser.wait(lambda: browser.all("#call-2[open]"), "the call that was chosen in the tree")
+    assert "It is 42" in browser.text("#call-2 .reply")
+    browser.one("#call-2 [data-open-source]").click()
+    browser.wait(lambda: "mask 1" in browser.text("[data-card]") and "weights" in browser.text("[data-card]"), "its tokens")
+    browser.press("c", "c")
+    assert "weights 3" in browser.text("[data-legend]")
+    loaded = browser.run("return performance.getEntriesByType('resource').length")
+    assert loaded == 0
+    browser.resize(*PHONE, phone=True)
+    assert browser.run("return document.documentElement.scrollWidth") <= PHONE[0]
+    assert browser.driver.find_element(By.TAG_NAME, "h1").text == "Session rich"
+
+
+def test_an_exported_session_tells_weight_versions_of_any_size(
+    browser: Browser, service: RunningService, tmp_path: Path
+) -> None:
+    """A trainer that counts in milliseconds has versions beyond 32 bits."""
+    talk = Talk("late")
+    talk.say("c1", [5, 6, 7], [8, 9], version=1_767_225_600_000)
+    imported(service, talk, reward=0.5)
+    (tmp_path / "late.html").write_bytes(service.request("GET", "/ui/sessions/late/download/page.html").content)
+    browser.open(f"file://{tmp_path}/late.html")
+    browser.wait(lambda: browser.all(".stream .t"), "tokens")
+    browser.press("c", "c")
+    assert "weights 1767225600000" in browser.text("[data-legend]")

@@ -1,0 +1,404 @@
+"""The pages of /ui without a browser: who gets in, and that what they show is what the API says."""
+
+from __future__ import annotations
+
+import re
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from pydantic import SecretStr
+from typer.testing import CliRunner
+
+from cli.main import app
+from proxy.settings import Settings
+from proxy.tokens import Role, Tokens
+from proxy.ui.access import COOKIE, opens, sealed_until
+from proxy.ui.call_lines import SAID_CHARACTERS, CallLine, said_of
+from proxy.ui.rewards import Rewards
+from proxy.ui.tree_picture import MOST_STRETCHES, tree_picture
+from tests.support.engine.local_format import QWEN3, require_renderers, write_format
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.redis_server import RedisServer, running_redis
+from tests.support.service.running_service import ADMIN, TRAINER, RunningService
+from tests.support.service.ui_sessions import (
+    GROUP,
+    PAGES,
+    PROBE,
+    group_of_four,
+    hostile_session,
+    imported,
+    shown_engine,
+    shown_service,
+)
+from tests.support.sessions.calls import Talk
+
+__all__ = ["shown_engine", "shown_service"]
+SHOWN = (group_of_four, hostile_session)
+PLACE = re.compile(r"\{\w+\}")
+
+
+def page(service: RunningService, path: str, **query: Any) -> str:
+    answer = service.request("GET", path, params=query)
+    assert answer.status_code == 200, answer.text
+    assert "script-src 'self'" in answer.headers["content-security-policy"]
+    assert "unsafe" not in answer.headers["content-security-policy"]
+    return answer.text
+
+
+def plain(service: RunningService, method: str, path: str, **more: Any) -> httpx.Response:
+    return httpx.request(method, service.url + path, timeout=30, **more)
+
+
+# Who gets in
+
+
+@pytest.mark.parametrize("endpoint", [each for each, role in PAGES.items() if role in ("page", "data")], ids=" ".join)
+def test_pages_open_to_the_admin_alone(service: RunningService, endpoint: tuple[str, str]) -> None:
+    key = service.session().api_key
+    path = PLACE.sub("nowhere", endpoint[1]).replace("/nowhere/nowhere/", "/calls/nowhere/")
+    query = {"id": "nowhere", "left": "nowhere", "right": "nowhere", "what": "surprise"}
+    for secret, status in ((None, 401), ("wrong", 401), (TRAINER, 403), (key, 403), (ADMIN, None)):
+        headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+        answer = plain(service, endpoint[0], path, headers=headers, params=query)
+        assert answer.status_code == status or (status is None and answer.status_code in (200, 400, 404)), answer.text
+        if status is not None and PAGES[endpoint] == "page":
+            assert "<h1>Log in</h1>" in answer.text
+        assert secret is None or secret not in answer.text
+    assert plain(service, endpoint[0], path, params={**query, "key": ADMIN}).status_code == 401
+
+
+def test_a_browser_at_the_address_of_the_service_is_led_to_the_pages(service: RunningService) -> None:
+    led = plain(service, "GET", "/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert (led.status_code, led.headers["location"]) == (307, "/ui")
+    asked = plain(service, "GET", "/")
+    assert (asked.status_code, asked.json()) == (404, {"error": {"code": "not_found", "message": "GET /: Not Found"}})
+
+
+def test_a_log_in_gives_a_cookie_that_is_no_token_and_opens_the_pages_alone(service: RunningService) -> None:
+    refused = plain(service, "POST", "/ui/login", data={"token": TRAINER})
+    assert refused.status_code == 403 and "set-cookie" not in refused.headers
+    answer = plain(service, "POST", "/ui/login", data={"token": f" {ADMIN}\n", "next": "/ui/groups?q=a"})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/ui/groups?q=a")
+    given = answer.headers["set-cookie"]
+    assert {"HttpOnly", "SameSite=strict", "Path=/ui"} <= set(given.split("; ")) and ADMIN not in given
+    cookies = {COOKIE: answer.cookies[COOKIE]}
+    assert plain(service, "GET", "/ui", cookies=cookies).status_code == 200
+    assert plain(service, "GET", "/sessions", cookies=cookies).status_code == 401
+    # What another site sends comes without it, and ends no log-in.
+    assert "set-cookie" not in plain(service, "POST", "/ui/logout").headers
+    assert 'verbatim_ui=""' in plain(service, "POST", "/ui/logout", cookies=cookies).headers["set-cookie"]
+
+
+@pytest.mark.parametrize("wanted", ["//evil.example", "https://evil.example", "/ui\\@evil", "/uieval", "/sessions", ""])
+def test_a_log_in_leads_to_no_other_place(service: RunningService, wanted: str) -> None:
+    answer = plain(service, "POST", "/ui/login", data={"token": ADMIN, "next": wanted})
+    assert answer.headers["location"] == "/ui"
+
+
+def test_a_cookie_ends_with_its_time_and_with_its_token(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("first-token-of-the-test\nsecond-token-of-the-test\n")
+    now = [0.0]
+    tokens = Tokens(Settings(admin_token_file=file, trainer_token=SecretStr("trainer")), clock=lambda: now[0])
+    first, second = tokens.digests_of(Role.ADMIN)
+    cookie = sealed_until(first, 1000)
+    assert opens(tokens, cookie, lambda: 999.0) and opens(tokens, sealed_until(second, 1000), lambda: 999.0)
+    assert not opens(tokens, cookie, lambda: 1001.0)
+    assert not opens(tokens, "2000" + cookie[4:], lambda: 999.0)
+    (trainer,) = tokens.digests_of(Role.TRAINER)
+    assert not opens(tokens, sealed_until(trainer, 1000), lambda: 999.0)
+    file.write_text("second-token-of-the-test\n")
+    now[0] = 10.0
+    assert not opens(tokens, cookie, lambda: 999.0)
+
+
+def test_an_open_service_shows_its_pages_to_its_own_machine(redis_server: RedisServer, engine: ScriptedEngine) -> None:
+    settings: dict[str, Any] = {"admin_token": None, "trainer_token": None, "host": "127.0.0.1"}
+    with RunningService(engine.url, redis_server.url, engine_api="token", open=True, **settings) as service:
+        assert plain(service, "GET", "/ui").status_code == 200
+        assert plain(service, "GET", "/ui", headers={"Origin": "https://evil.example"}).status_code == 403
+
+
+# What they show
+
+
+def test_the_token_view_shows_what_the_api_gives(service: RunningService, engine: ScriptedEngine) -> None:
+    """Ids, logprobs and versions of every call; masks against the rows; texts that together are what the ids decode to."""
+    calls = service.request("GET", "/sessions/rich/calls").json()["calls"]
+    assert {span[0] for call in calls for span in call["weight_versions"]} == {3, 4}
+    for call in calls:
+        shown = service.request("GET", f"/ui/sessions/rich/calls/{call['call_id']}/tokens", params={"count": 1000}).json()
+        prompt, sampled = len(call["prompt_ids"]), len(call["completion_ids"])
+        assert shown["ids"] == [*call["prompt_ids"], *call["completion_ids"]]
+        assert shown["logprobs"][prompt:] == pytest.approx(call["logprobs"], abs=1e-4)
+        assert shown["kinds"][prompt:] == "1" * sampled and "1" not in shown["kinds"][:prompt]
+        assert [run[0] for run in shown["versions"] if run[2] == prompt + sampled] == [call["weight_versions"][-1][0]]
+        assert "".join(shown["texts"]) == engine.family.decode(shown["ids"])
+
+
+def test_a_row_is_shown_under_its_own_mask(service: RunningService) -> None:
+    for row in service.request("GET", "/sessions/rich/trajectories").json()["trajectories"]:
+        path = f"/ui/sessions/rich/rows/{row['trajectory_id']}/tokens"
+        shown = service.request("GET", path, params={"count": 1000}).json()
+        assert shown["ids"] == row["token_ids"]
+        assert [int(kind == "1") for kind in shown["kinds"]] == row["loss_mask"]
+        trained = [logprob for logprob, mask in zip(shown["logprobs"], row["loss_mask"], strict=True) if mask]
+        assert trained == pytest.approx([each for each in row["logprobs"] if each], abs=1e-4)
+
+
+def test_pages_of_tokens_are_cut_from_one_list_and_characters_survive_the_cuts(service: RunningService) -> None:
+    call_id = service.request("GET", "/sessions/rich/calls").json()["calls"][1]["call_id"]
+    path = f"/ui/sessions/rich/calls/{call_id}/tokens"
+    whole = service.request("GET", path, params={"count": 1000}).json()
+    first = "".join(map(str, (text or "" for text in whole["texts"]))).index("日")
+    assert first > 0
+    parts = [service.request("GET", path, params={"start": at, "count": 7}).json() for at in range(0, whole["total"], 7)]
+    assert [one for part in parts for one in part["ids"]] == whole["ids"]
+    assert "".join(part["kinds"] for part in parts) == whole["kinds"]
+    assert sum(text is None for part in parts for text in part["texts"]) <= 2 * len(parts)
+
+
+def test_what_comes_next_is_found_behind_the_token_alone(service: RunningService) -> None:
+    row = service.request("GET", "/sessions/rich/trajectories").json()["trajectories"][0]
+    path = f"/ui/sessions/rich/rows/{row['trajectory_id']}/next"
+
+    def following(**query: Any) -> int | None:
+        found: int | None = service.request("GET", path, params=query).json()["position"]
+        return found
+
+    surprises = [at for at, logprob in enumerate(row["logprobs"]) if logprob < -3]
+    assert following(what="surprise") == surprises[0]
+    assert following(what="surprise", after=surprises[0]) == surprises[1]
+    assert following(what="surprise", after=surprises[-1]) is None
+    assert following(what="kind") == row["loss_mask"].index(1)
+    assert following(what="id", value=row["token_ids"][5], after=4) == 5
+    assert following(what="version") == row["loss_mask"].index(1)
+    assert following(what="version", after=row["loss_mask"].index(1)) is None
+
+
+def test_downloads_are_what_the_api_gives(service: RunningService) -> None:
+    def download(name: str) -> bytes:
+        answer = service.request("GET", f"/ui/sessions/rich/download/{name}")
+        assert answer.status_code == 200 and "attachment" in answer.headers["content-disposition"]
+        return answer.content
+
+    calls = service.request("GET", "/sessions/rich/calls").json()["calls"]
+    assert msgspec.json.decode(download("calls.json"))["calls"] == calls
+    assert msgspec.json.decode(download("trajectories.json")) == service.request("GET", "/sessions/rich/trajectories").json()
+    record = service.request("GET", "/sessions/rich/records").content
+    assert msgspec.msgpack.decode(download("record.msgpack")) == msgspec.msgpack.decode(record)
+    assert service.request("GET", "/ui/sessions/rich/download/passwords").status_code == 404
+
+
+def test_the_calls_of_a_long_session_are_downloaded_one_by_one(service: RunningService) -> None:
+    """Each tells its whole prompt: all at once they are many times what the store holds."""
+    talk, new = Talk("wide"), list(range(2000, 2100))
+    talk.say("c1", new, [8, 9])
+    for number in range(2, 121):
+        talk.go_on(f"c{number}", f"c{number - 1}", new, [8, 9])
+    imported(service, talk, reward=-1.0)
+    service.request("GET", "/ui/sessions/wide")
+    tracemalloc.start()
+    try:
+        told = service.request("GET", "/ui/sessions/wide/download/calls.json").content
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # The client here has it all, in pieces and as a whole.
+    assert len(told) > 3_000_000
+    assert most < 4 * len(told)
+    assert [call["prompt_ids"] for call in msgspec.json.decode(told)["calls"]] == [
+        talk.full[call.call_id][:-2] for call in talk.calls
+    ]
+
+
+def test_view_writes_a_session_into_one_file(service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERBATIM_URL", service.url)
+    monkeypatch.setenv("VERBATIM_ADMIN_TOKEN", ADMIN)
+    target = tmp_path / "rich.html"
+    done = CliRunner().invoke(app, ["view", "rich", "--out", str(target)])
+    assert (done.exit_code, done.output.strip()) == (0, str(target))
+    text = target.read_text("utf-8")
+    assert "First look the number up." in text and "http://" not in re.sub(r"http://www\.w3\.org/2000/svg", "", text)
+    missing = CliRunner().invoke(app, ["view", "nobody"])
+    assert "there is no session nobody" in str(missing.exception)
+
+
+def test_an_exported_file_is_no_larger_for_branches_that_lean_on_the_same_tokens(
+    service: RunningService, engine: ScriptedEngine
+) -> None:
+    """Fifty rows of 20,000 tokens each, all but four of which they share: together a million."""
+    talk, vocabulary = Talk("bush"), engine.family.tokenizer.get_vocab_size()
+    talk.say("c1", [at % vocabulary for at in range(20_000)], [8, 9])
+    for number in range(2, 52):
+        talk.go_on(f"c{number}", "c1", [number], [number + 100], reason="repeated")
+    imported(service, talk, reward=-1.0)
+    assert "50 rows of the builder" in page(service, "/ui/sessions/bush")
+    assert len(service.request("GET", "/ui/sessions/bush/download/page.html").content) < 1_000_000
+
+
+def test_hostile_text_is_escaped_wherever_it_stands(service: RunningService) -> None:
+    call_id = service.request("GET", "/sessions/hostile/calls").json()["calls"][0]["call_id"]
+    paths = ["/ui", "/ui/groups", "/ui/sessions/hostile", f"/ui/sessions/hostile/calls/{call_id}"]
+    pages = [page(service, path, q="") for path in paths] + [page(service, "/ui/group", id=PROBE)]
+    pages.append(service.request("GET", "/ui/sessions/hostile/download/page.html").text)
+    pages.append(service.request("GET", "/ui/group", params={"id": PROBE + "!"}).text)
+    for text in pages:
+        assert "<img" not in text and "<script>document" not in text and "\u202e" not in text
+        assert "&lt;img src=x" in text
+    whole = service.request("GET", f"/ui/sessions/hostile/calls/{call_id}/messages/0")
+    assert whole.headers["content-type"].startswith("text/plain") and whole.headers["x-content-type-options"] == "nosniff"
+
+
+def test_sessions_and_calls_are_found_by_what_is_looked_for(service: RunningService) -> None:
+    def found(**query: str) -> list[str]:
+        return re.findall(r'data-item href="/ui/sessions/([\w.-]+)"', page(service, "/ui", **query))
+
+    assert found(q="SPLIT") == ["rich"]
+    assert found(at_least="0.5") == ["fair", "rich"]
+    assert found(at_least="0.1", at_most="0.9", q="bug-7") == ["fair"]
+    assert found(status="failed") == ["failed"]
+    calls = page(service, "/ui/sessions/rich", q="then mend")
+    assert "1 to 1 of 1 calls" in calls and "Mended." in calls
+    assert "No call matches" in page(service, "/ui/sessions/rich", only="quarantined")
+    assert "mean 0.5" in page(service, "/ui/groups", q=GROUP)
+
+
+def test_a_group_leads_to_its_lowest_reward_beside_its_highest(service: RunningService) -> None:
+    assert 'href="/ui/compare?left=poor&amp;right=rich"' in page(service, "/ui/group", id=GROUP)
+    assert "has ended" in page(service, "/ui/compare", left="poor", right="rich")
+    same = page(service, "/ui/compare", left="rich", right="rich")
+    assert "the same in all of their" in same and "data-only-different>" in same
+    assert "Neither session has a recorded call." in page(service, "/ui/compare", left="failed", right="failed")
+
+
+def test_a_member_whose_time_ran_out_without_a_reward_has_failed_its_group(service: RunningService) -> None:
+    for name, fields in (("slow", {}), ("slow-but-judged", {"reward": 0.0})):
+        service.session(session_id=name, group_id="slow", group_size=3).close("timeout", **fields)
+    service.session(session_id="unjudged", group_id="slow", group_size=3).close()
+    assert "<dt>failed</dt><dd>1</dd>" in page(service, "/ui/group", id="slow")
+
+
+def test_a_session_that_failed_before_its_first_call_says_why(service: RunningService) -> None:
+    shown = page(service, "/ui/sessions/failed")
+    assert "the agent crashed" in shown and shown.count("No call is recorded.") == 2
+
+
+@pytest.mark.parametrize("text", ["long " * 40, "x" + " " * 700 + "y"])
+def test_the_beginning_of_what_was_said_shows_that_more_was_said(text: str) -> None:
+    said, _ = said_of({"content": text})
+    assert said.endswith("…") and len(said) <= SAID_CHARACTERS
+
+
+@pytest.fixture
+def own_redis() -> Iterator[RedisServer]:
+    """In that of the others there are weights that a new engine lacks."""
+    with running_redis() as server:
+        yield server
+
+
+def test_an_engine_that_spells_nothing_is_no_obstacle(own_redis: RedisServer) -> None:
+    """Ids are shown then, and why; nothing is asked again for every page."""
+    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, own_redis.url, engine_api="token") as service:
+        session = service.session()
+        session.ask("q", max_tokens=4)
+        call_id = session.calls[0]["call_id"]
+        engine._routes.pop(("POST", "/v1/completions/derender"))
+        path = f"/ui/sessions/{session.session_id}/calls/{call_id}/tokens"
+        for _ in range(2):
+            shown = service.request("GET", path).json()
+            assert set(shown["texts"]) == {None} and "does not spell" in shown["missing"]
+        assert engine.paths().count("/v1/completions/derender") == 1
+
+
+def test_texts_come_from_engines_on_the_chat_path_too(own_redis: RedisServer) -> None:
+    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, own_redis.url, engine_api="chat") as service:
+        session = service.session()
+        engine.say(engine.family.speak("naïve 日本 🙂"))
+        session.ask("q")
+        call_id = session.calls[0]["call_id"]
+        shown = service.request("GET", f"/ui/sessions/{session.session_id}/calls/{call_id}/tokens").json()
+        assert "".join(shown["texts"]) == engine.family.decode(shown["ids"])
+
+
+def test_the_renderers_tokenizer_spells_for_engines_that_are_rendered_for(own_redis: RedisServer, tmp_path: Path) -> None:
+    require_renderers()
+    options: dict[str, Any] = {"renderer": str(write_format("qwen3", tmp_path)), "renderer_options": QWEN3}
+    with (
+        ScriptedEngine("qwen3") as engine,
+        RunningService(engine.url, own_redis.url, engine_api="completions", **options) as service,
+    ):
+        session = service.session()
+        engine.say(engine.family.speak("naïve 日本 🙂"))
+        session.ask("q")
+        call_id = session.calls[0]["call_id"]
+        shown = service.request("GET", f"/ui/sessions/{session.session_id}/calls/{call_id}/tokens").json()
+        assert "".join(shown["texts"]) == engine.family.decode(shown["ids"])
+        assert not [path for path in engine.paths() if "tokenize" in path or "derender" in path]
+
+
+def test_a_page_has_its_texts_however_little_is_remembered(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    call_id = service.request("GET", "/sessions/rich/calls").json()["calls"][0]["call_id"]
+    path = f"/ui/sessions/rich/calls/{call_id}/tokens"
+    told = service.request("GET", path).json()
+    monkeypatch.setattr("proxy.ui.token_texts.REMEMBERED", 3)
+    for _ in range(2):
+        assert service.request("GET", path).json() == told
+    assert service.request("GET", "/ui/sessions/rich/download/page.html").status_code == 200
+
+
+def test_what_else_could_have_been_sampled_is_told_with_each_token(service: RunningService) -> None:
+    session = service.session(sampling={"top_logprobs": 2})
+    session.ask("q", max_tokens=4)
+    call_id = session.calls[0]["call_id"]
+    (row,), _ = session.trajectories()
+    shown = service.request("GET", f"/ui/sessions/{session.session_id}/calls/{call_id}/tokens").json()
+    sampled = [at for at, mask in enumerate(row["loss_mask"]) if mask]
+    assert sorted(map(int, shown["alternatives"])) == sampled
+    for at in sampled:
+        told = shown["alternatives"][str(at)]
+        assert [token for token, _, _ in told] == row["top_token_ids"][at]
+        assert [logprob for _, _, logprob in told] == pytest.approx(row["top_logprobs"][at], abs=1e-4)
+
+
+# Pictures
+
+
+def line(number: int, parent: int | None, reason: str = "") -> CallLine:
+    parent_id = None if parent is None else f"c{parent}"
+    fields: dict[str, Any] = dict.fromkeys(
+        ("role", "agent", "dialect", "api", "status", "finish_reason", "refused", "said"), ""
+    )
+    numbers: dict[str, Any] = dict.fromkeys(("prompt_tokens", "sampled_tokens", "started_at", "engine_seconds"), 1)
+    more: dict[str, Any] = {"versions": (), "logprob": None, "delivered": True, "tools": (), "in_tree": True}
+    return CallLine(number=number, call_id=f"c{number}", parent_id=parent_id, branch_reason=reason, **fields, **numbers, **more)
+
+
+def test_a_small_tree_is_drawn_call_by_call() -> None:
+    """1 - 2 - 3, and 4 branches off 1."""
+    picture = tree_picture([line(1, None), line(2, 1), line(3, 2), line(4, 1, "edited")])
+    assert [box.label for box in picture.boxes] == ["1", "2", "3", "4"]
+    assert len({box.y for box in picture.boxes[:3]}) == 1 and picture.boxes[3].y > picture.boxes[0].y
+    assert picture.boxes[3].x == picture.boxes[1].x and len(picture.lines) == 3 and picture.left_out == 0
+
+
+def test_a_large_tree_is_drawn_in_stretches_and_no_call_is_forgotten() -> None:
+    run = [line(number, number - 1 or None) for number in range(1, 1001)]
+    picture = tree_picture(run)
+    assert [box.count for box in picture.boxes] == [1000]
+    bush = tree_picture([line(1, None), *(line(number, 1, "repeated") for number in range(2, 1001))])
+    assert len(bush.boxes) == MOST_STRETCHES and bush.left_out == 1000 - MOST_STRETCHES
+
+
+@pytest.mark.parametrize("values", [[1.0], [0.5, 0.5], [-1e308, 1e308], [0.0, 1e-300], [1.0, 2.0, 3.0, float("nan")]])
+def test_rewards_of_any_size_have_a_picture(values: list[float]) -> None:
+    rewards = Rewards.of((str(at), value) for at, value in enumerate(values))
+    assert rewards is not None
+    assert sum(bar.count for bar in rewards.bars()) == len(rewards.values) == len(rewards.dots())
+    assert all(0 <= dot.x <= 240 and 0 <= dot.y <= 26 for dot in rewards.dots())
+    assert all(0 <= bar.height <= 90 for bar in rewards.bars())

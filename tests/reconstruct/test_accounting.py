@@ -1,0 +1,322 @@
+"""What becomes of every sampled token: which calls are refused and why, and rows that break a promise are caught."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reconstruct.accounting import Settled, account, check, count_reasons, settle
+from reconstruct.builders import RowContext, merged
+from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, ReconstructError, RecordError, SpanError
+from reconstruct.records import Call, Span
+from reconstruct.trajectory import Accounting, Quarantined, Trajectory, accounting_as_wire
+from tests.support.sessions.calls import Talk, call
+
+CONTEXT = RowContext("s")
+
+
+def built(calls: Sequence[Call]) -> tuple[Settled, list[Trajectory], Accounting]:
+    settled = settle(calls)
+    rows = merged(settled, CONTEXT)
+    return settled, rows, account(settled, rows)
+
+
+def quarantined(calls: Sequence[Call]) -> dict[str, str]:
+    return {item.call_id: item.reason for item in built(calls)[2].quarantined}
+
+
+def three_turns(**second: Any) -> list[Call]:
+    """
+    c1  1 2 | 3 4
+    c2  1 2   3 4   5 | 6 7     changed as told
+    c3  1 2   3 4   5   6 7   8 | 9
+    """
+    talk = Talk()
+    talk.say("c1", [1, 2], [3, 4])
+    talk.go_on("c2", "c1", [5], [6, 7], **second)
+    talk.go_on("c3", "c2", [8], [9])
+    return talk.calls
+
+
+# A record on its own
+
+
+@pytest.mark.parametrize(
+    ("of_node", "error", "message"),
+    [
+        ({"said": [7, 8], "logprobs": [-1.0]}, LengthMismatch, r"2 sampled ids but 1 logprobs \(session s, call c1\)"),
+        ({"said": [7, 8], "logprobs": [-1.0, None]}, MissingLogprob, r"\(session s, call c1, token 1\)"),
+        ({"said": [7, 8], "logprobs": [float("-inf"), -1.0]}, MissingLogprob, r"\(session s, call c1, token 0\)"),
+        ({"said": [7, -8]}, IdOutOfRange, r"id -8 is negative \(session s, call c1, token 1\)"),
+        ({"delta": [-1], "said": [7]}, IdOutOfRange, r"id -1 is negative \(session s, call c1, token 0\)"),
+        ({"said": [7, 8], "spans": []}, SpanError, r"spans cover 0 of 2 sampled tokens \(session s, call c1, token 0\)"),
+        ({"said": [7, 8], "spans": [Span(3, 0, 1)]}, SpanError, r"spans cover 1 of 2 .* token 1\)"),
+        ({"said": [7, 8], "spans": [Span(3, 0, 3)]}, SpanError, r"spans cover 3 of 2"),
+        ({"said": [7, 8], "spans": [Span(3, 0, 1), Span(4, 0, 2)]}, SpanError, r"does not continue at 1 .* token 1\)"),
+        ({"said": [7, 8], "spans": [Span(3, 1, 2)]}, SpanError, r"does not continue at 0"),
+        ({"said": [7, 8], "spans": [Span(3, 0, 0), Span(3, 0, 2)]}, SpanError, r"does not continue at 0"),
+        ({"said": [7, 8], "spans": [Span(-1, 0, 2)]}, SpanError, r"does not continue at 0"),
+    ],
+)
+def test_a_record_that_breaks_a_rule_raises_its_own_error_with_session_call_and_token(
+    of_node: dict[str, Any], error: type[RecordError], message: str
+) -> None:
+    broken = call("c1", **of_node)
+    with pytest.raises(error, match=message):
+        broken.node.check(session_id=broken.session_id, call_id=broken.call_id)
+
+
+def test_a_record_that_keeps_all_rules_is_let_through() -> None:
+    call("c1", delta=[1], said=[7, 8], spans=[Span(3, 0, 1), Span(4, 1, 2)]).node.check()
+    call("c1").node.check()
+
+
+# What is refused
+
+
+def test_a_good_session_has_nothing_in_quarantine() -> None:
+    assert built(three_turns())[2] == Accounting(5, 5, ())
+
+
+def test_a_missing_logprob_quarantines_its_call_alone_and_shifts_nothing() -> None:
+    """
+    row   1 2 3 4 5 6 7 8 9
+    mask  0 0 1 1 0 0 0 0 1     6 7 stay as context
+    """
+    settled, rows, accounting = built(three_turns(logprobs=[-0.5, None]))
+    assert accounting == Accounting(5, 3, (Quarantined("c2", 2, "missing_logprob"),))
+    assert [row.token_ids.tolist() for row in rows] == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    assert rows[0].loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 1]
+    assert rows[0].logprobs.tolist() == [0, 0, -0.5, -1.0, 0, 0, 0, 0, -0.5]
+    assert settled.stray == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"logprobs": [-0.5]}, "length_mismatch"),
+        ({"logprobs": [-0.5, -0.5, -0.5]}, "length_mismatch"),
+        ({"spans": []}, "weight_version_unknown"),
+        ({"fields": {"trainable": False, "quarantine_reason": "superseded"}}, "superseded"),
+        ({"fields": {"trainable": False}}, "not_trainable"),
+    ],
+)
+def test_a_flawed_call_in_mid_path_stays_as_masked_context(changed: dict[str, Any], reason: str) -> None:
+    _, rows, accounting = built(three_turns(**changed))
+    assert accounting == Accounting(5, 3, (Quarantined("c2", 2, reason),))
+    assert [(row.call_ids, row.loss_mask.tolist()) for row in rows] == [(("c1", "c2", "c3"), [0, 0, 1, 1, 0, 0, 0, 0, 1])]
+
+
+def test_a_negative_id_quarantines_every_call_that_was_sampled_after_it() -> None:
+    """A trainer could not look the id up in its embedding: no row may hold it, masked or not.
+
+    c1  1 2 | 3 4
+    c2  1 2   3 4   5 | 6 -7
+    c3  1 2   3 4   5   6 -7   8 | 9    refused: -7 is in its prompt
+    c4  1 2   3 4   5   6      8 | 9    leans on c2, but not on its -7
+    """
+    talk = Talk()
+    talk.say("c1", [1, 2], [3, 4])
+    talk.go_on("c2", "c1", [5], [6, -7])
+    talk.go_on("c3", "c2", [8], [9])
+    talk.say("c4", [1, 2, 3, 4, 5, 6, 8], [9], parent="c1", base="c2")
+    _, rows, accounting = built(talk.calls)
+    assert [(item.call_id, item.reason) for item in accounting.quarantined] == [
+        ("c2", "id_out_of_range"),
+        ("c3", "id_out_of_range"),
+    ]
+    assert [row.call_ids for row in rows] == [("c1", "c4")]
+    assert all((row.token_ids >= 0).all() for row in rows)
+
+
+def test_an_aborted_call_that_nobody_continued_is_quarantined() -> None:
+    talk = Talk()
+    talk.say("c1", [1, 2], [3, 4])
+    talk.go_on("c2", "c1", [5], [6], fields={"finish_reason": "abort"})
+    _, rows, accounting = built(talk.calls)
+    assert accounting == Accounting(3, 2, (Quarantined("c2", 1, "aborted"),))
+    assert [row.token_ids.tolist() for row in rows] == [[1, 2, 3, 4]]
+
+
+def test_an_aborted_call_that_was_continued_is_trained() -> None:
+    """The harness took what had been said for the reply: the later tokens were sampled after it."""
+    _, rows, accounting = built(three_turns(fields={"finish_reason": "abort"}))
+    assert accounting == Accounting(5, 5, ())
+    assert rows[0].loss_mask.tolist() == [0, 0, 1, 1, 0, 1, 1, 0, 1]
+
+
+def test_an_aborted_call_whose_child_was_rendered_afresh_is_quarantined() -> None:
+    """
+    c1  1 2 | 3 4   cut
+    c2  1 2   9 | 5 its child, but not after its tokens
+    """
+    talk = Talk()
+    talk.say("c1", [1, 2], [3, 4], fields={"finish_reason": "abort"})
+    talk.say("c2", [1, 2, 9], [5], parent="c1")
+    assert quarantined(talk.calls) == {"c1": "aborted"}
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_calls_whose_parent_is_missing_are_kept_apart_and_counted(order: Sequence[int]) -> None:
+    """
+    c1  1 2 | 3 4
+    c2                         its record is lost
+    c3  leans on c2 | 9
+    c4  leans on c3 | 9
+    """
+    talk = Talk()
+    talk.say("c1", [1, 2], [3, 4])
+    talk.go_on("c2", "c1", [5], [6, 7])
+    talk.go_on("c3", "c2", [8], [9])
+    talk.go_on("c4", "c3", [8], [9, 9])
+    kept = [talk.calls[0], *talk.calls[2:]]
+    settled, rows, accounting = built([kept[at] for at in order])
+    assert accounting == Accounting(5, 2, (Quarantined("c3", 1, "unknown_parent"), Quarantined("c4", 2, "unknown_parent")))
+    assert [row.call_ids for row in rows] == [("c1",)]
+    assert [item.call_id for item in settled.stray] == ["c3", "c4"]
+
+
+def test_calls_that_name_each_other_as_parents_are_kept_apart() -> None:
+    first, second = call("c1", parent="c2", delta=[1], said=[2]), call("c2", parent="c1", delta=[1], said=[2])
+    assert quarantined([first, second, call("c3", delta=[1], said=[2])]) == dict.fromkeys(("c1", "c2"), "unknown_parent")
+
+
+def test_a_call_that_asks_more_of_its_base_than_it_holds_is_kept_apart_with_its_own_reason() -> None:
+    """
+    c1  1 2 | 3         three ids
+    c2  five of c1 | 4
+    c3  leans on c2 | 5
+    """
+    calls = [
+        call("c1", delta=[1, 2], said=[3]),
+        call("c2", base="c1", base_length=5, said=[4]),
+        call("c3", parent="c2", delta=[1], said=[5]),
+    ]
+    assert quarantined(calls) == {"c2": "length_mismatch", "c3": "unknown_parent"}
+
+
+def test_a_record_that_came_twice_is_counted_once() -> None:
+    stray = call("c2", parent="c9", delta=[1], said=[2])
+    good = call("c1", delta=[1], said=[2, 3])
+    assert built([good, stray, good, stray])[2] == Accounting(3, 2, (Quarantined("c2", 1, "unknown_parent"),))
+
+
+def test_a_call_that_said_nothing_needs_no_row() -> None:
+    assert built([call("c1", delta=[1, 2])])[1:] == ([], Accounting(0, 0, ()))
+
+
+def test_a_session_without_calls_has_no_rows() -> None:
+    assert built([])[1:] == ([], Accounting(0, 0, ()))
+
+
+def test_dangling_calls_are_listed_without_tokens() -> None:
+    settled, rows, _ = built([call("c1", delta=[1], said=[2])])
+    accounting = account(settled, rows, {"c2": "dangling"})
+    assert accounting == Accounting(1, 1, (Quarantined("c2", 0, "dangling"),))
+    assert accounting_as_wire(accounting) == {
+        "sampled_tokens": 1,
+        "exported_tokens": 1,
+        "quarantined": [{"call_id": "c2", "tokens": 0, "reason": "dangling"}],
+    }
+    assert count_reasons(accounting) == Counter({"dangling": 1})
+
+
+# Rows that break a promise
+
+
+def broken_rows() -> list[tuple[str, Any, str]]:
+    """name, a change to the rows of a two-branch session, and what is said of it.
+
+    c1  1 2 | 3 4
+    c2  1 2   3 4   5 | 6
+    c3  1 2   3 4   7 | 8
+
+    row of c2   1 2 3 4 5 6   mask 0 0 1 1 0 1
+    row of c3   1 2 3 4 7 8   mask 0 0 0 0 0 1
+    """
+
+    def in_first(**changed: Any) -> Any:
+        return lambda rows: [replace(rows[0], **{name: change(rows[0]) for name, change in changed.items()}), *rows[1:]]
+
+    def with_value(name: str, position: int, value: float) -> Any:
+        def change(row: Trajectory) -> Any:
+            array = getattr(row, name).copy()
+            array[position] = value
+            return array
+
+        return change
+
+    return [
+        ("a row is left out", lambda rows: rows[:1], r"neither trained nor quarantined \(session s, call c3, token 0\)"),
+        ("a row comes twice", lambda rows: [*rows, rows[1]], r"trained more than once \(session s, call c3, token 0\)"),
+        (
+            "a shared call is trained in both",
+            lambda rows: [rows[0], replace(rows[1], loss_mask=rows[0].loss_mask, logprobs=rows[0].logprobs, weight_versions=V)],
+            r"trained more than once \(session s, call c1, token 0\)",
+        ),
+        (
+            "a token counts twice",
+            in_first(loss_mask=with_value("loss_mask", 5, 2)),
+            r"trained more than once \(session s, call c2, token 0\)",
+        ),
+        (
+            "a prompt is trained",
+            in_first(loss_mask=with_value("loss_mask", 1, 1)),
+            r"no call of it sampled .* call c2, token 1\)",
+        ),
+        ("an id differs", in_first(token_ids=with_value("token_ids", 4, 9)), r"not the one of the call .* call c2, token 4\)"),
+        ("a logprob differs", in_first(logprobs=with_value("logprobs", 5, -9)), r"another logprob .* call c2, token 5\)"),
+        (
+            "a masked logprob is not 0",
+            in_first(logprobs=with_value("logprobs", 0, -1)),
+            r"another logprob .* call c2, token 0\)",
+        ),
+        (
+            "a version differs",
+            in_first(weight_versions=lambda row: (Span(7, 2, 4), Span(0, 5, 6))),
+            r"another weight version .* call c2, token 2\)",
+        ),
+        (
+            "a version is missing",
+            in_first(weight_versions=lambda row: row.weight_versions[:1]),
+            r"another weight version .* call c2, token 5\)",
+        ),
+        ("a row is short", in_first(token_ids=lambda row: row.token_ids[:-1]), r"has 5 ids, 6 mask values and 6 logprobs"),
+        ("a call is unknown", in_first(call_ids=lambda row: ("c1", "c9")), r"calls that are not in the session"),
+        ("no call is named", in_first(call_ids=lambda row: ()), r"calls that are not in the session"),
+        ("calls do not extend", in_first(call_ids=lambda row: ("c3", "c2")), r"runs on from call c3 \(session s, call c2\)"),
+    ]
+
+
+V = (Span(0, 2, 4), Span(0, 5, 6))
+BROKEN = broken_rows()
+
+
+@pytest.mark.parametrize(("change", "message"), [item[1:] for item in BROKEN], ids=[item[0] for item in BROKEN])
+def test_rows_that_break_a_promise_are_refused_with_the_token(change: Any, message: str) -> None:
+    talk = Talk()
+    talk.say("c1", [1, 2], [3, 4])
+    talk.go_on("c2", "c1", [5], [6])
+    talk.go_on("c3", "c1", [7], [8])
+    settled, rows, _ = built(talk.calls)
+    with pytest.raises(RecordError, match=message):
+        account(settled, change(rows))
+
+
+def test_a_row_that_trains_a_quarantined_call_is_refused() -> None:
+    calls = three_turns(logprobs=[-0.5, None])
+    settled, rows, _ = built(calls)
+    mask = np.array([0, 0, 1, 1, 0, 1, 1, 0, 1], dtype=np.int8)
+    with pytest.raises(RecordError, match=r"quarantined as missing_logprob \(session s, call c2, token 0\)"):
+        account(settled, [replace(rows[0], loss_mask=mask)])
+
+
+def test_numbers_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ReconstructError, match="5 tokens were sampled, but 3 are exported and 1 quarantined"):
+        check(Accounting(5, 3, (Quarantined("c1", 1, "aborted"),)))

@@ -1,0 +1,643 @@
+"""What a call was for, which attempts count, and lines that mean nothing: by declared rules and on proof only.
+
+Where it counts through the real service and a real Redis, with the openai SDK as the harness and a scripted engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import string
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from proxy.settings import Settings
+from reconstruct.forest import Forest
+from reconstruct.records import Call
+from reconstruct.retries import superseded
+from reconstruct.roles import BUILT_IN, Marks, RoleRule, role_of, small_letters
+from tests.support.engine.scripted_engine import Fail, Generation, Say, ScriptedEngine
+from tests.support.engine.scripted_fixtures import Running
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import TRAINER, RunningService, Session, wait_until
+from tests.support.sessions.calls import call
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "lookup",
+            "description": "Looks a key up.",
+            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+        },
+    }
+]
+RULES = [
+    RoleRule("side", header="x-purpose", value="^judge$", agent_header="X-Judge-Name"),
+    RoleRule("main", header="x-openai-subagent", value="^review"),
+    RoleRule("compaction", text=r"^Shrink this\b"),
+]
+STAMPS = [r"^x-anthropic-billing-header:.*$", r"^Current time: .*$"]
+SYSTEM = "You are a coding agent."
+TITLE = "You are a title generator. You output ONLY a thread title."
+
+
+@pytest.fixture(scope="module")
+def running(redis_server: RedisServer) -> Iterator[Running]:
+    with redis_server.client() as client:
+        client.flushall()
+    with (
+        ScriptedEngine("qwen3") as engine,
+        RunningService(engine.url, redis_server.url, engine_api="token") as plain,
+        RunningService(
+            engine.url, redis_server.url, engine_api="token", role_rules=RULES, train_roles=["main"], volatile_lines=STAMPS
+        ) as ruled,
+    ):
+        yield engine, {"plain": plain, "ruled": ruled}
+
+
+@pytest.fixture
+def service(running: Running) -> RunningService:
+    return running[1]["plain"]
+
+
+@pytest.fixture
+def ruled(running: Running) -> RunningService:
+    """A service with a user's own rules, which trains the role main alone."""
+    return running[1]["ruled"]
+
+
+def turn(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def asked(text: str, system: str = SYSTEM) -> list[dict[str, Any]]:
+    return [turn("system", system), turn("user", text)]
+
+
+def reasons(session: Session) -> dict[str, str]:
+    """Quarantined calls and why."""
+    return {item["call_id"]: item["reason"] for item in session.trajectories()[1]["quarantined"]}
+
+
+def finished(session: Session) -> int:
+    """How many calls are recorded with their result."""
+    return sum(call["status"] != "in_flight" for call in session.calls)
+
+
+def all_delivered(session: Session) -> bool:
+    return all(call["delivered"] for call in session.calls)
+
+
+def trained(session: Session) -> set[str]:
+    """Ids of the calls whose every sampled token some row trains."""
+    calls = {call["call_id"]: call for call in session.calls}
+    found = set()
+    for row in session.trajectories()[0]:
+        for call_id in row["call_ids"]:
+            start = len(calls[call_id]["prompt_ids"])
+            mask = row["loss_mask"][start : start + len(calls[call_id]["completion_ids"])]
+            if all(mask):
+                found.add(call_id)
+    return found
+
+
+# Roles
+
+
+@pytest.mark.parametrize(
+    ("headers", "role", "agent"),
+    [
+        ({"session-id": "s", "thread-id": "t1"}, "main", ""),
+        ({"thread-id": "t2", "x-openai-subagent": "collab_spawn", "x-codex-parent-thread-id": "t1"}, "subagent", "t2"),
+        ({"thread-id": "t2", "x-codex-parent-thread-id": "t1"}, "subagent", "t2"),
+        ({"thread-id": "t1", "x-openai-subagent": "compact"}, "compaction", ""),
+        ({"x-claude-code-session-id": "s"}, "main", ""),
+        ({"x-claude-code-agent-id": "a7"}, "subagent", "a7"),
+        ({"x-session-id": "child", "x-parent-session-id": "parent"}, "subagent", "child"),
+        ({"x-session-id": "parent"}, "main", ""),
+    ],
+)
+def test_a_harness_names_its_sub_agents_in_its_headers(headers: dict[str, str], role: str, agent: str) -> None:
+    assert role_of(Marks(headers, tools=True)) == (role, agent)
+
+
+@pytest.mark.parametrize(
+    ("system", "last", "role"),
+    [
+        (TITLE, "Generate a title for this conversation:\n", "side"),
+        ("Generate a concise, sentence-case title (3-7 words).", "fix the bug", "side"),
+        ("You are an expert software engineer that generates concise, one-line Git commit messages.", "diff", "side"),
+        ("You are a specialized Task Routing AI.", "fix the bug", "side"),
+        (SYSTEM, "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a handoff summary.", "compaction"),
+        (SYSTEM, "Your task is to create a detailed summary of the conversation so far.", "compaction"),
+        ("You summarize internal chat history into a <state_snapshot>.", "go", "compaction"),
+        (SYSTEM, "Fix the bug.", "main"),
+    ],
+)
+def test_calls_beside_the_work_are_known_by_their_prompts_and_offer_no_tools(system: str, last: str, role: str) -> None:
+    assert role_of(Marks({}, False, system, last)) == (role, "")
+    assert role_of(Marks({}, True, system, last)) == ("main", "")
+
+
+def test_claude_codes_compaction_offers_tools_and_is_known_by_its_first_words() -> None:
+    asked = "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.\n\nYour task is to create a detailed summary of the conversation."
+    assert role_of(Marks({}, True, SYSTEM, asked)) == ("compaction", "")
+    assert role_of(Marks({}, True, SYSTEM, f"The user wrote: {asked}")) == ("main", "")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        "Write a script that generates commit messages from a diff.",
+        "Write a function that will generate a short title for each blog post.",
+        "Our web server should route the user request to the nearest region.",
+    ],
+)
+def test_a_task_that_reads_like_a_side_call_is_still_the_agents_own_work(task: str) -> None:
+    """A harness that speaks in text alone (aider, mini-swe-agent) never offers tools: its task must not decide the role."""
+    assert role_of(Marks({}, False, SYSTEM, task)) == ("main", "")
+
+
+PIECES = ("context checkpoint compaction", "detailed summary of ", "the conversation", "this conversation", "summarize the ")
+PIECES += ("summari\u017fe our ", "chat", "session title", "title generator", "T\u0130TLE GENERATOR", "generate a nice title")
+PIECES += (
+    "generates concise, commit messages",
+    "task routing ai",
+    "route the user request",
+    "<state_snapshot>",
+    "\u212aey",
+    " ",
+)
+PIECES += (
+    "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.",
+    " detailed summary of th",
+    "\n",
+    "stra\u00dfe",
+    "plain text",
+)
+WITHOUT_WORDS = tuple(
+    replace(rule, system=rule.system and rule.system + "(?:)", text=rule.text and rule.text + "(?:)") for rule in BUILT_IN
+)
+"""The built-in rules, by expressions that mean the same and are always looked for in full."""
+
+texts = st.lists(
+    st.sampled_from(PIECES).flatmap(lambda piece: st.sampled_from((piece, piece.upper(), piece.title()))), max_size=5
+)
+
+
+@given(texts.map("".join), texts.map("".join), st.booleans())
+def test_looking_for_words_first_changes_no_role(system: str, last: str, tools: bool) -> None:
+    marks = Marks({}, tools, system, last)
+    assert role_of(marks) == role_of(marks, WITHOUT_WORDS)
+
+
+def test_whatever_an_expression_takes_for_a_letter_counts_as_that_letter_in_a_word() -> None:
+    everything = "".join(chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000)
+    found = re.findall("(?i)[a-z]", everything)
+    assert len(found) > 52
+    assert all(re.fullmatch(f"(?i){small_letters(letter)}", letter) for letter in found)
+    assert {small_letters(f"\u00e9{letter}")[1:] for letter in found} == set(string.ascii_lowercase)
+
+
+def test_the_first_rule_that_fits_decides() -> None:
+    rules = (RoleRule("side", header="x-a"), RoleRule("subagent", header="x-a", value="^1$"), *BUILT_IN)
+    assert role_of(Marks({"x-a": "1"}, True), rules) == ("side", "")
+    assert role_of(Marks({"x-a": "1"}, True), rules[1:]) == ("subagent", "")
+    assert role_of(Marks({"x-a": "2"}, True), rules[1:]) == ("main", "")
+
+
+def test_a_rule_may_ask_for_several_things_at_once() -> None:
+    rule = RoleRule("side", header="X-Kind", value="^probe", tools=False, text="(?i)ping", agent_header="X-Who")
+    assert role_of(Marks({"x-kind": "probe-1", "x-who": "me"}, False, "", "PING"), (rule,)) == ("side", "me")
+    for marks in (
+        Marks({"x-kind": "a probe"}, False, "", "ping"),
+        Marks({"x-kind": "probe"}, True, "", "ping"),
+        Marks({"x-kind": "probe"}, False, "", "pong"),
+        Marks({}, False, "", "ping"),
+    ):
+        assert role_of(marks, (rule,)) == ("main", "")
+
+
+def test_role_rules_and_volatile_lines_are_read_from_the_environment_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERBATIM_ROLE_RULES", json.dumps([{"role": "side", "header": "x-title", "tools": False}]))
+    monkeypatch.setenv("VERBATIM_VOLATILE_LINES", json.dumps(["^Now: .*$"]))
+    settings = Settings()
+    assert settings.role_rules == [RoleRule("side", header="x-title", tools=False)]
+    assert settings.volatile_lines == ["^Now: .*$"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"role_rules": [{"role": "sidecall", "header": "x-title"}]},
+        {"role_rules": [{"role": "side", "text": "(unclosed"}]},
+        {"role_rules": [{"role": "side", "header": "x-title", "value": "*"}]},
+        {"volatile_lines": ["^Now: (.*$"]},
+    ],
+    ids=["unknown role", "broken text", "broken value", "broken line"],
+)
+def test_a_rule_that_cannot_work_is_refused_at_the_start(settings: dict[str, Any]) -> None:
+    """Else every call of the service would fail, or its tokens be quarantined under a role that nobody meant."""
+    with pytest.raises(ValidationError):
+        Settings(**settings)
+
+
+def test_a_subagents_call_is_exported_and_trained_as_one(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session()
+    session.ask(asked("do it"), tools=TOOLS, extra_headers={"thread-id": "t1"})
+    session.ask(asked("help"), tools=TOOLS, extra_headers={"thread-id": "t2", "x-codex-parent-thread-id": "t1"})
+    rows, accounting = session.trajectories()
+    assert [(row["role"], row["agent"], any(row["loss_mask"])) for row in rows] == [
+        ("main", "", True),
+        ("subagent", "t2", True),
+    ]
+    assert accounting["quarantined"] == []
+
+
+@pytest.mark.parametrize("builder", ["merged", "per_call"])
+def test_roles_that_are_not_trained_are_shown_with_an_all_zero_mask_and_quarantined(
+    engine: ScriptedEngine, service: RunningService, builder: str
+) -> None:
+    session = service.session()
+    session.ask(asked("Generate a title for this conversation:", TITLE))
+    session.ask(asked("fix the bug"), tools=TOOLS)
+    history = [*asked("fix the bug"), turn("assistant", "done")]
+    session.ask([*history, turn("user", "Create a detailed summary of the conversation so far.")])
+    title, work, summary = session.calls
+    assert [call["role"] for call in (title, work, summary)] == ["side", "main", "compaction"]
+    rows, accounting = session.trajectories(builder)
+    assert [(row["role"], any(row["loss_mask"])) for row in rows] == [("side", False), ("main", True), ("compaction", False)]
+    for row, made in zip(rows, (title, work, summary), strict=True):
+        assert row["token_ids"] == made["prompt_ids"] + made["completion_ids"]
+    for row in (rows[0], rows[2]):
+        assert not any(row["logprobs"])
+        assert row["weight_versions"] == []
+    assert accounting["quarantined"] == [
+        {"call_id": title["call_id"], "tokens": len(title["completion_ids"]), "reason": "role_side"},
+        {"call_id": summary["call_id"], "tokens": len(summary["completion_ids"]), "reason": "role_compaction"},
+    ]
+
+
+def test_rows_of_roles_that_are_not_trained_are_not_leased(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session()
+    session.ask(asked("Generate a title for this conversation:", TITLE))
+    session.ask(asked("fix the bug"), tools=TOOLS)
+    _, work = session.calls
+    session.close(reward=1.0)
+    lease = service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 100}).json()
+    (group,) = [group for group in lease["groups"] if group["group_id"] == session.session_id]
+    (row,) = group["trajectories"]
+    assert row["call_ids"] == [work["call_id"]]
+    assert service.request("POST", f"/batches/{lease['lease_id']}/ack", TRAINER).status_code == 200
+
+
+def test_a_session_of_side_calls_alone_is_never_leased(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session()
+    session.ask(asked("Generate a title for this conversation:", TITLE))
+    session.close(reward=1.0)
+    lease = service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 100})
+    groups = lease.json()["groups"] if lease.status_code == 200 else []
+    assert session.session_id not in [group["group_id"] for group in groups]
+
+
+def test_a_users_own_rules_come_before_the_built_in_ones(engine: ScriptedEngine, ruled: RunningService) -> None:
+    session = ruled.session()
+    session.ask(asked("a"), extra_headers={"x-purpose": "judge", "x-judge-name": "sphinx"})
+    session.ask(asked("b"), extra_headers={"x-purpose": "judges"})
+    session.ask(asked("c"), extra_headers={"x-openai-subagent": "review", "thread-id": "t"})
+    session.ask(asked("d"), extra_headers={"x-openai-subagent": "collab_spawn", "thread-id": "t"})
+    session.ask(asked("Shrink this history."), tools=TOOLS)
+    rows, accounting = session.trajectories()
+    assert [(row["role"], row["agent"]) for row in rows] == [
+        ("side", "sphinx"),
+        ("main", ""),
+        ("main", ""),
+        ("subagent", "t"),
+        ("compaction", ""),
+    ]
+    assert [any(row["loss_mask"]) for row in rows] == [False, True, True, False, False]
+    assert [item["reason"] for item in accounting["quarantined"]] == ["role_side", "role_subagent", "role_compaction"]
+
+
+def test_a_summary_made_in_place_is_context_of_what_follows_and_not_trained(
+    engine: ScriptedEngine, ruled: RunningService
+) -> None:
+    """The compaction call extends the work and is extended in turn: one row, whose middle is masked."""
+    session = ruled.session()
+    messages = asked("do it")
+    messages.append(session.answer(messages, tools=TOOLS))
+    messages.append(turn("user", "Shrink this history."))
+    messages.append(session.answer(messages, tools=TOOLS))
+    messages.append(turn("user", "go on"))
+    session.answer(messages, tools=TOOLS)
+    first, summary, last = session.calls
+    assert [call["role"] for call in (first, summary, last)] == ["main", "compaction", "main"]
+    rows, _ = session.trajectories()
+    (row,) = [row for row in rows if row["call_ids"][-1] == last["call_id"]]
+    assert row["call_ids"] == [first["call_id"], summary["call_id"], last["call_id"]]
+    assert trained(session) == {first["call_id"], last["call_id"]}
+    assert reasons(session) == {summary["call_id"]: "role_compaction"}
+
+
+# Retries: the proof itself
+
+
+def attempt(call_id: str, parent: str | None = None, *, retry: str = "", digest: bytes = b"body", **fields: Any) -> Call:
+    """A call that said one token; it started at the second its id ends in."""
+    marks = {"retry": retry} if retry else {}
+    return call(call_id, parent=parent, delta=[1], said=[2], fields={"digest": digest, "marks": marks, **fields})
+
+
+EVERYTHING = {"c1", "c2", "c3", "c4"}
+
+
+def test_an_attempt_whose_reply_never_arrived_is_superseded_by_the_one_after_it() -> None:
+    assert superseded(Forest([attempt("c1"), attempt("c2")]), {"c2"}) == {"c1"}
+
+
+def test_a_retry_that_says_so_supersedes_what_came_before_it_also_where_the_reply_went_out_whole() -> None:
+    """A reply may be flushed into a connection that nobody reads any more."""
+    forest = Forest([attempt("c1"), attempt("c2", retry="1"), attempt("c3", retry="2")])
+    assert superseded(forest, EVERYTHING) == {"c1", "c2"}
+
+
+def test_equal_requests_are_both_kept_without_proof() -> None:
+    assert superseded(Forest([attempt("c1"), attempt("c2"), attempt("c3")]), EVERYTHING) == set()
+
+
+def test_the_last_attempt_stands_though_nothing_of_it_arrived() -> None:
+    assert superseded(Forest([attempt("c1"), attempt("c2", retry="1")]), set()) == {"c1"}
+    assert superseded(Forest([attempt("c1")]), set()) == set()
+
+
+def test_a_call_that_something_continues_is_never_superseded() -> None:
+    forest = Forest([attempt("c1"), attempt("c2", retry="1"), attempt("c3", "c1", digest=b"next")])
+    assert superseded(forest, set()) == set()
+
+
+@pytest.mark.parametrize("other", [{"digest": b"another body"}, {"parent": "c0"}], ids=["body", "parent"])
+def test_only_the_same_request_in_the_same_place_is_a_retry(other: dict[str, Any]) -> None:
+    root = attempt("c0", digest=b"root")
+    assert superseded(Forest([root, attempt("c1"), attempt("c2", retry="1", **other)]), {"c0", "c2"}) == set()
+
+
+def test_an_attempt_after_the_marked_retry_is_another_sample() -> None:
+    forest = Forest([attempt("c1"), attempt("c2", retry="1"), attempt("c3")])
+    assert superseded(forest, EVERYTHING) == {"c1"}
+
+
+def test_choices_of_one_request_are_not_retries_of_each_other() -> None:
+    """Two choices undelivered, asked again for two: both of the first are superseded, both of the second stay."""
+    started = {"c1": 1.0, "c2": 1.0, "c3": 3.0, "c4": 3.0}
+    calls = [attempt(name, started_at=at) for name, at in started.items()]
+    assert superseded(Forest(calls[:2]), set()) == set()
+    assert superseded(Forest(calls), {"c3", "c4"}) == {"c1", "c2"}
+
+
+def test_what_is_superseded_does_not_depend_on_the_order_of_arrival() -> None:
+    calls = [attempt("c1"), attempt("c2", retry="1"), attempt("c3", digest=b"other"), attempt("c4", digest=b"other")]
+    for order in itertools.permutations(calls):
+        assert superseded(Forest(order), {"c2", "c4"}) == {"c1", "c3"}
+
+
+# Retries, through the service
+
+
+def gated(text: str, after: int) -> tuple[Say, threading.Event]:
+    gate = threading.Event()
+    return Say(text, gate=gate, gate_after=after), gate
+
+
+def post(session: Session, body: dict[str, Any], timeout_seconds: float = 30, **headers: str) -> httpx.Response:
+    return httpx.post(
+        f"{session.base_url}/chat/completions",
+        json={"model": "policy", **body},
+        headers={"Authorization": f"Bearer {session.api_key}", **headers},
+        timeout=timeout_seconds,
+    )
+
+
+def test_a_call_the_sdk_gave_up_waiting_for_and_sent_again_is_in_the_quarantine(
+    engine: ScriptedEngine, service: RunningService
+) -> None:
+    """23: the abandoned attempt is untrained, with a reason; what follows stands on the attempt that arrived."""
+    session = service.session()
+    messages = asked("q")
+    messages += [session.answer(messages), turn("user", "more")]
+    slow, _ = gated("hello world", 2)
+    engine.say(slow, "hello world")
+    # Time enough for the first attempt to be sampled, and for the second one to be answered.
+    patient = session.client.with_options(timeout=4.0, max_retries=1)
+    reply = patient.chat.completions.create(model="policy", messages=messages)
+    messages += [reply.choices[0].message.model_dump(exclude_none=True), turn("user", "and more")]
+    session.answer(messages)
+    wait_until(lambda: len(session.calls) == 4 and session.calls[0]["delivered"], 30, "every call is recorded")
+    first, *attempts, last = sorted(session.calls, key=lambda call: call["started_at"])
+    assert [(call["status"], call["parent_id"]) for call in attempts] == [
+        ("aborted", first["call_id"]),
+        ("finished", first["call_id"]),
+    ]
+    assert last["parent_id"] == attempts[1]["call_id"]
+    assert reasons(session) == {attempts[0]["call_id"]: "aborted"}
+    (row,), _ = session.trajectories()
+    assert row["call_ids"] == [first["call_id"], attempts[1]["call_id"], last["call_id"]]
+
+
+def test_an_engine_error_the_sdk_retries_leaves_one_call(engine: ScriptedEngine, service: RunningService) -> None:
+    engine.fault("/inference/v1/generate", Fail(500)).say("hello")
+    session = service.session(max_retries=1)
+    session.ask("q")
+    (call,) = session.calls
+    assert trained(session) == {call["call_id"]}
+
+
+def undelivered(redis_server: RedisServer, engine: ScriptedEngine, session: Session, body: dict[str, Any]) -> None:
+    """A reply sampled to its end whose harness is gone before its record is in the store: finished, never delivered."""
+    reply, gate = gated("hello world", 2)
+    engine.say(reply)
+    made = len(engine.generations)
+
+    def harness() -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            post(session, body, timeout_seconds=3.0)
+
+    talk = threading.Thread(target=harness)
+    talk.start()
+    engine.wait_for(lambda: len(engine.generations) > made and len(engine.last.sampled.get(0, ())) == 2)
+    with redis_server.client() as client:
+        client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
+        try:
+            gate.set()
+            talk.join()
+            # The service hears of the harness that hung up before it hears of the record.
+            time.sleep(0.5)
+        finally:
+            client.execute_command("CLIENT", "UNPAUSE")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_finished_reply_that_never_arrived_is_superseded_by_the_same_request(
+    engine: ScriptedEngine, service: RunningService, redis_server: RedisServer, stream: bool
+) -> None:
+    session = service.session()
+    body = {"messages": asked("q"), "stream": stream}
+    undelivered(redis_server, engine, session, body)
+    wait_until(lambda: len(session.calls) == 1 and session.calls[0]["status"] == "finished", 30, "it is recorded")
+    (lost,) = session.calls
+    assert not lost["delivered"]
+    assert reasons(session) == {}, "the only attempt there is stays"
+    assert post(session, body).status_code == 200
+    wait_until(lambda: session.calls[-1]["delivered"], 30, "the delivery is noted")
+    _, again = session.calls
+    assert reasons(session) == {lost["call_id"]: "superseded"}
+    assert trained(session) == {again["call_id"]}
+
+
+def test_an_undelivered_reply_is_not_superseded_by_another_request(
+    engine: ScriptedEngine, service: RunningService, redis_server: RedisServer
+) -> None:
+    session = service.session()
+    undelivered(redis_server, engine, session, {"messages": asked("q")})
+    assert post(session, {"messages": asked("q"), "temperature": 0.5}).status_code == 200
+    assert post(session, {"messages": asked("q again")}).status_code == 200
+    wait_until(lambda: len(session.calls) == 3, 30, "everything is recorded")
+    assert reasons(session) == {}
+    assert len(trained(session)) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_marked_retry_supersedes_the_attempts_before_it(
+    engine: ScriptedEngine, service: RunningService, stream: bool
+) -> None:
+    session = service.session()
+    body = {"messages": asked("q"), "stream": stream}
+    for count in ("0", "1", "2"):
+        assert post(session, body, **{"x-stainless-retry-count": count}).status_code == 200
+    wait_until(lambda: all_delivered(session), 60, "all are delivered")
+    one, two, three = session.calls
+    assert reasons(session) == {one["call_id"]: "superseded", two["call_id"]: "superseded"}
+    for builder in ("merged", "per_call"):
+        (row,), _ = session.trajectories(builder)
+        assert row["call_ids"] == [three["call_id"]]
+
+
+def test_the_same_request_sent_again_without_a_mark_is_another_sample(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session()
+    engine.say("hello", "world")
+    for _ in range(2):
+        assert post(session, {"messages": asked("q")}).status_code == 200
+    wait_until(lambda: all_delivered(session), 60, "both are delivered")
+    assert reasons(session) == {}
+    assert trained(session) == {call["call_id"] for call in session.calls}
+    assert [call["branch_reason"] for call in session.calls] == [None, "repeated"]
+
+
+def test_a_retried_first_turn_loses_nothing_afterwards(engine: ScriptedEngine, service: RunningService) -> None:
+    """22: whichever of the two attempts the harness goes on from, the other one changes nothing of what follows."""
+    for chosen in (0, 1):
+        session = service.session()
+        engine.say("hello", "world", "fish", "sing")
+        headers = ({}, {"x-stainless-retry-count": "1"})
+        replies = [post(session, {"messages": asked("q")}, **headers[n]).json()["choices"][0]["message"] for n in (0, 1)]
+        messages = asked("q")
+        for message in (replies[chosen], None):
+            messages += [message or session.answer(messages), turn("user", "more")]
+        session.answer(messages)
+        wait_until(lambda opened=session: all_delivered(opened), 60, "all are delivered")  # type: ignore[misc]
+        calls = session.calls
+        path = [calls[chosen]["call_id"], calls[2]["call_id"], calls[3]["call_id"]]
+        assert [call["parent_id"] for call in calls[2:]] == path[:2]
+        rows, _ = session.trajectories()
+        assert path in [row["call_ids"] for row in rows]
+        # Continued, the first attempt was read after all; not continued, it is what its mark says.
+        assert reasons(session) == ({} if chosen == 0 else {calls[0]["call_id"]: "superseded"})
+
+
+def test_concurrent_equal_requests_are_samples_and_not_retries(engine: ScriptedEngine, service: RunningService) -> None:
+    """24: best-of-n by hand."""
+    session = service.session()
+    gates: list[threading.Event] = []
+
+    def script(generation: Generation, index: int) -> Say:
+        gates.append(threading.Event())
+        return Say("hello world", gate=gates[-1])
+
+    engine.script = script
+    talks = [threading.Thread(target=post, args=(session, {"messages": asked("q")})) for _ in range(4)]
+    for talk in talks:
+        talk.start()
+    wait_until(lambda: len(gates) == 4, 60, "all are being sampled")
+    for number, gate in enumerate(gates, 1):
+        gate.set()
+        wait_until(lambda count=number: finished(session) == count, 60, "the next is recorded")  # type: ignore[misc]
+    for talk in talks:
+        talk.join()
+    wait_until(lambda: all_delivered(session), 60, "all are delivered")
+    assert reasons(session) == {}
+    assert len(trained(session)) == 4
+    # Also of those that were under way when the first was recorded.
+    assert [call["branch_reason"] for call in session.calls] == [None, "repeated", "repeated", "repeated"]
+
+
+# Volatile lines
+
+
+def billing(request: int) -> str:
+    return f"x-anthropic-billing-header: cc_version=2.1.329.a{request}; cc_entrypoint=cli; cch={request:05x};"
+
+
+def test_a_header_line_that_changes_with_every_request_does_not_break_the_row(
+    engine: ScriptedEngine, service: RunningService
+) -> None:
+    """19: Claude Code's billing line, in a text part of its own or on a line of the prompt. The model never sees it."""
+    session = service.session()
+    history: list[Any] = [turn("user", "q")]
+    for request in range(4):
+        parts = [{"type": "text", "text": billing(request)}, {"type": "text", "text": SYSTEM}]
+        system = parts if request % 2 else f"{billing(request)}\n{SYSTEM}"
+        history += [session.answer([turn("system", system), *history]), turn("user", "more")]
+    (row,), _ = session.trajectories()
+    assert row["call_ids"] == [call["call_id"] for call in session.calls]
+    assert not any("billing" in generation.prompt for generation in engine.generations)
+    assert all(SYSTEM in generation.prompt for generation in engine.generations)
+
+
+def test_a_line_the_settings_do_not_name_is_part_of_the_prompt(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session()
+    for minute in range(2):
+        session.ask(asked("q", f"{SYSTEM}\nCurrent time: 12:0{minute}"))
+    assert [generation.prompt.count("Current time") for generation in engine.generations] == [1, 1]
+    assert session.calls[1]["branch_reason"] == "new_root"
+
+
+def test_a_user_names_further_volatile_lines(engine: ScriptedEngine, ruled: RunningService) -> None:
+    session = ruled.session()
+    history: list[Any] = [turn("user", "q\nCurrent time: this one is the user's")]
+    for request in range(3):
+        system = f"{billing(request)}\n{SYSTEM}\nCurrent time: 12:0{request}\nBe brief."
+        history += [session.answer([turn("system", system), *history]), turn("user", "more")]
+    (row,), _ = session.trajectories()
+    assert len(row["call_ids"]) == 3
+    assert engine.last.prompt.count("Current time") == 1
+    assert f"{SYSTEM}\nBe brief." in engine.last.prompt
+
+
+def test_a_retry_whose_volatile_line_changed_is_not_proven_to_be_one(engine: ScriptedEngine, service: RunningService) -> None:
+    """The proof is the same body: a request that a harness built anew is another request."""
+    session = service.session()
+    for request in range(2):
+        assert post(session, {"messages": asked("q", f"{billing(request)}\n{SYSTEM}")}).status_code == 200
+    wait_until(lambda: all_delivered(session), 60, "both are delivered")
+    assert reasons(session) == {}
+    assert session.calls[1]["branch_reason"] == "repeated"

@@ -1,0 +1,155 @@
+"""The catalogue of evaluators, and what is taken for a reward."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.attempt_logs import AttemptLogs
+from rollout.attempts import AttemptId, Verdict
+from rollout.codec import decode, encode
+from rollout.evaluation import Evaluation
+from rollout.evaluators import catalogue
+from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, Score
+from rollout.evaluators.rewards import as_reward, as_score, shortened
+from rollout.failures import Failure, RolloutFailed
+from rollout.task import EvaluatorSpec
+from tests.support.runtimes.evaluations import RUN, TASK, check, evaluated, nobody_asks
+from tests.support.runtimes.plain_runtime import PlainRuntime
+
+BROUGHT = """
+from rollout.evaluators.base import Score
+
+class Constant:
+    name = "constant"
+    needs_runtime = False
+    def check(self, spec, task): pass
+    async def evaluate(self, case): return Score(**case.options)
+
+class Half:
+    pass
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package that brings evaluators, as an installer would have left it."""
+    (tmp_path / "brought_evaluators.py").write_text(BROUGHT)
+    info = tmp_path / "brought-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1.0\n")
+    points = "constant = brought_evaluators:Constant\nhalf = brought_evaluators:Half\nlost = not_there:X\ndiff = brought_evaluators:Half\n"
+    (info / "entry_points.txt").write_text(f"[{catalogue.GROUP}]\n{points}")
+    monkeypatch.syspath_prepend(tmp_path)
+    catalogue._installed.cache_clear()
+    yield
+    catalogue._installed.cache_clear()
+    sys.modules.pop("brought_evaluators", None)
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_every_kind_is_named_as_it_is_listed(name: str) -> None:
+    assert catalogue.kind(name).name == name
+    assert catalogue.kind(name) is catalogue.kind(name)
+
+
+def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
+    with pytest.raises(catalogue.UnknownEvaluator, match=r"no evaluator 'comand': choose one of command, diff, .*pytest"):
+        catalogue.kind("comand")
+
+
+async def test_installed_packages_bring_kinds(installed: None, tmp_path: Path) -> None:
+    assert {"constant", "half", "command"} <= {*catalogue.names()}
+    assert (await evaluated("constant", {"reward": 0.5}, tmp_path)).reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("lost", "the evaluator not_there:X cannot be loaded: ModuleNotFoundError"),
+        ("half", "the evaluator brought_evaluators:Half cannot be loaded: AttributeError"),
+        ("diff", "several evaluators 'diff': rollout.evaluators.diff:DiffEvaluator, brought_evaluators:Half"),
+    ],
+)
+def test_a_kind_that_cannot_be_used_says_why(installed: None, name: str, said: str) -> None:
+    with pytest.raises(BadEvaluator, match=said):
+        check(name, {})
+
+
+@pytest.mark.parametrize(
+    "given", [{"reward": float("nan")}, {"reward": None}, {"reward": "1"}, {"reward": 1, "per_call": {"c": float("inf")}}]
+)
+async def test_what_a_package_gives_is_no_reward_unless_all_of_it_is(
+    installed: None, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    """All of it is posted to the session, which takes only what is finite."""
+    parts: Any = SimpleNamespace(judge=SimpleNamespace(ask=nobody_asks))
+    attempt = AttemptId("t", 0, 1)
+    spec = EvaluatorSpec("constant", given)
+    evaluation = Evaluation(parts, replace(TASK, evaluator=spec), spec, attempt, AttemptLogs("n", tmp_path, attempt))
+    with pytest.raises(RolloutFailed) as raised:
+        await evaluation.score(RUN, PlainRuntime(tmp_path))
+    assert raised.value.failure == Failure.BAD_REWARD
+
+
+@pytest.mark.parametrize("value", [1, 0.5, -2.0, np.float32(0.5), np.int64(3), Fraction(1, 2)])
+def test_any_real_number_is_a_reward(value: Any) -> None:
+    assert as_reward(value, "it") == float(value)
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, "1", float("nan"), float("inf"), np.float32("nan"), 10**400, [1.0], Decimal("1"), 1j, np.bool_(True)]
+)
+def test_nothing_else_is_a_reward(value: Any) -> None:
+    with pytest.raises(BadReward, match=r"^it is"):
+        as_reward(value, "it")
+
+
+def test_metadata_that_can_be_written_as_json_can_be_stored_and_read_back() -> None:
+    """Keys that are numbers could not be read again, and a number of numpy's made of a good reward a bad one."""
+    metadata = as_score({"reward": 1, "metadata": {1: "a", "mean": np.float64(0.5), "pair": (1, 2)}}, "it").metadata
+    assert metadata == {"1": "a", "mean": 0.5, "pair": [1, 2]}
+    verdict = Verdict("completed", 1.0, metadata=metadata)
+    assert decode(encode(verdict), Verdict) == verdict
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"reward": 1, "per_call": [1]},
+        {"reward": 1, "feedback": ["a"]},
+        {"reward": 1, "metadata": "a"},
+        {"reward": 1, "metadata": {"a": float("nan")}},
+        {"reward": 1, "metadata": {"a": object()}},
+        {"reward": 1, "note": "\ud800"},
+        {"reward": 1, "per_call": {"c": None}},
+        {},
+    ],
+)
+def test_an_object_with_something_wrong_in_it_is_no_score(value: Any) -> None:
+    with pytest.raises(EvaluationFailed, match=r"of it|it has no field 'reward'"):
+        as_score(value, "it")
+
+
+def test_a_score_is_taken_as_strictly_as_an_object() -> None:
+    assert as_score(Score(1, {"c": 1}, feedback="good"), "it") == Score(1.0, {"c": 1.0}, feedback="good")
+    with pytest.raises(BadReward):
+        as_score(Score(float("nan")), "it")
+
+
+@given(st.text(st.characters(), max_size=300), st.integers(2, 100))
+def test_a_shortened_text_can_be_written_and_is_short(text: str, characters: int) -> None:
+    short = shortened(text, characters)
+    short.encode()
+    assert len(short) <= characters + 40

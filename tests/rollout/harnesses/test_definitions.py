@@ -1,0 +1,380 @@
+"""Harness definitions: the built-in ones, a user's own, what a placeholder is, and what a harness gets to see."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.harnesses.catalogue import BUILT_IN, VARIABLE, load, names
+from rollout.harnesses.definition import Harness, parsed
+from rollout.harnesses.errors import (
+    BadDefinition,
+    HarnessError,
+    NotTaken,
+    OutsideHome,
+    UnknownField,
+    UnknownHarness,
+    UnknownPlaceholder,
+)
+from rollout.harnesses.passed_on import check_taken
+from rollout.harnesses.placeholders import NAMES, check, fill, fill_file
+from rollout.harnesses.prepared import Endpoint, Prepared
+from rollout.harnesses.surroundings import surroundings, withheld
+from rollout.task import HarnessSpec, McpServer, Upload
+from tests import ROOT
+from tests.deploy.test_packaging import MODEL_LIBRARIES, SERVICE_LIBRARIES, import_in_a_fresh_process, modules_of
+from tests.support.service.verbatim_process import verbatim
+
+DOCS = (ROOT / "docs" / "harnesses.md").read_text()
+EXPECTED = {
+    "aider": "chat",
+    "claude-code": "messages",
+    "codex": "responses",
+    "gemini-cli": "gemini",
+    "mini-swe-agent": "chat",
+    "openai-agents": "responses",
+    "opencode": "chat",
+    "pi": "chat",
+    "qwen-code": "chat",
+    "shell": "any",
+}
+ROOT_URL = "http://127.0.0.1:8700/s/abc"
+ENDPOINT = Endpoint({"openai": f"{ROOT_URL}/v1", "anthropic": ROOT_URL, "gemini": ROOT_URL}, "vk-abc")
+LEAST = {"description": "one", "dialect": "chat", "argv": ["agent", "{prompt}"]}
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+values = st.fixed_dictionaries(dict.fromkeys(NAMES, texts))
+
+
+def prepared(harness: Harness, prompt: str | list[str] = "Fix it.", model: str = "policy", home: str = "/h") -> Prepared:
+    return harness.prepared(ENDPOINT, model, prompt, Path(home), workdir=Path("/w"))
+
+
+def everything(ready: Prepared) -> list[str]:
+    return [*ready.argv, *ready.env.values(), *ready.files.values()]
+
+
+def write_definition(folder: Path, name: str, text: str) -> Path:
+    path = folder / f"{name}.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_built_in_harnesses_are_these() -> None:
+    assert {name: load(name).dialect for name in names()} == EXPECTED
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_built_in_definition_says_what_it_is_and_how_to_get_it(name: str) -> None:
+    harness = load(name)
+    assert harness.name == name and harness.description and "\n" not in harness.description
+    if name != "shell":
+        assert harness.install and harness.version
+        assert f"{harness.version} " in f"{harness.install[0]} ", "the install line pins the tested version"
+        assert harness.takes_prompt and harness.takes_model and not harness.takes_command
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_built_in_harness_is_pointed_at_the_session_and_nowhere_else(name: str) -> None:
+    ready = prepared(load(name))
+    found = [url for text in everything(ready) for url in re.findall(r"https?://[^\s\"',]+", text)]
+    assert found and all(url.startswith(ROOT_URL) for url in found)
+    assert any("vk-abc" in text for text in everything(ready))
+
+
+@pytest.mark.parametrize("name", sorted(set(EXPECTED) - {"shell"}))
+def test_a_prompt_is_one_argument_word_for_word(name: str) -> None:
+    prompt = "line one\n'two' \"three\" {model} ${HOME} {{x}} \\ end"
+    assert [word.partition("=")[2] if word.startswith("--") else word for word in prepared(load(name), prompt).argv].count(
+        prompt
+    ) == 1
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("model", ["policy", "Qwen/Qwen3-0.6B", 'odd"name\\with{braces}'])
+def test_the_files_of_a_built_in_harness_are_well_formed_whatever_the_model_is_called(name: str, model: str) -> None:
+    for path, text in prepared(load(name), model=model).files.items():
+        if path.endswith(".json"):
+            json.loads(text)
+        elif path.endswith(".toml"):
+            tomllib.loads(text)
+        else:
+            ast.parse(text)
+
+
+def test_the_help_of_the_commands_names_every_built_in_harness() -> None:
+    for command in ("run", "env"):
+        shown = " ".join(verbatim(command, "--help").stdout.split())
+        assert [name for name in EXPECTED if f" {name}," not in shown] == []
+
+
+def test_the_page_about_harnesses_names_every_built_in_one_with_its_version() -> None:
+    split = [[cell.strip(" `") for cell in line.split("|")] for line in DOCS.splitlines() if line.count("|") > 4]
+    rows = {cells[1]: cells for cells in split}
+    for name in EXPECTED:
+        harness = load(name)
+        assert harness.dialect in rows[name] and (harness.version or "-") in rows[name]
+
+
+def test_the_definitions_name_the_versions_that_are_tested() -> None:
+    tested = ROOT / "tests" / "harnesses"
+    pinned = [
+        f"{name}@{version}" for name, version in json.loads((tested / "package.json").read_text())["dependencies"].items()
+    ]
+    pinned += [(tested / f"{name}.txt").read_text().splitlines()[-1] for name in ("aider", "mini-swe-agent")]
+    installs = " ".join(f"{line} " for name in names() for line in load(name).install)
+    assert [each for each in pinned if f" {each} " not in installs] == []
+    assert len(pinned) == 8
+
+
+def test_the_page_about_harnesses_names_every_placeholder_and_every_field() -> None:
+    assert [name for name in NAMES if f"`{{{name}}}`" not in DOCS] == []
+    assert [name for name in Harness.__dataclass_fields__ if f"`{name}`" not in DOCS] == []
+
+
+def test_the_example_on_the_page_is_a_definition(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```toml\n(.*?)^```$", DOCS, re.MULTILINE | re.DOTALL)
+    ready = prepared(load(str(write_definition(tmp_path, "my-agent", example))))
+    assert ENDPOINT.base_urls["openai"] in "".join(everything(ready)) and "Fix it." in ready.argv
+
+
+def test_a_definition_is_found_by_its_path(tmp_path: Path) -> None:
+    path = write_definition(tmp_path, "mine", 'description = "d"\ndialect = "chat"\nargv = ["x", "{prompt}"]\n')
+    assert load(str(path)) == Harness("mine", "d", "chat", ("x", "{prompt}"))
+
+
+def test_a_definition_in_the_users_folder_is_found_by_its_name_and_wins(tmp_path: Path, monkeypatch: Any) -> None:
+    for name in ("mine", "codex"):
+        write_definition(tmp_path, name, 'description = "of the user"\ndialect = "chat"\nargv = ["x"]\n')
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    assert names() == sorted({*EXPECTED, "mine"})
+    assert load("mine").description == load("codex").description == "of the user"
+
+
+def test_a_users_folder_that_is_not_there_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "gone"))
+    with pytest.raises(UnknownHarness, match=f"{VARIABLE} names .*gone"):
+        names()
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(UnknownHarness, match=r"'codecs'.*codex"):
+        load("codecs")
+
+
+def test_a_path_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnknownHarness, match=r"none\.toml"):
+        load(str(tmp_path / "none.toml"))
+
+
+def test_a_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadDefinition, match=r"broken\.toml"):
+        load(str(write_definition(tmp_path, "broken", "argv = [")))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        ({"args": ["x"]}, UnknownField, "'args'"),
+        ({"dialect": "grpc"}, BadDefinition, "dialect cannot be 'grpc'"),
+        ({"stdin": "tty"}, BadDefinition, "stdin cannot be 'tty'"),
+        ({"argv": "agent {prompt}"}, BadDefinition, "argv must be a list of strings"),
+        ({"env": {"PORT": 1}}, BadDefinition, "env must be a table of strings"),
+        ({"description": 3}, BadDefinition, "description must be a string"),
+        ({"env": {"BAD NAME": "x"}}, BadDefinition, "'BAD NAME'"),
+        ({"unset": ["A=B"]}, BadDefinition, "'A=B'"),
+        ({"name": "Big Name"}, BadDefinition, "'Big Name'"),
+        ({"argv": ["agent", "{promt}"]}, UnknownPlaceholder, r"argv: \{promt\}"),
+        ({"env": {"URL": "{base_url}"}}, UnknownPlaceholder, r"env URL: \{base_url\}"),
+        ({"files": {"a.json": '{"u": "{url}"}'}}, UnknownPlaceholder, r"file a.json: \{url\}"),
+        ({"files": {"../a": ""}}, OutsideHome, r"'\.\./a'"),
+        ({"files": {"a/../../b": ""}}, OutsideHome, "below it"),
+        ({"files": {"/etc/passwd": ""}}, OutsideHome, "/etc/passwd"),
+        ({"files": {"": ""}}, OutsideHome, "''"),
+        ({"files": {"folder/": ""}}, OutsideHome, "folder/"),
+    ],
+)
+def test_a_definition_that_breaks_a_rule_is_refused_by_name(
+    change: dict[str, Any], kind: type[HarnessError], says: str
+) -> None:
+    with pytest.raises(kind, match=says) as caught:
+        parsed({**LEAST, **change}, "mine")
+    assert "mine" in str(caught.value) or "name" in change
+
+
+@pytest.mark.parametrize("missing", ["description", "dialect"])
+def test_a_definition_without_a_needed_field_is_refused(missing: str) -> None:
+    with pytest.raises(BadDefinition, match=f"{missing} is missing"):
+        parsed({key: value for key, value in LEAST.items() if key != missing}, "mine")
+
+
+def test_braces_that_are_no_placeholder_stay() -> None:
+    text = '{"a": {"b": {}}, "c": [{1}]} ${model} {{model}} {A} {a-b} { model } %s'
+    check(text, "here")
+    assert fill(text, dict.fromkeys(NAMES, "X")) == text.replace("{{model}}", "{model}")
+
+
+@given(values, st.lists(st.sampled_from([*(f"{{{name}}}" for name in NAMES), " ", "{}", "x", "}", '{"a":'])))
+def test_every_placeholder_becomes_its_value_once_and_nothing_else_changes(given_values: Any, parts: list[str]) -> None:
+    """Also when a value looks like a placeholder itself."""
+    expected = "".join(given_values.get(part[1:-1], part) if part != "{}" else part for part in parts)
+    assert fill("".join(parts), given_values) == expected
+
+
+@given(values)
+def test_values_come_back_from_json_and_toml_files_as_they_were(given_values: Any) -> None:
+    as_json = "{" + ", ".join(f'"{name}": "{{{name}}}"' for name in NAMES) + "}"
+    assert json.loads(fill_file("a/settings.json", as_json, given_values)) == given_values
+    without_delete = {name: value.replace("\x7f", "") for name, value in given_values.items()}
+    as_toml = "\n".join(f'{name} = "{{{name}}}"' for name in NAMES)
+    assert tomllib.loads(fill_file("a/config.toml", as_toml, without_delete)) == without_delete
+
+
+@given(texts)
+def test_a_file_of_another_kind_gets_the_value_as_it_is(prompt: str) -> None:
+    assert fill_file("task.md", "# {prompt}", {"prompt": prompt}) == f"# {prompt}"
+
+
+def test_the_words_for_a_command_are_the_command_and_a_text_is_a_line_for_sh() -> None:
+    shell = load("shell")
+    assert prepared(shell, ["python", "-c", "print(1)", "a b"]).argv == ("python", "-c", "print(1)", "a b")
+    assert prepared(shell, "a | b").argv == ("sh", "-c", "a | b")
+
+
+def test_a_line_that_is_too_long_for_an_argument_is_a_file() -> None:
+    ready = prepared(load("shell"), "#" * 131072)
+    assert ready.argv == ("sh", "/h/.verbatim-command") and ready.files[".verbatim-command"] == "#" * 131072
+    assert prepared(load("shell"), "#" * 131071).argv[1] == "-c"
+
+
+def test_words_for_a_prompt_are_joined_by_spaces() -> None:
+    assert prepared(parsed(LEAST, "mine"), ["Fix", "the test"]).argv == ("agent", "Fix the test")
+
+
+def test_the_home_and_the_working_directory_are_filled_in() -> None:
+    harness = parsed({**LEAST, "argv": ["{home}/x", "{workdir}", "{prompt}"]}, "mine")
+    assert prepared(harness, "p").argv == ("/h/x", "/w", "p")
+
+
+def test_files_are_written_below_the_home_for_their_owner_alone(tmp_path: Path) -> None:
+    ready = parsed({**LEAST, "files": {".a/b.txt": "{api_key}", "c": "2"}}, "mine").prepared(ENDPOINT, "m", "p", tmp_path)
+    assert ready.write(tmp_path) == [tmp_path / ".a/b.txt", tmp_path / "c"]
+    assert (tmp_path / ".a/b.txt").read_text() == "vk-abc"
+    assert (tmp_path / ".a/b.txt").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "c").write_text("changed")
+    ready.write(tmp_path)
+    assert (tmp_path / "c").read_text() == "2"
+
+
+def test_a_link_that_leads_out_of_the_home_is_not_followed(tmp_path: Path) -> None:
+    home, outside = tmp_path / "home", tmp_path / "outside"
+    home.mkdir()
+    outside.mkdir()
+    (home / ".agent").symlink_to(outside)
+    with pytest.raises(OutsideHome, match="outside"):
+        prepared(parsed({**LEAST, "files": {".agent/x": "1"}}, "mine")).write(home)
+    assert list(outside.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        *("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_MODEL", "GEMINI_API_KEY", "GOOGLE_CLOUD_PROJECT", "CLAUDECODE"),
+        *("HTTPS_PROXY", "http_proxy", "ALL_PROXY", "VERBATIM_ADMIN_TOKEN", "VERBATIM_URL", "HF_TOKEN", "GITHUB_TOKEN"),
+        *("MY_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "XDG_CONFIG_HOME", "SSH_AUTH_SOCK", "CODEX_HOME", "PI_OFFLINE"),
+    ],
+)
+def test_what_would_lead_a_harness_elsewhere_or_is_secret_is_withheld(variable: str) -> None:
+    assert withheld(variable)
+
+
+@pytest.mark.parametrize(
+    "variable", ["PATH", "LANG", "TERM", "VIRTUAL_ENV", "PYTHONPATH", "NO_PROXY", "PIP_INDEX_URL", "TOKENIZERS_PARALLELISM"]
+)
+def test_what_a_task_may_need_is_kept(variable: str) -> None:
+    assert not withheld(variable)
+
+
+def test_the_surroundings_are_the_callers_with_a_home_of_their_own() -> None:
+    ready = Prepared(("x",), {"OPENAI_API_KEY": "vk", "LANG": "C"}, {}, ("EDITOR",))
+    outer = {"PATH": "/bin", "HOME": "/home/me", "LANG": "de", "EDITOR": "vi", "OPENAI_API_KEY": "mine", "HTTP_PROXY": "p"}
+    assert surroundings(outer, ready, Path("/h"), {"HTTP_PROXY": "given"}) == {
+        "PATH": "/bin",
+        "HOME": "/h",
+        "TMPDIR": "/h/tmp",
+        "LANG": "C",
+        "OPENAI_API_KEY": "vk",
+        "HTTP_PROXY": "given",
+    }
+
+
+def test_harnesses_need_nothing_but_the_base_install() -> None:
+    loaded = import_in_a_fresh_process(modules_of("rollout/harnesses"), blocked=[*SERVICE_LIBRARIES, *MODEL_LIBRARIES])
+    assert not loaded & {"proxy", "trainer_client", "cli"}
+
+
+def test_the_definitions_lie_beside_the_modules_that_read_them() -> None:
+    assert BUILT_IN.parent.name == "harnesses" and len(list(BUILT_IN.glob("*.toml"))) == len(EXPECTED)
+
+
+SERVERS = (
+    McpServer("files", ("node", 'a "b" \\ c'), {"KEY": "x=y"}),
+    McpServer("far", url="http://example.test/mcp"),
+)
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if load(name).mcp is not None])
+def test_the_servers_of_a_task_stand_in_the_harness_configuration_beside_what_was_there(name: str) -> None:
+    harness = load(name)
+    assert harness.mcp is not None
+    plain = harness.prepared(ENDPOINT, "m", "hi", Path("/home/x")).files.get(harness.mcp.file, "")
+    told = harness.prepared(ENDPOINT, "m", "hi", Path("/home/x"), servers=SERVERS).files[harness.mcp.file]
+    read = json.loads if harness.mcp.file.endswith(".json") else tomllib.loads
+    before, after = read(plain) if plain else {}, read(told)
+    entries = after.pop(harness.mcp.table)
+    assert after == before
+    assert set(entries) == {"files", "far"}
+    command = entries["files"]["command"]
+    words = command if isinstance(command, list) else [command, *entries["files"]["args"]]
+    assert words == list(SERVERS[0].command)
+    assert entries["files"].get("env", entries["files"].get("environment")) == {"KEY": "x=y"}
+    assert SERVERS[1].url in entries["far"].values()
+
+
+@pytest.mark.parametrize(
+    ("harness", "given", "says"),
+    [
+        ("aider", {"mcp_servers": SERVERS}, "aider takes no MCP servers"),
+        ("mini-swe-agent", {"skills": (Upload("s", b""),)}, "mini-swe-agent takes no skills"),
+        ("codex", {"mcp_servers": (McpServer("a b", ("x",)),)}, "'a b' cannot be the name"),
+        ("codex", {"mcp_servers": (SERVERS[0], SERVERS[0])}, "two MCP servers are called 'files'"),
+        ("codex", {"skills": (Upload("../s", b""),)}, "'../s' is not a path below"),
+    ],
+)
+def test_what_a_harness_has_no_place_for_is_refused(harness: str, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(NotTaken, match=re.escape(says)):
+        check_taken(load(harness), HarnessSpec(harness, **given))
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"file": "x.json", "table": "t"}, "neither command nor url"),
+        ({"file": "x.ini", "table": "t", "url": {"u": "{url}"}}, "'x.ini' is none of"),
+        ({"file": "x.json", "table": "t", "url": {"u": "{command}"}}, "{command} stands for nothing"),
+        ({"file": "x.json", "url": {"u": "{url}"}}, "table is missing"),
+        ({"file": "x.json", "table": "t", "urls": {}}, "no field 'urls'"),
+        ({"file": "../x.json", "table": "t", "url": {"u": "{url}"}}, "stays below it"),
+    ],
+)
+def test_a_form_for_servers_that_cannot_be_used_is_refused(form: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadDefinition, match=re.escape(says)):
+        parsed({**LEAST, "mcp": form}, "mine")

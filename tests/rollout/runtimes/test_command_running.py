@@ -1,0 +1,97 @@
+"""Commands of the node's own machine: what goes on in the node while they run, and that nothing keeps them from being ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from rollout.runtimes import processes
+from rollout.runtimes.command import Limits, finished, started
+from rollout.runtimes.container_processes import ContainerProcesses
+from rollout.runtimes.resources import Resources
+from rollout.task import RuntimeSpec
+from tests.support.runtimes.runtime_places import SECONDS, shell, unconfined
+
+
+async def test_a_great_input_goes_to_a_command_piece_by_piece() -> None:
+    """Handed over at once it is copied at once, and nothing else of the node goes on meanwhile."""
+    async with started(["sleep", "600"], env=os.environ) as process:
+        assert process.stdin is not None
+        running = asyncio.ensure_future(
+            finished(
+                process,
+                bytes(64 << 20),
+                Limits(SECONDS, grace_seconds=1.0),
+                lambda number: processes.send([process.pid], number),
+            )
+        )
+        async with asyncio.timeout(SECONDS):
+            while not process.stdin.transport.get_write_buffer_size():
+                await asyncio.sleep(0.01)
+        assert process.stdin.transport.get_write_buffer_size() <= 1 << 20
+        running.cancel()
+        await asyncio.wait({running})
+
+
+async def test_memory_is_looked_at_while_the_node_goes_on() -> None:
+    looked: list[threading.Thread] = []
+    killed: list[threading.Thread] = []
+
+    def pids() -> list[int]:
+        looked.append(threading.current_thread())
+        return [os.getpid()]
+
+    await Resources(RuntimeSpec(memory_mb=1), "t", []).watched(pids, lambda: killed.append(threading.current_thread()))
+    assert killed == [threading.main_thread()]
+    assert threading.main_thread() not in looked
+
+
+@pytest.mark.parametrize("sent", ["STOP", "KILL"])
+async def test_a_command_that_stops_or_kills_its_supervisor_is_ended_all_the_same(tmp_path: Path, sent: str) -> None:
+    line = f"echo $$ > pid; kill -{sent} $PPID; sleep 600"
+    async with unconfined(tmp_path).started() as runtime:
+        for seconds in (2.0, 10.0, SECONDS) if sent == "STOP" else (SECONDS,):
+            async with asyncio.timeout(2 * SECONDS):
+                done = await shell(runtime, line, timeout_seconds=seconds)
+                told = (await shell(runtime, "cat pid")).stdout
+            # On a slow machine it had not begun by then.
+            if told:
+                break
+        # Without its supervisor it is over.
+        assert (done.timed_out, done.exit_code) == ((True, 143) if sent == "STOP" else (False, 137))
+        assert processes.parent(int(told)) is None
+
+
+async def test_a_daemon_that_holds_the_output_of_a_command_without_supervisor_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """It is in no session of the command's, and no child of what watched over it."""
+    daemon = "setsid sh -c 'echo $$ > pid; exec sleep 600' &"
+    async with unconfined(tmp_path).started() as runtime:
+        async with asyncio.timeout(SECONDS):
+            done = await shell(runtime, f"{daemon} until [ -s pid ]; do sleep 0.1; done; kill -KILL $PPID")
+            assert (done.timed_out, done.exit_code) == (False, 137)
+            pid = int((await shell(runtime, "cat pid")).stdout)
+        assert processes.parent(pid) is None
+
+
+async def test_what_is_killed_in_a_container_again_and_again_keeps_the_node_from_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three looks find something; between them the node goes on."""
+    within = ContainerProcesses(1, "pid:[1]")
+    within.commands["c"] = frozenset()
+    looks: list[int] = []
+
+    def started_by(command: str) -> list[int]:
+        looks.append(len(looks))
+        return [2**22 + 1] if len(looks) < 4 else []
+
+    monkeypatch.setattr(within, "_started_by", started_by)
+    within.kill("c")
+    assert looks == [0]
+    async with asyncio.timeout(SECONDS):
+        while len(looks) < 4:
+            await asyncio.sleep(0.01)

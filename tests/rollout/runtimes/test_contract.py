@@ -1,0 +1,551 @@
+"""What every kind of runtime promises, on each of them for real (`rollout.runtimes.base`)."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import tarfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollout.runtimes import processes
+from rollout.runtimes.base import KEPT_BYTES, BadRuntime, DiskFull, Executed, Logs, Route, Runtime, RuntimeFailed
+from tests.support.runtimes.runtime_places import (
+    ANSWER,
+    NOWHERE,
+    SECONDS,
+    Place,
+    answering,
+    contained,
+    out,
+    python,
+    sandboxed,
+    shell,
+    unconfined,
+)
+from tests.support.service.verbatim_process import runs
+
+KINDS = ["bwrap", "unconfined", "container", "kubernetes", "apptainer"]
+OPEN = ("unconfined", "kubernetes")
+"""Kinds that keep nothing from the network themselves: a cluster does it for its pods."""
+OF_ONE_NETWORK = ("unconfined", "kubernetes", "apptainer")
+"""Kinds in which all commands have the same."""
+FETCH = "import sys, urllib.request as u; sys.stdout.buffer.write(u.urlopen(sys.argv[1], timeout=120).read())"
+DETACHED = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.environ.clear()
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]])
+    os._exit(0)
+os.wait()
+print("started", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+"""Leaves a process behind that has nothing to do with it any more, and whose command line holds the first argument."""
+DEAF = "trap '' TERM; echo started; while :; do sleep 1; done"
+
+
+def but(*left_out: str) -> list[object]:
+    """The other kinds."""
+    marks = {"apptainer": [pytest.mark.apptainer]}
+    return [pytest.param(kind, marks=marks.get(kind, [])) for kind in KINDS if kind not in left_out]
+
+
+@pytest.fixture(params=but())
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    return place_of(request.param, tmp_path)
+
+
+def place_of(name: str, folder: Path) -> Place:
+    from tests.support.runtimes.apptainer_installed import in_real_instances
+    from tests.support.runtimes.kube_cluster import in_pods
+
+    places: dict[str, Callable[[Path], Place]] = {
+        "bwrap": sandboxed,
+        "unconfined": unconfined,
+        "container": contained,
+        "kubernetes": lambda folder: in_pods(),
+        "apptainer": in_real_instances,
+    }
+    return places[name](folder)
+
+
+@pytest.fixture(params=but(*OPEN))
+def closed(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A kind that keeps commands from the network."""
+    return place_of(request.param, tmp_path)
+
+
+@pytest.fixture(params=but(*OF_ONE_NETWORK))
+def opening(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A kind in which a single command may have another network than its runtime."""
+    return place_of(request.param, tmp_path)
+
+
+def archive(**files: str) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as opened:
+        for name, text in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(text.encode())
+            opened.addfile(member, io.BytesIO(text.encode()))
+    return buffer.getvalue()
+
+
+def entries(*members: tuple[str, bytes, str]) -> bytes:
+    """An archive of (name, type, what it links to)."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as opened:
+        for name, kind, linked in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, linked
+            opened.addfile(member)
+    return buffer.getvalue()
+
+
+def texts(data: bytes) -> dict[str, str]:
+    """Name -> content of the files in an archive."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as opened:
+        files = {member.name: opened.extractfile(member) for member in opened if member.isfile()}
+        return {name: file.read().decode() for name, file in files.items() if file}
+
+
+def command_line(pid: int) -> bytes:
+    """Nothing of a process that has just ended: those of other tests come and go."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def running_with(word: str) -> list[int]:
+    """Processes of the machine that were started with that argument."""
+    return [pid for pid in processes.running() if word.encode() in command_line(pid).split(b"\0") and runs(pid)]
+
+
+async def in_time(run: Callable[[float], Awaitable[Executed]]) -> Executed:
+    """What a command did whose time was up, with so much time that it had begun, however slow the machine is."""
+    for seconds in (1.0, 5.0, 25.0):
+        done = await run(seconds)
+        if done.stdout:
+            return done
+    return await run(SECONDS)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.05)
+
+
+async def test_home_and_workdir_are_there_empty_and_writable(place: Place) -> None:
+    async with place.started() as runtime:
+        assert await out(runtime, "pwd") == f"{runtime.workdir}\n"
+        assert await out(runtime, 'echo "$HOME"; ls -A') == f"{runtime.home}\n"
+        assert set((await out(runtime, 'ls -A "$HOME"')).split()) <= ({".bashrc", ".profile"} if place.spec.image else set())
+        await out(runtime, 'echo kept > here; echo kept > "$HOME/there"')
+        assert await out(runtime, 'cat here "$HOME/there"') == "kept\nkept\n"
+
+
+async def test_argv_is_passed_as_it_is(place: Place) -> None:
+    words = ["-n", "a b", "ü\n'\"$HOME`", "", "--", "*", "\\"]
+    async with place.started() as runtime:
+        done = await python(runtime, "import sys; print(ascii(sys.argv[1:]))", *words)
+    assert done.stdout.decode() == f"{words!a}\n"
+
+
+async def test_stdout_stderr_stdin_and_the_exit_code_are_the_commands_own(place: Place) -> None:
+    async with place.started() as runtime:
+        done = await shell(runtime, "cat; echo err >&2; exit 3", stdin=b"\0in\xff\n")
+    assert (done.exit_code, done.stdout, done.stderr, done.timed_out) == (3, b"\0in\xff\n", b"err\n", False)
+
+
+@pytest.mark.parametrize("code", [0, 1, 125, 126, 127, 137, 255])
+async def test_no_exit_code_is_taken_for_something_else(place: Place, code: int) -> None:
+    async with place.started() as runtime:
+        done = await shell(runtime, f"echo Error: of the command >&2; exit {code}")
+    assert (done.exit_code, done.stderr) == (code, b"Error: of the command\n")
+
+
+async def test_a_signal_counts_as_a_shell_counts_it(place: Place) -> None:
+    async with place.started() as runtime:
+        assert (await shell(runtime, "kill -11 $$")).exit_code == 139
+
+
+async def test_a_command_that_is_not_there_or_cannot_be_started_has_the_exit_code_of_a_shell(place: Place) -> None:
+    async with place.started() as runtime:
+        await runtime.upload("text", b"no program", mode=0o644)
+        missing = await runtime.exec(["no-such-command"], timeout_seconds=SECONDS)
+        assert missing.exit_code == 127
+        assert b"no-such-command" in missing.stderr
+        assert (await runtime.exec(["./text"], timeout_seconds=SECONDS)).exit_code == 126
+        assert (await runtime.exec(["echo", "a\0b"], timeout_seconds=SECONDS)).exit_code == 126
+        assert (await runtime.exec(["echo", "x" * (1 << 22)], timeout_seconds=SECONDS)).exit_code == 126
+        assert (await runtime.exec(["true"], workdir="no/such/folder", timeout_seconds=SECONDS)).exit_code == 126
+
+
+@pytest.mark.parametrize("kind", but("bwrap", "unconfined"))
+async def test_a_variable_that_no_shell_can_set_keeps_a_command_from_being_started(kind: str, tmp_path: Path) -> None:
+    async with place_of(kind, tmp_path).started() as runtime:
+        done = await shell(runtime, "echo ran", env={"a-b": "c"})
+    assert (done.exit_code, done.stdout) == (126, b"")
+    assert b"'a-b' is no name of a variable that a shell can set" in done.stderr
+
+
+async def test_variables_reach_the_command_whole_and_those_of_the_node_do_not(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERBATIM_ADMIN_TOKEN", "secret-of-the-node")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/secret-of-the-node")
+    given = {"ONE": "a\nb 'c' \"d\" $HOME \\", "TWO": "", "THREE": "ü=#"}
+    async with place.started() as runtime:
+        done = await python(runtime, "import os; print(ascii(dict(os.environ)))", env=given)
+        seen = eval(done.stdout)
+        assert {name: seen[name] for name in given} == given
+        assert "secret-of-the-node" not in done.stdout.decode()
+        # That of an image, with what apptainer adds to it.
+        of_image = {"LD_LIBRARY_PATH"} if place.spec.kind == "apptainer" else set()
+        assert set(seen) - set(given) - of_image <= {
+            "HOME",
+            "LANG",
+            "LC_CTYPE",
+            "PATH",
+            "PWD",
+            "OLDPWD",
+            "TMPDIR",
+            "HOSTNAME",
+            "TERM",
+            "container",
+            "VERBATIM_EXEC",
+        }
+        assert (seen["HOME"], seen["PWD"]) == (runtime.home, runtime.workdir)
+
+
+async def test_a_variable_is_not_to_be_seen_by_other_users_of_the_machine(place: Place, tmp_path: Path) -> None:
+    logs = Logs(tmp_path / "out", tmp_path / "err")
+    async with place.started() as runtime:
+        running = asyncio.ensure_future(
+            shell(runtime, "echo $SECRET; sleep 600", env={"SECRET": "the-secret-value"}, logs=logs)
+        )
+        await until(lambda: logs.stdout.exists() and bool(logs.stdout.read_bytes()), "the command has started")
+        assert not [pid for pid in processes.running() if b"the-secret-value" in command_line(pid)]
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+
+async def test_paths_may_hold_anything(place: Place) -> None:
+    async with place.started() as runtime:
+        for path in ("-rf", "a b/ü'\"$(id)", "*", f"{runtime.home}/.config/x\ny"):
+            await runtime.upload(path, path.encode())
+            assert (await runtime.exec(["cat", "--", path], timeout_seconds=SECONDS)).stdout == path.encode()
+        downloaded = await runtime.download(["-rf", "a b", "*", "not there", f"{runtime.workdir}/-rf"], bound_bytes=1 << 20)
+        assert {"-rf", "a b/ü'\"$(id)", "*"} == set(texts(downloaded))
+
+
+async def test_an_upload_has_its_mode_and_replaces_what_was_there(place: Place) -> None:
+    async with place.started() as runtime:
+        await runtime.upload("tool", b"#!/bin/sh\necho one\n", mode=0o555)
+        await runtime.upload("tool", b"#!/bin/sh\necho two\n", mode=0o700)
+        assert await out(runtime, "./tool; stat -c %a tool") == "two\n700\n"
+        with pytest.raises(RuntimeFailed, match="/proc/version"):
+            await runtime.upload("/proc/version", b"")
+
+
+async def test_what_is_downloaded_unpacks_elsewhere_as_it_was(place: Place) -> None:
+    async with place.started() as runtime:
+        await out(runtime, "mkdir -p a/b; echo text > a/b/c; ln -s b/c a/link; chmod 750 a/b; touch .hidden")
+        whole = await runtime.download(["."], bound_bytes=1 << 20)
+        outside = await runtime.download([f"{runtime.home}/../..{runtime.workdir}/a", "/etc/hosts"], bound_bytes=1 << 20)
+    assert "etc/hosts" in texts(outside)
+    async with place.started() as other:
+        await other.unpack(".", whole)
+        assert await out(other, "cat a/link; stat -c %a a/b; ls -A") == "text\n750\n.hidden\na\n"
+
+
+async def test_a_download_of_nothing_is_an_archive_of_nothing_and_one_too_great_is_refused(place: Place) -> None:
+    async with place.started() as runtime:
+        assert texts(await runtime.download(["nothing"], bound_bytes=1 << 20)) == {}
+        await python(runtime, "import os; open('great', 'wb').write(os.urandom(1 << 20))")
+        with pytest.raises(RuntimeFailed, match="greater than 100000 bytes"):
+            await runtime.download(["great"], bound_bytes=100_000)
+        assert await out(runtime, "ls") == "great\n"
+
+
+@pytest.mark.parametrize("name", ["../out", "/out", "a/../../out"])
+async def test_an_archive_that_leads_out_is_refused(place: Place, name: str) -> None:
+    async with place.started() as runtime:
+        with pytest.raises(RuntimeFailed, match="leads out"):
+            await runtime.unpack("in", archive(**{"first": "x", name: "out"}))
+        assert await out(runtime, "ls -A") == ""
+
+
+async def test_entries_through_links_that_lead_out_and_what_is_no_archive_are_refused(place: Place) -> None:
+    async with place.started() as runtime:
+        for data in (
+            entries(("link", tarfile.SYMTYPE, "../../.."), ("link/file", tarfile.REGTYPE, "")),
+            entries(("a", tarfile.SYMTYPE, "/"), ("b/c", tarfile.SYMTYPE, "../a/tmp"), ("b/c/file", tarfile.REGTYPE, "")),
+            entries(("a", tarfile.SYMTYPE, "/etc"), ("b", tarfile.LNKTYPE, "a/hosts")),
+            entries(("a", tarfile.LNKTYPE, "../../etc/hosts")),
+            entries(("null", tarfile.CHRTYPE, "")),
+            b"no archive",
+            b"",
+            archive(a="text")[:-20],
+        ):
+            with pytest.raises(RuntimeFailed, match="archive"):
+                await runtime.unpack("in", data)
+        assert await out(runtime, "ls -A") == ""
+
+
+async def test_what_an_agent_leaves_reaches_another_runtime_whatever_it_is(place: Place) -> None:
+    """Environments of Python are full of links to the system's programs, and tests leave files that nobody may read."""
+    links = "ln -s /etc/hosts absolute; ln -s ../../.. up; mkfifo pipe"
+    left = f"{links}; mkdir -p shut/in; echo text > shut/in/file; chmod 0 shut/in/* shut/in shut"
+    async with place.started() as runtime, place.started() as other:
+        await out(runtime, left)
+        await other.unpack(".", await runtime.download(["."], bound_bytes=1 << 20))
+        assert await out(other, "readlink absolute up; test -p pipe; cat shut/in/file") == "/etc/hosts\n../../..\ntext\n"
+
+
+async def test_a_great_output_is_bounded_in_memory_and_in_the_logs(place: Place, tmp_path: Path) -> None:
+    logs = Logs(tmp_path / "logs" / "out", tmp_path / "logs" / "err", bound_bytes=1 << 20)
+    program = (
+        "import sys; [sys.stdout.write('x' * (1 << 20)) for _ in range(100)]; print('the end'); print('err', file=sys.stderr)"
+    )
+    async with place.started() as runtime:
+        done = await python(runtime, program, logs=logs)
+    assert (done.exit_code, len(done.stdout), done.stdout[-8:]) == (0, KEPT_BYTES, b"the end\n")
+    logged = logs.stdout.read_bytes()
+    assert logged[: 1 << 20] == b"x" * (1 << 20)
+    assert logged[1 << 20 :] == b"\n[%d more bytes are not in this log]\n" % (99 * (1 << 20) + 8)
+    assert logs.stderr.read_bytes() == b"err\n"
+
+
+async def test_a_log_is_written_while_the_command_runs_and_the_next_one_goes_on_in_it(place: Place, tmp_path: Path) -> None:
+    logs = Logs(tmp_path / "out", tmp_path / "err")
+    async with place.started() as runtime:
+        running = asyncio.ensure_future(shell(runtime, "echo one; until [ -e go ]; do sleep 0.1; done", logs=logs))
+        await until(lambda: logs.stdout.exists() and logs.stdout.read_bytes() == b"one\n", "the log is written")
+        await runtime.upload("go", b"")
+        assert (await running).exit_code == 0
+        await shell(runtime, "echo two", logs=logs)
+    assert logs.stdout.read_bytes() == b"one\ntwo\n"
+
+
+async def test_a_log_that_cannot_be_written_ends_the_command(place: Place, tmp_path: Path) -> None:
+    async with place.started() as runtime:
+        with pytest.raises(DiskFull, match="/dev/full"):
+            await shell(runtime, "echo one; sleep 600", logs=Logs(Path("/dev/full"), tmp_path / "err"))
+
+
+async def test_a_command_whose_time_is_up_is_told_and_all_it_started_is_ended(place: Place) -> None:
+    word = f"{place.names}-detached"
+    async with place.started() as runtime:
+        done = await in_time(lambda seconds: python(runtime, DETACHED, word, "600", timeout_seconds=seconds))
+        assert (done.timed_out, done.exit_code, done.stdout) == (True, 143, b"started\n")
+        await until(lambda: not running_with(word), "the detached process has ended")
+
+
+async def test_a_command_that_does_not_mind_being_told_is_killed(place: Place) -> None:
+    async with place.started() as runtime:
+        done = await in_time(lambda seconds: shell(runtime, DEAF, timeout_seconds=seconds))
+        assert (done.timed_out, done.exit_code, done.stdout) == (True, 137, b"started\n")
+
+
+async def test_what_a_command_left_running_ends_with_it(place: Place) -> None:
+    """Also where it holds the command's output, for which one would wait for ever."""
+    word = f"{place.names}-detached"
+    async with place.started() as runtime:
+        done = await python(runtime, DETACHED, word, "0")
+        assert (done.exit_code, done.stdout) == (0, b"started\n")
+        await until(lambda: not running_with(word), "the detached process has ended")
+
+
+async def test_a_cancelled_caller_ends_the_command(place: Place, tmp_path: Path) -> None:
+    word = f"{place.names}-detached"
+    logs = Logs(tmp_path / "out", tmp_path / "err")
+    async with place.started() as runtime:
+        running = asyncio.ensure_future(python(runtime, DETACHED, word, "600", logs=logs))
+        await until(lambda: logs.stdout.exists() and bool(logs.stdout.read_bytes()), "the command has started")
+        assert running_with(word)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await until(lambda: not running_with(word), "the command has ended")
+        assert await out(runtime, "echo alive") == "alive\n"
+
+
+async def test_many_commands_run_beside_each_other(place: Place) -> None:
+    async with place.started() as runtime:
+        lines = [shell(runtime, f"cat; echo {number} >&2; exit {number}", stdin=b"%d" % number) for number in range(20)]
+        for number, done in enumerate(await asyncio.gather(*lines)):
+            assert (done.exit_code, done.stdout, done.stderr) == (number, b"%d" % number, b"%d\n" % number)
+
+
+async def test_a_command_that_ends_leaves_the_others_alone(place: Place, tmp_path: Path) -> None:
+    logs = Logs(tmp_path / "out", tmp_path / "err")
+    async with place.started() as runtime:
+        running = asyncio.ensure_future(shell(runtime, "echo one; until [ -e go ]; do sleep 0.1; done; echo two", logs=logs))
+        await until(lambda: running.done() or (logs.stdout.exists() and bool(logs.stdout.read_bytes())), "it has started")
+        assert not running.done(), running.result()
+        await shell(runtime, "sleep 600 & true")
+        await runtime.upload("go", b"")
+        assert (await running).stdout == b"one\ntwo\n"
+
+
+async def test_a_command_that_takes_too_much_memory_ends_with_137(place: Place) -> None:
+    async with place.started() as runtime:
+        done = await python(runtime, "import time; x = bytearray(1 << 29); x[::4096] = b'x' * len(x[::4096]); time.sleep(600)")
+        assert (done.exit_code, done.timed_out) == (137, False)
+        assert await out(runtime, "echo alive") == "alive\n"
+
+
+async def test_the_proxy_is_reached_and_nothing_else(closed: Place) -> None:
+    async with answering() as proxy, answering(b"outside") as other, closed.started(proxy) as runtime:
+        url = runtime.base_url(f"http://{proxy.host}:{proxy.port}/s/x/v1?a=b")
+        assert url.endswith("/s/x/v1?a=b")
+        assert (await python(runtime, FETCH, url)).stdout == ANSWER
+        assert (await python(runtime, FETCH, url, workdir="/")).stdout == ANSWER
+        for refused in (other.port, proxy.port):
+            done = await python(runtime, FETCH, f"http://127.0.0.1:{refused}/")
+            assert done.exit_code != 0
+            assert b"refused" in done.stderr
+        program = "import socket; socket.create_connection(('192.0.2.1', 80), 120)"
+        assert b"unreachable" in (await python(runtime, program)).stderr
+
+
+async def test_a_step_may_have_the_whole_network(opening: Place) -> None:
+    async with answering() as proxy, answering(b"outside") as other, opening.started(proxy) as runtime:
+        url = f"http://127.0.0.1:{other.port}/"
+        assert (await python(runtime, FETCH, url, network="full")).stdout == b"outside"
+        assert (await python(runtime, FETCH, url)).exit_code != 0
+
+
+async def test_the_whole_network_is_the_nodes(place: Place) -> None:
+    async with answering() as proxy, place.started(proxy, network="full") as runtime:
+        url = f"http://{proxy.host}:{proxy.port}/"
+        assert runtime.base_url(url) == url
+        assert (await python(runtime, FETCH, url)).stdout == ANSWER
+
+
+async def test_a_proxy_with_tls_keeps_its_name(closed: Place) -> None:
+    """Its certificate is for that name."""
+    async with closed.started(Route("proxy.example", 443)) as runtime:
+        url = runtime.base_url("https://proxy.example/s/x")
+        assert url.startswith("https://proxy.example:")
+        program = "import socket; print(socket.gethostbyname('proxy.example'))"
+        assert (await python(runtime, program)).stdout == b"127.0.0.1\n"
+    by_address = closed.runtime(Route("192.0.2.1", 443))
+    with pytest.raises(RuntimeFailed, match="host name"):
+        by_address.base_url("https://192.0.2.1/")
+
+
+async def test_many_connections_reach_the_proxy_at_once(closed: Place) -> None:
+    program = (
+        "import sys, threading, urllib.request as u; got = []\n"
+        "each = lambda: got.append(u.urlopen(sys.argv[1], timeout=120).read())\n"
+        "threads = [threading.Thread(target=each) for _ in range(40)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]; print(len(got), set(got))"
+    )
+    answer = b"y" * 300_000
+    async with answering(answer) as proxy, closed.started(proxy) as runtime:
+        url = runtime.base_url(f"http://{proxy.host}:{proxy.port}/")
+        program = program.replace("set(got)", "{len(each) for each in got}")
+        assert (await python(runtime, program, url)).stdout == b"40 {300000}\n"
+
+
+async def test_stop_ends_everything_and_may_be_called_again(place: Place) -> None:
+    word = f"{place.names}-detached"
+    runtime = place.runtime(NOWHERE)
+    await runtime.stop()
+    await runtime.start()
+    running = asyncio.ensure_future(python(runtime, DETACHED, word, "600"))
+    await until(lambda: bool(running_with(word)), "the command has started")
+    await runtime.stop()
+    await runtime.stop()
+    assert not running_with(word)
+    await asyncio.wait({running})
+    assert await place.kind.sweep(place.names) == 0
+
+
+async def test_what_a_killed_node_left_is_swept(place: Place, tmp_path: Path) -> None:
+    """Another process starts a runtime and a command in it, and is killed."""
+    word = f"{place.names}-detached"
+    owner = os.fork()
+    if owner == 0:
+        try:
+            asyncio.run(_worked(place, word))
+        finally:
+            os._exit(1)
+    await until(lambda: bool(running_with(word)), "the command has started")
+    os.kill(owner, 9)
+    await asyncio.to_thread(os.waitpid, owner, 0)
+    assert await place.kind.sweep("t-of-nobody") == 0
+    assert await place.kind.sweep(place.names) == 1
+    await until(lambda: not running_with(word), "the command has ended")
+    assert await place.kind.sweep(place.names) == 0
+
+
+async def _worked(place: Place, word: str) -> None:
+    runtime = place.runtime(NOWHERE)
+    await runtime.start()
+    await python(runtime, DETACHED, word, "600", timeout_seconds=600)
+
+
+async def test_two_runtimes_share_nothing(place: Place) -> None:
+    async with place.started() as one, place.started() as other:
+        await one.upload("file", b"of one")
+        assert await out(other, "ls -A") == ""
+
+
+async def test_a_name_is_used_by_one_runtime(place: Place) -> None:
+    runtime = place.runtime(NOWHERE)
+    await runtime.start()
+    try:
+        await runtime.upload("file", b"of the first")
+        twin = place.kind.make(place.spec, _name(runtime), NOWHERE)
+        with pytest.raises(RuntimeFailed):
+            await twin.start()
+        assert await out(runtime, "cat file") == "of the first"
+    finally:
+        await runtime.stop()
+
+
+def _name(runtime: Runtime) -> str:
+    return str(runtime.name)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"cpus": 0}, "cpus"),
+        ({"cpus": float("nan")}, "cpus"),
+        ({"memory_mb": 1}, "memory_mb"),
+        ({"disk_mb": 0}, "disk_mb"),
+        ({"network": "half"}, "choose proxy or full"),
+        ({"workdir": "relative"}, "absolute"),
+        ({"workdir": "/a/../b"}, "absolute"),
+        ({"workdir": "/"}, "absolute"),
+        ({"options": {"colour": "red"}}, "'colour'"),
+    ],
+)
+def test_a_spec_that_cannot_be_is_refused(place: Place, changes: dict[str, object], told: str) -> None:
+    with pytest.raises(BadRuntime, match=told):
+        place.kind.check(replace(place.spec, **changes))  # type: ignore[arg-type]
+
+
+def test_the_spec_of_the_contract_is_taken(place: Place) -> None:
+    place.kind.check(place.spec)
+
+
+async def test_this_machine_has_what_it_takes(place: Place) -> None:
+    """Where `place` could be had."""
+    assert await place.kind.missing() is None

@@ -1,0 +1,394 @@
+"""What a node does where something breaks, comes too late, or is more than the service takes: over the real service and Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.answer import Answering
+from proxy.errors import EngineFailed, StoreUnavailable
+from proxy.store.session_store import Unserved
+from rollout.agent_run import check
+from rollout.attempt_logs import AttemptLogs
+from rollout.attempts import AttemptId
+from rollout.budget import within
+from rollout.evaluators import catalogue
+from rollout.failures import RETRIED, Failure, RolloutFailed
+from rollout.models import Judge
+from rollout.removing import removed
+from rollout.runtimes.base import Executed
+from rollout.session_failures import NoAnswer, SessionRefused
+from rollout.sessions import Sessions
+from rollout.stages import Stage
+from rollout.store import keys
+from rollout.task import EvaluatorSpec, Exec, HarnessSpec
+from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
+from tests.support.runtimes.rollout_nodes import ASK, SECONDS, WatchedNode, World, a_task, unsandboxed
+from tests.support.service.running_service import ADMIN, RunningService
+
+
+@pytest.fixture
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine("qwen3") as engine:
+        engine.script = lambda generation, index: Say("hello world")
+        yield engine
+
+
+def session_ids(world: World) -> set[str]:
+    return {session["session_id"] for session in world.service.request("GET", "/sessions").json()["sessions"]}
+
+
+async def test_a_node_goes_on_with_others_when_it_cannot_read_a_task(world: World) -> None:
+    """It was submitted by a newer build."""
+    unreadable = await world.submit(a_task("unreadable", priority=90))
+    key = keys.task(unreadable.task_id)
+    await world.connection.execute("HSET", key, "body", b"\x92\x63\xc0")
+    readable = await world.submit(a_task("readable"))
+    async with world.node():
+        (state,) = await world.ended(readable)
+    assert state.status == "completed", state.verdict
+
+
+async def test_what_a_node_takes_as_it_begins_to_drain_costs_its_rollout_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = await world.submit(a_task(on_lost_node="fail", max_attempts=1))
+    answered, gate = asyncio.Event(), asyncio.Event()
+    async with world.node("first") as first:
+        take = first._parts.work.take
+
+        async def slow(*args: Any) -> Any:
+            taken = await take(*args)
+            if taken is not None:
+                answered.set()
+                await gate.wait()
+            return taken
+
+        monkeypatch.setattr(first._parts.work, "take", slow)
+        await answered.wait()
+        first.drain()
+        await asyncio.sleep(0)
+        gate.set()
+        async with world.node("second"):
+            (state,) = await world.ended(task)
+    assert (state.status, state.node, state.failures) == ("completed", world.called("second"), ())
+
+
+async def test_a_rollout_whose_node_is_stopped_goes_on_elsewhere_and_has_lost_no_attempt(world: World) -> None:
+    task = await world.submit(a_task(instruction=f"{ASK}\ntest -e {world.folder}/go || sleep 600", max_attempts=1))
+    async with world.node("first"):
+
+        async def asked() -> bool:
+            return [state.status for state in await world.tasks.rollouts("t")] == ["running"]
+
+        await world.until(asked, "it runs")
+    (world.folder / "go").touch()
+    async with world.node("second"):
+        (state,) = await world.ended(task)
+    assert (state.status, state.node) == ("completed", world.called("second")), state.verdict
+    assert [failure.failure for failure in state.failures] == [Failure.NODE_LOST]
+
+
+async def test_a_session_that_was_opened_too_late_is_taken_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = await world.submit(a_task())
+    asked, gate = asyncio.Event(), asyncio.Event()
+    async with world.node("first", lease_seconds=2.0) as first:
+        create = first._parts.sessions.create
+
+        async def slow(*args: Any, **fields: Any) -> Any:
+            asked.set()
+            await gate.wait()
+            return await create(*args, **fields)
+
+        monkeypatch.setattr(first._parts.sessions, "create", slow)
+        await asked.wait()
+        first.vanish()
+        async with world.node("second", lease_seconds=2.0):
+            (state,) = await world.ended(task)
+        gate.set()
+        await world.until(lambda: not courses(first), "the first has seen that it is no longer its own")
+    assert (state.status, state.session_id) == ("completed", "t.0.2")
+    assert session_ids(world) == {"t.0.2"}
+
+
+def courses(node: WatchedNode) -> int:
+    return len(node._courses)
+
+
+def too_large(case: Any) -> dict[str, Any]:
+    return {"reward": 1.0, "metadata": {"count": 2**70}}
+
+
+async def test_a_score_that_cannot_be_kept_is_no_reward(world: World) -> None:
+    scored = EvaluatorSpec("python", {"entry": f"{__name__}:too_large"}, fresh_runtime=False)
+    task = await world.submit(a_task(evaluator=scored))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert state.verdict is not None and state.verdict.failure is not None
+    assert (state.verdict.failure.failure, state.attempt) == (Failure.BAD_REWARD, 1), state.verdict.failure.message
+
+
+async def test_an_evaluator_that_breaks_is_not_the_nodes_failure(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        name, needs_runtime = "broken", False
+
+        async def evaluate(self, case: Any) -> Any:
+            raise KeyError("score")
+
+    monkeypatch.setattr(catalogue, "kind", lambda name: Broken())
+    task = await world.submit(a_task())
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert state.verdict is not None and state.verdict.failure is not None
+    assert (state.verdict.failure.failure, state.attempt) == (Failure.EVALUATOR_FAILED, 1)
+    assert "KeyError" in state.verdict.failure.message
+
+
+async def test_a_rollout_ends_also_when_the_service_will_never_take_its_session(world: World) -> None:
+    """The metadata is no JSON: it came from a client that did not check it."""
+    task = await world.submit(a_task(prepare=(Exec("exit 3"),), metadata={"score": float("nan")}))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert state.verdict is not None and state.verdict.failure is not None
+    assert (state.status, state.verdict.failure.failure) == ("failed", Failure.PREPARE_FAILED)
+
+
+async def test_what_is_collected_outside_of_the_workdir_comes_to_where_it_was(world: World) -> None:
+    left = world.folder / "left.txt"
+    again = f"test -s {left} && test -s said.txt && ! test -e .{left}"
+    scored = EvaluatorSpec("command", {"command": again}, collect=("said.txt", str(left)), runtime=unsandboxed())
+    task = await world.submit(a_task(instruction=f"{ASK}\necho left > {left}", evaluator=scored))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert state.verdict is not None and state.verdict.reward == 1.0, state.verdict
+
+
+class SlowRuntime:
+    """Takes as long to remove as it is told."""
+
+    def __init__(self) -> None:
+        self.may, self.begun, self.gone = asyncio.Event(), asyncio.Event(), False
+
+    async def stop(self) -> None:
+        self.begun.set()
+        await self.may.wait()
+        self.gone = True
+
+
+async def test_a_runtime_that_is_being_removed_is_removed_whoever_cancels_it() -> None:
+    runtime: Any = SlowRuntime()
+    removing = asyncio.create_task(removed(runtime))
+    await runtime.begun.wait()
+    removing.cancel()
+    await asyncio.sleep(0)
+    assert not removing.done()
+    runtime.may.set()
+    with pytest.raises(asyncio.CancelledError):
+        await removing
+    assert runtime.gone
+
+
+async def test_a_runtime_that_cannot_be_removed_changes_nothing_of_the_rollout(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        async def stop(self) -> None:
+            raise OSError("the daemon is gone")
+
+    runtime: Any = Broken()
+    with caplog.at_level(logging.ERROR):
+        await removed(runtime)
+    assert "could not be removed" in caplog.text
+
+
+async def test_a_budget_does_not_run_while_its_rollout_waits_for_a_place() -> None:
+    from rollout.course import _turn
+
+    stage = Stage(1)
+    held = await stage.enter()
+    asyncio.get_running_loop().call_later(0.2, held.leave)
+    async with within(0.05, Failure.TOTAL_TIMEOUT) as budget, _turn(stage, budget):
+        assert stage.busy == 1
+    with pytest.raises(RolloutFailed) as failed:
+        async with within(0.05, Failure.TOTAL_TIMEOUT) as budget:
+            with budget.waiting():
+                await asyncio.sleep(0.1)
+            await asyncio.Event().wait()
+    assert failed.value.failure is Failure.TOTAL_TIMEOUT
+
+
+async def test_a_trainer_does_not_wait_for_a_group_of_which_a_rollout_failed_for_good(world: World) -> None:
+    fails = f'case "$OPENAI_BASE_URL" in *t.0.1*) exit 3;; esac\n{ASK}'
+    task = await world.submit(a_task(instruction=fails, num_samples=3))
+    async with world.node():
+        states = await world.ended(task)
+    assert [state.status for state in states] == ["failed", "completed", "completed"]
+    (letter,) = world.service.request("GET", "/batches/dead").json()["dead_letters"]
+    assert (letter["group_id"], sorted(letter["session_ids"])) == ("t", ["t.0.1", "t.1.1", "t.2.1"])
+    assert letter["reason"] == "incomplete: 2 of 3 members usable, 1 failed, and nobody takes their place"
+
+
+async def test_a_judge_is_asked_also_while_trainers_are_behind(engine: ScriptedEngine, redis_url: str) -> None:
+    """The one group that may be undelivered waits for this very verdict."""
+    with RunningService(engine.url, redis_url, engine_api="token", max_undelivered_groups=1) as service:
+        async with Sessions(service.url, ADMIN) as sessions:
+            await sessions.create("t.0.1", group_id="t", group_size=1)
+            for _ in range(2):
+                asking = Judge(sessions).ask("policy", [{"role": "user", "content": "well?"}], {})
+                assert await asyncio.wait_for(asking, SECONDS) == "hello world"
+            await sessions.close_session("t.0.1", "failed")
+            await sessions.delete("t.0.1")
+            await asyncio.wait_for(sessions.create("u.0.1", group_id="u", group_size=1), SECONDS)
+            with pytest.raises(SessionRefused, match="left out of training"):
+                await sessions.create("v.0.1", group_id="v", trained=False)
+
+
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_an_agent_whose_last_call_the_service_died_in_is_tried_again(tmp_path: Path, exit_code: int) -> None:
+    """What it does then, giving up well or badly, is nothing that the policy did."""
+    attempt = AttemptId("t", 0, 1)
+    harness: Any = SimpleNamespace(harness=SimpleNamespace(name="pi"), logs=AttemptLogs("n", tmp_path, attempt))
+    done = Executed(exit_code, b"", b"")
+    served = {"call_id": "a", "status": "finished", "started_at": 2.0}
+    died = {"call_id": "b", "status": "dangling", "started_at": 3.0}
+    with pytest.raises(RolloutFailed) as failed:
+        check(harness, done, [served, died])
+    assert failed.value.failure is Failure.SERVICE_FAILED and failed.value.failure in RETRIED
+    again = {"call_id": "c", "status": "finished", "started_at": 4.0}
+    check(harness, Executed(0, b"", b""), [served, again, died])
+
+
+def test_an_agent_that_is_stopped_in_a_call_that_hangs_ran_out_of_its_own_budget(tmp_path: Path) -> None:
+    attempt = AttemptId("t", 0, 1)
+    harness: Any = SimpleNamespace(harness=SimpleNamespace(name="pi"), logs=AttemptLogs("n", tmp_path, attempt))
+    died = {"call_id": "b", "status": "dangling", "started_at": 3.0}
+    check(
+        harness,
+        Executed(143, b"", b"", timed_out=True),
+        [died],
+        {"at": 4.0, "call_id": "b", "code": "engine_failed", "message": "it hung"},
+    )
+
+
+@pytest.mark.parametrize("fails_after", [0, 1])
+async def test_an_agent_whose_last_call_the_engine_failed_is_tried_again(
+    world: World, engine: ScriptedEngine, fails_after: int
+) -> None:
+    """It ends well all the same, and there is no record of that call."""
+    asked = count()
+    engine.script = lambda generation, index: Fail() if next(asked) == fails_after else Say("hello world")
+    task = await world.submit(a_task(instruction=f"{ASK}\n{ASK}\ntrue" if fails_after else f"{ASK}\ntrue"))
+    async with world.node():
+        (state,) = await world.ended(task)
+    (failure,) = state.failures
+    assert (failure.failure, state.status, state.attempt) == (Failure.SERVICE_FAILED, "completed", 2)
+    assert "engine_failed" in failure.message
+
+
+async def test_a_call_that_the_store_failed_is_noted_once_that_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.answer._LATER_SECONDS", 0.01)
+    noted: list[Unserved] = []
+    away = count(-3)
+
+    class Store:
+        async def note_unserved(self, session_id: str, unserved: Unserved) -> None:
+            if next(away) < 0:
+                raise StoreUnavailable("away")
+            noted.append(unserved)
+
+    services: Any = SimpleNamespace(sessions=Store(), stopping=asyncio.Event())
+    turn: Any = SimpleNamespace(running=SimpleNamespace(cut=asyncio.Event()), call_ids=["c"], session_id="s")
+    answering = Answering(services, None)  # type: ignore[arg-type]
+    for error in (EngineFailed("broke"), StoreUnavailable("away")):
+        turn.session_id = error.code
+        await answering._note_unserved(turn, error)
+    async with asyncio.timeout(SECONDS):
+        while len(noted) < 2:
+            await asyncio.sleep(0.01)
+    assert {unserved.code for unserved in noted} == {"engine_failed", "store_unavailable"}
+    turn.running.cut.set()
+    await answering._note_unserved(turn, EngineFailed("the harness hung up"))
+    await answering.settle()
+    assert len(noted) == 2
+
+
+async def test_of_calls_that_the_store_failed_the_last_of_a_session_is_noted_by_one_task_also_in_a_service_that_stops() -> None:
+    noted: list[str] = []
+
+    class Store:
+        async def note_unserved(self, session_id: str, unserved: Unserved) -> None:
+            noted.append(unserved.message)
+
+    services: Any = SimpleNamespace(sessions=Store(), stopping=asyncio.Event())
+    turn: Any = SimpleNamespace(running=SimpleNamespace(cut=asyncio.Event()), call_ids=["c"], session_id="s")
+    answering = Answering(services, None)  # type: ignore[arg-type]
+    services.stopping.set()
+    for message in ("first", "second", "third"):
+        await answering._note_unserved(turn, StoreUnavailable(message))
+    await answering.settle()
+    assert noted == ["third"]
+
+
+async def test_an_agent_that_asked_again_after_a_failure_is_scored(world: World, engine: ScriptedEngine) -> None:
+    asked = count()
+    engine.script = lambda generation, index: Say("hello world") if next(asked) else Fail()
+    task = await world.submit(a_task(instruction=f"{ASK}\n{ASK}"))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert (state.status, state.attempt, state.calls) == ("completed", 1, 1)
+
+
+async def test_a_service_that_is_away_for_long_uses_up_no_attempt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is away when the session is to be opened (which it has made all the same), when its calls are looked at, and when its reward is
+    told; each time for longer than requests are repeated."""
+    monkeypatch.setattr("rollout.course.LONGEST_PAUSE_SECONDS", 0.05)
+    task = await world.submit(a_task(max_attempts=1))
+    away = dict.fromkeys(("create", "calls", "reward"), 3)
+    async with Sessions(world.service.url, ADMIN) as sessions:
+        await sessions.create("t.0.1", group_id="t")
+    async with world.node() as node:
+        for name in away:
+            monkeypatch.setattr(node._parts.sessions, name, unanswered(getattr(node._parts.sessions, name), away, name))
+        (state,) = await world.ended(task)
+    assert (state.status, state.attempt, state.failures) == ("completed", 1, ())
+    assert (away["create"], away["calls"]) == (0, 0)
+
+
+async def test_a_rollout_waits_for_its_model_and_uses_up_no_attempt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of models is refused for a while, then empty, then whole."""
+    monkeypatch.setattr("rollout.course.LONGEST_PAUSE_SECONDS", 0.05)
+    request, answers = (
+        httpx.AsyncClient.request,
+        [httpx.Response(503), httpx.Response(429), httpx.Response(200, json={"data": []})],
+    )
+
+    async def asked(self: httpx.AsyncClient, method: str, url: Any, **more: Any) -> httpx.Response:
+        if str(url).endswith("/v1/models") and answers:
+            return answers.pop(0)
+        return await request(self, method, url, **more)
+
+    monkeypatch.setattr(httpx.AsyncClient, "request", asked)
+    env = {"OPENAI_BASE_URL": "{openai}", "OPENAI_API_KEY": "{api_key}"}
+    argv = ["sh", "-c", f"test $0 = policy && {ASK}", "{model}", "{prompt}"]
+    definition = {"description": "asks", "dialect": "chat", "argv": argv, "env": env}
+    task = await world.submit(replace(a_task(max_attempts=1), harness=HarnessSpec("asks", definition)))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert (state.status, state.attempt, state.failures, answers) == ("completed", 1, (), []), state.verdict
+
+
+def unanswered(act: Any, away: dict[str, int], name: str) -> Any:
+    async def asked(*args: Any, **fields: Any) -> Any:
+        if away[name]:
+            away[name] -= 1
+            raise NoAnswer(f"{name}: no answer")
+        return await act(*args, **fields)
+
+    return asked

@@ -1,0 +1,103 @@
+"""What a node makes sure of before it takes rollouts, and what it says of a service that does not see it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from cli.control import Control
+from cli.introduction import let_in, seen
+from cli.refusal import Refusal
+from cli.rollout_store import RolloutConnection
+from proxy.store.connection import StoreConnection
+from rollout.store.base import NodeState
+from rollout.store.work import RedisWorkStore
+from tests.support.runtimes.rollout_nodes import SECONDS
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.rollout_service import serving_tasks, submit
+from tests.support.service.running_service import ADMIN, RunningService, kept
+from tests.support.service.verbatim_process import COMMAND, environment, verbatim, wait_until
+
+
+def test_a_node_with_a_wrong_token_takes_nothing(redis_server: RedisServer, tmp_path: Path) -> None:
+    """It would fail every rollout of the queue, one attempt after another."""
+    redis_server.flushall()
+    with serving_tasks(redis_server.url) as service:
+        submit(service, task_id="a", harness="shell")
+        given = ["--redis", redis_server.url, "--url", service.url, "--data-dir", str(tmp_path), "--runtime", "local"]
+        variables = {"VERBATIM_ADMIN_TOKEN": "another", "VERBATIM_LOCAL_SANDBOX": "none"}
+        done = verbatim("node", *given, timeout_seconds=SECONDS, **variables)
+        assert (done.returncode, done.stderr) == (
+            1,
+            f"verbatim: {service.url} does not know the token: set VERBATIM_ADMIN_TOKEN to the one that verbatim serve uses\n",
+        )
+        (rollout,) = service.request("GET", "/tasks/a/rollouts").json()["rollouts"]
+    assert (rollout["status"], rollout["failures"]) == ("queued", [])
+
+
+async def test_a_service_that_is_away_is_waited_for(redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    with serving_tasks(redis_server.url) as first:
+        url, adding = first.url, first.adding
+    port = int(url.rpartition(":")[2])
+    waiting = asyncio.create_task(let_in(Control(url, ADMIN)))
+    with kept(port):
+        async with asyncio.timeout(SECONDS):
+            while "nothing is taken yet: no service at" not in caplog.text and not waiting.done():
+                await asyncio.sleep(0.02)
+            assert not waiting.done()
+            with RunningService("http://127.0.0.1:9", redis_server.url, adding=adding, engine_api="chat").on(port):
+                await waiting
+    assert caplog.text.count("nothing is taken yet") == 1
+
+
+def test_a_node_writes_its_log_as_json_where_it_is_told_to(redis_server: RedisServer, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    flags = [
+        "--redis",
+        redis_server.url,
+        "--url",
+        "http://127.0.0.1:9",
+        "--data-dir",
+        str(tmp_path / "node"),
+        "--runtime",
+        "local",
+    ]
+    variables = environment(VERBATIM_ADMIN_TOKEN=ADMIN, VERBATIM_LOCAL_SANDBOX="none", VERBATIM_LOG_FORMAT="json")
+    with log.open("w") as written, subprocess.Popen([*COMMAND, "node", *flags], env=variables, stderr=written) as node:
+        try:
+            wait_until(lambda: "nothing is taken yet" in log.read_text() or node.poll() is not None, SECONDS, "a line")
+        finally:
+            node.kill()
+    told = [json.loads(line) for line in log.read_text().splitlines()]
+    assert told and all({"time", "level", "logger", "message"} <= line.keys() for line in told)
+
+
+async def test_what_is_no_service_is_not_waited_for() -> None:
+    with pytest.raises(Refusal):
+        await let_in(Control("ftp://127.0.0.1:9", ADMIN))
+
+
+async def test_a_node_that_the_service_does_not_see_says_so_once(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its Redis may be another than the service's: it would wait for tasks for ever."""
+    redis_server.flushall()
+    connection = StoreConnection(redis_server.url)
+    try:
+        with serving_tasks(redis_server.url) as service:
+            looking = asyncio.create_task(seen(Control(service.url, ADMIN), "n", patience_seconds=0))
+            async with asyncio.timeout(SECONDS):
+                while "does not see this node" not in caplog.text:
+                    await asyncio.sleep(0.02)
+                state = NodeState("n", {}, ["local"], cpus=1.0, memory_mb=256, lease_seconds=30.0, seen_at=time.time())
+                await RedisWorkStore(RolloutConnection(connection)).beat(state, [], time.time())
+                await looking
+    finally:
+        await connection.close()
+    assert [each.levelno for each in caplog.records if "does not see" in each.getMessage()] == [logging.WARNING]

@@ -1,0 +1,253 @@
+"""A node brings rollouts to their ends: real service, real Redis, local runtimes, and a scripted engine for the model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.failures import Failure
+from rollout.stages import Slots
+from rollout.task import Budgets, EvaluatorSpec, Exec, HarnessSpec, McpServer, RuntimeSpec, Upload
+from tests.support.engine.scripted_engine import Say, ScriptedEngine
+from tests.support.runtimes.rollout_nodes import ASK, World, a_task
+from tests.support.runtimes.runtime_places import no_sandbox, unavailable
+from tests.support.service.running_service import TRAINER
+
+SLEEP = "sleep 600"
+
+
+@pytest.fixture
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine("qwen3") as engine:
+        engine.script = lambda generation, index: Say("hello world")
+        yield engine
+
+
+async def test_the_rollouts_of_a_task_are_run_scored_and_leased_as_one_group(world: World) -> None:
+    task = await world.submit(a_task(num_samples=3))
+    async with world.node():
+        states = await world.ended(task)
+    assert [(state.status, state.verdict and state.verdict.reward, state.calls) for state in states] == [
+        ("completed", 1.0, 1)
+    ] * 3
+    leased = world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1})
+    assert leased.status_code == 200, leased.text
+    (group,) = leased.json()["groups"]
+    assert group["group_id"] == task.task_id
+    assert {row["session_id"] for row in group["trajectories"]} == {state.session_id for state in states}
+    assert {row["reward"] for row in group["trajectories"]} == {1.0}
+
+
+async def test_what_an_agent_printed_is_kept_apart_and_whole_where_the_rollout_says(world: World) -> None:
+    task = await world.submit(a_task(instruction=f"{ASK}\necho heard; echo complained >&2"))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert state.logs is not None
+    folder = Path(state.logs.partition(":")[2])
+    assert (folder / "agent.out").read_text() == "heard\n"
+    assert (folder / "agent.err").read_text() == "complained\n"
+
+
+FAILS: dict[Failure, dict[str, Any]] = {
+    Failure.HARNESS_FAILED: {"instruction": f"{ASK}\nexit 3"},
+    Failure.HARNESS_CRASHED: {"instruction": f"{ASK}\nkill -SEGV $$"},
+    Failure.NO_CALLS: {"instruction": "true"},
+    Failure.TOTAL_TIMEOUT: {"instruction": SLEEP, "budgets": Budgets(agent=600, total=3)},
+    Failure.PREPARE_FAILED: {"prepare": (Exec("echo broken >&2; exit 4"),)},
+    Failure.PREPARE_TIMEOUT: {"prepare": (Exec(SLEEP),), "budgets": Budgets(prepare=2)},
+    Failure.EVALUATOR_TIMEOUT: {
+        "evaluator": EvaluatorSpec("command", {"command": SLEEP}, fresh_runtime=False),
+        "budgets": Budgets(evaluation=2),
+    },
+    Failure.BAD_REWARD: {
+        "evaluator": EvaluatorSpec("command", {"command": "echo nan", "reward": "number"}, fresh_runtime=False)
+    },
+}
+
+
+@pytest.mark.parametrize("failure", FAILS, ids=str)
+async def test_every_failure_of_an_attempt_has_its_class_and_is_never_trained_on(world: World, failure: Failure) -> None:
+    task = await world.submit(a_task(**FAILS[failure]))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert state.verdict is not None and state.verdict.failure is not None
+    assert state.verdict.failure.failure == failure, state.verdict.failure.message
+    assert state.verdict.failure.look.startswith(f"{world.called('n')}:/")
+    assert state.verdict.reward is None and state.attempt == 1
+    (session,) = world.service.request("GET", "/sessions").json()["sessions"]
+    assert session["status"] == state.status != "completed" and session["reward"] is None
+    assert world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).status_code == 204
+
+
+async def test_an_upload_that_cannot_be_read_says_what_it_was(world: World) -> None:
+    task = await world.submit(a_task(prepare=(Upload("x", source="/nowhere/at/all"),)))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert state.verdict and state.verdict.failure and "/nowhere/at/all" in state.verdict.failure.message
+
+
+async def test_a_prepare_step_is_tried_as_often_as_it_may(world: World) -> None:
+    step = Exec("echo x >> tries; test $(wc -l < tries) -ge 3", retries=2)
+    task = await world.submit(a_task(prepare=(step, Upload("given.txt", content=b"content"), Exec("test -s given.txt"))))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert state.status == "completed", state.verdict
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "reward"), [("reward", "timeout", 0.25), ("evaluate", "timeout", 1.0), ("fail", "timeout", None)]
+)
+async def test_an_agent_that_runs_out_of_its_own_budget_is_data(
+    world: World, what: str, status: str, reward: float | None
+) -> None:
+    fields: dict[str, Any] = {"on_agent_timeout": what, "agent_timeout_reward": 0.25}
+    async with world.node():
+        for seconds in (5.0, 60.0):
+            task = a_task(f"t{seconds:g}", instruction=f"{ASK}\n{SLEEP}", budgets=Budgets(agent=seconds), **fields)
+            (state,) = await world.ended(await world.submit(task))
+            assert state.verdict is not None
+            # On a slow machine it had not asked by then.
+            if state.verdict.failure is None or state.verdict.failure.failure != Failure.NO_CALLS:
+                break
+    assert state.verdict is not None
+    assert (state.verdict.status, state.verdict.reward) == (status, reward)
+    assert state.verdict.failure is not None and state.verdict.failure.failure == Failure.AGENT_TIMEOUT
+
+
+async def test_a_cancelled_rollout_is_stopped_and_its_late_result_counts_for_nothing(world: World) -> None:
+    task = await world.submit(a_task(instruction=f"{ASK}\n{SLEEP}"))
+    async with world.node(lease_seconds=2.0) as node:
+        await world.until(lambda: asks(world) == 1, "the harness works")
+        await world.tasks.cancel(task.task_id, 2.0)
+        (state,) = await world.ended(task)
+        assert state.status == "cancelled"
+        await world.until(lambda: not node.busy, "the node has stopped it")
+    assert list((world.folder / "runtimes").iterdir()) == []
+
+
+async def test_a_rollout_of_a_node_that_vanished_is_run_by_another_and_counts_once(world: World) -> None:
+    hangs_at_first = f'{ASK}\ncase "$OPENAI_BASE_URL" in *.1/v1) {SLEEP};; esac'
+    task = await world.submit(a_task(instruction=hangs_at_first, num_samples=2))
+    # Long enough that the second one, which lives, gives its signs of life in time on a busy machine.
+    async with world.node("first", lease_seconds=6.0) as first:
+        await world.until(lambda: asks(world) == 2, "both harnesses work")
+        first.vanish()
+        async with world.node("second", lease_seconds=6.0):
+            states = await world.ended(task)
+    assert [(state.status, state.attempt, state.node) for state in states] == [("completed", 2, world.called("second"))] * 2
+    assert [failure.failure for state in states for failure in state.failures] == [Failure.NODE_LOST] * 2
+    sessions = world.service.request("GET", "/sessions").json()["sessions"]
+    assert {session["session_id"] for session in sessions} == {state.session_id for state in states}
+    leased = world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 2}).json()
+    assert [len(group["trajectories"]) for group in leased["groups"]] == [2]
+
+
+async def test_a_draining_node_puts_back_what_has_not_begun_and_lets_the_rest_end(world: World) -> None:
+    slots = Slots(prepare=1, ready=1, run=1, evaluate=1)
+    gate = world.folder / "gate"
+    task = await world.submit(a_task(instruction=f"{ASK}\nwhile ! test -e {gate}; do sleep 0.1; done", num_samples=2))
+    async with world.node("first", slots=slots) as first:
+        await world.until(lambda: asks(world) == 1 and first.busy.get("ready") == 1, "one runs, one is ready")
+        first.drain()
+        await world.until(lambda: first.busy.get("ready") == 0, "the ready one is put back")
+        gate.touch()
+        async with world.node("second"):
+            states = await world.ended(task)
+    assert sorted((state.status, state.node or "") for state in states) == [
+        ("completed", world.called("first")),
+        ("completed", world.called("second")),
+    ]
+    assert [state.failures for state in states] == [(), ()]
+
+
+async def test_a_node_prepares_ahead_no_more_than_its_ready_buffer(world: World) -> None:
+    slots = Slots(prepare=2, ready=1, run=1, evaluate=1)
+    gate = world.folder / "gate"
+    task = await world.submit(a_task(instruction=f"{ASK}\nwhile ! test -e {gate}; do sleep 0.1; done", num_samples=4))
+
+    async def counted() -> bool:
+        statuses = sorted(state.status for state in await world.tasks.rollouts(task.task_id))
+        return statuses == ["queued", "queued", "ready", "running"]
+
+    async with world.node(slots=slots):
+        await world.until(counted, "one runs, one is ready")
+        await asyncio.sleep(1.0)
+        assert await counted()
+        gate.touch()
+        await world.ended(task)
+
+
+async def test_enough_usable_samples_stop_the_others(world: World) -> None:
+    task = await world.submit(a_task(num_samples=6, usable_samples=2))
+    async with world.node(slots=Slots(prepare=1, ready=0, run=1, evaluate=1)):
+        states = await world.ended(task)
+    assert sorted(state.status for state in states) == ["cancelled"] * 4 + ["completed"] * 2
+
+
+def asks(world: World) -> int:
+    """Calls that were answered, over all sessions."""
+    sessions = world.service.request("GET", "/sessions").json()["sessions"]
+    return sum(session["calls"] for session in sessions)
+
+
+async def test_skills_lie_where_the_harness_looks_and_servers_stand_in_its_configuration(world: World) -> None:
+    definition = {
+        "description": "tells what it finds at home, and asks the model",
+        "dialect": "chat",
+        "argv": ["sh", "-c", f"cat $HOME/skills/kites/SKILL.md $HOME/mine.json; {ASK}", "{prompt}"],
+        "env": {"OPENAI_BASE_URL": "{openai}", "OPENAI_API_KEY": "{api_key}"},
+        "files": {"mine.json": '{"plain": true}'},
+        "mcp": {"file": "mine.json", "table": "servers", "command": {"run": "{words}"}},
+        "skills": "skills",
+    }
+    harness = HarnessSpec(
+        "mine", definition, mcp_servers=(McpServer("s", ("serve", ".")),), skills=(Upload("kites/SKILL.md", b"Hold on.\n"),)
+    )
+    task = await world.submit(replace(a_task(), harness=harness))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert state.status == "completed" and state.logs is not None, state.verdict
+    told = (Path(state.logs.partition(":")[2]) / "agent.out").read_text()
+    skill, _, config = told.partition("\n")
+    assert skill == "Hold on." and json.loads(config) == {"plain": True, "servers": {"s": {"run": ["serve", "."]}}}
+
+
+@pytest.mark.parametrize("harness", ["shell", "reads"])
+async def test_an_instruction_may_be_longer_than_an_argument_where_the_harness_is_given_it_otherwise(
+    world: World, harness: str
+) -> None:
+    env = {"OPENAI_BASE_URL": "{openai}", "OPENAI_API_KEY": "{api_key}"}
+    reads = {"description": "reads it", "dialect": "chat", "argv": ["sh", "-s"], "env": env, "stdin": "prompt"}
+    spec = HarnessSpec(harness, reads if harness == "reads" else None)
+    body = f"{ASK}\n# {'long ' * 40_000}\ntest ${{#OPENAI_API_KEY}} -gt 0"
+    task = await world.submit(replace(a_task(instruction=body), harness=spec))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert state.status == "completed", state.verdict
+
+
+async def test_a_harness_that_is_missing_is_installed_once_for_all_rollouts(world: World) -> None:
+    """It starts in both of them, and is told apart from one that does not by what it leaves undone."""
+    if (reason := no_sandbox()) is not None:
+        unavailable(reason)
+    script = "mkdir -p $NPM_CONFIG_PREFIX/bin && cd $NPM_CONFIG_PREFIX/bin && printf '#!/bin/sh\\necho started\\n' > agent-y"
+    install = ["echo installing", f"{script} && chmod +x agent-y"]
+    definition = {"description": "only starts", "dialect": "chat", "argv": ["agent-y", "{prompt}"], "install": install}
+    spec = RuntimeSpec(memory_mb=256, cpus=0.1)
+    task = await world.submit(
+        replace(a_task(num_samples=2), harness=HarnessSpec("agent-y", definition), runtime=spec, evaluator=None)
+    )
+    async with world.node():
+        states = await world.ended(task)
+    assert [state.verdict and state.verdict.failure and state.verdict.failure.failure for state in states] == [
+        Failure.NO_CALLS
+    ] * 2
+    logs = world.folder / "logs"
+    assert [path.read_text() for path in logs.rglob("agent.out")] == ["started\n"] * 2
+    assert [path.read_text() for path in logs.rglob("install.out")] == ["installing\n"]

@@ -1,0 +1,54 @@
+"""A scripted engine with a service on each engine path, for one module of tests.
+
+A module has a fixture `running` of its own, which says with what settings: mostly `both_paths`. The fixtures here, which every
+module sees through conftest.py, are made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import RunningService
+
+Running = tuple[ScriptedEngine, dict[str, RunningService]]
+
+
+@contextmanager
+def both_paths(redis_server: RedisServer, *, max_model_len: int = 8192, **settings: Any) -> Iterator[Running]:
+    """The engine, and services by the path they take to it (token or chat) with these settings, on an empty Redis."""
+    redis_server.flushall()
+    with (
+        ScriptedEngine("qwen3", max_model_len=max_model_len) as engine,
+        RunningService(engine.url, redis_server.url, engine_api="token", **settings) as token,
+        RunningService(engine.url, redis_server.url, engine_api="chat", **settings) as chat,
+    ):
+        yield engine, {"token": token, "chat": chat}
+
+
+@pytest.fixture
+def engine(running: Running) -> ScriptedEngine:
+    return running[0].reset()
+
+
+@pytest.fixture(params=["token", "chat"])
+def service(request: pytest.FixtureRequest, running: Running) -> RunningService:
+    """Every test that takes it runs once per path."""
+    return running[1][request.param]
+
+
+@pytest.fixture
+def token_service(running: Running) -> RunningService:
+    return running[1]["token"]
+
+
+@pytest.fixture
+def engines() -> Iterator[list[ScriptedEngine]]:
+    """Two, without a service."""
+    with ScriptedEngine() as first, ScriptedEngine() as second:
+        yield [first, second]

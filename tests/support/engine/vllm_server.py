@@ -1,0 +1,57 @@
+"""A real vLLM with a tiny random model for the tests: started once per run, stopped with all its processes.
+
+Without vLLM the tests that need it are skipped with the reason; in CI (`CI=true`) they fail instead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from proxy.engine.vllm_launch import VllmServer, vllm_command
+from tests.support.service.redis_server import free_port
+
+
+def require_vllm() -> None:
+    missing = [name for name in ("vllm", "torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing and os.environ.get("CI") == "true":
+        pytest.fail(f"the engine tests must run in CI, but {', '.join(missing)} is not installed")
+    if missing:
+        pytest.skip(f"{', '.join(missing)} is not installed")
+
+
+@contextmanager
+def running_vllm(model: Path, directory: Path, *extra: str, env: dict[str, str] | None = None) -> Iterator[VllmServer]:
+    """vLLM serving `model` as "policy" on a free port, its log in `directory`."""
+    require_vllm()
+    port = free_port()
+    argv, added = vllm_command(model, port, reasoning_parser="qwen3", extra=["--max-logprobs", "5", *extra])
+    added |= {"HF_HUB_OFFLINE": "1", **(env or {})}
+    with VllmServer(argv, added, f"http://127.0.0.1:{port}", directory / f"vllm-{port}.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint that `vllm_server` starts with: untied, seed 0."""
+    require_vllm()
+    from examples.demo.tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "seed0", seed=0)
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """Shared by all tests, so none may push weights to it: they stay with an engine for as long as it runs."""
+    with running_vllm(tiny_model, tmp_path_factory.mktemp("vllm")) as server:
+        yield server
+
+
+@pytest.fixture
+def vllm_url(vllm_server: VllmServer) -> str:
+    return vllm_server.url

@@ -1,0 +1,132 @@
+"""A command line like apptainer's, as far as runtimes use it: `python apptainer_program.py STATE_FOLDER ARGV...`.
+
+It takes the options that apptainer documents and no others, writes every call down, and makes each instance a `bwrap_container` with the
+binds and the network it was asked for, in which commands really run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from rollout.runtimes.processes import parent
+from rollout.runtimes.resources import Resources, hierarchies, removed
+from rollout.task import RuntimeSpec
+from tests.support.runtimes.bwrap_container import ENV, Container, entering, view
+
+FIRST = """
+import signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+while True:
+    signal.pause()
+"""
+"""As the first process of an instance does, it waits for what is left to it."""
+
+
+def parsed(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="apptainer", allow_abbrev=False)
+    parser.add_argument("--silent", action="store_true")
+    actions = parser.add_subparsers(dest="action", required=True)
+    execute = actions.add_parser("exec", allow_abbrev=False)
+    execute.add_argument("--cleanenv", action="store_true")
+    execute.add_argument("--pwd")
+    execute.add_argument("--env", action="append", default=[])
+    execute.add_argument("image")
+    execute.add_argument("argv", nargs=argparse.REMAINDER)
+    instance = actions.add_parser("instance", allow_abbrev=False).add_subparsers(dest="what", required=True)
+    listed = instance.add_parser("list", allow_abbrev=False)
+    listed.add_argument("--json", action="store_true")
+    stop = instance.add_parser("stop", allow_abbrev=False)
+    stop.add_argument("--force", action="store_true")
+    stop.add_argument("name")
+    start = instance.add_parser("start", allow_abbrev=False)
+    for flag in ("userns", "fakeroot", "containall", "cleanenv", "net", "writable-tmpfs"):
+        start.add_argument(f"--{flag}", action="store_true")
+    for option in ("no-mount", "home", "workdir", "overlay", "cpus", "memory", "memory-swap", "pids-limit", "network"):
+        start.add_argument(f"--{option}")
+    start.add_argument("--bind", action="append", default=[])
+    start.add_argument("image")
+    start.add_argument("name")
+    return parser.parse_args(argv)
+
+
+def fatal(message: str) -> int:
+    sys.stderr.write(f"FATAL:   {message}\n")
+    return 255
+
+
+async def started(state: Path, told: argparse.Namespace) -> int:
+    if (state / told.name).exists():
+        return fatal(f"instance {told.name} already exists")
+    if told.image.startswith("missing"):
+        return fatal(f"could not open image {told.image}: no such file or directory")
+    if told.network and not told.net:
+        return fatal("--network takes --net")
+    binds = {}
+    for source, inside, *_ in (each.split(":") for each in (*told.bind, told.home)):
+        binds[inside] = source
+    for name, inside in (("tmp", "/tmp"), ("var_tmp", "/var/tmp")):
+        binds[inside] = f"{told.workdir}/{name}"
+        os.mkdir(binds[inside])
+    limits = Resources(RuntimeSpec(cpus=2.0, memory_mb=int(told.memory) >> 20), told.name, hierarchies(None))
+    limits.make()
+    container = Container(lambda: limits.hold(os.getpid()))
+    await container.start(view(binds, network=told.network != "none"), ["python3", "-c", FIRST], stays=True)
+    entry = {"instance": told.name, "pid": container.pid, "img": told.image, "memory": told.memory}
+    (state / told.name).write_text(json.dumps(entry))
+    return 0
+
+
+def executed(state: Path, told: argparse.Namespace) -> None:
+    """Becomes the command."""
+    name = told.image.removeprefix("instance://")
+    if not (state / name).exists():
+        sys.exit(fatal(f"no instance found with name {name}"))
+    entry = json.loads((state / name).read_text())
+    Resources(RuntimeSpec(memory_mb=int(entry["memory"]) >> 20), name, hierarchies(None)).hold(os.getpid())
+    own = {"APPTAINER_NAME": name, "APPTAINER_BIND": "/of/the/node", "SINGULARITY_CONTAINER": "/of/the/node"}
+    env = {**ENV, **own, "HOME": "/home/agent", **dict(each.split("=", 1) for each in told.env)}
+    os.execve(shutil.which("nsenter") or "nsenter", [*entering(entry["pid"]), *told.argv], env)
+
+
+async def stopped(state: Path, name: str) -> int:
+    if not (state / name).exists():
+        return fatal(f"no instance found with name {name}")
+    pid = json.loads((state / name).read_text())["pid"]
+    os.kill(pid, signal.SIGKILL)
+    while parent(pid) is not None:
+        await asyncio.sleep(0.01)
+    await removed([each.folder / name for each in hierarchies(None)])
+    (state / name).unlink()
+    return 0
+
+
+def main() -> int:
+    state, told = Path(sys.argv[1]), parsed(sys.argv[2:])
+    with (state.parent / "calls").open("a") as calls:
+        calls.write(json.dumps(sys.argv[2:]) + "\n")
+    if told.action == "exec":
+        executed(state, told)
+    if told.what == "start":
+        return asyncio.run(_then_leave(started(state, told)))
+    if told.what == "stop":
+        return asyncio.run(stopped(state, told.name))
+    sys.stdout.write(json.dumps({"instances": [json.loads(each.read_text()) for each in sorted(state.iterdir())]}))
+    return 0
+
+
+async def _then_leave(what: object) -> int:
+    """Leaves at once: an event loop that ends would end its processes."""
+    code = await what  # type: ignore[misc]
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

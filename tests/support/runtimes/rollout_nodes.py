@@ -1,0 +1,145 @@
+"""Nodes as tests need them: in this process, over a real service, a real Redis and local runtimes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+from cli.rollout_store import RolloutConnection
+from proxy.store.connection import StoreConnection
+from rollout.attempts import ENDED, RolloutState
+from rollout.models import Judge
+from rollout.node import Node, NodeSettings
+from rollout.node_parts import NodeParts
+from rollout.runtimes.base import Route, RuntimeKind
+from rollout.runtimes.local import LocalKind
+from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
+from rollout.sessions import Sessions
+from rollout.stages import Capacity, Slots, Stages
+from rollout.store.tasks import RedisTaskStore
+from rollout.store.work import RedisWorkStore
+from rollout.task import Budgets, EvaluatorSpec, HarnessSpec, RuntimeSpec, Task
+from tests.support.service.running_service import ADMIN, RunningService
+
+SECONDS = 120.0
+"""What anything here may take that is to happen."""
+ASK = f"""{sys.executable} - <<'PYTHON'
+import json, os, urllib.request
+body = json.dumps({{"model": "policy", "messages": [{{"role": "user", "content": "hello"}}]}}).encode()
+headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}}
+with urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)) as answer:
+    reply = json.load(answer)["choices"][0]["message"]["content"]
+open("said.txt", "w").write(reply)
+PYTHON
+"""
+"""A harness: one question to the model, whose answer is left in said.txt."""
+
+
+def unsandboxed() -> RuntimeSpec:
+    return RuntimeSpec(network="full", options={"sandbox": "none"}, memory_mb=256, cpus=0.1)
+
+
+def a_task(task_id: str = "t", instruction: str = ASK, **fields: Any) -> Task:
+    """Asks the model once and is scored by what it said: 1 where that is `hello world`."""
+    scored = EvaluatorSpec("command", {"command": "grep -q 'hello world' said.txt"}, fresh_runtime=False)
+    given = {"evaluator": scored, "runtime": unsandboxed(), "budgets": Budgets(agent=60, total=120), **fields}
+    return Task(task_id=task_id, instruction=instruction, harness=HarnessSpec("shell"), **given)
+
+
+class WatchedNode(Node):
+    @property
+    def busy(self) -> Mapping[str, int]:
+        """Rollouts by stage, of those there are."""
+        return {stage: count for stage, count in self._parts.stages.busy.items() if self._courses}
+
+    def vanish(self) -> None:
+        """Gives no more sign of life and takes nothing more, as a process that hangs; what it has begun goes on."""
+        self._beating.cancel()
+        self._taking.cancel()
+
+
+@dataclass
+class World:
+    """A service, its Redis, and what tests do with tasks there."""
+
+    service: RunningService
+    redis_url: str
+    connection: StoreConnection
+    folder: Path
+    mark: str = field(default_factory=lambda: uuid4().hex[:8])
+    """In the names of its nodes: others of the same name would sweep their runtimes, and share their control groups."""
+    tasks: RedisTaskStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tasks = RedisTaskStore(RolloutConnection(self.connection))
+
+    def called(self, name: str) -> str:
+        """What the node of that name is called outside of the test."""
+        return f"{name}-{self.mark}"
+
+    async def submit(self, task: Task) -> Task:
+        await self.tasks.submit(task, task.task_id.encode(), 1.0)
+        return task
+
+    async def until(self, happened: Callable[[], Any], what: str) -> None:
+        """`happened` may be a coroutine function."""
+        async with asyncio.timeout(SECONDS):
+            while True:
+                found = happened()
+                if await found if asyncio.iscoroutine(found) else found:
+                    return
+                await asyncio.sleep(0.05)
+        raise AssertionError(what)
+
+    async def ended(self, task: Task) -> list[RolloutState]:
+        """The task's rollouts, once all have ended."""
+
+        async def all_ended() -> bool:
+            return all(state.status in ENDED for state in await self.tasks.rollouts(task.task_id))
+
+        await self.until(all_ended, "every rollout has ended")
+        return await self.tasks.rollouts(task.task_id)
+
+    @asynccontextmanager
+    async def node(
+        self,
+        name: str = "n",
+        *,
+        slots: Slots | None = None,
+        labels: Mapping[str, str] | None = None,
+        kinds: Mapping[str, RuntimeKind] | None = None,
+        **settings: Any,
+    ) -> AsyncIterator[WatchedNode]:
+        """A node that takes rollouts as long as the block lasts; then it is drained, at once. `kinds` of runtimes beside the local one."""
+        given = NodeSettings(**{"labels": labels or {}, "cpus": 64.0, "memory_mb": 1 << 20, "lease_seconds": 30.0, **settings})
+        async with AsyncExitStack() as stack:
+            connection = StoreConnection(self.redis_url)
+            stack.push_async_callback(connection.close)
+            sessions = await stack.enter_async_context(Sessions(self.service.url, ADMIN))
+            kind = LocalKind(RuntimeSettings(local_dir=self.folder / "runtimes", local_path=SYSTEM_PATH))
+            parts = NodeParts(
+                name=self.called(name),
+                url=self.service.url,
+                route=Route("127.0.0.1", urlsplit(self.service.url).port or 0),
+                work=RedisWorkStore(RolloutConnection(connection)),
+                sessions=sessions,
+                judge=Judge(sessions),
+                stages=Stages(slots or Slots(), Capacity(given.cpus, given.memory_mb)),
+                kinds={"local": kind, **(kinds or {})},
+                logs=self.folder / "logs",
+            )
+            node = WatchedNode(parts, given)
+            running = asyncio.create_task(node.run())
+            try:
+                yield node
+            finally:
+                node.drain()
+                node.drain()
+                await asyncio.wait_for(running, SECONDS)

@@ -1,0 +1,93 @@
+"""Tasks as tests need them, and the stores of the rollout service over an empty Redis, once plain and once as a cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from cli.rollout_store import RolloutConnection
+from proxy.store.connection import StoreConnection
+from rollout.attempts import AttemptId, RolloutState, Verdict
+from rollout.store import keys
+from rollout.store.base import NodeState, Room, Taken
+from rollout.store.records import event
+from rollout.store.tasks import RedisTaskStore
+from rollout.store.work import RedisWorkStore
+from rollout.task import HarnessSpec, RuntimeSpec, Task
+from tests.support.service.redis_server import RedisKind
+
+LEASE = 30.0
+ROOM = Room({}, frozenset({"local"}), cpus=64.0, memory_mb=1 << 20)
+WELL = Verdict("completed", reward=1.0)
+
+
+def a_task(task_id: str = "t", **fields: Any) -> Task:
+    return Task(**{"task_id": task_id, "instruction": "do it", "harness": HarnessSpec("shell"), **fields})
+
+
+def sized(cpus: float = 1.0, memory_mb: int = 1024, kind: str = "local") -> RuntimeSpec:
+    return RuntimeSpec(kind, cpus=cpus, memory_mb=memory_mb)
+
+
+@dataclass
+class Node:
+    """A node as the store sees one: its name and its own work store."""
+
+    name: str
+    work: RedisWorkStore
+    room: Room = ROOM
+    lease_seconds: float = 0.0
+    held: list[AttemptId] = field(default_factory=list)
+
+    async def take(self, lease_seconds: float = LEASE) -> Taken | None:
+        return await self.work.take(self.name, self.room, lease_seconds, time.time())
+
+    async def must_take(self, lease_seconds: float = LEASE) -> Taken:
+        taken = await self.take(lease_seconds)
+        assert taken is not None, "there was nothing to take"
+        return taken
+
+    async def beat(self, *held: AttemptId) -> list[AttemptId]:
+        return await self.work.beat(self.state(), held, time.time())
+
+    def state(self) -> NodeState:
+        return NodeState(self.name, {}, ["local"], 4.0, 4096, seen_at=time.time(), lease_seconds=self.lease_seconds)
+
+    async def end(self, attempt: AttemptId, verdict: Verdict = WELL) -> None:
+        await self.work.conclude(attempt, verdict, time.time())
+        await self.work.finish(attempt, time.time())
+
+
+@dataclass
+class Stores:
+    connection: RolloutConnection
+    tasks: RedisTaskStore
+
+    def node(self, name: str, room: Room = ROOM) -> Node:
+        return Node(name, RedisWorkStore(self.connection), room)
+
+    async def submit(self, task_id: str = "t", **fields: Any) -> Task:
+        task = a_task(task_id, **fields)
+        await self.tasks.submit(task, b"digest", time.time())
+        return task
+
+    async def rollout(self, task_id: str = "t", index: int = 0) -> RolloutState:
+        return (await self.tasks.rollouts(task_id))[index]
+
+    async def kinds(self, task_id: str = "t") -> list[str]:
+        """Those of all its events so far, in order."""
+        key = keys.events(task_id)
+        return [event(entry).kind for entry in await self.connection.execute("XRANGE", key, "-", "+", key=key)]
+
+
+@pytest.fixture
+async def stores(redis_kind: RedisKind) -> AsyncIterator[Stores]:
+    redis_kind.flushall()
+    wire = StoreConnection(redis_kind.url, patience_seconds=10.0)
+    connection = RolloutConnection(wire)
+    yield Stores(connection, RedisTaskStore(connection))
+    await wire.close()

@@ -1,0 +1,159 @@
+"""`verbatim` as its users run it: a process of its own, with its output kept, and looked at from outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests import ROOT
+
+COMMAND = [sys.executable, "-m", "cli.main"]
+ADMIN, TRAINER = "admin-of-the-test", "trainer-of-the-test"
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The test's environment without any VERBATIM_ variable of the person who runs it, with `variables` added."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("VERBATIM_")}
+    return {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **variables}
+
+
+def verbatim(*args: str, timeout_seconds: float = 120.0, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The finished command with its output and exit code."""
+    return subprocess.run(
+        [*COMMAND, *args], env=environment(**variables), capture_output=True, text=True, timeout=timeout_seconds, check=False
+    )
+
+
+def wait_until(happened: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+class Serving:
+    """`verbatim serve` on a free port, `inside` what a command makes of the system; use it in a `with` block, which kills what is left
+    of it."""
+
+    def __init__(
+        self,
+        *args: str,
+        data_dir: Path,
+        port: int = 0,
+        ready: bool = True,
+        inside: Sequence[str] = (),
+        **variables: str,
+    ) -> None:
+        tokens = {"VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_TRAINER_TOKEN": TRAINER}
+        self.data_dir = data_dir
+        self.stdout, self.stderr = "", ""
+        self._wants_ready = ready
+        self._process = subprocess.Popen(
+            [*inside, *COMMAND, "serve", "--port", str(port), "--data-dir", str(data_dir), *args],
+            env=environment(**{**tokens, **variables}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._readers = [threading.Thread(target=self._read, args=(name,)) for name in ("stdout", "stderr")]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def url(self) -> str:
+        found = re.search(r"^base URL: (\S+)$", self.stdout, re.MULTILINE)
+        return found[1] if found else ""
+
+    @property
+    def children(self) -> list[int]:
+        """Process ids of the direct children."""
+        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
+    def __enter__(self) -> Serving:
+        try:
+            if self._wants_ready:
+                # The last line of what it prints at its start.
+                wait_until(lambda: "application/json" in self.stdout or self.ended, 180, f"serving; {self.stderr}")
+                assert not self.ended, self.stderr
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def send_group(self, number: int) -> None:
+        """As a terminal does at Ctrl-C: to the service and whatever it started in the same process group."""
+        os.killpg(self.pid, number)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def exit_code(self, within_seconds: float) -> int:
+        code = self._process.wait(within_seconds)
+        for reader in self._readers:
+            reader.join(5)
+        return code
+
+    def stop(self, number: int = signal.SIGTERM, within_seconds: float = 60.0) -> int:
+        self.send(number)
+        return self.exit_code(within_seconds)
+
+    def request(self, method: str, path: str, token: str = ADMIN, **more: Any) -> httpx.Response:
+        return httpx.request(method, self.url + path, headers={"Authorization": f"Bearer {token}"}, timeout=30, **more)
+
+    def _read(self, name: str) -> None:
+        for line in getattr(self._process, name):
+            setattr(self, name, getattr(self, name) + line)
+
+    def _end(self) -> None:
+        if not self.ended:
+            self._process.kill()
+            self._process.wait()
+        for reader in self._readers:
+            reader.join(15)
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def processes_using(folder: Path) -> list[int]:
+    """Ids of the processes that hold a file below `folder` open: a redis-server holds its append-only file."""
+    found = []
+    for descriptors in Path("/proc").glob("[0-9]*/fd"):
+        try:
+            targets = [os.readlink(descriptor) for descriptor in descriptors.iterdir()]
+        except OSError:
+            continue
+        if any(target.startswith(f"{folder}/") for target in targets):
+            found.append(int(descriptors.parent.name))
+    return found
+
+
+def runs(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,374 @@
+"""The real GRPOTrainer of TRL, on a CPU, on leased rows of a real service: what is trained, acknowledged and published."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerState
+
+from examples.demo.tiny_model import make_tiny_model
+from reconstruct.records import Span
+from tests import ROOT
+from tests.support.service.running_service import TRAINER, RunningService
+from tests.support.sessions.finished_groups import finish, groups, service_of
+from tests.support.sessions.training_rows import groups as batch_groups
+from tests.support.sessions.training_rows import trajectory
+from trainer_client.adapters.microbatches import Padded, Rows
+from trainer_client.adapters.torch_dataset import LeasedRows
+from trainer_client.advantages import grpo
+from trainer_client.batch import Batch
+from trainer_client.client import TrainerClient
+from trainer_client.errors import ClientClosed, UnpublishableWeights, VersionConflict
+from trainer_client.recompute import recompute
+
+# A trainer's machine has no vLLM. Where there is one TRL imports it, which takes long, and warns of versions it does not know.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(sys.modules, "vllm", None)
+    from trl import GRPOConfig
+
+    from examples.trainers import trl_grpo
+    from trainer_client.adapters.trl import LeasedGRPOTrainer, PublishWeights, rollouts_of
+
+SETTINGS = {
+    "max_steps": 1,
+    "per_device_train_batch_size": 4,
+    "num_generations": 2,
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "optim": "sgd",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 1e9,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1, hidden_size=64)
+
+
+@pytest.fixture
+def service(folder: Path, redis_url: str) -> Iterator[RunningService]:
+    with service_of(folder, redis_url) as running:
+        yield running
+
+
+@pytest.fixture
+def client(service: RunningService) -> Iterator[TrainerClient]:
+    with TrainerClient(service.url, TRAINER) as client:
+        yield client
+
+
+@pytest.fixture
+def rows(service: RunningService) -> Iterator[LeasedRows]:
+    with LeasedRows(service.url, TRAINER, Rows(), wait_seconds=0.5) as rows:
+        yield rows
+
+
+def trainer_of(folder: Path, rows: LeasedRows, out: Path, *, publish: Any = None, callbacks: Any = None, **changes: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return LeasedGRPOTrainer(
+            AutoModelForCausalLM.from_pretrained(folder),
+            rows,
+            GRPOConfig(output_dir=str(out), **{**SETTINGS, **changes}),
+            publish=publish,
+            callbacks=callbacks,
+            processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
+        )
+
+
+def recorded_rows(service: RunningService, session_ids: list[str]) -> list[dict[str, Any]]:
+    return [service.request("GET", f"/sessions/{each}/trajectories").json()["trajectories"][0] for each in session_ids]
+
+
+def rowed(recorded: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(recorded["token_ids"])
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """What the service says at points of a step, before the step's acknowledgement."""
+
+    def __init__(self, service: RunningService) -> None:
+        self.seen: list[tuple[str, dict[str, int], int]] = []
+        self._service = service
+
+    def look(self, point: str) -> None:
+        weights = self._service.request("GET", "/weights", TRAINER).json()
+        self.seen.append((point, groups(self._service), weights["current"]["version"]))
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.look("before the step")
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.look("after the step")
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.look("end of the step")
+
+
+class Fails(TrainerCallback):  # type: ignore[misc]
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+
+def test_what_trl_is_given_of_a_row() -> None:
+    """prompt 1 2, sampled 101 102, tool 7, sampled 103: the prompt ends at the first sampled token, the tool is masked."""
+    row = trajectory(
+        token_ids=np.array([1, 2, 101, 102, 7, 103], dtype=np.int32),
+        loss_mask=np.array([0, 0, 1, 1, 0, 1], dtype=np.int8),
+        logprobs=np.array([0, 0, -0.5, -1.0, 0, -1.5], dtype=np.float32),
+        weight_versions=(Span(5, 2, 4), Span(6, 5, 6)),
+        reward=None,
+    )
+    [part] = Rows()(Batch(batch_groups([row]), 6), [0.5])
+    assert rollouts_of([part]) == {
+        "prompt_ids": [[1, 2]],
+        "completion_ids": [[101, 102, 7, 103]],
+        "logprobs": [[-0.5, -1.0, 0.0, -1.5]],
+        "env_mask": [[1, 1, 0, 1]],
+        "reward": [None],
+    }
+
+
+def test_exactly_the_sampled_tokens_have_a_gradient(
+    folder: Path, service: RunningService, rows: LeasedRows, tmp_path: Path
+) -> None:
+    """The last hidden state at t acts on the loss only through the prediction of token t + 1."""
+    wanted = recorded_rows(service, finish(service, "g", [1.0, 0.0]))
+    trainer = trainer_of(folder, rows, tmp_path, per_device_train_batch_size=2)
+    seen: list[tuple[Any, Any, Any]] = []
+
+    def watch(module: Any, args: Any, options: dict[str, Any], output: Any) -> None:
+        if torch.is_grad_enabled():
+            output.last_hidden_state.retain_grad()
+            seen.append((options["input_ids"], options["attention_mask"].bool(), output.last_hidden_state))
+
+    trainer.model.model.register_forward_hook(watch, with_kwargs=True)
+    trainer.train()
+    [(ids, there, hidden)] = seen
+    trained = hidden.grad.abs().sum(-1) > 0
+    got = {tuple(ids[at][there[at]].tolist()): trained[at][there[at]].tolist() for at in range(2)}
+    assert not trained[~there].any()
+    assert got == {rowed(row): [mask == 1 for mask in row["loss_mask"][1:]] + [False] for row in wanted}
+
+
+def test_the_loss_is_that_of_the_recorded_logprobs_and_of_whole_groups(
+    folder: Path, service: RunningService, rows: LeasedRows, tmp_path: Path
+) -> None:
+    """Two groups of three, which TRL's pairs of neighbours would cut apart. At ratio 1 the loss is -mean(advantage x p / p_engine)
+    over the sampled tokens, p by transformers."""
+    ids = finish(service, "g1", [1.0, 0.0, 0.0]) + finish(service, "g2", [3.0, 3.0, 0.0])
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    client = TrainerClient(service.url, TRAINER)
+    batch = client.lease(max_groups=2)
+    assert batch is not None and len(batch) == len(ids)
+    off, weighed = [], []
+    for row, advantage in zip(batch.rows, batch.advantages(grpo), strict=True):
+        sampled = row.loss_mask == 1
+        off += list(recompute(reference, row)[sampled] - row.logprobs[sampled])
+        weighed += [advantage] * int(sampled.sum())
+    batch.nack()
+    client.close()
+    trainer = trainer_of(folder, rows, tmp_path, per_device_train_batch_size=6)
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged["loss"] == pytest.approx(-np.mean(np.array(weighed) * np.exp(off)), abs=1e-4)
+    assert logged["sampling/sampling_logp_difference/mean"] == pytest.approx(np.abs(off).mean(), abs=1e-4)
+    assert logged["sampling/sampling_logp_difference/max"] == pytest.approx(np.abs(off).max(), abs=1e-4)
+    assert logged["rewards/stored_reward/mean"] == pytest.approx(7 / 6)
+    assert "frac_reward_zero_std" not in logged
+    assert sorted(trainer._logs["advantages"]) == pytest.approx(sorted(batch.advantages(grpo)))
+
+
+def test_a_lease_is_acknowledged_after_the_step_and_after_its_weights_are_served(
+    folder: Path, service: RunningService, client: TrainerClient, rows: LeasedRows, tmp_path: Path
+) -> None:
+    finish(service, "g", [1.0, 0.0, 1.0, 0.0])
+    watch, after = Watch(service), PublishWeights(client, tmp_path / "weights")
+    trainer = trainer_of(folder, rows, tmp_path / "out", publish=after, callbacks=[watch])
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    trainer.train()
+    points = ("before the step", "after the step", "end of the step")
+    assert watch.seen == [(point, {"leased": 1}, 0) for point in points]
+    assert groups(service) == {"acked": 1}
+    current = client.weights()["current"]
+    assert (current["version"], after.version) == (1, 1)
+    published = load_file(Path(current["path"]) / "model.safetensors")
+    assert published.keys() == trainer.model.state_dict().keys()
+    assert all(torch.equal(weight, trainer.model.state_dict()[name]) for name, weight in published.items())
+    assert not all(torch.equal(weight, before[name]) for name, weight in published.items())
+    AutoModelForCausalLM.from_pretrained(current["path"])
+
+
+def test_a_step_that_raises_gives_the_lease_back_and_publishes_nothing(
+    folder: Path, service: RunningService, client: TrainerClient, rows: LeasedRows, tmp_path: Path
+) -> None:
+    finish(service, "g", [1.0, 0.0, 1.0, 0.0])
+    publish = PublishWeights(client, tmp_path / "weights")
+    trainer = trainer_of(folder, rows, tmp_path / "out", publish=publish, callbacks=[Fails()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert groups(service) == {"ready": 1}
+    assert client.weights()["current"]["version"] == 0
+
+
+def test_weights_that_are_not_published_leave_the_lease_unacknowledged(
+    folder: Path, service: RunningService, client: TrainerClient, rows: LeasedRows, tmp_path: Path
+) -> None:
+    class Meddles(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            client.publish(folder, 1)
+
+    finish(service, "g", [1.0, 0.0, 1.0, 0.0])
+    publish = PublishWeights(client, tmp_path / "weights")
+    trainer = trainer_of(folder, rows, tmp_path / "out", publish=publish, callbacks=[Meddles()])
+    with pytest.raises(VersionConflict, match="someone else pushes too"):
+        trainer.train()
+    assert groups(service) == {"ready": 1}
+    assert not (tmp_path / "weights").exists()
+
+
+def test_rows_used_by_several_steps_are_acknowledged_after_the_last(
+    folder: Path, service: RunningService, client: TrainerClient, rows: LeasedRows, tmp_path: Path
+) -> None:
+    finish(service, "g", [1.0, 0.0, 1.0, 0.0])
+    watch = Watch(service)
+    steps = {"max_steps": 2, "per_device_train_batch_size": 2, "steps_per_generation": 2}
+    publish = PublishWeights(client, tmp_path / "weights")
+    trainer_of(folder, rows, tmp_path / "out", publish=publish, callbacks=[watch], **steps).train()
+    assert [(states, version) for _, states, version in watch.seen] == [({"leased": 1}, 0)] * 3 + [({"leased": 1}, 1)] * 3
+    assert groups(service) == {"acked": 1}
+    assert client.weights()["current"]["version"] == 2
+
+
+def test_rows_that_do_not_fit_are_in_the_next_batch_and_given_back_if_there_is_none(
+    folder: Path, service: RunningService, rows: LeasedRows, tmp_path: Path
+) -> None:
+    """Batches of two: rows 1 2 | 3 4 of a group of three and a group of two, of which the last is left."""
+    finish(service, "g1", [1.0, 0.0, 1.0])
+    finish(service, "g2", [1.0, 0.0])
+    watch = Watch(service)
+    trainer_of(folder, rows, tmp_path, callbacks=[watch], max_steps=2, per_device_train_batch_size=2).train()
+    assert [states for _, states, _ in watch.seen] == [{"leased": 1, "ready": 1}] * 3 + [{"leased": 2}] * 3
+    assert groups(service) == {"acked": 1, "ready": 1}
+
+
+def test_rows_that_are_closed_end_the_training_with_an_error(
+    folder: Path, service: RunningService, rows: LeasedRows, tmp_path: Path
+) -> None:
+    class Closes(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            rows.close()
+
+    finish(service, "g", [1.0, 0.0])
+    settings = {"max_steps": 2, "per_device_train_batch_size": 2}
+    trainer = trainer_of(folder, rows, tmp_path, **settings)
+    trainer.add_callback(Closes())
+    with pytest.raises(ClientClosed, match="closed while the training went on"):
+        trainer.train()
+    assert groups(service) == {"acked": 1}
+
+
+def test_settings_that_cannot_be_right_are_refused(folder: Path, rows: LeasedRows, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="use_vllm is set"):
+        trainer_of(folder, rows, tmp_path, use_vllm=True)
+    with pytest.raises(ValueError, match="max_steps is not set"):
+        trainer_of(folder, rows, tmp_path, max_steps=-1)
+    with pytest.raises(ValueError, match="cut into `Rows`"):
+        trainer_of(folder, LeasedRows("http://127.0.0.1:1", "t", Padded(micro_rows=2)), tmp_path)
+    with pytest.raises(ValueError, match="have advantages"):
+        trainer_of(folder, LeasedRows("http://127.0.0.1:1", "t", Rows(), advantages=None), tmp_path)
+
+
+class Sharded(torch.nn.Module):
+    """As DeepSpeed marks a weight of which each process holds a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.weight.ds_id = 0  # type: ignore[assignment]
+
+
+class Adapted(torch.nn.Linear):
+    """As peft marks a model with adapters."""
+
+    peft_config: Any = ()
+
+
+def test_weights_that_are_not_whole_are_refused_before_the_training(client: TrainerClient, tmp_path: Path) -> None:
+    publish, settings = PublishWeights(client, tmp_path), GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(UnpublishableWeights, match="spread over processes"):
+        publish.on_train_begin(settings, TrainerState(), None, model=Sharded())
+    with pytest.raises(UnpublishableWeights, match="has adapters"):
+        publish.on_train_begin(settings, TrainerState(), None, model=Adapted(1, 1))
+
+
+def test_weights_may_be_published_in_another_type_and_less_often(folder: Path, client: TrainerClient, tmp_path: Path) -> None:
+    """Steps 1 to 5, every second is published, and the last; the newest two are kept."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    publish = PublishWeights(client, tmp_path, every_steps=2, keep_last=2, dtype=torch.bfloat16)
+    settings, state = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False), TrainerState()
+    publish.on_train_begin(settings, state, None, model=model)
+    versions = []
+    for step in range(1, 6):
+        state.global_step = step
+        publish.on_step_end(settings, state, None, model=model)
+        versions.append(publish.version)
+    publish.on_train_end(settings, state, None, model=model)
+    assert [*versions, publish.version] == [0, 1, 1, 2, 2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-2", "version-3"]
+    published = load_file(tmp_path / "version-3" / "model.safetensors")
+    assert {weight.dtype for weight in published.values()} == {torch.bfloat16}
+    assert published.keys() == load_file(folder / "model.safetensors").keys()
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == model.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func':UserWarning")
+def test_the_example_trains_and_publishes(
+    folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(service, "g1", [1.0, 0.0])
+    finish(service, "g2", [1.0, 0.0])
+    monkeypatch.setenv("VERBATIM_URL", service.url)
+    monkeypatch.setenv("VERBATIM_TRAINER_TOKEN", TRAINER)
+    trl_grpo.train(str(folder), tmp_path / "weights", tmp_path / "out", steps=2, rows=2, accumulate=1)
+    assert groups(service) == {"acked": 2}
+    assert client.weights()["current"]["version"] == 2
+
+
+@pytest.mark.timeout(900)  # each imports torch and TRL, on a machine that may be busy
+def test_several_processes_lease_each_for_itself_and_one_publishes(
+    folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
+) -> None:
+    """Two processes, two steps of two rows each: eight rows."""
+    for at in range(4):
+        finish(service, f"g{at}", [1.0, 0.0])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, str(ROOT / "tests/support/sessions/trl_process.py"), str(folder), str(tmp_path)],
+        env={**os.environ, "VERBATIM_URL": service.url, "VERBATIM_TRAINER_TOKEN": TRAINER, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=840,
+    )
+    assert done.returncode == 0, done.stderr
+    assert groups(service) == {"acked": 4}
+    assert client.weights()["current"]["version"] == 2

@@ -1,0 +1,127 @@
+"""Whose reward is whose: several rows of one rollout, branches and calls with rewards of their own, from a harness to a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.running_service import TRAINER, RunningService, Session
+from trainer_client.advantages import dr_grpo, grpo, leave_one_out, turns_of
+from trainer_client.batch import Batch
+from trainer_client.client import TrainerClient
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine("qwen3") as engine:
+        yield engine
+
+
+@pytest.fixture
+def trainer(service: RunningService) -> Iterator[TrainerClient]:
+    with TrainerClient(service.url, TRAINER) as client:
+        yield client
+
+
+@pytest.fixture
+def service(engine: ScriptedEngine, redis_url: str) -> Iterator[RunningService]:
+    with RunningService(engine.url, redis_url) as service:
+        yield service
+
+
+def fanned_out(session: Session, branches: int) -> None:
+    """One question, and as many ways to go on from its answer."""
+    asked: list[Any] = [{"role": "user", "content": "plan it"}]
+    said = session.answer(asked)
+    for at in range(branches):
+        session.answer([*asked, said, {"role": "user", "content": f"helper {at}, do your part"}])
+
+
+def group_of(service: RunningService, *rollouts: tuple[int, float]) -> list[Session]:
+    """Closed sessions of one group, each of so many branches and with that reward."""
+    sessions = [service.session(group_id="g", group_size=len(rollouts)) for _ in rollouts]
+    for session, (branches, reward) in zip(sessions, rollouts, strict=True):
+        fanned_out(session, branches)
+        session.close(reward=reward)
+    return sessions
+
+
+def leased(trainer: TrainerClient) -> Batch:
+    batch = trainer.lease(keep=False)
+    assert batch is not None
+    return batch
+
+
+def test_a_fan_out_counts_once_in_the_baseline_of_its_group(service: RunningService, trainer: TrainerClient) -> None:
+    """Rewards 4 in four rows, 0 and 2 in one each. The mean is 2 over rollouts; over rows it would be 3."""
+    many, nothing, some = group_of(service, (4, 4.0), (1, 0.0), (1, 2.0))
+    batch = leased(trainer)
+    assert batch.rollout_ids == (many.session_id,) * 4 + (nothing.session_id, some.session_id)
+    assert batch.columns.rollout_index.tolist() == [0, 0, 0, 0, 1, 2]
+    assert batch.columns.row_weight.tolist() == [0.25] * 4 + [1.0, 1.0]
+    assert batch.advantages(dr_grpo).tolist() == [2, 2, 2, 2, -2, 0]
+    assert batch.advantages(leave_one_out).tolist() == [3, 3, 3, 3, -3, 0]
+    np.testing.assert_allclose(batch.advantages(grpo), [1, 1, 1, 1, -1, 0], atol=1e-5)
+    weighed = batch.columns.row_weight * batch.advantages(dr_grpo)
+    assert weighed.sum() == 0, "rollouts are balanced however many rows they became"
+    padded = batch.padded(rows=[3, 4])
+    assert padded.row_weight.tolist() == [0.25, 1.0]
+
+
+def test_rows_that_train_nothing_weigh_nothing(service: RunningService) -> None:
+    session = service.session()
+    fanned_out(session, 2)
+    headers = {"x-openai-subagent": "compact"}
+    session.ask("make a summary", extra_headers=headers)
+    rows, _ = session.trajectories()
+    assert {row["role"] for row in rows} == {"main", "compaction"}
+    trained = [row for row in rows if any(row["loss_mask"])]
+    assert [row["row_weight"] for row in trained] == [1 / len(trained)] * len(trained)
+    assert [row["row_weight"] for row in rows if row not in trained] == [0.0] * (len(rows) - len(trained))
+    assert {row["rollout_id"] for row in rows} == {session.session_id}
+
+
+def test_a_branch_reward_reaches_its_row_and_a_call_reward_the_row_that_trains_the_call(
+    service: RunningService, trainer: TrainerClient
+) -> None:
+    """plan -> helper 0 and plan -> helper 1: the plan is trained in the first row, and shown in the second."""
+    session = service.session()
+    fanned_out(session, 2)
+    plan, first, second = (call["call_id"] for call in session.calls)
+    rewards = {"reward": 1.0, "per_branch": {second: -1.0}, "per_call": {plan: 0.5, first: 0.25}}
+    assert service.request("POST", f"/sessions/{session.session_id}/reward", json=rewards).status_code == 200
+    by_last = {row["call_ids"][-1]: row for row in session.trajectories()[0]}
+    assert {name: row["reward"] for name, row in by_last.items()} == {first: 1.0, second: -1.0}
+    metadata = by_last[first]["metadata"]
+    assert metadata["per_call_rewards"] == {plan: 0.5, first: 0.25}
+    mask = np.zeros(len(by_last[first]["loss_mask"]), dtype=int)
+    for start, end in (metadata["per_call_spans"][call] for call in (plan, first)):
+        mask[start:end] = 1
+    assert mask.tolist() == by_last[first]["loss_mask"], "the calls lie where the sampled tokens are"
+    assert by_last[second]["metadata"] == {}
+    assert by_last[second]["call_ids"] == [plan, second]
+    by_call = {row["call_ids"][0]: row["reward"] for row in session.trajectories("per_call")[0]}
+    assert by_call == {plan: 0.5, first: 0.25, second: -1.0}
+    session.close()
+    batch = leased(trainer)
+    assert dict(zip([row.call_ids[-1] for row in batch.rows], batch.columns.rewards.tolist(), strict=True)) == {
+        first: 1.0,
+        second: -1.0,
+    }
+    turns = turns_of(batch.rows)
+    assert sorted(turns.number.tolist()) == [0, 1, 2]
+    np.testing.assert_array_equal(turns.reward[np.argsort(turns.number)], [0.5, 0.25, np.nan])
+
+
+def test_a_row_keeps_its_weight_when_it_comes_again(service: RunningService, trainer: TrainerClient) -> None:
+    group_of(service, (3, 1.0))
+    first = leased(trainer)
+    first.nack()
+    again = leased(trainer)
+    assert [(row.trajectory_id, row.row_weight) for row in again.rows] == [
+        (row.trajectory_id, row.row_weight) for row in first.rows
+    ]

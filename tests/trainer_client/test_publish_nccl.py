@@ -1,0 +1,193 @@
+"""A trainer that sends its weights over NCCL: the steps, in their order, on both sides; without a GPU nothing is broadcast.
+
+vLLM's own sender runs where vLLM is installed, with its broadcast replaced: NCCL itself needs two GPUs (end_to_end/test_nccl_on_gpu.py).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.engine.vllm_server import require_vllm
+from tests.support.service.running_service import TRAINER, RunningService
+from tests.support.service.verbatim_process import environment
+from trainer_client.client import TrainerClient
+from trainer_client.errors import ReplicaFailed, VersionConflict
+from trainer_client.publish_nccl import Control, NcclPublisher
+
+WHERE = {"master_address": "127.0.0.1", "master_port": 29600, "packed": True}
+
+
+@pytest.fixture
+def engines() -> Iterator[list[ScriptedEngine]]:
+    with ScriptedEngine() as first, ScriptedEngine() as second:
+        first.weights.workers = 2
+        yield [first, second]
+
+
+@pytest.fixture
+def service(engines: list[ScriptedEngine], redis_url: str) -> Iterator[RunningService]:
+    with RunningService([engine.url for engine in engines], redis_url) as running:
+        yield running
+
+
+class Network:
+    """Where NCCL would be: what was broadcast, and in what state the engines were when it began."""
+
+    def __init__(self, engines: list[ScriptedEngine]) -> None:
+        self._engines = engines
+        self.sent: list[list[str]] = []
+        self.all_paused: list[bool] = []
+        self.opened: list[dict[str, Any]] = []
+
+    def open(self, init: dict[str, Any], control: Control, weights: Any) -> Any:
+        """vLLM's sender, joined to nobody."""
+        require_vllm()
+        from vllm.distributed.weight_transfer.base import ModuleSource
+        from vllm.distributed.weight_transfer.nccl_common import worker_init_payload
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine, NCCLWeightTransferInitInfo
+
+        network = self
+
+        class Sender(NCCLTrainerWeightTransferEngine):
+            def _broadcast(self, source: Any, meta: Any) -> None:
+                network.all_paused.append(all(engine.weights.paused for engine in network._engines))
+                network.sent.append([name for name, _ in self._checked_iter(source, meta)])
+
+        fields = {name: value for name, value in init.items() if name != "rank"}
+        control.init_weight_transfer_engine(worker_init_payload(NCCLWeightTransferInitInfo(rank_offset=1, **fields)))
+        self.opened.append(init)
+        return Sender(client=control, source=ModuleSource(weights))
+
+
+@pytest.fixture
+def network(engines: list[ScriptedEngine]) -> Network:
+    return Network(engines)
+
+
+@pytest.fixture
+def publisher(service: RunningService, network: Network) -> Iterator[NcclPublisher]:
+    with TrainerClient(service.url, TRAINER, retry_seconds=5) as client:
+        made = NcclPublisher(client._transport, torch.nn.Linear(2, 3), WHERE, open_sender=network.open)
+        yield made
+        made.close()
+
+
+def test_weights_are_sent_when_every_replica_is_ready_and_become_current(
+    service: RunningService, engines: list[ScriptedEngine], network: Network, publisher: NcclPublisher
+) -> None:
+    push = publisher.publish(1)
+    assert push is not None
+    assert (push.applied, push.failed) == (True, {})
+    assert network.sent == [["weight", "bias"]]
+    assert network.all_paused == [True]
+    places = [(info["rank_offset"], info["world_size"]) for engine in engines for info in engine.weights.joined]
+    assert places == [(1, 4), (3, 4)], "the first engine has two workers"
+    for engine in engines:
+        assert (engine.weights.label, engine.weights.paused, engine.weights.broken) == ("1", False, [])
+        updates = [request.body["update_info"] for request in engine.received if request.path == "/update_weights"]
+        assert updates[0]["transfer"]["names"] == ["weight", "bias"]
+        assert updates[0]["transfer"]["shapes"] == [[3, 2], [3]]
+        assert updates[0]["transfer"]["dtype_names"] == ["float32", "float32"]
+    current = service.request("GET", "/weights").json()["current"]
+    assert (current["version"], current["kind"], current["path"]) == (1, "nccl", None)
+    assert publisher.publish(2, mode="wait") is not None
+    assert len(network.opened) == 1, "the group is kept"
+
+
+def test_nothing_is_sent_and_nothing_changes_when_one_replica_cannot_receive(
+    engines: list[ScriptedEngine], network: Network, publisher: NcclPublisher
+) -> None:
+    publisher.publish(1)
+    engines[1].weights.refuse_check = "the model has no place for bias"
+    with pytest.raises(ReplicaFailed, match="is served by none, nothing has changed") as error:
+        publisher.publish(2)
+    assert sorted(error.value.push.failed.values())[1] == "the model has no place for bias"
+    assert len(network.sent) == 1
+    assert [(engine.weights.label, engine.weights.paused) for engine in engines] == [("1", False), ("1", False)]
+    assert publisher.publish(2) is not None
+
+
+def test_the_group_is_joined_again_when_the_engines_have_changed(
+    engines: list[ScriptedEngine], network: Network, publisher: NcclPublisher
+) -> None:
+    publisher.publish(1)
+    engines[1].weights.workers = 3
+    publisher.publish(2)
+    assert [opened["world_size"] for opened in network.opened] == [4, 6]
+
+
+def test_an_engine_that_restarted_is_taken_into_the_group_by_the_next_try(
+    engines: list[ScriptedEngine], network: Network, publisher: NcclPublisher
+) -> None:
+    """It has the name and the workers that it had, and is in no group."""
+    publisher.publish(1)
+    engines[0].weights.loaded = {key: value for key, value in engines[0].weights.loaded.items() if key != "group"}
+    with pytest.raises(ReplicaFailed, match="is not in the group"):
+        publisher.publish(2)
+    assert len(network.sent) == 1
+    assert publisher.publish(2) is not None
+    assert len(network.opened) == 2
+
+
+def test_a_version_that_is_taken_is_refused_before_anything_is_paused(
+    engines: list[ScriptedEngine], network: Network, publisher: NcclPublisher
+) -> None:
+    publisher.publish(3)
+    with pytest.raises(VersionConflict, match="version 3 is not greater than the current 3"):
+        publisher.publish(3)
+    assert engines[0].paths().count("/pause") == 1
+    assert len(network.sent) == 1
+
+
+def test_other_ranks_of_the_trainer_only_take_part_in_the_gathering(service: RunningService) -> None:
+    gathered = threading.Event()
+
+    class Gathering:
+        source = None
+
+        def send_weights(self) -> None:
+            gathered.set()
+
+        def shutdown(self) -> None:
+            """Nothing is open."""
+
+    with TrainerClient(service.url, TRAINER) as client:
+        publisher = NcclPublisher(client._transport, None, WHERE, rank=1, open_sender=lambda *_: Gathering())
+        assert publisher.publish(1) is None
+    assert gathered.is_set()
+
+
+def test_a_copy_of_the_weights_lets_a_replica_that_comes_later_catch_up(
+    service: RunningService, engines: list[ScriptedEngine], publisher: NcclPublisher, tmp_path: Path
+) -> None:
+    publisher.publish(1, path=str(tmp_path))
+    engines[0].sampler.version = "default"
+    engines[0].weights.loaded = {"whole": True, "path": None, "version": None, "updates": 0, "error": None}
+    engines[0].wait_for(lambda: engines[0].weights.label == "1", 30)
+    assert engines[0].weights.loaded["path"] == str(tmp_path)
+
+
+def test_a_trainer_without_a_gpu_is_told_so() -> None:
+    """In a process that sees none, whatever this machine has."""
+    require_vllm()
+    program = """
+from trainer_client.client import TrainerClient
+from trainer_client.errors import UnpublishableWeights
+from trainer_client.publish_nccl import _open_vllm
+try:
+    _open_vllm({}, None, None)
+except UnpublishableWeights as error:
+    print(error)
+"""
+    hidden = environment(CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run([sys.executable, "-c", program], env=hidden, capture_output=True, text=True, timeout=120)
+    assert "nccl needs a GPU in the trainer, and torch sees none; without one publish a checkpoint" in done.stdout, done.stderr
