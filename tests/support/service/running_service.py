@@ -18,6 +18,7 @@ from pydantic import SecretStr
 
 from proxy.app import Adding, create_app
 from proxy.settings import Settings
+from tests.support.service.prompt_server import PromptServer
 
 ADMIN, TRAINER = "admin-of-the-test", "trainer-of-the-test"
 
@@ -68,7 +69,7 @@ class RunningService:
             access_log=False,
             timeout_graceful_shutdown=5,
         )
-        self._server = uvicorn.Server(config)
+        self._server = PromptServer(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, name="service")
         self._thread.start()
         wait_until(lambda: self._server.started or not self._thread.is_alive(), 60, "the service has started")
@@ -79,7 +80,7 @@ class RunningService:
         self._control.close()
         for session in self._sessions:
             session.client.close()
-        self._server.should_exit = True
+        self._server.end()
         self._thread.join(30)
         assert not self._thread.is_alive(), "the service did not stop"
 

@@ -19,6 +19,8 @@ from typing import Any, Self
 import pytest
 import uvicorn
 
+from tests.support.service.prompt_server import PromptServer
+
 
 @dataclass(frozen=True)
 class Received:
@@ -102,12 +104,13 @@ class ScriptedService:
 
 @contextmanager
 def serving(service: ScriptedService) -> Iterator[ScriptedService]:
-    listener = socket.socket()
+    # Protocol named: asyncio sets TCP_NODELAY only then.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     # From here on clients wait in line instead of being refused while the server comes up.
     listener.listen(128)
     service.url, service.ended = f"http://127.0.0.1:{listener.getsockname()[1]}", False
-    server = uvicorn.Server(
+    server = PromptServer(
         uvicorn.Config(service, lifespan="off", ws="none", loop="asyncio", log_level="critical", access_log=False)
     )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -115,7 +118,8 @@ def serving(service: ScriptedService) -> Iterator[ScriptedService]:
     try:
         yield service
     finally:
-        service.ended = server.should_exit = True
+        service.ended = True
+        server.end()
         thread.join()
         listener.close()
 

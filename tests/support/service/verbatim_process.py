@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from tests import ROOT
+from tests.support.service.forked import ForkedVerbatim
 
 COMMAND = [sys.executable, "-m", "cli.main"]
 ADMIN, TRAINER = "admin-of-the-test", "trainer-of-the-test"
@@ -29,9 +30,13 @@ def environment(**variables: str) -> dict[str, str]:
 
 def verbatim(*args: str, timeout_seconds: float = 120.0, **variables: str) -> subprocess.CompletedProcess[str]:
     """The finished command with its output and exit code."""
-    return subprocess.run(
-        [*COMMAND, *args], env=environment(**variables), capture_output=True, text=True, timeout=timeout_seconds, check=False
-    )
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with ForkedVerbatim(args, env=environment(**variables), **streams) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_seconds)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 def wait_until(happened: Callable[[], bool], seconds: float, what: str) -> None:
@@ -58,14 +63,16 @@ class Serving:
         self.data_dir = data_dir
         self.stdout, self.stderr = "", ""
         self._wants_ready = ready
-        self._process = subprocess.Popen(
-            [*inside, *COMMAND, "serve", "--port", str(port), "--data-dir", str(data_dir), *args],
-            env=environment(**{**tokens, **variables}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+        command = ["serve", "--port", str(port), "--data-dir", str(data_dir), *args]
+        streams: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+        }
+        about = {"env": environment(**{**tokens, **variables}), "start_new_session": True, **streams}
+        self._process: subprocess.Popen[str] = (
+            subprocess.Popen([*inside, *COMMAND, *command], **about) if inside else ForkedVerbatim(command, **about)
         )
         self._readers = [threading.Thread(target=self._read, args=(name,)) for name in ("stdout", "stderr")]
         for reader in self._readers:

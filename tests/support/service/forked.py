@@ -1,0 +1,221 @@
+"""`verbatim` as a process of its own that need not import anything: forked off a server that has imported it all.
+
+`ForkedVerbatim(args, ...)` is a `subprocess.Popen` in every way that shows: own arguments, environment, folder, standard streams, session,
+signals and exit code. What an interpreter does at its start, up to two seconds, is done once for a whole run of the tests.
+
+The server is `python -m tests.support.service.forked`. Over its standard input, a socket, it is handed four descriptors per program: a
+channel and the program's standard streams. The program reads its order from the channel as JSON; the server writes the process id there,
+and at the end the exit status.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import errno
+import functools
+import gc
+import importlib
+import inspect
+import io
+import json
+import os
+import pkgutil
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from tests import ROOT
+
+ALSO = ("proxy.app", "rollout.api", "rollout.node", "trainer_client")
+"""Imported by the server besides all of `cli`."""
+DIES_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
+
+
+class ForkedVerbatim(subprocess.Popen[Any]):
+    """`verbatim ARGS...` started; takes what `subprocess.Popen` takes of standard streams, `env`, `cwd` and `start_new_session`."""
+
+    def __init__(self, args: Sequence[str], **popen: Any) -> None:
+        super().__init__(["verbatim", *args], **popen)
+
+    def _execute_child(self, *given: Any) -> None:
+        # Its parameters differ a little from one Python to the next.
+        told = dict(zip(_parameters(), given, strict=True))
+        pipes = [told[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+        streams = [number if pipe == -1 else pipe for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
+        order = {
+            "argv": list(told["args"]),
+            "env": dict(os.environ if told["env"] is None else told["env"]),
+            "cwd": os.fspath(told["cwd"] or os.getcwd()),
+            "new_session": bool(told["start_new_session"]),
+        }
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            _server().hand_over([theirs.fileno(), *streams])
+        self._channel.sendall(json.dumps(order).encode() + b"\n")
+        self._answers = self._channel.makefile("rb")
+        self.pid = int(self._answers.readline())
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        """(process id, status), or (0, 0) while it runs."""
+        if self.returncode is not None:
+            return self.pid, 0
+        if wait_flags & os.WNOHANG and not _readable(self._channel):
+            return 0, 0
+        status = self._answers.readline()
+        self._answers.close()
+        self._channel.close()
+        return self.pid, int(status or signal.SIGKILL)
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None and self._waitpid_lock.acquire(False):
+            try:
+                if self.returncode is None:
+                    pid, status = self._try_wait(os.WNOHANG)
+                    if pid:
+                        self._handle_exitstatus(status)
+            finally:
+                self._waitpid_lock.release()
+        return self.returncode
+
+
+@functools.cache
+def _parameters() -> tuple[str, ...]:
+    return tuple(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
+
+
+def _readable(channel: socket.socket) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(channel, selectors.EVENT_READ)
+        return bool(selector.select(0))
+
+
+class _Server:
+    """The process that programs are forked off. It ends with the one that started it, and they with it."""
+
+    def __init__(self) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._one_at_a_time = threading.Lock()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__], cwd=ROOT, stdin=theirs, stdout=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def hand_over(self, descriptors: list[int]) -> None:
+        with self._one_at_a_time:
+            socket.send_fds(self._orders, [b"."], descriptors)
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
+
+
+def _serve(orders: socket.socket) -> dict[str, Any]:
+    """Fork programs; returns in each of them, with its order. The server itself leaves by SystemExit."""
+    running: dict[int, tuple[int, socket.socket]] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(orders, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not orders:
+                    pid, channel = running.pop(key.fd)
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    _tell(channel, os.waitpid(pid, 0)[1])
+                    channel.close()
+                    continue
+                _, passed, _, _ = socket.recv_fds(orders, 1, 4)
+                if not passed:
+                    sys.exit()
+                if (pid := os.fork()) == 0:
+                    return _become(passed)
+                channel = socket.socket(fileno=passed[0])
+                for descriptor in passed[1:]:
+                    os.close(descriptor)
+                _tell(channel, pid)
+                watch = os.pidfd_open(pid)
+                running[watch] = pid, channel
+                selector.register(watch, selectors.EVENT_READ)
+
+
+def _tell(channel: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):
+        channel.sendall(b"%d\n" % number)
+
+
+def _become(passed: list[int]) -> dict[str, Any]:
+    """In the child: it is the program from here on."""
+    ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
+    with open(passed[0], "rb", buffering=0, closefd=False) as channel:
+        order: dict[str, Any] = json.loads(channel.readline())
+    for target, descriptor in enumerate(passed[1:]):
+        os.dup2(descriptor, target)
+    os.closerange(3, 1 << 16)
+    if order["new_session"]:
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(order["env"])
+    os.chdir(order["cwd"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = [str(ROOT / "cli" / "main.py"), *order["argv"][1:]]
+    sys.stdin, sys.stdout, sys.stderr = open(0), _writer(1), _writer(2, line_buffering=True)  # noqa: SIM115
+    # What multiprocessing and the usage line take the program's name from.
+    program, main = sys.modules["__main__"], sys.modules["cli.main"]
+    program.__spec__, program.__package__ = main.__spec__, main.__package__
+    return order
+
+
+def _writer(descriptor: int, *, line_buffering: bool = False) -> io.TextIOWrapper:
+    errors = "backslashreplace" if descriptor == 2 else None
+    raw = open(descriptor, "wb", closefd=False)  # noqa: SIM115
+    return io.TextIOWrapper(raw, errors=errors, line_buffering=line_buffering or os.isatty(descriptor))
+
+
+def _run() -> None:
+    """The program. Where it ends as asked, what an interpreter does last is done, but for the second that it takes to free all."""
+    from cli.main import main
+
+    try:
+        main()
+    except SystemExit as left:
+        if isinstance(left.code, str):
+            raise
+        code = left.code or 0
+    else:
+        code = 0
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _import_all() -> None:
+    import cli
+
+    for name in (*ALSO, *(module.name for module in pkgutil.walk_packages(cli.__path__, "cli."))):
+        importlib.import_module(name)
+    assert threading.active_count() == 1, "a process with threads cannot be forked"
+    gc.collect()
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    try:
+        _import_all()
+        _serve(socket.socket(fileno=0))
+    except OSError as failed:
+        if failed.errno != errno.ECONNRESET:
+            raise
+        sys.exit()
+    _run()
