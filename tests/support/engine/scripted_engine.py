@@ -32,6 +32,7 @@ from tests.support.engine.scripted_sampling import Drop, Fail, Generation, Hang,
 from tests.support.engine.scripted_weights import ScriptedWeights
 from tests.support.engine.scripted_wire import error_body, model_list
 from tests.support.engine.template_families import FAMILIES, Family
+from tests.support.service.prompt_server import PromptServer
 
 __all__ = ["Drop", "Fail", "Generation", "Hang", "Received", "Reply", "Say", "ScriptedEngine", "logprobs_of"]
 
@@ -154,7 +155,7 @@ class ScriptedEngine:
             }
         if updatable and not plain:
             self._routes |= self.weights.routes
-        self._server: uvicorn.Server | None = None
+        self._server: PromptServer | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._kept: set[int] = set()
@@ -225,7 +226,8 @@ class ScriptedEngine:
         await exchange.answer(None)
 
     def start(self, port: int = 0) -> Self:
-        listener = socket.socket()
+        # asyncio sends small pieces at once (TCP_NODELAY) only on sockets that name their protocol; others wait 40 ms for an ACK.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         self._keep(listener.getsockname())
@@ -235,7 +237,7 @@ class ScriptedEngine:
         config = uvicorn.Config(
             self, http=_Protocol, loop="asyncio", ws="none", lifespan="off", log_level="critical", access_log=False
         )
-        self._server = uvicorn.Server(config)
+        self._server = PromptServer(config)
         self._thread = threading.Thread(target=self._run, args=(self._server, listener), name="scripted-engine")
         self._thread.start()
         return self
@@ -250,7 +252,7 @@ class ScriptedEngine:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place.bind(address)
 
-    def _run(self, server: uvicorn.Server, listener: socket.socket) -> None:
+    def _run(self, server: PromptServer, listener: socket.socket) -> None:
         async def serve() -> None:
             self._loop = asyncio.get_running_loop()
             await server.serve(sockets=[listener])
@@ -265,9 +267,9 @@ class ScriptedEngine:
         """End at once, breaking every open connection: what clients see when the engine is killed."""
         if self._server is None or self._thread is None:
             return
-        self._server.should_exit = self._server.force_exit = True
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._break_everything)
+        self._server.end(force=True)
         self._thread.join()
         self._server = self._thread = self._loop = None
 

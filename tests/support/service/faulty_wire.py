@@ -7,6 +7,7 @@ with FaultyWire(port) as wire:
     wire.reset()            open connections are reset, and new ones as soon as they are there
     wire.reset_after(100)   connections are reset when so many more bytes of answers have passed
     wire.heal()             from now on all is well again; what hung for good stays so
+    wire.resets             how many connections it has reset so far, new ones included
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class FaultyWire:
         self._target_port = target_port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
+        self.resets = 0
         self._loop = asyncio.new_event_loop()
         self._flows = asyncio.Event()
         self._delay_seconds = 0.0
@@ -111,8 +113,11 @@ class FaultyWire:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._mode == "reset":
+            self.resets += 1
             _reset(writer)
             return
+        # asyncio would do so only for a listener that names its protocol; without it small pieces wait 40 ms for an ACK.
+        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         pair = _Pair(reader, writer)
         self._pairs.add(pair)
         try:
@@ -160,6 +165,7 @@ class FaultyWire:
         sink.close()
 
     def _reset_all(self) -> None:
+        self.resets += len(self._pairs)
         for pair in self._pairs:
             pair.reset()
 

@@ -1,0 +1,52 @@
+"""uvicorn's server for a thread of a test: it ends as soon as it is told to. uvicorn itself looks every tenth of a second whether it
+should, and waits another tenth for its connections, however few they are."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import uvicorn
+
+FORCED_SECONDS = 0.1
+"""For which requests whose connections were broken may notice it, when nothing else is waited for."""
+
+
+class PromptServer(uvicorn.Server):
+    """`end()` from any thread, instead of `should_exit`."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending = asyncio.Event()
+
+    def end(self, *, force: bool = False) -> None:
+        """`force`: without waiting for answers to be complete, and without the application's shutdown."""
+        self.should_exit = True
+        self.force_exit = self.force_exit or force
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._ending.set)
+
+    async def main_loop(self) -> None:
+        # Before the first look at `should_exit`, so that no end is missed.
+        self._loop = asyncio.get_running_loop()
+        ticking = asyncio.create_task(super().main_loop())
+        ended = asyncio.create_task(self._ending.wait())
+        await asyncio.wait([ticking, ended], return_when=asyncio.FIRST_COMPLETED)
+        ticking.cancel()
+        ended.cancel()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listening in (*self.servers, *(sockets or ())):
+            listening.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(FORCED_SECONDS if self.force_exit else self.config.timeout_graceful_shutdown):
+                while self.server_state.connections or self.server_state.tasks:
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            for task in self.server_state.tasks:
+                task.cancel()
+        if not self.force_exit:
+            await self.lifespan.shutdown()
