@@ -21,7 +21,7 @@ DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(ARGS)
 RELEASE := .cache/release
 RELEASED := proxy,rollout,archive,otel
 
-.PHONY: help demo demo-tasks docs test check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
+.PHONY: help demo demo-tasks docs test test-programs check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make demo ARGS=...   pass flags to the demo; ARGS=--help lists them"
 	@echo "make demo-tasks      the same loop through tasks: a trainer that submits them, agents in sandboxes; needs bubblewrap"
 	@echo "make test            every test, on a real vLLM and a real redis-server; ARGS=... goes to pytest, WORKERS=N shares them"
+	@echo "make test-programs   install what tests need besides: sandboxes, containers, a browser (apt-get, as root)"
 	@echo "make test-harnesses  real command-line agents at work through the service; needs Node.js 20 or newer; ARGS=... goes to pytest"
 	@echo "make docs            the documentation as a site, in build/site; fails where a link leads nowhere"
 	@echo "make check           ruff, mypy --strict and the import rules"
@@ -54,7 +55,10 @@ demo-tasks: $(INSTALLED)
 	$(BIN)/python -m examples.tasks_loop.loop $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest tests --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+
+test-programs:
+	.ci/programs
 
 test-harnesses: $(INSTALLED) $(HARNESS_STAMPS)
 	$(BIN)/python -m pytest tests/harnesses $(ARGS)

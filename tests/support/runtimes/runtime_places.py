@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -108,12 +108,13 @@ async def out(runtime: Runtime, line: str, **options: Any) -> str:
 
 
 @asynccontextmanager
-async def answering(answer: bytes = ANSWER) -> AsyncIterator[Route]:
-    """A server that gives every connection one HTTP answer."""
+async def answering(answer: bytes = ANSWER, at: Mapping[str, bytes] | None = None) -> AsyncIterator[Route]:
+    """A server that gives every connection one HTTP answer; `at`: others, by path."""
 
     async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(answer), answer))
+        path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+        body = (at or {}).get(path, answer)
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         await writer.drain()
         writer.close()
 

@@ -39,11 +39,11 @@ DIES_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
 
-class ForkedVerbatim(subprocess.Popen[Any]):
-    """`verbatim ARGS...` started; takes what `subprocess.Popen` takes of standard streams, `env`, `cwd` and `start_new_session`."""
+class Forked(subprocess.Popen[Any]):
+    """A program forked off the server that `python -m MODULE` is; takes what `subprocess.Popen` takes of standard streams, `env`, `cwd`
+    and `start_new_session`."""
 
-    def __init__(self, args: Sequence[str], **popen: Any) -> None:
-        super().__init__(["verbatim", *args], **popen)
+    module: str
 
     def _execute_child(self, *given: Any) -> None:
         # Its parameters differ a little from one Python to the next.
@@ -58,7 +58,7 @@ class ForkedVerbatim(subprocess.Popen[Any]):
         }
         self._channel, theirs = socket.socketpair()
         with theirs:
-            _server().hand_over([theirs.fileno(), *streams])
+            _server(self.module).hand_over([theirs.fileno(), *streams])
         self._channel.sendall(json.dumps(order).encode() + b"\n")
         self._answers = self._channel.makefile("rb")
         self.pid = int(self._answers.readline())
@@ -88,6 +88,15 @@ class ForkedVerbatim(subprocess.Popen[Any]):
         return self.returncode
 
 
+class ForkedVerbatim(Forked):
+    """`verbatim ARGS...` started."""
+
+    module = "tests.support.service.forked"
+
+    def __init__(self, args: Sequence[str], **popen: Any) -> None:
+        super().__init__(["verbatim", *args], **popen)
+
+
 @functools.cache
 def _parameters() -> tuple[str, ...]:
     return tuple(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
@@ -102,12 +111,12 @@ def _readable(channel: socket.socket) -> bool:
 class _Server:
     """The process that programs are forked off. It ends with the one that started it, and they with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._one_at_a_time = threading.Lock()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__], cwd=ROOT, stdin=theirs, stdout=subprocess.DEVNULL, start_new_session=True
+                [sys.executable, "-m", module], cwd=ROOT, stdin=theirs, stdout=subprocess.DEVNULL, start_new_session=True
             )
 
     def hand_over(self, descriptors: list[int]) -> None:
@@ -116,8 +125,18 @@ class _Server:
 
 
 @functools.cache
-def _server() -> _Server:
-    return _Server()
+def _server(module: str) -> _Server:
+    return _Server(module)
+
+
+def served(orders: socket.socket) -> dict[str, Any]:
+    """What `_serve` returns. A server whose tests are over leaves."""
+    try:
+        return _serve(orders)
+    except OSError as failed:
+        if failed.errno != errno.ECONNRESET:
+            raise
+        sys.exit()
 
 
 def _serve(orders: socket.socket) -> dict[str, Any]:
@@ -167,11 +186,7 @@ def _become(passed: list[int]) -> dict[str, Any]:
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = [str(ROOT / "cli" / "main.py"), *order["argv"][1:]]
     sys.stdin, sys.stdout, sys.stderr = open(0), _writer(1), _writer(2, line_buffering=True)  # noqa: SIM115
-    # What multiprocessing and the usage line take the program's name from.
-    program, main = sys.modules["__main__"], sys.modules["cli.main"]
-    program.__spec__, program.__package__ = main.__spec__, main.__package__
     return order
 
 
@@ -181,10 +196,14 @@ def _writer(descriptor: int, *, line_buffering: bool = False) -> io.TextIOWrappe
     return io.TextIOWrapper(raw, errors=errors, line_buffering=line_buffering or os.isatty(descriptor))
 
 
-def _run() -> None:
+def _run(arguments: Sequence[str]) -> None:
     """The program. Where it ends as asked, what an interpreter does last is done, but for the second that it takes to free all."""
     from cli.main import main
 
+    sys.argv = [str(ROOT / "cli" / "main.py"), *arguments]
+    # What multiprocessing and the usage line take the program's name from.
+    program, module = sys.modules["__main__"], sys.modules["cli.main"]
+    program.__spec__, program.__package__ = module.__spec__, module.__package__
     try:
         main()
     except SystemExit as left:
@@ -211,11 +230,5 @@ def _import_all() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        _import_all()
-        _serve(socket.socket(fileno=0))
-    except OSError as failed:
-        if failed.errno != errno.ECONNRESET:
-            raise
-        sys.exit()
-    _run()
+    _import_all()
+    _run(served(socket.socket(fileno=0))["argv"][1:])

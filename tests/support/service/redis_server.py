@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -93,6 +94,18 @@ class RedisCluster:
 
     def all_keys(self) -> set[bytes]:
         return set().union(*(server.all_keys() for server in self.primaries))
+
+
+@dataclass
+class SharedRedis(RedisServer):
+    """The server of a whole run. `cluster`, of three primaries, runs beside it from when it is first wanted: it needs two seconds
+    to come up."""
+
+    stack: ExitStack
+
+    @cached_property
+    def cluster(self) -> RedisCluster:
+        return self.stack.enter_context(running_cluster())
 
 
 @contextmanager
@@ -190,7 +203,7 @@ def running_sentinel(master: RedisServer, password: str = "") -> Iterator[RedisS
     port = free_port()
     (folder / "sentinel.conf").write_text(
         f"port {port}\nbind 127.0.0.1\ndir {folder}\nsentinel monitor store 127.0.0.1 {master.port} 1\n"
-        "sentinel down-after-milliseconds store 1000\nsentinel failover-timeout store 3000\n"
+        "sentinel down-after-milliseconds store 500\nsentinel failover-timeout store 3000\n"
         + (f"sentinel auth-pass store {password}\n" if password else "")
     )
     command = [BINARY, str(folder / "sentinel.conf"), "--sentinel"]
@@ -236,17 +249,21 @@ def wait_until_it_answers(server: RedisServer) -> None:
     raise AssertionError("redis-server did not answer within 60 s")
 
 
-@pytest.fixture(scope="session", params=["plain", "cluster"])
-def redis_kind(request: pytest.FixtureRequest) -> Iterator[RedisKind]:
-    """The store's contract holds on one server and on a cluster of three."""
-    with running_redis() if request.param == "plain" else running_cluster() as server:
-        yield server
-
-
 @pytest.fixture(scope="session")
-def shared_redis() -> Iterator[RedisServer]:
-    with running_redis() as server:
-        yield server
+def shared_redis() -> Iterator[SharedRedis]:
+    with ExitStack() as stack:
+        server = stack.enter_context(running_redis())
+        yield SharedRedis(server.port, server.process, stack)
+
+
+@pytest.fixture(scope="module", params=["plain", "cluster"])
+def redis_kind(request: pytest.FixtureRequest, shared_redis: SharedRedis) -> Iterator[RedisKind]:
+    """The store's contract holds on one server and on a cluster of three."""
+    if request.param == "plain":
+        with running_redis() as server:
+            yield server
+    else:
+        yield shared_redis.cluster
 
 
 @pytest.fixture(scope="module")

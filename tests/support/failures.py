@@ -1,0 +1,43 @@
+"""What a run that failed says at its end: for each failure a line with its cause, and the command that repeats it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+import pytest
+
+MOST = 160
+"""Characters of a cause."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = list(_failed(terminalreporter))
+    if not reports:
+        return
+    terminalreporter.section(f"{len(reports)} to mend")
+    for report in reports:
+        terminalreporter.write_line(f"{_where(report)}: {cause(report)}", red=True)
+        terminalreporter.write_line(f"    {command(report.nodeid)}")
+
+
+def _failed(reporter: pytest.TerminalReporter) -> Iterator[pytest.TestReport | pytest.CollectReport]:
+    for outcome in ("error", "failed"):
+        yield from reporter.stats.get(outcome, [])
+
+
+def _where(report: pytest.TestReport | pytest.CollectReport) -> str:
+    when = getattr(report, "when", "call")
+    return report.nodeid if when == "call" else f"{report.nodeid} ({when})"
+
+
+def cause(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """The first line of what was raised, as short as a line."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else report.longreprtext.strip().rpartition("\n")[2]
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+    return first if len(first) <= MOST else first[: MOST - 3] + "..."
+
+
+def command(nodeid: str) -> str:
+    return f".venv/bin/python -m pytest {shlex.quote(nodeid)}"

@@ -1,0 +1,77 @@
+"""What a run of the tests would leave behind when it is killed: its processes are ended by a watcher that outlives it.
+
+Every process that a test starts inherits a variable that names the run. The watcher, a process in a session of its own, waits for the end
+of the run, whatever ends it, and then ends whatever has that variable, and the children of those.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+RUN = "TESTS_OF_RUN"
+GRACE_SECONDS = 20.0
+"""From SIGTERM to SIGKILL: a vLLM needs a few to end its own children."""
+
+
+def watch() -> None:
+    """Start the watcher of this process, and name the run for whatever is started from here on."""
+    name = f"{os.getpid()}-{time.monotonic_ns()}"
+    os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-S", "-E", str(Path(__file__)), str(os.getpid()), name],
+        {key: value for key, value in os.environ.items() if key != RUN},
+        file_actions=[(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1)],
+        setsid=True,
+    )
+    os.environ[RUN] = name
+
+
+def processes_of(name: str) -> set[int]:
+    """Ids of the processes of that run, and of all below them."""
+    marked, parents = set(), {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{RUN}={name}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                marked.add(int(folder.name))
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if state == "Z":
+            marked.discard(int(folder.name))
+        else:
+            parents[int(folder.name)] = int(parent)
+    while below := {pid for pid, parent in parents.items() if parent in marked} - marked:
+        marked |= below
+    return marked - {os.getpid()}
+
+
+def end(name: str) -> None:
+    deadline = time.monotonic() + GRACE_SECONDS
+    number = signal.SIGTERM
+    while left := processes_of(name):
+        for pid in left:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+        while time.monotonic() < deadline and processes_of(name):
+            time.sleep(0.2)
+        if number == signal.SIGKILL:
+            time.sleep(0.2)
+        number = signal.SIGKILL
+
+
+if __name__ == "__main__":
+    watched, run = int(sys.argv[1]), sys.argv[2]
+    try:
+        until_its_end = os.pidfd_open(watched)
+    except ProcessLookupError:
+        pass
+    else:
+        select.select([until_its_end], [], [])
+    end(run)

@@ -1,0 +1,69 @@
+"""Which programs the tests need of the machine, beside what pip installs; `make test-programs` installs them.
+
+As a program it prints the Debian packages that are missing, a line each; it needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests import ROOT
+
+PATH = os.pathsep.join(
+    (os.environ.get("PATH", ""), "/usr/sbin", str(ROOT / ".cache/apptainer/usr/bin"), str(ROOT / ".cache/promtool/usr/bin"))
+)
+"""Where programs are looked for; the last two are what `.ci/programs` unpacks there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    program: str
+    package: str
+    """Debian's name of it."""
+    what_for: str
+    unpacked: bool = False
+    """Not installed by apt-get: `.ci/programs` gets it in a way of its own."""
+
+
+NEEDS = (
+    Need("bwrap", "bubblewrap", "sandboxes of rollouts"),
+    Need("podman", "podman", "containers of rollouts"),
+    Need("runc", "runc", "containers of rollouts"),
+    Need("debootstrap", "debootstrap", "the image of those containers"),
+    Need("mksquashfs", "squashfs-tools", "images of apptainer"),
+    Need("patchelf", "patchelf", "unpacking apptainer"),
+    Need("chromium", "chromium", "the pages of /ui"),
+    Need("chromedriver", "chromium-driver", "the pages of /ui"),
+    Need("systemd-analyze", "systemd", "the units in deploy/systemd"),
+    Need("nginx", "nginx-light", "the documented ways to put a proxy in front"),
+    Need("promtool", "prometheus", "alert rules and dashboards", unpacked=True),
+    Need("apptainer", "apptainer", "instances of rollouts", unpacked=True),
+)
+LEFT_OUT = frozenset(filter(None, os.environ.get("VERBATIM_TESTS_WITHOUT", "").split(",")))
+"""Programs whose tests are left out on purpose."""
+
+
+def find(program: str) -> Path | None:
+    """Where it is, or None."""
+    found = shutil.which(program, path=PATH)
+    return Path(found) if found else None
+
+
+def missing() -> list[Need]:
+    return [need for need in NEEDS if need.program not in LEFT_OUT and find(need.program) is None]
+
+
+def shortage() -> str:
+    """One sentence: what is missing, for what, and what installs it; empty where nothing is."""
+    lacking = missing()
+    if not lacking:
+        return ""
+    told = ", ".join(f"{need.program} ({need.what_for})" for need in lacking)
+    return f"missing programs: {told}; on Debian `make test-programs` installs them"
+
+
+if __name__ == "__main__":
+    print("\n".join(need.package for need in missing() if not need.unpacked))  # noqa: T201
