@@ -19,12 +19,15 @@ GRACE_SECONDS = 20.0
 
 
 def watch() -> None:
-    """Start the watcher of this process, and name the run for whatever is started from here on."""
+    """Start the watcher of this process, and name the run for whatever is started from here on. One is enough for the processes that
+    share the tests, and for a pytest that a test starts."""
+    if RUN in os.environ:
+        return
     name = f"{os.getpid()}-{time.monotonic_ns()}"
     os.posix_spawn(
         sys.executable,
         [sys.executable, "-S", "-E", str(Path(__file__)), str(os.getpid()), name],
-        {key: value for key, value in os.environ.items() if key != RUN},
+        os.environ,
         file_actions=[(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1)],
         setsid=True,
     )
