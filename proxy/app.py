@@ -91,8 +91,9 @@ def create_app(settings: Settings, *adding: Adding) -> Harness:
     control.state.services = services
     control.state.ui = Ui(services)
     install_error_handlers(control)
-    control.include_router(control_router())
-    control.include_router(ui_router())
+    for router in (control_router(), ui_router()):
+        # As they are. To include a router builds each of its routes again, which would be half of the start of the app.
+        control.routes.extend(router.routes)
     for addition in additions:
         control.include_router(addition.router)
     operations = [*OPERATIONS, *(operation for addition in additions for operation in addition.operations)]

@@ -11,5 +11,6 @@ def control_router() -> APIRouter:
     """Sessions, batches, weights, engines and health. Its errors need `proxy.api.errors.install_error_handlers(app)`."""
     router = APIRouter()
     for part in (sessions, archive, dead_letters, batches, weights, engines, health):
-        router.include_router(part.router)
+        # As they are. To include a router builds each of its routes again, which takes milliseconds per route.
+        router.routes.extend(part.router.routes)
     return router

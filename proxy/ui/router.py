@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine
+from functools import cache
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -59,7 +60,9 @@ class PageRoute(APIRoute):
         return answered
 
 
+@cache
 def ui_router() -> APIRouter:
+    """The same for every app of the process: its routes hold nothing of one."""
     router = APIRouter(include_in_schema=False)
     seen = [Depends(admitted)]
     router.add_api_route("/", front_door, methods=["GET"])
