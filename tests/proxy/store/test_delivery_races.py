@@ -11,9 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import httpx
-import pytest
-
 from proxy.errors import Conflict
 from proxy.store.delivery_store import LeaseTerms
 from proxy.store.groups import GroupPolicy, Lease, Member
@@ -25,7 +22,7 @@ from trainer_client.errors import LeaseLost
 
 ALL = GroupPolicy("require_all")
 NO_ENGINE = "http://127.0.0.1:9"
-LEASE_SECONDS = 0.5
+LEASE_SECONDS = 0.2
 PATIENCE_SECONDS = 120.0
 
 # What a consumer does with a lease, by a number from 0 to 1: less than this.
@@ -75,11 +72,10 @@ def shuffled_members(groups: int, size: int, seed: int) -> list[tuple[str, str]]
     return members
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_every_group_is_acknowledged_exactly_once(redis_kind: RedisKind, seed: int) -> None:
+def test_every_group_is_acknowledged_exactly_once(redis_kind: RedisKind) -> None:
     """At the store, by threads with connections of their own; one in five consumers forgets its lease, or comes too late."""
     redis_kind.flushall()
-    groups, size, fillers, consumers = 80, 3, 3, 4
+    groups, size, fillers, consumers, seed = 60, 3, 3, 4, 1
     members, tally = shuffled_members(groups, size, seed), Tally(groups)
 
     async def fill(number: int) -> None:
@@ -111,7 +107,7 @@ def test_every_group_is_acknowledged_exactly_once(redis_kind: RedisKind, seed: i
                     )
                 )
                 if not isinstance(taken, Lease):
-                    await arrivals.after(mark, 0.3)
+                    await arrivals.after(mark, 0.1)
                     continue
                 await use(store, choice, taken)
                 choice = rng.random()
@@ -155,7 +151,7 @@ async def write_call(url: str, session_ids: list[str]) -> None:
 
 def test_two_proxies_and_three_trainers_deliver_every_group_exactly_once(redis_url: str) -> None:
     """Over HTTP, with the trainer's own client; sessions are closed at either proxy while trainers train, crash and give up."""
-    groups, size = 24, 2
+    groups, size = 16, 2
     members, tally = shuffled_members(groups, size, 3), Tally(groups)
     settings = {"max_deliveries": 1000, "group_policy": "require_all"}
     with RunningService(NO_ENGINE, redis_url, **settings) as one, RunningService(NO_ENGINE, redis_url, **settings) as two:
@@ -168,8 +164,7 @@ def test_two_proxies_and_three_trainers_deliver_every_group_exactly_once(redis_u
             rng = random.Random(number)
             for _, session_id in members[number::2]:
                 body = {"status": "completed", "reward": rng.random()}
-                url = f"{rng.choice((one, two)).url}/sessions/{session_id}/close"
-                closed = httpx.post(url, json=body, headers=admin, timeout=30)
+                closed = rng.choice((one, two)).request("POST", f"/sessions/{session_id}/close", json=body)
                 assert closed.status_code == 200, closed.text
 
         def train(number: int) -> None:
@@ -178,7 +173,7 @@ def test_two_proxies_and_three_trainers_deliver_every_group_exactly_once(redis_u
                 choice = 0.0
                 while not tally.done:
                     assert time.monotonic() < deadline, f"{len(tally.acknowledged)} of {groups} acknowledged"
-                    batch = client.lease(max_groups=rng.randint(1, 4), wait_seconds=0.5, lease_seconds=LEASE_SECONDS)
+                    batch = client.lease(max_groups=rng.randint(1, 4), wait_seconds=0.2, lease_seconds=LEASE_SECONDS)
                     if batch is None:
                         continue
                     for group in batch.groups:
@@ -195,7 +190,6 @@ def test_two_proxies_and_three_trainers_deliver_every_group_exactly_once(redis_u
                     except LeaseLost:
                         tally.late += 1
 
-        admin = {"authorization": "Bearer admin-of-the-test"}
         in_threads(*(lambda n=n: close(n) for n in range(2)), *(lambda n=n: train(n) for n in range(3)))
         counts = one.request("GET", "/batches").json()["groups"]
     tally.check()

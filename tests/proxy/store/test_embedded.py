@@ -31,6 +31,13 @@ sys.stdin.read()
 """
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis is started again, and its file synced, within a moment."""
+    monkeypatch.setattr("proxy.store.embedded.RESTART_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.store.embedded.SYNC_SECONDS", 0.05)
+
+
 @contextmanager
 def embedded(path: Path) -> Iterator[tuple[EmbeddedRedis, str]]:
     server = EmbeddedRedis(path)
@@ -57,7 +64,7 @@ async def recorded(url: str) -> list[str]:
     return [record[:2].decode() for record in records]
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"not within {seconds} s"
@@ -141,7 +148,7 @@ async def test_a_redis_that_is_killed_while_a_sync_takes_long_had_written_what_i
     monkeypatch.setattr("proxy.store.embedded.os.fsync", slow)
     with embedded(tmp_path) as (server, url):
         await record(url, "c1")
-        assert syncing.wait(20.0)
+        assert syncing.wait(60.0)
         await record(url, "c2", "c3")
         kill_and_await(server, url)
         assert await recorded(url) == ["c1", "c2", "c3"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from proxy.errors import StoreUnavailable
 from proxy.store.session_store import Intent, SessionInfo
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.service.faulty_wire import FaultyWire
-from tests.support.service.redis_server import RedisServer, Store, ask, free_port, running_redis
+from tests.support.service.redis_server import RedisServer, Store, ask, free_port, info, running_redis
 from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
 
 Fault = Callable[[FaultyWire], None]
@@ -32,7 +32,9 @@ FAULTS: dict[str, Fault] = {
     "black hole": FaultyWire.black_hole,
     "half open": FaultyWire.half_open,
 }
-each_fault = pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+each_fault = pytest.mark.parametrize("fault", FAULTS)
+BREAKING = ("reset", "reset in an answer")
+"""Those that are noticed at once, also by whoever asks whether the service is ready."""
 
 PATIENT = 12.0
 """More than any call may take here: two seconds for each round trip to a store that is not there, and one of them repeated."""
@@ -95,25 +97,35 @@ def assert_nothing_lost(harnesses: Harnesses) -> None:
         session.trajectories()
 
 
-def assert_survives(fault: Fault, wire: FaultyWire, service: RunningService) -> None:
+def assert_survives(fault: str, wire: FaultyWire, service: RunningService) -> None:
     """Six harnesses talk through two rounds of the fault: no reply is lost, and afterwards all is as before."""
     harnesses = Harnesses(service)
     with harnesses.asking(6):
-        wait_until(lambda: len(harnesses.replies) > 6, 30, "replies come")
+        wait_for_more(harnesses.replies, "replies come")
         for _ in range(2):
-            fault(wire)
-            time.sleep(2.0)
+            FAULTS[fault](wire)
+            wait_for_more(harnesses.seconds, "calls end under the fault")
+            if fault in BREAKING:
+                wait_until(lambda: not is_ready(service), 60, "the service says that it is not ready")
             wire.heal()
-            so_far = len(harnesses.replies)
-            wait_until(lambda so_far=so_far: len(harnesses.replies) > so_far + 6, 20, "replies come again")
+            wait_for_more(harnesses.replies, "replies come again")
     assert max(harnesses.seconds) < PATIENT
     assert_nothing_lost(harnesses)
-    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "it says that it is ready")
+    wait_until(lambda: is_ready(service), 60, "it says that it is ready")
+
+
+def wait_for_more(of: list[Any], what: str, count: int = 9) -> None:
+    goal = len(of) + count
+    wait_until(lambda: len(of) >= goal, 60, what)
+
+
+def is_ready(service: RunningService) -> bool:
+    return service.request("GET", "/readyz").status_code == 200
 
 
 @each_fault
-def test_between_service_and_store_nothing_is_lost_and_all_is_well_afterwards(fault: Fault) -> None:
-    patience = {"redis_timeout_seconds": 1.0, "redis_retry_seconds": 2.0}
+def test_between_service_and_store_nothing_is_lost_and_all_is_well_afterwards(fault: str) -> None:
+    patience = {"redis_timeout_seconds": 0.5, "redis_retry_seconds": 1.0}
     with (
         ScriptedEngine("qwen3") as engine,
         running_redis() as redis,
@@ -125,45 +137,46 @@ def test_between_service_and_store_nothing_is_lost_and_all_is_well_afterwards(fa
 
 
 @each_fault
-def test_between_service_and_engine_nothing_is_lost_and_all_is_well_afterwards(fault: Fault, redis_url: str) -> None:
+def test_between_service_and_engine_nothing_is_lost_and_all_is_well_afterwards(
+    fault: str, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.engine.watches.RETRY_SECONDS", 0.1)
     with (
         ScriptedEngine("qwen3") as engine,
         FaultyWire(engine.port) as wire,
-        RunningService(wire.url, redis_url, engine_timeout_seconds=1.0, engine_connect_seconds=1.0) as service,
+        RunningService(wire.url, redis_url, engine_timeout_seconds=0.5, engine_connect_seconds=0.5) as service,
     ):
         number_every_reply(engine)
         assert_survives(fault, wire, service)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_record_is_offered_until_the_store_takes_it(stream: bool) -> None:
-    """The store is away when the engine has ended: the harness waits, and gets its reply when the record is there."""
+def test_a_record_is_offered_until_the_store_takes_it() -> None:
+    """The store is away when the engine has ended: the harnesses, one of them streaming, wait, and get their replies when the records
+    are there."""
     gate = threading.Event()
     with (
         ScriptedEngine("qwen3") as engine,
         running_redis() as redis,
         FaultyWire(redis.port) as wire,
         RunningService(engine.url, wire.redis_url, redis_timeout_seconds=1.0) as service,
-        ThreadPoolExecutor(1) as pool,
+        ThreadPoolExecutor(2) as pool,
     ):
-        engine.say(Say("hello world", gate=gate, gate_after=1))
-        session = service.session()
-
-        def harness() -> Any:
-            answer = session.ask("q", stream=stream)
-            return streamed_text(answer)[0] if stream else answer.choices[0].message.content
-
-        answer = pool.submit(harness)
-        engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == 1)
+        engine.script = lambda generation, index: Say("hello world", gate=gate, gate_after=1)
+        whole, streamed = service.session(), service.session()
+        answers = [
+            pool.submit(lambda: whole.answer("q")["content"]),
+            pool.submit(lambda: streamed_text(streamed.ask("q", stream=True))[0]),
+        ]
+        engine.wait_for(lambda: [len(one.sampled.get(0, ())) for one in engine.generations] == [1, 1])
         wire.reset()
         gate.set()
-        time.sleep(2.0)
-        assert not answer.done()
+        wait_until(lambda: wire.resets >= 20, 60, "the service has tried again and again")
+        assert not any(answer.done() for answer in answers)
         wire.heal()
-        assert answer.result() == "hello world"
-        (call,) = session.calls
-        assert call["status"] == "finished"
-        assert session.trajectories()[1]["quarantined"] == []
+        assert [answer.result() for answer in answers] == ["hello world"] * 2
+        for session in (whole, streamed):
+            assert [call["status"] for call in session.calls] == ["finished"]
+            assert session.trajectories()[1]["quarantined"] == []
 
 
 def test_a_record_that_the_store_never_takes_fails_the_call_and_says_when_to_try_again() -> None:
@@ -172,7 +185,7 @@ def test_a_record_that_the_store_never_takes_fails_the_call_and_says_when_to_try
         ScriptedEngine("qwen3") as engine,
         running_redis() as redis,
         FaultyWire(redis.port) as wire,
-        RunningService(engine.url, wire.redis_url, redis_timeout_seconds=0.5, redis_retry_seconds=1.0) as service,
+        RunningService(engine.url, wire.redis_url, redis_timeout_seconds=0.5, redis_retry_seconds=0.3) as service,
         ThreadPoolExecutor(1) as pool,
     ):
         engine.say(Say("hello world", gate=gate, gate_after=1), "hello")
@@ -192,7 +205,10 @@ def test_a_record_that_the_store_never_takes_fails_the_call_and_says_when_to_try
 
 
 @pytest.mark.parametrize("fault", [FaultyWire.black_hole, FaultyWire.half_open], ids=["black hole", "half open"])
-def test_a_call_on_an_engine_that_hangs_can_be_cut_and_what_was_sampled_is_recorded(fault: Fault, redis_url: str) -> None:
+def test_a_call_on_an_engine_that_hangs_can_be_cut_and_what_was_sampled_is_recorded(
+    fault: Fault, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.flow._ABORT_SECONDS", 0.5)
     gate = threading.Event()
     with (
         ScriptedEngine("qwen3") as engine,
@@ -226,7 +242,7 @@ def test_a_call_on_an_engine_that_hangs_can_be_cut_and_what_was_sampled_is_recor
 
 async def test_half_open_connections_hold_nobody_and_are_given_up_all_at_once() -> None:
     with running_redis() as server, FaultyWire(server.port) as wire:
-        store = Store.at(wire.redis_url, timeout_seconds=0.5)
+        store = Store.at(wire.redis_url, timeout_seconds=0.3)
         await store.sessions.create(SessionInfo("s", b"hash", 1.0))
         await asyncio.gather(*(store.sessions.load("s") for _ in range(40)))
         wire.half_open()
@@ -242,18 +258,20 @@ async def test_half_open_connections_hold_nobody_and_are_given_up_all_at_once() 
 async def test_a_redis_that_loads_its_file_is_waited_for_by_commits_and_refused_by_the_rest() -> None:
     with running_redis() as server:
         port, folder = server.port, ask(server, "CONFIG", "GET", "dir")[1].decode()
-        ask(server, "CONFIG", "SET", "appendonly", "no")
-        for number in range(100):
-            ask(server, "SET", f"filler-{number}", os.urandom(100_000))
-        store = Store.at(server.url, patience_seconds=20.0)
+        store = Store.at(server.url, patience_seconds=60.0)
         await store.sessions.create(SessionInfo("s", b"hash", 1.0))
         await store.sessions.begin("s", 0, Intent("c0", None, b"", "r", 1.0))
-        ask(server, "SAVE")
+        ask(server, "EVAL", "for _ = 1, 100000 do redis.call('INCR', 'filler') end", 0)
         server.kill()
-        with loading(folder, port):
+        with loading(folder, port) as loader:
             refusals = await refusals_of_reads(store)
-            commit = asyncio.create_task(store.sessions.commit("s", "c0", {"c0": b"zero"}))
             assert any("LOADING" in refusal or "loading" in refusal for refusal in refusals), refusals
+            refused = loading_errors(loader)
+            commit = asyncio.create_task(store.sessions.commit("s", "c0", {"c0": b"zero"}))
+            while loading_errors(loader) == refused:
+                await asyncio.sleep(0.01)
+            assert not commit.done()
+        with running_redis("--dir", folder, port=port, wait=False):
             assert await commit == 1
             assert await store.sessions.intents("s") == []
         await store.connection.close()
@@ -261,16 +279,21 @@ async def test_a_redis_that_loads_its_file_is_waited_for_by_commits_and_refused_
 
 @contextmanager
 def loading(folder: str, port: int) -> Iterator[RedisServer]:
-    """A Redis that takes two seconds to load what is in the folder; its process is there before it answers."""
-    flags = ("--dir", folder, "--appendonly", "no", "--key-load-delay", "20000")
-    with running_redis(*flags, port=port, wait=False) as server:
+    """A Redis that would take seven seconds to load what is in the folder; its process is there before it answers."""
+    with running_redis("--dir", folder, "--key-load-delay", "20", port=port, wait=False) as server:
         yield server
+
+
+def loading_errors(server: RedisServer) -> int:
+    """How many commands were refused because it loads."""
+    found = re.search(rb"errorstat_LOADING:count=(\d+)", info(server, "errorstats"))
+    return int(found[1]) if found else 0
 
 
 async def refusals_of_reads(store: Store) -> list[str]:
     """What a read is told until it is told of loading."""
     refusals: list[str] = []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not any("oading" in refusal for refusal in refusals):
         try:
             await store.sessions.load("s")
@@ -294,13 +317,18 @@ async def test_a_commit_that_can_never_be_taken_is_not_tried_again() -> None:
 async def test_commits_of_one_record_over_a_wire_that_resets_count_once() -> None:
     """The answer is cut off at every length: the commit is repeated and finds its work done."""
     with running_redis() as server, FaultyWire(server.port) as wire:
-        store = Store.at(wire.redis_url, patience_seconds=10.0)
+        store = Store.at(wire.redis_url, patience_seconds=60.0)
         await store.sessions.create(SessionInfo("s", b"hash", 1.0))
-        for call in range(12):
-            wire.reset_after(call)
-            asyncio.get_running_loop().call_later(0.2, wire.heal)
-            assert await store.sessions.commit("s", f"c{call}", {f"c{call}": b"x"}) == call + 1
-        assert len(await store.sessions.records("s")) == 12
+        await store.sessions.commit("s", "c", {"c": b"x"})
+        for length in range(len(":2\r\n")):
+            before = wire.resets
+            wire.reset_after(length)
+            commit = asyncio.create_task(store.sessions.commit("s", f"c{length}", {f"c{length}": b"x"}))
+            while wire.resets == before:
+                await asyncio.sleep(0.005)
+            wire.heal()
+            assert await commit == length + 2
+        assert len(await store.sessions.records("s")) == 5
         await store.connection.close()
 
 
