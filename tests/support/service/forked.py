@@ -157,6 +157,8 @@ def _serve(orders: socket.socket) -> dict[str, Any]:
                 if not passed:
                     sys.exit()
                 if (pid := os.fork()) == 0:
+                    # It would close the program's standard input, whose number it has.
+                    orders.detach()
                     return _become(passed)
                 channel = socket.socket(fileno=passed[0])
                 for descriptor in passed[1:]:
