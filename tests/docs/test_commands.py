@@ -11,13 +11,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
+import socket
+import socketserver
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +34,38 @@ from cli.rollout_service import KNOWN, rollouts
 from tests.cli.test_tls import make
 from tests.support.documents.docs_blocks import PAGES, ROOT, SHELLS, Block, blocks_of, shown_commands
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService
 from tests.support.service.verbatim_process import environment, runs, wait_until
 
 SHIM = r"""#!/bin/bash
 # verbatim, but what serves until it is stopped ends once it serves; a node goes on until the page is over; few calls measure.
+# Interpreters are not started: the test forks one that has imported the command.
+verbatim() { exec "$PYTHON" -I -S "$PAGE/bin/hand_over" "$@"; }
 log=$(mktemp "$PAGE/log.XXXX")
 served() { until grep -q "$1" "$log"; do kill -0 $! 2>/dev/null || { cat "$log" >&2; exit 1; }; sleep 0.05; done; }
 case "$1" in
 serve)
-    "$PYTHON" -m cli.main "$@" --port 0 --data-dir "$(mktemp -d "$PAGE/data.XXXX")" >"$log" 2>&1 &
+    verbatim "$@" --port 0 --data-dir "$(mktemp -d "$PAGE/data.XXXX")" >"$log" 2>&1 &
     served application/json; kill -TERM $!; wait $! ;;
 node)
-    "$PYTHON" -m cli.main "$@" --data-dir "$(mktemp -d "$PAGE/node.XXXX")" >"$log" 2>&1 &
+    verbatim "$@" --data-dir "$(mktemp -d "$PAGE/node.XXXX")" >"$log" 2>&1 &
     echo $! >>"$PAGE/nodes" ;;
-bench) exec "$PYTHON" -m cli.main "$@" --calls 6 --connections 2 ;;
-*) exec "$PYTHON" -m cli.main "$@" ;;
+bench) verbatim "$@" --calls 6 --connections 2 ;;
+*) verbatim "$@" ;;
 esac
+"""
+HAND_OVER = """
+import json, os, signal, socket, sys
+with socket.socket(socket.AF_UNIX) as channel:
+    channel.connect("\\0" + os.environ["COMMANDS"])
+    socket.send_fds(channel, [b"."], [0, 1, 2])
+    channel.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n")
+    answers = channel.makefile()
+    command = int(answers.readline())
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(command, number))
+    sys.exit(int(answers.readline()))
 """
 PYTHON_SHIM = r"""#!/bin/bash
 # python, but the engine of the tests ends once it has said where it is.
@@ -58,6 +76,13 @@ cd "$ROOT"
 until grep -q ^http "$log"; do kill -0 $! || exit 1; sleep 0.05; done
 kill $!; wait $! || true
 """
+ASKS_ONCE = """
+import json, os, urllib.request
+body = json.dumps({'model': 'policy', 'messages': [{'role': 'user', 'content': 'x'}]}).encode()
+key = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}
+asked = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, key)
+urllib.request.urlopen(asked).read()
+"""
 AGENT = {
     "name": "asks-once",
     "description": "Asks once.",
@@ -65,13 +90,39 @@ AGENT = {
     "argv": [
         "python3",
         "-c",
-        "import json, os, urllib.request as r; body = json.dumps({'model': 'policy', 'messages': [{'role': 'user', 'content': 'x'}]});"
-        "ask = r.Request(os.environ['BASE'] + '/chat/completions', body.encode(), {'authorization': 'Bearer ' + os.environ['KEY']});"
-        "r.urlopen(ask).read()",
+        ASKS_ONCE,
         "{prompt}",
     ],
-    "env": {"BASE": "{openai}", "KEY": "{api_key}"},
+    "env": {"OPENAI_BASE_URL": "{openai}", "OPENAI_API_KEY": "{api_key}"},
 }
+
+
+class Command(socketserver.StreamRequestHandler):
+    """One that a shell has typed, and hands over with its standard streams. It is told the process id, then the exit code."""
+
+    def handle(self) -> None:
+        _, streams, _, _ = socket.recv_fds(self.request, 1, 3)
+        args, folder, variables = json.loads(self.rfile.readline())
+        of_the_shell = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True))
+        with ForkedVerbatim(args, cwd=folder, env=variables, **of_the_shell) as process:
+            for stream in streams:
+                os.close(stream)
+            self.wfile.write(b"%d\n" % process.pid)
+            self.wfile.write(b"%d\n" % process.wait())
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[str]:
+    """The name of the socket at which commands are taken."""
+    name = f"verbatim-commands-{secrets.token_hex(8)}"
+    with socketserver.ThreadingUnixStreamServer(f"\0{name}", Command) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield name
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def tasks(page: Page) -> None:
@@ -107,9 +158,7 @@ def closed_session(page: Page) -> None:
 
 def an_agent_and_a_repository(page: Page) -> None:
     """What the README calls my_agent.py, a repository to clone, and an agent that its node has in place of Pi."""
-    (page.folder / "my_agent.py").write_text(
-        "import openai\nopenai.OpenAI().chat.completions.create(model='policy', messages=[{'role': 'user', 'content': 'x'}])\n"
-    )
+    (page.folder / "my_agent.py").write_text(ASKS_ONCE)
     repository = page.folder / "repository"
     repository.mkdir()
     (repository / "Makefile").write_text("test:\n\ttrue\n")
@@ -149,7 +198,9 @@ WITH_PROGRAMS = {"docs/quickstart.md"}
 class Page:
     """A page that is followed from top to bottom in one folder: variables that a block exports are there in the next one."""
 
-    def __init__(self, folder: Path, service: RunningService, engine: ScriptedEngine, redis: RedisServer) -> None:
+    def __init__(
+        self, folder: Path, service: RunningService, engine: ScriptedEngine, redis: RedisServer, commands: str
+    ) -> None:
         self.folder, self.service = folder, service
         self.said = {
             "http://127.0.0.1:8700": service.url,
@@ -166,12 +217,13 @@ class Page:
         self._names: dict[str, Any] = {}
         tools = folder / "bin"
         tools.mkdir()
-        for name, text in (("verbatim", SHIM), ("python", PYTHON_SHIM)):
+        for name, text in (("verbatim", SHIM), ("python", PYTHON_SHIM), ("hand_over", HAND_OVER)):
             (tools / name).write_text(text)
             (tools / name).chmod(stat.S_IRWXU)
         self.variables = environment(
             PATH=f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             PAGE=str(folder),
+            COMMANDS=commands,
             PYTHON=sys.executable,
             ROOT=str(ROOT),
             VERBATIM_ADMIN_TOKEN=ADMIN,
@@ -215,13 +267,13 @@ class Page:
 
 
 @pytest.fixture
-def page(tmp_path: Path, redis_server: RedisServer) -> Iterator[Page]:
+def page(tmp_path: Path, redis_server: RedisServer, commands: str) -> Iterator[Page]:
     redis_server.flushall()
     with (
         ScriptedEngine() as engine,
         RunningService(engine.url, redis_server.url, adding=[partial(rollouts, KNOWN)], engine_api="token") as service,
     ):
-        page = Page(tmp_path, service, engine, redis_server)
+        page = Page(tmp_path, service, engine, redis_server, commands)
         try:
             yield page
         finally:
@@ -295,10 +347,15 @@ def test_a_block_that_is_not_run_says_why_and_names_files_that_are_there() -> No
     assert named and [word for word in sorted(named - {"deploy/.env"}) if not (ROOT / word).exists()] == []
 
 
+@cache
+def the_command() -> Any:
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_verbatim_command_that_is_shown_exists_with_its_flags(path: Path) -> None:
     for where, words in shown_commands(path):
-        command, rest = typer.main.get_command(app), words[1:]
+        command, rest = the_command(), words[1:]
         while isinstance(command, TyperGroup) and rest:
             assert rest[0] in command.commands or rest[0].startswith("-"), f"{where}: verbatim has no {' '.join(words[1:3])}"
             command = command.commands.get(rest[0], command)
