@@ -105,7 +105,7 @@ async def running(url: str, **options: Any) -> AsyncIterator[Service]:
     app = FastAPI()
     app.state.services = services
     install_error_handlers(app)
-    app.include_router(control_router())
+    app.routes.extend(control_router().routes)
 
     def client(token: str) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

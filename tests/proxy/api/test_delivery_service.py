@@ -57,40 +57,51 @@ def calls_of(server: RedisServer, command: str | None = None) -> int:
 async def test_waiting_trainers_cost_the_store_next_to_nothing(redis_url: str, redis_server: RedisServer) -> None:
     """Three waiting requests at two processes: one blocking read each, and a look by themselves every few seconds."""
     async with running(redis_url) as one, running(redis_url) as two:
-        waiting = [asyncio.create_task(each.lease(wait_seconds=60, consumer=name)) for name, each in
-                   (("a", one), ("b", one), ("c", two))]  # fmt: skip
-        await asyncio.sleep(1.0)
+        places = {"a": one, "b": one, "c": two}
+        waiting = [asyncio.create_task(at.lease(wait_seconds=60, consumer=name)) for name, at in places.items()]
+        while await claimed(redis_url) != set(places) or reading(redis_server) < 2:
+            await asyncio.sleep(0.01)
         asked, commands, reads = calls_of(redis_server, "evalsha"), calls_of(redis_server), calls_of(redis_server, "xread")
-        await asyncio.sleep(4.0)
-        assert calls_of(redis_server, "evalsha") - asked <= 12, "asking 4 times a second would be 48"
-        assert calls_of(redis_server) - commands <= 150, "with what the scripts do"
-        assert calls_of(redis_server, "xread") - reads <= 8
+        await asyncio.sleep(1.2)
+        assert calls_of(redis_server, "evalsha") - asked <= 8, "asking 4 times a second would be 14"
+        assert calls_of(redis_server) - commands <= 75, "with what the scripts do"
+        assert calls_of(redis_server, "xread") - reads <= 4
         assert not any(task.done() for task in waiting)
         await one.finished("s0")
         await one.finished("s1")
         await one.finished("s2")
-        batches = await asyncio.wait_for(asyncio.gather(*waiting), 30)
+        batches = await asyncio.wait_for(asyncio.gather(*waiting), 60)
     assert sorted(batch["groups"][0]["group_id"] for batch in batches if batch) == ["s0", "s1", "s2"]
+
+
+def reading(server: RedisServer) -> int:
+    """How many connections wait for news."""
+    with server.client() as client:
+        return int(client.info("clients")["blocked_clients"])
 
 
 async def test_a_waiting_lease_notices_by_itself_that_another_has_expired(service: Service) -> None:
     await service.finished("s0")
-    assert await service.lease(lease_seconds=1.0, consumer="crashed")
+    assert await service.lease(lease_seconds=0.3, consumer="crashed")
     started = time.monotonic()
     again = await service.lease(wait_seconds=60, consumer="other")
     assert again is not None and again["groups"][0]["group_id"] == "s0"
     assert time.monotonic() - started < 30.0
 
 
-async def test_a_waiting_lease_whose_news_were_lost_looks_by_itself(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_waiting_lease_whose_news_were_lost_looks_by_itself(
+    service: Service, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def deaf(self: Any) -> None:
         await asyncio.sleep(3600)
 
+    monkeypatch.setattr("proxy.api.batches.RECHECK_SECONDS", 0.3)
     monkeypatch.setattr("proxy.store.arrivals.StreamArrivals._read", deaf)
-    waiting = asyncio.create_task(service.lease(wait_seconds=60))
-    await asyncio.sleep(0.3)
+    waiting = asyncio.create_task(service.lease(wait_seconds=600, consumer="deaf"))
+    while await claimed(redis_url) != {"deaf"}:
+        await asyncio.sleep(0.01)
     await service.finished("s0")
-    assert await asyncio.wait_for(waiting, 30) is not None
+    assert await asyncio.wait_for(waiting, 60) is not None
 
 
 async def test_two_trainers_of_different_appetite_share_what_becomes_ready(redis_url: str) -> None:
@@ -129,38 +140,43 @@ def test_who_hangs_up_while_waiting_leaves_its_place_and_loses_no_group(redis_ur
 
 
 def claims(url: str) -> set[str]:
-    async def read() -> set[str]:
-        store = Store.at(url)
-        found = await store.connection.execute("HKEYS", "vb:{delivery}:claims")
-        await store.connection.close()
-        return {name.decode() for name in found}
-
-    return asyncio.run(read())
+    return asyncio.run(claimed(url))
 
 
-@pytest.mark.parametrize("accept", ["application/json", "application/msgpack", "application/msgpack;arrays=packed"])
-def test_a_batch_of_many_megabytes_arrives_whole_while_others_are_served(redis_url: str, accept: str) -> None:
-    tokens, sessions = 50_000, 20  # more than 15 groups: msgpack writes the length of such an array in another way
+async def claimed(url: str) -> set[str]:
+    """The consumers that wait."""
+    store = Store.at(url)
+    found = await store.connection.execute("HKEYS", "vb:{delivery}:claims")
+    await store.connection.close()
+    return {name.decode() for name in found}
+
+
+def test_a_batch_of_many_megabytes_arrives_whole_while_others_are_served(redis_url: str) -> None:
+    tokens, sessions = 20_000, 20  # more than 15 groups: msgpack writes the length of such an array in another way
     with RunningService(NO_ENGINE, redis_url) as service:
         finished(redis_url, service, *(f"s{number}" for number in range(sessions)), sampled=tokens)
-        headers = {"authorization": f"Bearer {TRAINER}", "accept": accept}
-        url, body = f"{service.url}/batches/lease", {"max_groups": sessions}
-        with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as response:
-            assert response.status_code == 200
-            length = int(response.headers["content-length"])
-            content = b""
-            for chunk in response.iter_bytes():
-                content += chunk
-                if len(content) < 2**20:
-                    # In the middle of the answer, somebody else is answered.
-                    assert service.request("GET", "/healthz").status_code == 200
-        assert len(content) == length > 9 * tokens * sessions
-        batch = json.loads(content) if accept == "application/json" else msgpack.unpackb(content)
-        assert [group["group_id"] for group in batch["groups"]] == [f"s{number}" for number in range(sessions)]
-        (row,) = batch["groups"][-1]["trajectories"]
-        logprobs = np.frombuffer(row["logprobs"], "<f4") if isinstance(row["logprobs"], bytes) else np.array(row["logprobs"])
-        assert (logprobs[:2].tolist(), logprobs[2:].tolist()) == ([0, 0], [-0.5] * tokens)
-        assert response.headers["content-type"] == accept
+        for accept in ("application/json", "application/msgpack", "application/msgpack;arrays=packed"):
+            headers = {"authorization": f"Bearer {TRAINER}", "accept": accept}
+            url, body = f"{service.url}/batches/lease", {"max_groups": sessions}
+            with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as response:
+                assert response.status_code == 200
+                length = int(response.headers["content-length"])
+                content = b""
+                for chunk in response.iter_bytes():
+                    content += chunk
+                    if len(content) < 2**20:
+                        # In the middle of the answer, somebody else is answered.
+                        assert service.request("GET", "/healthz").status_code == 200
+            assert response.headers["content-type"] == accept
+            assert len(content) == length > 9 * tokens * sessions
+            batch = json.loads(content) if accept == "application/json" else msgpack.unpackb(content)
+            assert [group["group_id"] for group in batch["groups"]] == [f"s{number}" for number in range(sessions)]
+            (row,) = batch["groups"][-1]["trajectories"]
+            logprobs = (
+                np.frombuffer(row["logprobs"], "<f4") if isinstance(row["logprobs"], bytes) else np.array(row["logprobs"])
+            )
+            assert (logprobs[:2].tolist(), logprobs[2:].tolist()) == ([0, 0], [-0.5] * tokens)
+            assert service.request("POST", f"/batches/{batch['lease_id']}/nack", TRAINER).status_code == 200
 
 
 async def test_stale_groups_carry_a_mark_where_that_is_set(redis_url: str) -> None:
@@ -248,15 +264,20 @@ async def admit_long_ago(url: str, session_id: str) -> None:
     await store.connection.close()
 
 
-def test_the_running_service_looks_for_places_that_nobody_holds(redis_url: str) -> None:
+@pytest.fixture
+def swept_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.api.expiry.SWEEP_SECONDS", 0.2)
+
+
+def test_the_running_service_looks_for_places_that_nobody_holds(redis_url: str, swept_often: None) -> None:
     with RunningService(NO_ENGINE, redis_url, max_undelivered_groups=1, session_idle_seconds=3600) as service:
         asyncio.run(admit_long_ago(redis_url, "died"))
         assert service.request("POST", "/sessions", json={}).status_code == 429
         wait_until(lambda: service.request("POST", "/sessions", json={}).status_code == 201, 60, "its place is free")
 
 
-def test_a_group_that_nobody_completes_is_given_up_by_the_running_service(redis_url: str) -> None:
-    with RunningService(NO_ENGINE, redis_url, group_timeout_seconds=0.5) as service:
+def test_a_group_that_nobody_completes_is_given_up_by_the_running_service(redis_url: str, swept_often: None) -> None:
+    with RunningService(NO_ENGINE, redis_url, group_timeout_seconds=0.2) as service:
         finished(redis_url, service, "s0", group_id="g", group_size=2)
 
         def dead() -> list[Any]:
@@ -335,23 +356,33 @@ async def test_no_group_is_begun_that_would_be_too_old_when_it_is_leased(redis_u
         assert said(await one.admin.post("/sessions", json={"session_id": "too"}))[0] == 429
 
 
-async def test_a_session_is_held_until_it_may_be_opened(redis_url: str) -> None:
+async def test_a_session_is_held_until_it_may_be_opened(
+    redis_url: str, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.api.admission.LOOK_SECONDS", 0.02)
+
+    async def asked_again(times: int = 5) -> None:
+        goal = calls_of(redis_server, "evalsha") + times
+        while calls_of(redis_server, "evalsha") < goal:
+            await asyncio.sleep(0.01)
+
     rules = {"groups_per_version": 1, "admission_staleness": 0, "admission_hold_seconds": 600}
     async with running(redis_url, **rules) as service:
         await service.finished("s0")
         held = asyncio.create_task(service.admin.post("/sessions", json={"session_id": "s1"}))
         batch = await service.lease(wait_seconds=60)
         assert batch is not None
-        await asyncio.sleep(1.2)
+        await asked_again()
         await service.services.weights.advance(WeightState(1))
-        await asyncio.sleep(0.6)
+        await asked_again()
         assert not held.done(), "under a lease that is not over it is not known whether the new weights hold the group"
         await service.trainer.post(f"/batches/{batch['lease_id']}/ack")
         assert (await asyncio.wait_for(held, 60)).status_code == 201
         assert (await service.services.delivery.totals())["refused_stale"] == 1, "counted once, however long it was held"
 
 
-def test_a_held_session_whose_caller_hung_up_is_not_opened(redis_url: str) -> None:
+def test_a_held_session_whose_caller_hung_up_is_not_opened(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.api.admission.LOOK_SECONDS", 0.05)
     rules = {"groups_per_version": 1, "admission_staleness": 0, "admission_hold_seconds": 600}
     with RunningService(NO_ENGINE, redis_url, **rules) as service:
         finished(redis_url, service, "s0")
