@@ -13,11 +13,13 @@ _KILL_TRIES, _KILL_SECONDS = 100, 0.01
 
 
 class ContainerProcesses:
-    """Those in the process namespace of `first`, which is the container's first one, without it."""
+    """Those in the process namespace of `first`, which is the container's first one, without it and what it waits in: all of its session,
+    which no command can join."""
 
     def __init__(self, first: int, namespace: str) -> None:
         self.first = first
         self._namespace = namespace
+        self._session = processes.session(first)
         self.commands: dict[str, Set[str]] = {}
         """Those that run, with the names of the pipes to which each writes its output."""
 
@@ -42,7 +44,8 @@ class ContainerProcesses:
         """Processes of the container that a command started; with it those that nobody can be told to have started, when no other
         command runs. One that hides who started it, but holds a command's output, is that one's: it would be waited for."""
         within = [pid for pid in processes.running() if processes.namespace(pid, "pid") == self._namespace]
-        within = [pid for pid in within if pid != self.first and processes.parent(pid) is not None]
+        within = [pid for pid in within if pid != self.first and processes.session(pid) not in (None, self._session)]
+        within = [pid for pid in within if processes.parent(pid) is not None]
         if self.commands.keys() <= {command}:
             return [*within, *processes.descendants(within)]
         marked = processes.started_with(MARK.encode(), command.encode(), within)

@@ -76,13 +76,14 @@ def _opened(path: str) -> str:
 
 def of_session(leader: int) -> list[int]:
     """What runs in the session of that number, also when its leader has ended."""
-    return [pid for pid in running() if pid != leader and parent(pid) is not None and _session(pid) == leader]
+    return [pid for pid in running() if pid != leader and parent(pid) is not None and session(pid) == leader]
 
 
-def _session(pid: int) -> int:
+def session(pid: int) -> int | None:
+    """The leader of its session; None: it is gone."""
     with suppress(OSError):
         return os.getsid(pid)
-    return 0
+    return None
 
 
 def started_with(name: bytes, value: bytes, among: Iterable[int]) -> list[int]:

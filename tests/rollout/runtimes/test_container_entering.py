@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
-from rollout.runtimes import container
-from rollout.runtimes.base import Executed
-from tests.support.runtimes.runtime_places import NOWHERE, contained, out, shell, unavailable
+from rollout.runtimes import container, processes
+from rollout.runtimes.base import Executed, Runtime
+from tests.support.runtimes.runtime_places import contained, out, shell, unavailable
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GUARD = """
 import os, sys
@@ -26,61 +29,76 @@ print(os.statvfs("/proc/self/exe").f_flag & os.ST_RDONLY)
 CODEC = "open('/tmp/taken', 'w').write(open('/proc/self/status').read())\n"
 
 
-async def entered(pid: int, *argv: str) -> Executed:
-    line = [sys.executable, "-I", "-S", str(container._ENTER), str(pid), "MARK=x", *argv]
-    process = await asyncio.create_subprocess_exec(*line, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def runtime(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runtime]:
+    """Its files may be no greater than a megabyte."""
+    async with contained(tmp_path_factory.mktemp("containers")).started(disk_mb=1) as runtime:
+        yield runtime
+
+
+async def run(*argv: str) -> Executed:
+    """By the interpreter of these tests."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", *argv, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     stdout, stderr = await process.communicate()
     return Executed(process.returncode or 0, stdout, stderr)
 
 
 @pytest.mark.parametrize(("program", "code"), [("/no/such/program", 127), ("/etc/hosts", 126)])
-async def test_nothing_of_the_container_is_run_where_its_program_cannot_be(tmp_path: Path, program: str, code: int) -> None:
+async def test_nothing_of_the_container_is_run_where_its_program_cannot_be(runtime: Runtime, program: str, code: int) -> None:
     """Python would print where an error came from: it would look for this program's text among the container's files, and load the
     codec that the text asks for from there, with all that root may do."""
-    async with contained(tmp_path).started(NOWHERE) as runtime:
-        codecs = Path(os.__file__).parent / "encodings"
-        await runtime.upload(str(container._ENTER), b"# coding: taken\n" * 200)
-        await runtime.upload(str(codecs / "taken.py"), CODEC.encode())
-        done = await entered(runtime._processes.first, program)  # type: ignore[attr-defined]
-        assert await out(runtime, "cat /tmp/* 2>/dev/null || true") == ""
-        assert (done.exit_code, done.stdout) == (code, b"")
-        assert program.encode() in done.stderr and b"Traceback" not in done.stderr
+    codecs = Path(os.__file__).parent / "encodings"
+    await runtime.upload(str(container._ENTER), b"# coding: taken\n" * 200)
+    await runtime.upload(str(codecs / "taken.py"), CODEC.encode())
+    first = runtime._processes.first  # type: ignore[attr-defined]
+    done = await run(str(container._ENTER), str(first), "MARK=x", program)
+    assert await out(runtime, "cat /tmp/* 2>/dev/null || true") == ""
+    assert (done.exit_code, done.stdout) == (code, b"")
+    assert program.encode() in done.stderr and b"Traceback" not in done.stderr
 
 
-async def test_a_step_with_the_nodes_network_is_held_to_the_limits_of_the_others(tmp_path: Path) -> None:
+async def test_a_step_with_the_nodes_network_is_held_to_the_limits_of_the_others(runtime: Runtime) -> None:
     """Python ignores two signals, which what it starts is not to do."""
-    async with contained(tmp_path).started(NOWHERE, disk_mb=1) as runtime:
-        limits = [await out(runtime, "ulimit -a", network=network) for network in ("proxy", "full")]
-        assert limits[0] == limits[1]
-        done = await shell(runtime, "head -c 2000000 /dev/zero > great", network="full")
-        assert done.exit_code != 0
-        assert await out(runtime, "stat -c %s great") == f"{1 << 20}\n"
-        ignored = int((await out(runtime, "grep SigIgn /proc/self/status", network="full")).split()[1], 16)
-        assert not any(ignored >> number - 1 & 1 for number in (signal.SIGPIPE, signal.SIGXFSZ))
+    limits = [await out(runtime, "ulimit -a", network=network) for network in ("proxy", "full")]
+    assert limits[0] == limits[1]
+    done = await shell(runtime, "head -c 2000000 /dev/zero > great", network="full")
+    assert done.exit_code != 0
+    assert await out(runtime, "stat -c %s great") == f"{1 << 20}\n"
+    ignored = int((await out(runtime, "grep SigIgn /proc/self/status", network="full")).split()[1], 16)
+    assert not any(ignored >> number - 1 & 1 for number in (signal.SIGPIPE, signal.SIGXFSZ))
 
 
-def test_the_nodes_own_interpreter_cannot_be_written_by_what_it_starts() -> None:
+async def test_the_nodes_own_interpreter_cannot_be_written_by_what_it_starts() -> None:
     """A program of the container that names /proc/self/exe as its interpreter is the node's, and who has it open may write it once
     it has ended."""
     if os.geteuid() != 0:
         unavailable("containers need root")
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", GUARD, str(container._ENTER.parent)], capture_output=True, check=False
-    )
+    done = await run("-c", GUARD, str(container._ENTER.parent))
     assert (done.stdout, done.stderr) == (b"1\n", b"")
-    assert not os.statvfs(os.path.realpath(sys.executable)).f_flag & os.ST_RDONLY
+    assert not os.statvfs(sys.executable).f_flag & os.ST_RDONLY
 
 
-async def test_what_a_command_puts_in_the_place_of_its_script_is_no_error_of_the_node(tmp_path: Path) -> None:
+async def test_what_a_command_puts_in_the_place_of_its_script_is_no_error_of_the_node(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It knows the name. A folder there can be neither a script that was not read nor removed as one."""
-    async with contained(tmp_path).started() as runtime:
-        assert await out(runtime, 'mkdir "/run/verbatim/$VERBATIM_EXEC"; echo made') == "made\n"
-        line = 'trap "" TERM; mkdir "/run/verbatim/$VERBATIM_EXEC"; while :; do sleep 1; done'
-        running = asyncio.ensure_future(shell(runtime, line))
-        passed = runtime._passed  # type: ignore[attr-defined]
-        while sum(each.is_dir() for each in passed.iterdir()) < 2 and not running.done():
-            await asyncio.sleep(0.05)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert await out(runtime, "echo here") == "here\n"
+    assert await out(runtime, 'mkdir "/run/verbatim/$VERBATIM_EXEC"; echo made') == "made\n"
+    passed = runtime._passed  # type: ignore[attr-defined]
+    monkeypatch.setattr(runtime._kind, "grace_seconds", 0.1)  # type: ignore[attr-defined]
+    line = 'trap "" TERM; mkdir "/run/verbatim/$VERBATIM_EXEC"; while :; do sleep 1; done'
+    running = asyncio.ensure_future(shell(runtime, line))
+    while sum(each.is_dir() for each in passed.iterdir()) < 2 and not running.done():
+        await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert await out(runtime, "echo here") == "here\n"
+
+
+async def test_the_end_of_a_command_leaves_alone_what_the_first_process_of_its_container_waits_in(runtime: Runtime) -> None:
+    """It was killed with every command, and as often as the first process had made another one."""
+    first = runtime._processes.first  # type: ignore[attr-defined]
+    while not (waits := processes.descendants([first])):
+        await asyncio.sleep(0.01)
+    await out(runtime, "sleep 600 & true")
+    assert processes.descendants([first]) == waits

@@ -1,4 +1,8 @@
-"""What every kind of runtime promises, on each of them for real (`rollout.runtimes.base`)."""
+"""What every kind of runtime promises, on each of them for real (`rollout.runtimes.base`).
+
+Two runtimes of each kind are started for the whole module. A test has one of its own only where its beginning or its end is what the test
+is about, and says `emptied` where it looks at all that lies in the workdir.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,15 @@ import io
 import os
 import tarfile
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
+from uuid import uuid4
 
 import pytest
+import pytest_asyncio
 
 from rollout.runtimes import processes
 from rollout.runtimes.base import KEPT_BYTES, BadRuntime, DiskFull, Executed, Logs, Route, Runtime, RuntimeFailed
@@ -30,12 +38,31 @@ from tests.support.runtimes.runtime_places import (
 )
 from tests.support.service.verbatim_process import runs
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 KINDS = ["bwrap", "unconfined", "container", "kubernetes", "apptainer"]
 OPEN = ("unconfined", "kubernetes")
 """Kinds that keep nothing from the network themselves: a cluster does it for its pods."""
 OF_ONE_NETWORK = ("unconfined", "kubernetes", "apptainer")
 """Kinds in which all commands have the same."""
-FETCH = "import sys, urllib.request as u; sys.stdout.buffer.write(u.urlopen(sys.argv[1], timeout=120).read())"
+GREAT = b"y" * 300_000
+NAMED = Route("proxy.example", 443)
+"""A proxy with TLS, whose certificate is for that name."""
+FETCH = r"""
+import socket, sys
+for address, path in zip(sys.argv[1::2], sys.argv[2::2]):
+    host, port = address.rsplit(":", 1)
+    try:
+        with socket.create_connection((host, int(port)), 120) as connection:
+            connection.sendall(f"GET {path} HTTP/1.1\r\n\r\n".encode())
+            told = b""
+            while more := connection.recv(1 << 16):
+                told += more
+        print(told.partition(b"\r\n\r\n")[2].decode())
+    except OSError as error:
+        print(error.strerror)
+"""
+"""What is answered at each address, or why nothing is."""
 DETACHED = """
 import os, sys, time
 if os.fork() == 0:
@@ -59,8 +86,85 @@ def but(*left_out: str) -> list[object]:
 
 
 @pytest.fixture(params=but())
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    return place_of(request.param, tmp_path)
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+closed = pytest.mark.parametrize("kind", but(*OPEN))
+"""Kinds that keep commands from the network."""
+opening = pytest.mark.parametrize("kind", but(*OF_ONE_NETWORK))
+"""Kinds in which a single command may have another network than its runtime."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A kind with the two runtimes that all tests use. `other` is before a proxy with TLS."""
+
+    place: Place
+    runtime: Runtime
+    other: Runtime
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def proxy() -> AsyncIterator[Route]:
+    async with answering(at={"/great": GREAT}) as route:
+        yield route
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(proxy: Route, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Callable[[str], Awaitable[Started]]]:
+    """Starts them for the first test of the kind."""
+    known: dict[str, Started] = {}
+    async with AsyncExitStack() as stack:
+
+        async def started(kind: str) -> Started:
+            if kind not in known:
+                place = place_of(kind, tmp_path_factory.mktemp(kind))
+                routes = (NOWHERE, NOWHERE) if kind in OPEN else (proxy, NAMED)
+                with pytest.MonkeyPatch.context() as environment:
+                    of_the_node(environment)
+                    runtimes = [await stack.enter_async_context(place.started(route)) for route in routes]
+                known[kind] = Started(place, *runtimes)
+            return known[kind]
+
+        yield started
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def place(kind: str, started: Callable[[str], Awaitable[Started]]) -> Place:
+    return (await started(kind)).place
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def runtime(kind: str, started: Callable[[str], Awaitable[Started]]) -> Runtime:
+    return (await started(kind)).runtime
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def other(kind: str, started: Callable[[str], Awaitable[Started]]) -> Runtime:
+    return (await started(kind)).other
+
+
+@pytest.fixture
+def word() -> str:
+    """An argument that no other process of the machine has."""
+    return f"detached-{uuid4().hex}"
+
+
+def of_the_node(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("VERBATIM_ADMIN_TOKEN", "secret-of-the-node")
+    environment.setenv("LD_LIBRARY_PATH", "/secret-of-the-node")
+
+
+def apart(place: Place) -> Place:
+    """The same, whose runtimes have other names: what is swept there is none of the module's."""
+    return Place(place.kind, place.spec)
+
+
+async def emptied(runtime: Runtime) -> Runtime:
+    await out(runtime, "chmod -R u+rwX . && find . -mindepth 1 -delete")
+    return runtime
 
 
 def place_of(name: str, folder: Path) -> Place:
@@ -75,18 +179,6 @@ def place_of(name: str, folder: Path) -> Place:
         "apptainer": in_real_instances,
     }
     return places[name](folder)
-
-
-@pytest.fixture(params=but(*OPEN))
-def closed(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """A kind that keeps commands from the network."""
-    return place_of(request.param, tmp_path)
-
-
-@pytest.fixture(params=but(*OF_ONE_NETWORK))
-def opening(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """A kind in which a single command may have another network than its runtime."""
-    return place_of(request.param, tmp_path)
 
 
 def archive(**files: str) -> bytes:
@@ -130,6 +222,11 @@ def running_with(word: str) -> list[int]:
     return [pid for pid in processes.running() if word.encode() in command_line(pid).split(b"\0") and runs(pid)]
 
 
+def detached(word: str) -> bool:
+    """Whether what `DETACHED` leaves behind runs. The command itself, and what starts it, have a second argument."""
+    return any(command_line(pid).endswith(f"\0{word}\0".encode()) for pid in running_with(word))
+
+
 async def in_time(run: Callable[[float], Awaitable[Executed]]) -> Executed:
     """What a command did whose time was up, with so much time that it had begun, however slow the machine is."""
     for seconds in (1.0, 5.0, 25.0):
@@ -146,329 +243,301 @@ async def until(condition: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_home_and_workdir_are_there_empty_and_writable(place: Place) -> None:
-    async with place.started() as runtime:
-        assert await out(runtime, "pwd") == f"{runtime.workdir}\n"
-        assert await out(runtime, 'echo "$HOME"; ls -A') == f"{runtime.home}\n"
-        assert set((await out(runtime, 'ls -A "$HOME"')).split()) <= ({".bashrc", ".profile"} if place.spec.image else set())
-        await out(runtime, 'echo kept > here; echo kept > "$HOME/there"')
-        assert await out(runtime, 'cat here "$HOME/there"') == "kept\nkept\n"
+async def test_home_and_workdir_are_there_empty_and_writable_and_nobody_elses(place: Place, runtime: Runtime) -> None:
+    await runtime.upload("of-another", b"")
+    async with place.started() as fresh:
+        assert await out(fresh, "pwd") == f"{fresh.workdir}\n"
+        assert await out(fresh, 'echo "$HOME"; ls -A') == f"{fresh.home}\n"
+        assert set((await out(fresh, 'ls -A "$HOME"')).split()) <= ({".bashrc", ".profile"} if place.spec.image else set())
+        await out(fresh, 'echo kept > here; echo kept > "$HOME/there"')
+        assert await out(fresh, 'cat here "$HOME/there"') == "kept\nkept\n"
 
 
-async def test_argv_is_passed_as_it_is(place: Place) -> None:
+async def test_argv_is_passed_as_it_is(runtime: Runtime) -> None:
     words = ["-n", "a b", "ü\n'\"$HOME`", "", "--", "*", "\\"]
-    async with place.started() as runtime:
-        done = await python(runtime, "import sys; print(ascii(sys.argv[1:]))", *words)
+    done = await python(runtime, "import sys; print(ascii(sys.argv[1:]))", *words)
     assert done.stdout.decode() == f"{words!a}\n"
 
 
-async def test_stdout_stderr_stdin_and_the_exit_code_are_the_commands_own(place: Place) -> None:
-    async with place.started() as runtime:
-        done = await shell(runtime, "cat; echo err >&2; exit 3", stdin=b"\0in\xff\n")
+async def test_stdout_stderr_stdin_and_the_exit_code_are_the_commands_own(runtime: Runtime) -> None:
+    done = await shell(runtime, "cat; echo err >&2; exit 3", stdin=b"\0in\xff\n")
     assert (done.exit_code, done.stdout, done.stderr, done.timed_out) == (3, b"\0in\xff\n", b"err\n", False)
 
 
-@pytest.mark.parametrize("code", [0, 1, 125, 126, 127, 137, 255])
-async def test_no_exit_code_is_taken_for_something_else(place: Place, code: int) -> None:
-    async with place.started() as runtime:
+async def test_no_exit_code_is_taken_for_something_else(runtime: Runtime) -> None:
+    """Engines, shells and supervisors have codes of their own for what went wrong with them."""
+    for code in (0, 1, 125, 126, 127, 137, 255):
         done = await shell(runtime, f"echo Error: of the command >&2; exit {code}")
-    assert (done.exit_code, done.stderr) == (code, b"Error: of the command\n")
+        assert (done.exit_code, done.stderr) == (code, b"Error: of the command\n")
 
 
-async def test_a_signal_counts_as_a_shell_counts_it(place: Place) -> None:
-    async with place.started() as runtime:
-        assert (await shell(runtime, "kill -11 $$")).exit_code == 139
+async def test_a_signal_counts_as_a_shell_counts_it(runtime: Runtime) -> None:
+    assert (await shell(runtime, "kill -11 $$")).exit_code == 139
 
 
-async def test_a_command_that_is_not_there_or_cannot_be_started_has_the_exit_code_of_a_shell(place: Place) -> None:
-    async with place.started() as runtime:
-        await runtime.upload("text", b"no program", mode=0o644)
-        missing = await runtime.exec(["no-such-command"], timeout_seconds=SECONDS)
-        assert missing.exit_code == 127
-        assert b"no-such-command" in missing.stderr
-        assert (await runtime.exec(["./text"], timeout_seconds=SECONDS)).exit_code == 126
-        assert (await runtime.exec(["echo", "a\0b"], timeout_seconds=SECONDS)).exit_code == 126
-        assert (await runtime.exec(["echo", "x" * (1 << 22)], timeout_seconds=SECONDS)).exit_code == 126
-        assert (await runtime.exec(["true"], workdir="no/such/folder", timeout_seconds=SECONDS)).exit_code == 126
+async def test_a_command_that_is_not_there_or_cannot_be_started_has_the_exit_code_of_a_shell(runtime: Runtime) -> None:
+    await runtime.upload("text", b"no program", mode=0o644)
+    missing = await runtime.exec(["no-such-command"], timeout_seconds=SECONDS)
+    assert missing.exit_code == 127
+    assert b"no-such-command" in missing.stderr
+    assert (await runtime.exec(["./text"], timeout_seconds=SECONDS)).exit_code == 126
+    assert (await runtime.exec(["echo", "a\0b"], timeout_seconds=SECONDS)).exit_code == 126
+    assert (await runtime.exec(["echo", "x" * (1 << 22)], timeout_seconds=SECONDS)).exit_code == 126
+    assert (await runtime.exec(["true"], workdir="no/such/folder", timeout_seconds=SECONDS)).exit_code == 126
 
 
 @pytest.mark.parametrize("kind", but("bwrap", "unconfined"))
-async def test_a_variable_that_no_shell_can_set_keeps_a_command_from_being_started(kind: str, tmp_path: Path) -> None:
-    async with place_of(kind, tmp_path).started() as runtime:
-        done = await shell(runtime, "echo ran", env={"a-b": "c"})
+async def test_a_variable_that_no_shell_can_set_keeps_a_command_from_being_started(runtime: Runtime) -> None:
+    done = await shell(runtime, "echo ran", env={"a-b": "c"})
     assert (done.exit_code, done.stdout) == (126, b"")
     assert b"'a-b' is no name of a variable that a shell can set" in done.stderr
 
 
 async def test_variables_reach_the_command_whole_and_those_of_the_node_do_not(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Place, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VERBATIM_ADMIN_TOKEN", "secret-of-the-node")
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/secret-of-the-node")
+    """The node had its own when the runtime was started, too."""
+    of_the_node(monkeypatch)
     given = {"ONE": "a\nb 'c' \"d\" $HOME \\", "TWO": "", "THREE": "ü=#"}
-    async with place.started() as runtime:
-        done = await python(runtime, "import os; print(ascii(dict(os.environ)))", env=given)
-        seen = eval(done.stdout)
-        assert {name: seen[name] for name in given} == given
-        assert "secret-of-the-node" not in done.stdout.decode()
-        # That of an image, with what apptainer adds to it.
-        of_image = {"LD_LIBRARY_PATH"} if place.spec.kind == "apptainer" else set()
-        assert set(seen) - set(given) - of_image <= {
-            "HOME",
-            "LANG",
-            "LC_CTYPE",
-            "PATH",
-            "PWD",
-            "OLDPWD",
-            "TMPDIR",
-            "HOSTNAME",
-            "TERM",
-            "container",
-            "VERBATIM_EXEC",
-        }
-        assert (seen["HOME"], seen["PWD"]) == (runtime.home, runtime.workdir)
+    done = await python(runtime, "import os; print(ascii(dict(os.environ)))", env=given)
+    seen = eval(done.stdout)
+    assert {name: seen[name] for name in given} == given
+    assert "secret-of-the-node" not in done.stdout.decode()
+    # That of an image, with what apptainer adds to it.
+    of_image = {"LD_LIBRARY_PATH"} if place.spec.kind == "apptainer" else set()
+    assert set(seen) - set(given) - of_image <= {
+        "HOME",
+        "LANG",
+        "LC_CTYPE",
+        "PATH",
+        "PWD",
+        "OLDPWD",
+        "TMPDIR",
+        "HOSTNAME",
+        "TERM",
+        "container",
+        "VERBATIM_EXEC",
+    }
+    assert (seen["HOME"], seen["PWD"]) == (runtime.home, runtime.workdir)
 
 
-async def test_a_variable_is_not_to_be_seen_by_other_users_of_the_machine(place: Place, tmp_path: Path) -> None:
+async def test_a_variable_is_not_to_be_seen_by_other_users_of_the_machine(runtime: Runtime, tmp_path: Path) -> None:
     logs = Logs(tmp_path / "out", tmp_path / "err")
-    async with place.started() as runtime:
-        running = asyncio.ensure_future(
-            shell(runtime, "echo $SECRET; sleep 600", env={"SECRET": "the-secret-value"}, logs=logs)
-        )
-        await until(lambda: logs.stdout.exists() and bool(logs.stdout.read_bytes()), "the command has started")
-        assert not [pid for pid in processes.running() if b"the-secret-value" in command_line(pid)]
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
+    running = asyncio.ensure_future(shell(runtime, "echo $SECRET; sleep 600", env={"SECRET": "the-secret-value"}, logs=logs))
+    await until(lambda: logs.stdout.exists() and bool(logs.stdout.read_bytes()), "the command has started")
+    assert not [pid for pid in processes.running() if b"the-secret-value" in command_line(pid)]
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
-async def test_paths_may_hold_anything(place: Place) -> None:
-    async with place.started() as runtime:
-        for path in ("-rf", "a b/ü'\"$(id)", "*", f"{runtime.home}/.config/x\ny"):
-            await runtime.upload(path, path.encode())
-            assert (await runtime.exec(["cat", "--", path], timeout_seconds=SECONDS)).stdout == path.encode()
-        downloaded = await runtime.download(["-rf", "a b", "*", "not there", f"{runtime.workdir}/-rf"], bound_bytes=1 << 20)
-        assert {"-rf", "a b/ü'\"$(id)", "*"} == set(texts(downloaded))
+async def test_paths_may_hold_anything(runtime: Runtime) -> None:
+    for path in ("-rf", "a b/ü'\"$(id)", "*", f"{runtime.home}/.config/x\ny"):
+        await runtime.upload(path, path.encode())
+        assert (await runtime.exec(["cat", "--", path], timeout_seconds=SECONDS)).stdout == path.encode()
+    downloaded = await runtime.download(["-rf", "a b", "*", "not there", f"{runtime.workdir}/-rf"], bound_bytes=1 << 20)
+    assert {"-rf", "a b/ü'\"$(id)", "*"} == set(texts(downloaded))
 
 
-async def test_an_upload_has_its_mode_and_replaces_what_was_there(place: Place) -> None:
-    async with place.started() as runtime:
-        await runtime.upload("tool", b"#!/bin/sh\necho one\n", mode=0o555)
-        await runtime.upload("tool", b"#!/bin/sh\necho two\n", mode=0o700)
-        assert await out(runtime, "./tool; stat -c %a tool") == "two\n700\n"
-        with pytest.raises(RuntimeFailed, match="/proc/version"):
-            await runtime.upload("/proc/version", b"")
+async def test_an_upload_has_its_mode_and_replaces_what_was_there(runtime: Runtime) -> None:
+    await runtime.upload("tool", b"#!/bin/sh\necho one\n", mode=0o555)
+    await runtime.upload("tool", b"#!/bin/sh\necho two\n", mode=0o700)
+    assert await out(runtime, "./tool; stat -c %a tool") == "two\n700\n"
+    with pytest.raises(RuntimeFailed, match="/proc/version"):
+        await runtime.upload("/proc/version", b"")
 
 
-async def test_what_is_downloaded_unpacks_elsewhere_as_it_was(place: Place) -> None:
-    async with place.started() as runtime:
-        await out(runtime, "mkdir -p a/b; echo text > a/b/c; ln -s b/c a/link; chmod 750 a/b; touch .hidden")
-        whole = await runtime.download(["."], bound_bytes=1 << 20)
-        outside = await runtime.download([f"{runtime.home}/../..{runtime.workdir}/a", "/etc/hosts"], bound_bytes=1 << 20)
+async def test_what_is_downloaded_unpacks_elsewhere_as_it_was(runtime: Runtime, other: Runtime) -> None:
+    await out(await emptied(runtime), "mkdir -p a/b; echo text > a/b/c; ln -s b/c a/link; chmod 750 a/b; touch .hidden")
+    whole = await runtime.download(["."], bound_bytes=1 << 20)
+    outside = await runtime.download([f"{runtime.home}/../..{runtime.workdir}/a", "/etc/hosts"], bound_bytes=1 << 20)
     assert "etc/hosts" in texts(outside)
-    async with place.started() as other:
-        await other.unpack(".", whole)
-        assert await out(other, "cat a/link; stat -c %a a/b; ls -A") == "text\n750\n.hidden\na\n"
+    await (await emptied(other)).unpack(".", whole)
+    assert await out(other, "cat a/link; stat -c %a a/b; ls -A") == "text\n750\n.hidden\na\n"
 
 
-async def test_a_download_of_nothing_is_an_archive_of_nothing_and_one_too_great_is_refused(place: Place) -> None:
-    async with place.started() as runtime:
-        assert texts(await runtime.download(["nothing"], bound_bytes=1 << 20)) == {}
-        await python(runtime, "import os; open('great', 'wb').write(os.urandom(1 << 20))")
-        with pytest.raises(RuntimeFailed, match="greater than 100000 bytes"):
-            await runtime.download(["great"], bound_bytes=100_000)
-        assert await out(runtime, "ls") == "great\n"
+async def test_a_download_of_nothing_is_an_archive_of_nothing_and_one_too_great_is_refused(runtime: Runtime) -> None:
+    assert texts(await (await emptied(runtime)).download(["nothing"], bound_bytes=1 << 20)) == {}
+    await out(runtime, "head -c 1000000 /dev/urandom > great")
+    with pytest.raises(RuntimeFailed, match="greater than 100000 bytes"):
+        await runtime.download(["great"], bound_bytes=100_000)
+    assert await out(runtime, "ls") == "great\n"
 
 
-@pytest.mark.parametrize("name", ["../out", "/out", "a/../../out"])
-async def test_an_archive_that_leads_out_is_refused(place: Place, name: str) -> None:
-    async with place.started() as runtime:
+async def test_an_archive_that_leads_out_is_refused(runtime: Runtime) -> None:
+    await emptied(runtime)
+    for name in ("../out", "/out", "a/../../out"):
         with pytest.raises(RuntimeFailed, match="leads out"):
             await runtime.unpack("in", archive(**{"first": "x", name: "out"}))
-        assert await out(runtime, "ls -A") == ""
+    for data in (
+        entries(("link", tarfile.SYMTYPE, "../../.."), ("link/file", tarfile.REGTYPE, "")),
+        entries(("a", tarfile.SYMTYPE, "/"), ("b/c", tarfile.SYMTYPE, "../a/tmp"), ("b/c/file", tarfile.REGTYPE, "")),
+        entries(("a", tarfile.SYMTYPE, "/etc"), ("b", tarfile.LNKTYPE, "a/hosts")),
+        entries(("a", tarfile.LNKTYPE, "../../etc/hosts")),
+        entries(("null", tarfile.CHRTYPE, "")),
+        b"no archive",
+        b"",
+        archive(a="text")[:-20],
+    ):
+        with pytest.raises(RuntimeFailed, match="archive"):
+            await runtime.unpack("in", data)
+    assert await out(runtime, "ls -A") == ""
 
 
-async def test_entries_through_links_that_lead_out_and_what_is_no_archive_are_refused(place: Place) -> None:
-    async with place.started() as runtime:
-        for data in (
-            entries(("link", tarfile.SYMTYPE, "../../.."), ("link/file", tarfile.REGTYPE, "")),
-            entries(("a", tarfile.SYMTYPE, "/"), ("b/c", tarfile.SYMTYPE, "../a/tmp"), ("b/c/file", tarfile.REGTYPE, "")),
-            entries(("a", tarfile.SYMTYPE, "/etc"), ("b", tarfile.LNKTYPE, "a/hosts")),
-            entries(("a", tarfile.LNKTYPE, "../../etc/hosts")),
-            entries(("null", tarfile.CHRTYPE, "")),
-            b"no archive",
-            b"",
-            archive(a="text")[:-20],
-        ):
-            with pytest.raises(RuntimeFailed, match="archive"):
-                await runtime.unpack("in", data)
-        assert await out(runtime, "ls -A") == ""
-
-
-async def test_what_an_agent_leaves_reaches_another_runtime_whatever_it_is(place: Place) -> None:
+async def test_what_an_agent_leaves_reaches_another_runtime_whatever_it_is(runtime: Runtime, other: Runtime) -> None:
     """Environments of Python are full of links to the system's programs, and tests leave files that nobody may read."""
     links = "ln -s /etc/hosts absolute; ln -s ../../.. up; mkfifo pipe"
     left = f"{links}; mkdir -p shut/in; echo text > shut/in/file; chmod 0 shut/in/* shut/in shut"
-    async with place.started() as runtime, place.started() as other:
-        await out(runtime, left)
-        await other.unpack(".", await runtime.download(["."], bound_bytes=1 << 20))
-        assert await out(other, "readlink absolute up; test -p pipe; cat shut/in/file") == "/etc/hosts\n../../..\ntext\n"
+    await out(await emptied(runtime), left)
+    await (await emptied(other)).unpack(".", await runtime.download(["."], bound_bytes=1 << 20))
+    assert await out(other, "readlink absolute up; test -p pipe; cat shut/in/file") == "/etc/hosts\n../../..\ntext\n"
 
 
-async def test_a_great_output_is_bounded_in_memory_and_in_the_logs(place: Place, tmp_path: Path) -> None:
+async def test_a_great_output_is_bounded_in_memory_and_in_the_logs(runtime: Runtime, tmp_path: Path) -> None:
     logs = Logs(tmp_path / "logs" / "out", tmp_path / "logs" / "err", bound_bytes=1 << 20)
     program = (
-        "import sys; [sys.stdout.write('x' * (1 << 20)) for _ in range(100)]; print('the end'); print('err', file=sys.stderr)"
+        "import sys; [sys.stdout.write('x' * (1 << 20)) for _ in range(8)]; print('the end'); print('err', file=sys.stderr)"
     )
-    async with place.started() as runtime:
-        done = await python(runtime, program, logs=logs)
+    done = await python(runtime, program, logs=logs)
     assert (done.exit_code, len(done.stdout), done.stdout[-8:]) == (0, KEPT_BYTES, b"the end\n")
     logged = logs.stdout.read_bytes()
     assert logged[: 1 << 20] == b"x" * (1 << 20)
-    assert logged[1 << 20 :] == b"\n[%d more bytes are not in this log]\n" % (99 * (1 << 20) + 8)
+    assert logged[1 << 20 :] == b"\n[%d more bytes are not in this log]\n" % (7 * (1 << 20) + 8)
     assert logs.stderr.read_bytes() == b"err\n"
 
 
-async def test_a_log_is_written_while_the_command_runs_and_the_next_one_goes_on_in_it(place: Place, tmp_path: Path) -> None:
+async def test_a_log_is_written_while_the_command_runs_and_the_next_one_goes_on_in_it(runtime: Runtime, tmp_path: Path) -> None:
     logs = Logs(tmp_path / "out", tmp_path / "err")
-    async with place.started() as runtime:
-        running = asyncio.ensure_future(shell(runtime, "echo one; until [ -e go ]; do sleep 0.1; done", logs=logs))
-        await until(lambda: logs.stdout.exists() and logs.stdout.read_bytes() == b"one\n", "the log is written")
-        await runtime.upload("go", b"")
-        assert (await running).exit_code == 0
-        await shell(runtime, "echo two", logs=logs)
+    line = "echo one; until [ -e written ]; do sleep 0.1; done"
+    running = asyncio.ensure_future(shell(runtime, line, logs=logs))
+    await until(lambda: logs.stdout.exists() and logs.stdout.read_bytes() == b"one\n", "the log is written")
+    await runtime.upload("written", b"")
+    assert (await running).exit_code == 0
+    await shell(runtime, "echo two", logs=logs)
     assert logs.stdout.read_bytes() == b"one\ntwo\n"
 
 
-async def test_a_log_that_cannot_be_written_ends_the_command(place: Place, tmp_path: Path) -> None:
-    async with place.started() as runtime:
-        with pytest.raises(DiskFull, match="/dev/full"):
-            await shell(runtime, "echo one; sleep 600", logs=Logs(Path("/dev/full"), tmp_path / "err"))
+async def test_a_log_that_cannot_be_written_ends_the_command(runtime: Runtime, tmp_path: Path) -> None:
+    with pytest.raises(DiskFull, match="/dev/full"):
+        await shell(runtime, "echo one; sleep 600", logs=Logs(Path("/dev/full"), tmp_path / "err"))
 
 
-async def test_a_command_whose_time_is_up_is_told_and_all_it_started_is_ended(place: Place) -> None:
-    word = f"{place.names}-detached"
-    async with place.started() as runtime:
-        done = await in_time(lambda seconds: python(runtime, DETACHED, word, "600", timeout_seconds=seconds))
-        assert (done.timed_out, done.exit_code, done.stdout) == (True, 143, b"started\n")
-        await until(lambda: not running_with(word), "the detached process has ended")
+async def test_a_command_whose_time_is_up_is_told_and_all_it_started_is_ended(runtime: Runtime, word: str) -> None:
+    done = await in_time(lambda seconds: python(runtime, DETACHED, word, "600", timeout_seconds=seconds))
+    assert (done.timed_out, done.exit_code, done.stdout) == (True, 143, b"started\n")
+    await until(lambda: not running_with(word), "the detached process has ended")
 
 
-async def test_a_command_that_does_not_mind_being_told_is_killed(place: Place) -> None:
-    async with place.started() as runtime:
-        done = await in_time(lambda seconds: shell(runtime, DEAF, timeout_seconds=seconds))
-        assert (done.timed_out, done.exit_code, done.stdout) == (True, 137, b"started\n")
+async def test_a_command_that_does_not_mind_being_told_is_killed(
+    place: Place, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place.kind, "grace_seconds", 0.1)
+    done = await in_time(lambda seconds: shell(runtime, DEAF, timeout_seconds=seconds))
+    assert (done.timed_out, done.exit_code, done.stdout) == (True, 137, b"started\n")
 
 
-async def test_what_a_command_left_running_ends_with_it(place: Place) -> None:
+async def test_what_a_command_left_running_ends_with_it(runtime: Runtime, word: str) -> None:
     """Also where it holds the command's output, for which one would wait for ever."""
-    word = f"{place.names}-detached"
-    async with place.started() as runtime:
-        done = await python(runtime, DETACHED, word, "0")
-        assert (done.exit_code, done.stdout) == (0, b"started\n")
-        await until(lambda: not running_with(word), "the detached process has ended")
+    done = await python(runtime, DETACHED, word, "0")
+    assert (done.exit_code, done.stdout) == (0, b"started\n")
+    await until(lambda: not running_with(word), "the detached process has ended")
 
 
-async def test_a_cancelled_caller_ends_the_command(place: Place, tmp_path: Path) -> None:
-    word = f"{place.names}-detached"
+async def test_a_cancelled_caller_ends_the_command(runtime: Runtime, word: str, tmp_path: Path) -> None:
     logs = Logs(tmp_path / "out", tmp_path / "err")
-    async with place.started() as runtime:
-        running = asyncio.ensure_future(python(runtime, DETACHED, word, "600", logs=logs))
-        await until(lambda: logs.stdout.exists() and bool(logs.stdout.read_bytes()), "the command has started")
-        assert running_with(word)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        await until(lambda: not running_with(word), "the command has ended")
-        assert await out(runtime, "echo alive") == "alive\n"
+    running = asyncio.ensure_future(python(runtime, DETACHED, word, "600", logs=logs))
+    await until(lambda: logs.stdout.exists() and bool(logs.stdout.read_bytes()), "the command has started")
+    assert running_with(word)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await until(lambda: not running_with(word), "the command has ended")
+    assert await out(runtime, "echo alive") == "alive\n"
 
 
-async def test_many_commands_run_beside_each_other(place: Place) -> None:
-    async with place.started() as runtime:
-        lines = [shell(runtime, f"cat; echo {number} >&2; exit {number}", stdin=b"%d" % number) for number in range(20)]
-        for number, done in enumerate(await asyncio.gather(*lines)):
-            assert (done.exit_code, done.stdout, done.stderr) == (number, b"%d" % number, b"%d\n" % number)
+async def test_many_commands_run_beside_each_other(runtime: Runtime) -> None:
+    lines = [shell(runtime, f"cat; echo {number} >&2; exit {number}", stdin=b"%d" % number) for number in range(8)]
+    for number, done in enumerate(await asyncio.gather(*lines)):
+        assert (done.exit_code, done.stdout, done.stderr) == (number, b"%d" % number, b"%d\n" % number)
 
 
-async def test_a_command_that_ends_leaves_the_others_alone(place: Place, tmp_path: Path) -> None:
+async def test_a_command_that_ends_leaves_the_others_alone(runtime: Runtime, tmp_path: Path) -> None:
     logs = Logs(tmp_path / "out", tmp_path / "err")
-    async with place.started() as runtime:
-        running = asyncio.ensure_future(shell(runtime, "echo one; until [ -e go ]; do sleep 0.1; done; echo two", logs=logs))
-        await until(lambda: running.done() or (logs.stdout.exists() and bool(logs.stdout.read_bytes())), "it has started")
-        assert not running.done(), running.result()
-        await shell(runtime, "sleep 600 & true")
-        await runtime.upload("go", b"")
-        assert (await running).stdout == b"one\ntwo\n"
+    line = "echo one; until [ -e ended ]; do sleep 0.1; done; echo two"
+    running = asyncio.ensure_future(shell(runtime, line, logs=logs))
+    await until(lambda: running.done() or (logs.stdout.exists() and bool(logs.stdout.read_bytes())), "it has started")
+    assert not running.done(), running.result()
+    await shell(runtime, "sleep 600 & true")
+    await runtime.upload("ended", b"")
+    assert (await running).stdout == b"one\ntwo\n"
 
 
-async def test_a_command_that_takes_too_much_memory_ends_with_137(place: Place) -> None:
-    async with place.started() as runtime:
-        done = await python(runtime, "import time; x = bytearray(1 << 29); x[::4096] = b'x' * len(x[::4096]); time.sleep(600)")
-        assert (done.exit_code, done.timed_out) == (137, False)
-        assert await out(runtime, "echo alive") == "alive\n"
+async def test_a_command_that_takes_too_much_memory_ends_with_137(runtime: Runtime) -> None:
+    done = await python(runtime, "import time; x = bytearray(1 << 29); x[::4096] = b'x' * len(x[::4096]); time.sleep(600)")
+    assert (done.exit_code, done.timed_out) == (137, False)
+    assert await out(runtime, "echo alive") == "alive\n"
 
 
-async def test_the_proxy_is_reached_and_nothing_else(closed: Place) -> None:
-    async with answering() as proxy, answering(b"outside") as other, closed.started(proxy) as runtime:
-        url = runtime.base_url(f"http://{proxy.host}:{proxy.port}/s/x/v1?a=b")
-        assert url.endswith("/s/x/v1?a=b")
-        assert (await python(runtime, FETCH, url)).stdout == ANSWER
-        assert (await python(runtime, FETCH, url, workdir="/")).stdout == ANSWER
-        for refused in (other.port, proxy.port):
-            done = await python(runtime, FETCH, f"http://127.0.0.1:{refused}/")
-            assert done.exit_code != 0
-            assert b"refused" in done.stderr
-        program = "import socket; socket.create_connection(('192.0.2.1', 80), 120)"
-        assert b"unreachable" in (await python(runtime, program)).stderr
+@closed
+async def test_the_proxy_is_reached_and_nothing_else(runtime: Runtime, proxy: Route) -> None:
+    url = runtime.base_url(f"http://{proxy.host}:{proxy.port}/s/x/v1?a=b")
+    assert url.endswith("/s/x/v1?a=b")
+    inside = urlsplit(url).netloc
+    async with answering(b"outside") as beside:
+        refused = [f"127.0.0.1:{port}" for port in (beside.port, proxy.port)]
+        asked = [word for address in (inside, *refused, "192.0.2.1:80") for word in (address, "/")]
+        told = (await python(runtime, FETCH, *asked)).stdout.decode().splitlines()
+    assert told == [ANSWER.decode(), "Connection refused", "Connection refused", "Network is unreachable"]
+    assert (await python(runtime, FETCH, inside, "/", workdir="/")).stdout == ANSWER + b"\n"
 
 
-async def test_a_step_may_have_the_whole_network(opening: Place) -> None:
-    async with answering() as proxy, answering(b"outside") as other, opening.started(proxy) as runtime:
-        url = f"http://127.0.0.1:{other.port}/"
-        assert (await python(runtime, FETCH, url, network="full")).stdout == b"outside"
-        assert (await python(runtime, FETCH, url)).exit_code != 0
+@opening
+async def test_a_step_may_have_the_whole_network(runtime: Runtime) -> None:
+    async with answering(b"outside") as beside:
+        asked = (f"127.0.0.1:{beside.port}", "/")
+        assert (await python(runtime, FETCH, *asked, network="full")).stdout == b"outside\n"
+        assert (await python(runtime, FETCH, *asked)).stdout == b"Connection refused\n"
 
 
-async def test_the_whole_network_is_the_nodes(place: Place) -> None:
-    async with answering() as proxy, place.started(proxy, network="full") as runtime:
+async def test_the_whole_network_is_the_nodes(place: Place, proxy: Route) -> None:
+    async with place.started(proxy, network="full") as whole:
         url = f"http://{proxy.host}:{proxy.port}/"
-        assert runtime.base_url(url) == url
-        assert (await python(runtime, FETCH, url)).stdout == ANSWER
+        assert whole.base_url(url) == url
+        assert (await python(whole, FETCH, f"{proxy.host}:{proxy.port}", "/")).stdout == ANSWER + b"\n"
 
 
-async def test_a_proxy_with_tls_keeps_its_name(closed: Place) -> None:
+@closed
+async def test_a_proxy_with_tls_keeps_its_name(place: Place, other: Runtime) -> None:
     """Its certificate is for that name."""
-    async with closed.started(Route("proxy.example", 443)) as runtime:
-        url = runtime.base_url("https://proxy.example/s/x")
-        assert url.startswith("https://proxy.example:")
-        program = "import socket; print(socket.gethostbyname('proxy.example'))"
-        assert (await python(runtime, program)).stdout == b"127.0.0.1\n"
-    by_address = closed.runtime(Route("192.0.2.1", 443))
+    url = other.base_url(f"https://{NAMED.host}/s/x")
+    assert url.startswith(f"https://{NAMED.host}:")
+    program = f"import socket; print(socket.gethostbyname('{NAMED.host}'))"
+    assert (await python(other, program)).stdout == b"127.0.0.1\n"
+    by_address = place.runtime(Route("192.0.2.1", 443))
     with pytest.raises(RuntimeFailed, match="host name"):
         by_address.base_url("https://192.0.2.1/")
 
 
-async def test_many_connections_reach_the_proxy_at_once(closed: Place) -> None:
+@closed
+async def test_many_connections_reach_the_proxy_at_once(runtime: Runtime, proxy: Route) -> None:
     program = (
-        "import sys, threading, urllib.request as u; got = []\n"
-        "each = lambda: got.append(u.urlopen(sys.argv[1], timeout=120).read())\n"
-        "threads = [threading.Thread(target=each) for _ in range(40)]\n"
-        "[t.start() for t in threads]; [t.join() for t in threads]; print(len(got), set(got))"
+        "import io, sys, threading\n"
+        "argv = sys.argv; fetch = argv.pop(1); sys.stdout = told = io.StringIO()\n"
+        "threads = [threading.Thread(target=exec, args=(fetch, {})) for _ in range(40)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]; sys.__stdout__.write(str(told.getvalue().count('y')))"
     )
-    answer = b"y" * 300_000
-    async with answering(answer) as proxy, closed.started(proxy) as runtime:
-        url = runtime.base_url(f"http://{proxy.host}:{proxy.port}/")
-        program = program.replace("set(got)", "{len(each) for each in got}")
-        assert (await python(runtime, program, url)).stdout == b"40 {300000}\n"
+    url = runtime.base_url(f"http://{proxy.host}:{proxy.port}/")
+    done = await python(runtime, program, FETCH, urlsplit(url).netloc, "/great")
+    assert done.stdout == b"%d" % (40 * len(GREAT))
 
 
-async def test_stop_ends_everything_and_may_be_called_again(place: Place) -> None:
-    word = f"{place.names}-detached"
+async def test_stop_ends_everything_and_may_be_called_again(place: Place, word: str) -> None:
+    place = apart(place)
     runtime = place.runtime(NOWHERE)
     await runtime.stop()
     await runtime.start()
     running = asyncio.ensure_future(python(runtime, DETACHED, word, "600"))
-    await until(lambda: bool(running_with(word)), "the command has started")
+    await until(lambda: detached(word), "the command has started")
     await runtime.stop()
     await runtime.stop()
     assert not running_with(word)
@@ -476,16 +545,16 @@ async def test_stop_ends_everything_and_may_be_called_again(place: Place) -> Non
     assert await place.kind.sweep(place.names) == 0
 
 
-async def test_what_a_killed_node_left_is_swept(place: Place, tmp_path: Path) -> None:
+async def test_what_a_killed_node_left_is_swept(place: Place, word: str) -> None:
     """Another process starts a runtime and a command in it, and is killed."""
-    word = f"{place.names}-detached"
+    place = apart(place)
     owner = os.fork()
     if owner == 0:
         try:
             asyncio.run(_worked(place, word))
         finally:
             os._exit(1)
-    await until(lambda: bool(running_with(word)), "the command has started")
+    await until(lambda: detached(word), "the command has started")
     os.kill(owner, 9)
     await asyncio.to_thread(os.waitpid, owner, 0)
     assert await place.kind.sweep("t-of-nobody") == 0
@@ -500,23 +569,12 @@ async def _worked(place: Place, word: str) -> None:
     await python(runtime, DETACHED, word, "600", timeout_seconds=600)
 
 
-async def test_two_runtimes_share_nothing(place: Place) -> None:
-    async with place.started() as one, place.started() as other:
-        await one.upload("file", b"of one")
-        assert await out(other, "ls -A") == ""
-
-
-async def test_a_name_is_used_by_one_runtime(place: Place) -> None:
-    runtime = place.runtime(NOWHERE)
-    await runtime.start()
-    try:
-        await runtime.upload("file", b"of the first")
-        twin = place.kind.make(place.spec, _name(runtime), NOWHERE)
-        with pytest.raises(RuntimeFailed):
-            await twin.start()
-        assert await out(runtime, "cat file") == "of the first"
-    finally:
-        await runtime.stop()
+async def test_a_name_is_used_by_one_runtime(place: Place, runtime: Runtime) -> None:
+    await runtime.upload("file", b"of the first")
+    twin = place.kind.make(place.spec, _name(runtime), NOWHERE)
+    with pytest.raises(RuntimeFailed):
+        await twin.start()
+    assert await out(runtime, "cat file") == "of the first"
 
 
 def _name(runtime: Runtime) -> str:
@@ -537,15 +595,12 @@ def _name(runtime: Runtime) -> str:
         ({"options": {"colour": "red"}}, "'colour'"),
     ],
 )
-def test_a_spec_that_cannot_be_is_refused(place: Place, changes: dict[str, object], told: str) -> None:
+async def test_a_spec_that_cannot_be_is_refused(place: Place, changes: dict[str, object], told: str) -> None:
     with pytest.raises(BadRuntime, match=told):
         place.kind.check(replace(place.spec, **changes))  # type: ignore[arg-type]
 
 
-def test_the_spec_of_the_contract_is_taken(place: Place) -> None:
-    place.kind.check(place.spec)
-
-
-async def test_this_machine_has_what_it_takes(place: Place) -> None:
+async def test_this_machine_has_what_it_takes_and_the_spec_of_the_contract_is_taken(place: Place) -> None:
     """Where `place` could be had."""
+    place.kind.check(place.spec)
     assert await place.kind.missing() is None
