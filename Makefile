@@ -21,7 +21,7 @@ DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(ARGS)
 RELEASE := .cache/release
 RELEASED := proxy,rollout,archive,otel
 
-.PHONY: help demo demo-tasks docs test test-programs check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
+.PHONY: help demo demo-tasks docs test test-programs mutants check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make test            every test, on a real vLLM and a real redis-server; ARGS=... goes to pytest, WORKERS=N shares them"
 	@echo "make test-programs   install what tests need besides: sandboxes, containers, a browser (apt-get, as root)"
 	@echo "make test-harnesses  real command-line agents at work through the service; needs Node.js 20 or newer; ARGS=... goes to pytest"
+	@echo "make mutants         plants faults in a copy of the code, one at a time: the tests have to notice each; ARGS=--help"
 	@echo "make docs            the documentation as a site, in build/site; fails where a link leads nowhere"
 	@echo "make check           ruff, mypy --strict and the import rules"
 	@echo "make cost-baseline   count anew what a call costs, as the baseline that a test holds it to"
@@ -61,13 +62,16 @@ test-programs:
 	.ci/programs
 
 test-harnesses: $(INSTALLED) $(HARNESS_STAMPS)
-	$(BIN)/python -m pytest tests/harnesses $(ARGS)
+	$(BIN)/python -m pytest tests/harnesses --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 cost-baseline: $(INSTALLED)
 	$(BIN)/python -m benchmarks.counts --record

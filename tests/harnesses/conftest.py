@@ -15,8 +15,10 @@ from tests.support.service.running_service import RunningService
 pytest.register_assert_rewrite("tests.harnesses.every_harness", "tests.harnesses.truths")
 
 from tests.harnesses.every_harness import KEEPALIVE_SECONDS  # noqa: E402
-from tests.harnesses.figures import Figures  # noqa: E402
+from tests.harnesses.figures import pytest_terminal_summary  # noqa: E402
 from tests.harnesses.stage import Stage  # noqa: E402
+
+__all__ = ["pytest_terminal_summary", "raw_stage", "stage"]
 
 WINDOW = 131_072
 
@@ -42,10 +44,3 @@ def raw_stage(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactor
     """Harmony's: the engine hands on a tool call's arguments as they were sampled, be they JSON or not."""
     with _stage("harmony", redis_server.url, tmp_path_factory) as stage:
         yield stage
-
-
-@pytest.fixture(scope="session")
-def figures(request: pytest.FixtureRequest) -> Figures:
-    made = Figures()
-    request.config.pluginmanager.register(made)
-    return made

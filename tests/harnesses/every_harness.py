@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.harnesses import figures
 from tests.harnesses.agent_run import RARE, Cli, Tools
-from tests.harnesses.figures import Figures
 from tests.harnesses.player import Act, Step
 from tests.harnesses.scratch import FILES
 from tests.harnesses.stage import Played, Stage
@@ -39,19 +39,15 @@ def tools(cli: Cli) -> Tools:
 
 
 @pytest.fixture(scope="module")
-def plain(cli: Cli, stage: Stage, figures: Figures) -> Played:
+def plain(cli: Cli, stage: Stage) -> Played:
     """A run of several turns in which nothing goes wrong."""
-    played = stage.play(cli, cli.steps(stage.workdir(cli, "plain")), "plain")
-    figures.note(played)
-    return played
+    return stage.play(cli, cli.steps(stage.workdir(cli, "plain")), "plain")
 
 
-def acts_with(cli: Cli, stage: Stage, name: str, *before: Act, **how: Any) -> list[Act]:
-    """The plain run, with `before` in front of the step that edits the file, or with fields of `Say` in that step."""
+def acts_with(cli: Cli, stage: Stage, name: str, changed: Act) -> list[Act]:
+    """The plain run, with `changed` in front of the step that edits the file."""
     steps: list[Step] = list(cli.steps(stage.workdir(cli, name)))
-    at = cli.change_at
-    changed = replace(steps[at], how=how) if how else steps[at]
-    return [*steps[:at], *before, changed, *steps[at + 1 :]]
+    return [*steps[: cli.change_at], changed, *steps[cli.change_at :]]
 
 
 def check_done(played: Played) -> None:
@@ -70,7 +66,8 @@ def check_truths(played: Played) -> None:
     assert false_forks(played) == []
 
 
-def test_the_file_is_edited_as_the_model_said(plain: Played) -> None:
+def test_the_file_is_edited_as_the_model_said(plain: Played, request: pytest.FixtureRequest) -> None:
+    figures.note(request, plain)
     check_done(plain)
     for name in FILES.keys() - {"number.py"}:
         assert plain.text_of(name) == FILES[name]
@@ -111,20 +108,19 @@ def test_replies_are_streamed_where_the_agent_asks_for_it(plain: Played) -> None
     assert {generation.stream for generation in plain.generations} == {plain.cli.streams}
 
 
-def test_a_call_that_the_engine_fails_is_made_again_and_goes_on_from_the_same_turn(cli: Cli, stage: Stage) -> None:
-    played = stage.play(cli, acts_with(cli, stage, "failed", Fail(500)), "failed")
+def test_calls_that_fail_are_made_again_and_a_slow_first_token_is_waited_for(cli: Cli, stage: Stage) -> None:
+    """One run with all of it: the engine answers a call with 500, hangs up on the next, and takes its time for the last."""
+    assert SLOW_SECONDS > 3 * KEEPALIVE_SECONDS
+    steps = list(cli.steps(stage.workdir(cli, "rough")))
+    at = cli.change_at
+    slow = replace(steps[-1], how={"seconds_before": SLOW_SECONDS})
+    acts: list[Act] = [*steps[: at - 1], Fail(500), steps[at - 1], Drop(), *steps[at:-1], slow]
+    played = stage.play(cli, acts, "rough")
     check_done(played)
     check_truths(played)
     assert len(unrecorded(played)) == 1
     assert played.branches == cli.branches
     assert len(played.main_rows) == 1 + len(cli.branches)
-
-
-def test_a_call_whose_engine_hangs_up_at_once_is_made_again(cli: Cli, stage: Stage) -> None:
-    played = stage.play(cli, acts_with(cli, stage, "dropped", Drop()), "dropped")
-    check_done(played)
-    check_truths(played)
-    assert played.branches == cli.branches
 
 
 def test_a_reply_whose_engine_breaks_off_in_the_middle_is_kept_as_far_as_it_came(cli: Cli, stage: Stage) -> None:
@@ -152,15 +148,6 @@ def test_a_connection_that_breaks_within_a_reply_loses_nothing(cli: Cli, stage: 
         assert cut["completion_ids"] and not cut["delivered"]
     if cli.survives_hang_up:
         check_done(played)
-
-
-def test_a_slow_first_token_is_waited_for(cli: Cli, stage: Stage) -> None:
-    assert SLOW_SECONDS > 3 * KEEPALIVE_SECONDS
-    played = stage.play(cli, acts_with(cli, stage, "slow", seconds_before=SLOW_SECONDS), "slow")
-    check_done(played)
-    check_truths(played)
-    assert unrecorded(played) == []
-    assert played.branches == cli.branches
 
 
 def test_two_tool_calls_in_one_reply_are_both_made(cli: Cli, tools: Tools, stage: Stage) -> None:

@@ -20,6 +20,7 @@ from tests.harnesses.truths import false_forks
 
 RESULTS = ROOT / "benchmarks" / "results"
 KEEP = "VERBATIM_KEEP_RESULTS"
+PROPERTY = "harness"
 
 
 @dataclass(frozen=True)
@@ -79,24 +80,23 @@ HEAD = (
 )
 
 
-class Figures:
-    """Collects a figure per agent; pytest shows them before its own last lines."""
+def note(request: pytest.FixtureRequest, played: Played) -> None:
+    """The figure goes with the report of the test that made the run, from whichever process ran it."""
+    request.node.user_properties.append((PROPERTY, asdict(Figure.of(played))))
 
-    def __init__(self) -> None:
-        self._figures: dict[str, Figure] = {}
 
-    def note(self, played: Played) -> None:
-        self._figures[played.cli.harness] = Figure.of(played)
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not self._figures:
-            return
-        figures = [self._figures[name] for name in sorted(self._figures)]
-        terminalreporter.section("harnesses")
-        for line in _markdown([figure.cells for figure in figures]):
-            terminalreporter.write_line(line)
-        if os.environ.get(KEEP) == "1":
-            keep(figures, RESULTS)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    told = (
+        value for report in terminalreporter.getreports("passed") for name, value in report.user_properties if name == PROPERTY
+    )
+    figures = sorted((Figure(**value) for value in told), key=lambda figure: figure.harness)
+    if not figures:
+        return
+    terminalreporter.section("harnesses")
+    for line in _markdown([figure.cells for figure in figures]):
+        terminalreporter.write_line(line)
+    if os.environ.get(KEEP) == "1":
+        keep(figures, RESULTS)
 
 
 def keep(figures: list[Figure], folder: Path) -> None:

@@ -23,12 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import test_claude_code
-import test_codex
-import test_mini_swe_agent
-import test_pi
-
 from examples.tasks.load import BUDGETS, FOLDER, body, names, packed
+from tests.harnesses import test_claude_code, test_codex, test_mini_swe_agent, test_pi
 from tests.harnesses.agent_run import MODEL, Cli, Tools
 from tests.harnesses.player import Step, ToolCall
 from tests.support.engine.scripted_engine import Fail, Generation, Hang, Reply, Say

@@ -7,11 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import test_aider
-import test_gemini_cli
-import test_opencode
-import test_qwen_code
 
+from tests.harnesses import test_aider, test_gemini_cli, test_opencode, test_qwen_code
 from tests.harnesses.agent_run import Cli, Tools, with_tools
 from tests.harnesses.node_victims import with_agents
 from tests.harnesses.rollout_plays import AGENT_SECONDS, Exercise

@@ -10,10 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import test_codex
-import test_examples
-import test_pi
 
+from tests.harnesses import test_codex, test_examples, test_pi
 from tests.harnesses.agent_run import Cli
 from tests.harnesses.installed import INSTALLED
 from tests.harnesses.outside import Outside
