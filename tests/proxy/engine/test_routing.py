@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.engine.policies import catalogue, is_frozen, policy_for
@@ -22,6 +22,7 @@ def homes(members: list[Replica]) -> dict[str, str]:
     return {session: preference(session, members)[0].name for session in SESSIONS}
 
 
+@settings(max_examples=25)
 @given(count=st.integers(1, 8), first=st.integers(0, 200), lost=st.integers(0, 8))
 def test_adding_or_losing_a_replica_moves_its_share_and_nothing_else(count: int, first: int, lost: int) -> None:
     """Of n + 1 replicas one is taken away, or put back: about 1/(n + 1) of the sessions move, all to it or from it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +35,44 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_format("qwen3", tmp_path_factory.mktemp("format"))
 
 
+@contextmanager
+def both(model: Path, kind: dict[str, Any]) -> Iterator[Opened]:
+    """An SGLang and a service with a store of its own: one store has one line of weight versions."""
+    with (
+        ShapedSglang(**kind) as engine,
+        running_redis() as redis,
+        RunningService(engine.url, redis.url, engine_api="sglang", renderer=str(model), renderer_options=QWEN3) as service,
+    ):
+        yield engine, service
+
+
 @pytest.fixture
 def opened(model: Path) -> Iterator[Callable[..., Opened]]:
-    """An SGLang and a service with a store of its own: one store has one line of weight versions."""
+    """Makes them for one test, which may change the engine's weights."""
+    with ExitStack() as stack:
+        yield lambda **kind: stack.enter_context(both(model, kind))
+
+
+@pytest.fixture(scope="module")
+def kept(model: Path) -> Iterator[Callable[..., Opened]]:
+    """Makes one of a kind for all tests, none of which changes its weights."""
+    made: dict[str, Opened] = {}
     with ExitStack() as stack:
 
         def open_both(**kind: Any) -> Opened:
-            engine = stack.enter_context(ShapedSglang(**kind))
-            redis = stack.enter_context(running_redis())
-            service = RunningService(engine.url, redis.url, engine_api="sglang", renderer=str(model), renderer_options=QWEN3)
-            return engine, stack.enter_context(service)
+            name = str(kind)
+            if name not in made:
+                made[name] = stack.enter_context(both(model, kind))
+            engine, service = made[name]
+            return engine.reset(), service
 
         yield open_both
+
+
+@pytest.fixture
+def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.engine.watches.WATCH_SECONDS", 0.1)
+    monkeypatch.setattr("proxy.engine.watches.RETRY_SECONDS", 0.1)
 
 
 def ids(text: str) -> list[int]:
@@ -62,9 +88,9 @@ def ask(session: Session, stream: bool, **fields: Any) -> str:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_logprobs_and_versions_are_recorded_as_they_were_sampled(
-    opened: Callable[..., Opened], kind: str, stream: bool
+    kept: Callable[..., Opened], kind: str, stream: bool
 ) -> None:
-    engine, service = opened(**KINDS[kind])
+    engine, service = kept(**KINDS[kind])
     engine.shape(Shaped(ids("hello world the cat")))
     session = service.session()
     assert ask(session, stream) == "hello world the cat"
@@ -77,8 +103,8 @@ def test_ids_logprobs_and_versions_are_recorded_as_they_were_sampled(
     assert engine.bodies[0]["rid"] == call["call_id"]
 
 
-def test_a_session_of_tool_calls_is_one_row(opened: Callable[..., Opened]) -> None:
-    engine, service = opened()
+def test_a_session_of_tool_calls_is_one_row(kept: Callable[..., Opened]) -> None:
+    engine, service = kept()
     fishing = [*FAMILY.encode("fish"), *FAMILY.encode("ing"), FAMILY.end_id]
     spoken = FAMILY.speak(reasoning="think", calls=[("lookup", {"key": "alpha"})])
     engine.shape(Shaped(FAMILY.encode(spoken)), Shaped(fishing))
@@ -106,9 +132,9 @@ def test_a_session_of_tool_calls_is_one_row(opened: Callable[..., Opened]) -> No
     ids=["length", "text", "other token", "tokens"],
 )
 def test_why_a_reply_ended_is_told_in_our_words(
-    opened: Callable[..., Opened], finish: dict[str, Any], finish_reason: str, stop_reason: Any, text: str, stream: bool
+    kept: Callable[..., Opened], finish: dict[str, Any], finish_reason: str, stop_reason: Any, text: str, stream: bool
 ) -> None:
-    engine, service = opened()
+    engine, service = kept()
     said = FAMILY.encode("the cat sunny")
     stopped = finish["type"] == "stop" and not isinstance(finish["matched"], str)
     engine.shape(Shaped([*FAMILY.encode("the cat"), FAMILY.id_of("<|endoftext|>")] if stopped else said, finish))
@@ -118,8 +144,8 @@ def test_why_a_reply_ended_is_told_in_our_words(
     assert (call["finish_reason"], call["stop_reason"]) == (finish_reason, stop_reason)
 
 
-def test_spans_of_an_update_in_the_middle_are_kept(opened: Callable[..., Opened]) -> None:
-    engine, service = opened(label="4")
+def test_spans_of_an_update_in_the_middle_are_kept(kept: Callable[..., Opened]) -> None:
+    engine, service = kept(label="4")
     spans = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 5}]
     engine.shape(Shaped(FAMILY.encode("hello world the cat bird")[:5], {"type": "length", "length": 5}, spans))
     session = service.session()
@@ -159,8 +185,8 @@ def test_an_engine_that_was_just_started_is_given_version_0(opened: Callable[...
     assert engine.label == "0"
 
 
-def test_what_has_a_say_is_said_in_sglangs_words(opened: Callable[..., Opened]) -> None:
-    engine, service = opened()
+def test_what_has_a_say_is_said_in_sglangs_words(kept: Callable[..., Opened]) -> None:
+    engine, service = kept()
     engine.shape(Shaped(ids("hello")))
     session = service.session()
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -190,16 +216,16 @@ def test_what_has_a_say_is_said_in_sglangs_words(opened: Callable[..., Opened]) 
     assert session.calls[0]["sampling"]["temperature"] == 0.5
 
 
-def test_an_engine_that_does_not_tell_its_window_samples_to_its_end(opened: Callable[..., Opened]) -> None:
-    engine, service = opened(window=None)
+def test_an_engine_that_does_not_tell_its_window_samples_to_its_end(kept: Callable[..., Opened]) -> None:
+    engine, service = kept(window=None)
     engine.shape(Shaped(ids("hello")))
     service.session().ask("q")
     assert engine.bodies[0]["sampling_params"]["max_new_tokens"] is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_choice_is_a_call_of_its_own(opened: Callable[..., Opened], stream: bool) -> None:
-    engine, service = opened()
+def test_every_choice_is_a_call_of_its_own(kept: Callable[..., Opened], stream: bool) -> None:
+    engine, service = kept()
     engine.shape(Shaped(ids("hello world")), Shaped(ids("the cat")))
     session = service.session()
     answer = session.ask("q", n=2, stream=stream)
@@ -215,8 +241,8 @@ def test_every_choice_is_a_call_of_its_own(opened: Callable[..., Opened], stream
     assert engine.bodies[0]["sampling_params"]["n"] == 2
 
 
-def test_logprobs_reach_the_harness_when_it_asks(opened: Callable[..., Opened]) -> None:
-    engine, service = opened()
+def test_logprobs_reach_the_harness_when_it_asks(kept: Callable[..., Opened]) -> None:
+    engine, service = kept()
     engine.shape(Shaped(ids("hello world")))
     session = service.session()
     content = session.ask("q", logprobs=True, top_logprobs=2).choices[0].logprobs.content
@@ -227,8 +253,8 @@ def test_logprobs_reach_the_harness_when_it_asks(opened: Callable[..., Opened]) 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_call_that_is_cut_keeps_what_was_sampled(opened: Callable[..., Opened], kind: str, stream: bool) -> None:
-    engine, service = opened(**KINDS[kind])
+def test_a_call_that_is_cut_keeps_what_was_sampled(kept: Callable[..., Opened], kind: str, stream: bool) -> None:
+    engine, service = kept(**KINDS[kind])
     engine.shape(Shaped(ids("hello world the cat is in the ring"), waits_after=3))
     session = service.session()
     body = {"model": "policy", "messages": [turn("user", "q")], "stream": stream}
@@ -241,17 +267,17 @@ def test_a_call_that_is_cut_keeps_what_was_sampled(opened: Callable[..., Opened]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_too_long_for_the_engine_is_refused_in_the_harnesss_words(opened: Callable[..., Opened], stream: bool) -> None:
+def test_a_prompt_too_long_for_the_engine_is_refused_in_the_harnesss_words(kept: Callable[..., Opened], stream: bool) -> None:
     """The service does not know the window here; the engine does."""
-    engine, service = opened(window=None)
+    engine, service = kept(window=None)
     with pytest.raises(openai.BadRequestError) as raised:
         service.session().ask("cat " * 9000, stream=stream)
     assert raised.value.code == "context_length_exceeded"
     assert len(engine.bodies) == 1
 
 
-def test_an_engine_that_shortens_the_prompt_is_an_error(opened: Callable[..., Opened]) -> None:
-    engine, service = opened(newer=False)
+def test_an_engine_that_shortens_the_prompt_is_an_error(kept: Callable[..., Opened]) -> None:
+    engine, service = kept(newer=False)
     engine.shape(Shaped(ids("hello"), prompt_tokens=2))
     session = service.session()
     with pytest.raises(openai.InternalServerError, match="sampled after 2 of"):
@@ -299,7 +325,7 @@ def test_a_checkpoint_that_was_rolled_back_leaves_the_engine_out(opened: Callabl
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
 def test_an_engine_that_rolled_back_is_given_the_current_weights_before_it_serves(
-    opened: Callable[..., Opened], mode: str
+    opened: Callable[..., Opened], watched_closely: None, mode: str
 ) -> None:
     """It calls what it fell back to by the old version, and under `wait` it is not even paused."""
     engine, service = opened(label="default")
@@ -320,7 +346,9 @@ def test_an_adapter_is_not_exchanged(opened: Callable[..., Opened]) -> None:
     assert not pushed.json()["applied"]
 
 
-def test_an_engine_that_does_not_tell_of_its_pause_is_resumed_when_it_is_first_met(opened: Callable[..., Opened]) -> None:
+def test_an_engine_that_does_not_tell_of_its_pause_is_resumed_when_it_is_first_met(
+    opened: Callable[..., Opened], watched_closely: None
+) -> None:
     """0.5.5 has no /ready: a push of a process that died may have left it paused, and its calls would hang."""
     engine, service = opened(newer=False, paused=True)
     assert service.request("GET", "/readyz").status_code == 200
@@ -330,7 +358,9 @@ def test_an_engine_that_does_not_tell_of_its_pause_is_resumed_when_it_is_first_m
     assert "/continue_generation" not in engine.paths(), "once is enough while it serves"
 
 
-def test_an_engine_that_does_not_tell_of_its_pause_is_resumed_when_it_returns(opened: Callable[..., Opened]) -> None:
+def test_an_engine_that_does_not_tell_of_its_pause_is_resumed_when_it_returns(
+    opened: Callable[..., Opened], watched_closely: None
+) -> None:
     """The push ends with the new weights loaded and labelled, and nobody hears the last step."""
     engine, service = opened(newer=False, label="default")
     engine.stays_paused = 1

@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from tests.support.engine.scripted_engine import Exchange, ScriptedEngine
 from tests.support.engine.scripted_sampling import POLL_SECONDS, logprobs_of
@@ -67,6 +67,12 @@ class ShapedSglang(ScriptedEngine):
         }
         if newer:
             self._routes["GET", "/ready"] = self._ready
+
+    def reset(self) -> Self:
+        """As a scripted engine; what it holds and calls it stays."""
+        self.bodies, self.aborted, self.refuses, self.stays_paused, self.label_at_end = [], set(), "", 0, None
+        self._shaped.clear()
+        return super().reset()
 
     def shape(self, *replies: Shaped) -> None:
         self._shaped.extend(replies)
