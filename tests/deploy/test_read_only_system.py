@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.support.documents.helm_chart import container, environment, pod_of, the
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.verbatim_process import Serving, wait_until
@@ -21,7 +23,13 @@ HERE = {
     "VERBATIM_TRAINER_TOKEN_FILE",
 }
 """What is another here than in the cluster."""
-READ_ONLY = ["--ro-bind", "/", "/", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/"]
+CODE = dict.fromkeys((str(ROOT), sys.prefix, sys.base_prefix))
+"""Folders that may lie in /tmp, which is another one there."""
+READ_ONLY = [
+    *("--ro-bind", "/", "/", "--dev", "/dev", "--tmpfs", "/tmp"),
+    *(word for folder in CODE for word in ("--ro-bind", folder, folder)),
+    *("--chdir", "/"),
+]
 NOBODY = ["--unshare-user", "--uid", "10001", "--gid", "10001", "--cap-drop", "ALL", "--die-with-parent"]
 
 
