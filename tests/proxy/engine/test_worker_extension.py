@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from proxy.store.weight_store import WeightStore
+from tests.support.engine.forked_vllm import run_beside_vllm
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.engine.vllm_server import require_vllm
 from tests.support.engine.weight_fixtures import serving
@@ -77,13 +76,18 @@ print("answers:", worker.verbatim_check("/weights"), worker.verbatim_check_trans
 """
 
 
-def test_a_worker_without_the_backend_says_so_and_does_not_raise() -> None:
+def answers(program: str, *arguments: str) -> list[str]:
+    """What a program says that imports vLLM, in a process of its own, for that import warns."""
     require_vllm()
-    # In a process of its own: the import of vLLM warns.
-    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=False)
+    done = run_beside_vllm(program, *arguments)
     assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if line.startswith("answers:")]
-    assert [line.count("{'no_backend': 'start vLLM with --weight-transfer-config") for line in said] == [2, 2], done.stdout
+    return [line for line in done.stdout.splitlines() if line.startswith("answers:")]
+
+
+@pytest.mark.engine
+def test_a_worker_without_the_backend_says_so_and_does_not_raise() -> None:
+    said = answers(ASKED)
+    assert [line.count("{'no_backend': 'start vLLM with --weight-transfer-config") for line in said] == [2, 2], said
 
 
 UNREADABLE = """
@@ -109,13 +113,11 @@ print("answers:", Worker().verbatim_check_transfer({"group": "g"})["error"])
 """
 
 
+@pytest.mark.engine
 def test_a_worker_beside_others_does_not_raise_whatever_keeps_it_from_reading(tmp_path: Path) -> None:
     """A name that is too long stands for every path at which the system refuses to look, such as one in a folder that the engine's user
     may not enter."""
-    require_vllm()
-    done = subprocess.run([sys.executable, "-c", UNREADABLE, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    long, listed, transfer = [line for line in done.stdout.splitlines() if line.startswith("answers:")]
+    long, listed, transfer = answers(UNREADABLE, str(tmp_path))
     for line, told in ((long, "File name too long"), (listed, "is not a safetensors index")):
         assert line.count(told) == 2 and "'whole': True, 'updates': 0" in line, line
     assert transfer != "answers: None"

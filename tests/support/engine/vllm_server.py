@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from proxy.engine.vllm_launch import VllmServer, vllm_command
+from tests.support.engine.forked_vllm import ForkedVllmServer
 from tests.support.service.redis_server import free_port
 
 
@@ -32,7 +33,7 @@ def running_vllm(model: Path, directory: Path, *extra: str, env: dict[str, str] 
     port = free_port()
     argv, added = vllm_command(model, port, reasoning_parser="qwen3", extra=["--max-logprobs", "5", *extra])
     added |= {"HF_HUB_OFFLINE": "1", **(env or {})}
-    with VllmServer(argv, added, f"http://127.0.0.1:{port}", directory / f"vllm-{port}.log") as server:
+    with ForkedVllmServer(argv, added, f"http://127.0.0.1:{port}", directory / f"vllm-{port}.log") as server:
         yield server
 
 

@@ -45,6 +45,12 @@ class Forked(subprocess.Popen[Any]):
 
     module: str
 
+    @classmethod
+    def also_by(cls) -> dict[str, str]:
+        """Variables under which `python -m ...` is forked off the same server, whoever starts it."""
+        path = os.pathsep.join([str(ROOT / "tests" / "support" / "service" / "forks"), str(ROOT)])
+        return {"TESTS_FORK_OFF": _server(cls.module).name, "PYTHONPATH": path}
+
     def _execute_child(self, *given: Any) -> None:
         # Its parameters differ a little from one Python to the next.
         told = dict(zip(_parameters(), given, strict=True))
@@ -114,10 +120,19 @@ class _Server:
     def __init__(self, module: str) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._one_at_a_time = threading.Lock()
+        self._named = False
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module], cwd=ROOT, stdin=theirs, stdout=subprocess.DEVNULL, start_new_session=True
             )
+
+    @property
+    def name(self) -> str:
+        """Of the socket to which programs are handed over by others. Returns when it is there."""
+        if not self._named:
+            self._orders.recv(1)
+            self._named = True
+        return _name(self._process.pid)
 
     def hand_over(self, descriptors: list[int]) -> None:
         with self._one_at_a_time:
@@ -127,6 +142,10 @@ class _Server:
 @functools.cache
 def _server(module: str) -> _Server:
     return _Server(module)
+
+
+def _name(pid: int) -> str:
+    return f"verbatim-tests-{pid}"
 
 
 def served(orders: socket.socket) -> dict[str, Any]:
@@ -141,32 +160,56 @@ def served(orders: socket.socket) -> dict[str, Any]:
 
 def _serve(orders: socket.socket) -> dict[str, Any]:
     """Fork programs; returns in each of them, with its order. The server itself leaves by SystemExit."""
-    running: dict[int, tuple[int, socket.socket]] = {}
+    others = socket.socket(socket.AF_UNIX)
     with selectors.DefaultSelector() as selector:
-        selector.register(orders, selectors.EVENT_READ)
+        others.bind(f"\0{_name(os.getpid())}")
+        others.listen()
+        orders.sendall(b".")
+        for source in (orders, others):
+            selector.register(source, selectors.EVENT_READ)
         while True:
-            for key, _ in selector.select():
-                if key.fileobj is not orders:
-                    pid, channel = running.pop(key.fd)
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    _tell(channel, os.waitpid(pid, 0)[1])
-                    channel.close()
-                    continue
-                _, passed, _, _ = socket.recv_fds(orders, 1, 4)
-                if not passed:
-                    sys.exit()
+            # One at a time: what follows from it may end another.
+            key = selector.select()[0][0]
+            if key.fileobj is orders or key.fileobj is others:
+                *passed, life = _received(others) if key.fileobj is others else [*_handed_over(orders), None]
                 if (pid := os.fork()) == 0:
-                    # It would close the program's standard input, whose number it has.
-                    orders.detach()
+                    others.detach()
                     return _become(passed)
                 channel = socket.socket(fileno=passed[0])
                 for descriptor in passed[1:]:
                     os.close(descriptor)
                 _tell(channel, pid)
-                watch = os.pidfd_open(pid)
-                running[watch] = pid, channel
-                selector.register(watch, selectors.EVENT_READ)
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, channel, life))
+                if life is not None:
+                    selector.register(life, selectors.EVENT_READ, pid)
+            elif isinstance(key.data, int):
+                # Whoever stood for the program is gone.
+                selector.unregister(key.fd)
+                os.kill(key.data, signal.SIGKILL)
+            else:
+                pid, channel, life = key.data
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                if life is not None:
+                    if life in selector.get_map():
+                        selector.unregister(life)
+                    os.close(life)
+                _tell(channel, os.waitpid(pid, 0)[1])
+                channel.close()
+
+
+def _handed_over(orders: socket.socket) -> list[int]:
+    _, passed, _, _ = socket.recv_fds(orders, 1, 4)
+    if not passed:
+        sys.exit()
+    return passed
+
+
+def _received(others: socket.socket) -> list[int]:
+    """The channel and the standard streams, as from the tests, and what ends with the one that stands for the program."""
+    asking, _ = others.accept()
+    _, passed, _, _ = socket.recv_fds(asking, 1, 4)
+    return [asking.detach(), *passed]
 
 
 def _tell(channel: socket.socket, number: int) -> None:

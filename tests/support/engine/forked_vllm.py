@@ -1,0 +1,96 @@
+"""vLLM's server as a process of its own that need not import anything: forked off a process that has imported it, as `verbatim` is in
+tests/support/service/forked.py. Torch, transformers and vLLM, thrice per server, are most of what a start costs on a CPU.
+
+Its own processes, of the engine core and of the worker, are forked too, where a vLLM on a CPU otherwise starts Python anew for each; so
+they have the OpenMP threads of the first, one for so small a model. All else is vLLM's.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+
+from proxy.engine.vllm_launch import VllmServer
+from tests.support.service.forked import Forked, served
+
+IMPORTED_WITH = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""What is read when a module is imported, or when a library is loaded."""
+MODULES = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+    "proxy.engine.vllm_backend",
+    # What the demo needs besides.
+    *("cli.main", "proxy.app", "examples.demo.loop", "examples.demo.report", "examples.demo.warmup", "examples.demo.recompute"),
+)
+
+
+class ForkedVllm(Forked):
+    module = "tests.support.engine.forked_vllm"
+
+
+class ForkedVllmServer(VllmServer):
+    """A server, its command line and environment those of `vllm_command`."""
+
+    def start(self) -> None:
+        self._output = self.log.open("ab")
+        env = {**self._env, **IMPORTED_WITH}
+        streams = {"stdin": subprocess.DEVNULL, "stdout": self._output, "stderr": subprocess.STDOUT}
+        self._process = ForkedVllm(self._argv, env=env, start_new_session=True, **streams)
+
+
+def run_beside_vllm(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -c PROGRAM ARGUMENTS...`, finished, with vLLM imported."""
+    command = ["python", "-c", program, *arguments]
+    with ForkedVllm(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        stdout, stderr = process.communicate(timeout=240)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def _import_all() -> None:
+    os.environ |= IMPORTED_WITH
+    for name in MODULES:
+        importlib.import_module(name)
+    assert threading.active_count() == 1, "a process with threads cannot be forked"
+    gc.collect()
+    gc.freeze()
+
+
+def _fork_instead_of_spawn() -> None:
+    import multiprocessing
+
+    context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore[assignment]
+
+
+def _run(python: str, option: str, program: str, *arguments: str) -> None:
+    _fork_instead_of_spawn()
+    sys.argv = [program, *arguments]
+    if option == "-c":
+        exec(program, {"__name__": "__main__"})
+    elif program == "vllm.entrypoints.openai.api_server":
+        from vllm.entrypoints.launchers.api_server.entry import main
+
+        main()
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _import_all()
+    _run(*served(socket.socket(fileno=0))["argv"])
