@@ -74,7 +74,9 @@ class HeldLeases:
     def _extend(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait(self._pause_seconds())
+                # It may have been ended before this thread came to wait.
+                if not self._ended:
+                    self._changed.wait(self._pause_seconds())
                 if self._ended:
                     return
                 due = [lease for lease in self._leases.values() if not lease.due_seconds()]

@@ -88,6 +88,16 @@ def test_a_lease_held_elsewhere_may_be_acknowledged_and_its_loss_is_told(
     assert service.paths() == ["/batches/a/ack", "/batches/b/ack"]
 
 
+def test_a_thread_that_is_ended_before_it_has_begun_to_wait_ends_at_once(
+    service: ScriptedService, client: TrainerClient
+) -> None:
+    """It missed the word, and whoever closed it waited for half of the lease."""
+    for _ in range(20):
+        with HeldLeases(client, 3600) as leases:
+            leases.hold("a")
+    assert count(service, "a/nack") == 20
+
+
 def test_leases_a_silent_service_is_not_told_of_expire_and_one_line_says_so(
     service: ScriptedService, client: TrainerClient, caplog: pytest.LogCaptureFixture
 ) -> None:
