@@ -37,7 +37,10 @@ if os.environ.get("CI") != "true":
 import renderers
 
 Message = dict[str, Any]
-CONVERSATIONS = 40
+CONVERSATIONS = 16
+"""Of each family, and other ones than of the next."""
+CUT = 35
+"""One of every family besides, whose reply is cut behind the last word of its text: what a slip shows in."""
 
 CHATML = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"),
@@ -118,6 +121,7 @@ class Family:
 GLM_STOPS = {"tool": "<|observation|>", "user": "<|user|>"}
 HY3_STOPS = dict.fromkeys(("tool", "user"), "<｜hy_eos:opensource｜>")
 GLM_SLIP = "a cut turn is closed with <|endoftext|>, which no rendering has"
+INKLING_SLIP = "a text that is cut is not closed with <|end_message|>"
 LAGUNA_SLIP = "no newline after </assistant>"
 
 FAMILIES = {
@@ -149,7 +153,7 @@ FAMILIES = {
     "minimax-m2": Family("MiniMaxM2", MINIMAX),
     "hy3": Family("Hy3", HY3, thinks=False, stops=HY3_STOPS),
     "hy3, thinking": Family("Hy3", HY3, {"reasoning_effort": "high"}, stops=HY3_STOPS),
-    "inkling": Family("Inkling", INKLING),
+    "inkling": Family("Inkling", INKLING, slip=INKLING_SLIP),
     "laguna-xs.2": Family("LagunaXS2", LAGUNA, thinks=False, slip=LAGUNA_SLIP),
     "laguna-xs-2.1": Family("LagunaXS21", LAGUNA, {"enable_thinking": True}),
     "laguna-s-2.1": Family("LagunaS21", LAGUNA),
@@ -168,7 +172,24 @@ def tokenizer(tokens: tuple[str, ...]) -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(text, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False))
     made.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
-    return PreTrainedTokenizerFast(tokenizer_object=made)
+    return Remembering(tokenizer_object=made)
+
+
+class Remembering(PreTrainedTokenizerFast):
+    """Renderings of a conversation differ little: each text is encoded once."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.encoded: dict[tuple[str, tuple[tuple[str, Any], ...]], Any] = {}
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        key = text, tuple(sorted(options.items()))
+        if key not in self.encoded:
+            self.encoded[key] = super().__call__(text, **options)
+        return self.encoded[key]
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return list(self(text, **options)["input_ids"])
 
 
 class Chat:
@@ -339,7 +360,8 @@ def show_end_of_thinking(shown: str, reply: Message, between: str) -> bool:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_where_both_bridge_the_ids_are_the_same(name: str, retain: bool) -> None:
     chat = Chat(FAMILIES[name], retain)
-    found = Counter(compare(chat, seed) for seed in range(CONVERSATIONS))
+    own = range(list(FAMILIES).index(name), CONVERSATIONS * len(FAMILIES), len(FAMILIES))
+    found = Counter(compare(chat, seed) for seed in (CUT, *own))
     assert found["both"] or (name == "deepseek-r1" and not retain), found
     assert found["different: slip"] or not FAMILIES[name].slip or not retain, found
     refused = sum(count for who, count in found.items() if who.startswith("only theirs"))
