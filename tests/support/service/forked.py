@@ -174,6 +174,8 @@ def _serve(orders: socket.socket) -> dict[str, Any]:
                 *passed, life = _received(others) if key.fileobj is others else [*_handed_over(orders), None]
                 if (pid := os.fork()) == 0:
                     others.detach()
+                    # Collected, it would close the program's standard input, whose number it has.
+                    orders.detach()
                     return _become(passed)
                 channel = socket.socket(fileno=passed[0])
                 for descriptor in passed[1:]:
