@@ -15,10 +15,11 @@ from cli.benching.load import Asked, Door, Round, Tally
 from cli.benching.report import quantile
 from cli.benching.told import Cost, Told, cost
 from tests.support.engine.scripted_engine import Generation, Say, ScriptedEngine
+from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import ADMIN, RunningService
 from tests.support.service.scripted_service import ScriptedService
-from tests.support.service.verbatim_process import COMMAND, environment, verbatim, wait_until
+from tests.support.service.verbatim_process import environment, verbatim, wait_until
 
 SMALL = ("--prompt", "20", "--tokens", "8")
 SECONDS = 120.0
@@ -43,19 +44,8 @@ def test_both_ways_are_asked_as_often_as_wanted_and_the_service_tells_its_steps(
 ) -> None:
     engine, service = shared
     engine.reset()
-    command = (
-        "bench",
-        "--engine",
-        engine.url + "/v1",
-        "--url",
-        service.url,
-        "--calls",
-        "6",
-        "--connections",
-        "2",
-        *SMALL,
-        "--json",
-    )
+    where = ("--engine", engine.url + "/v1", "--url", service.url)
+    command = ("bench", *where, "--calls", "6", "--connections", "2", *SMALL, "--json")
     done = verbatim(*command, timeout_seconds=SECONDS, VERBATIM_ADMIN_TOKEN=ADMIN)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -120,22 +110,12 @@ def test_ctrl_c_ends_it_with_what_was_measured(shared: tuple[ScriptedEngine, Run
         return Say("never", gate=never)
 
     engine.script = script
-    command = [
-        *COMMAND,
-        "bench",
-        "--engine",
-        engine.url,
-        "--url",
-        service.url,
-        "--calls",
-        "1000",
-        "--connections",
-        "1",
-        *SMALL,
-        "--json",
-    ]
-    with subprocess.Popen(
-        command, env=environment(VERBATIM_ADMIN_TOKEN=ADMIN), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    with ForkedVerbatim(
+        ("bench", "--engine", engine.url, "--url", service.url, "--calls", "1000", "--connections", "1", *SMALL, "--json"),
+        env=environment(VERBATIM_ADMIN_TOKEN=ADMIN),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             wait_until(held.is_set, SECONDS, "a call that does not end")

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from rich.console import Console
 from cli.service import misspelt
 from cli.tables import whole_table
 from tests.support.documents.settings_in_code import variables
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import RunningService
 from tests.support.service.verbatim_process import ADMIN, Serving, environment, verbatim
 
 ENGINE = ("--engine", "http://127.0.0.1:9")
@@ -196,20 +199,25 @@ def test_sessions_without_a_service_says_where_it_looked() -> None:
     assert "http://127.0.0.1:9" in sentence and "VERBATIM_URL" in sentence
 
 
-def test_sessions_are_listed_and_shown(tmp_path: Path) -> None:
-    with Serving(*ENGINE, data_dir=tmp_path / "data") as serving:
-        created = serving.request("POST", "/sessions", json={"session_id": "first", "group_id": "g7"})
-        assert created.status_code == 201, created.text
-        service = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
-        listed = verbatim("sessions", "ls", **service)
-        assert listed.returncode == 0, listed.stderr
-        assert "first" in listed.stdout and "g7" in listed.stdout and "open" in listed.stdout
-        shown = verbatim("sessions", "show", "first", **service)
-        assert shown.returncode == 0, shown.stderr
-        assert "0 tokens sampled = 0 exported in 0 trajectories + 0 quarantined" in shown.stdout
-        assert "nobody" in refused("sessions", "show", "nobody", **service)
-        wrong = {**service, "VERBATIM_ADMIN_TOKEN": "wrong"}
-        assert "token" in refused("sessions", "ls", **wrong)
+@pytest.fixture(scope="module")
+def serving(redis_server: RedisServer) -> Iterator[RunningService]:
+    with RunningService(ENGINE[1], redis_server.url) as service:
+        yield service
+
+
+def test_sessions_are_listed_and_shown(serving: RunningService) -> None:
+    created = serving.request("POST", "/sessions", json={"session_id": "first", "group_id": "g7"})
+    assert created.status_code == 201, created.text
+    service = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
+    listed = verbatim("sessions", "ls", **service)
+    assert listed.returncode == 0, listed.stderr
+    assert "first" in listed.stdout and "g7" in listed.stdout and "open" in listed.stdout
+    shown = verbatim("sessions", "show", "first", **service)
+    assert shown.returncode == 0, shown.stderr
+    assert "0 tokens sampled = 0 exported in 0 trajectories + 0 quarantined" in shown.stdout
+    assert "nobody" in refused("sessions", "show", "nobody", **service)
+    wrong = {**service, "VERBATIM_ADMIN_TOKEN": "wrong"}
+    assert "token" in refused("sessions", "ls", **wrong)
 
 
 def test_what_has_no_room_in_a_table_goes_on_in_the_next_line() -> None:
@@ -222,13 +230,12 @@ def test_what_has_no_room_in_a_table_goes_on_in_the_next_line() -> None:
     assert columns == ["/var/lib/verbatim-node/logs/a-task/0.1", "01a2012141381bfba3db7958", "01a20121424fbaeb929c8443"]
 
 
-def test_a_sessions_id_is_listed_whole_and_its_group_as_it_is_named(tmp_path: Path) -> None:
-    with Serving(*ENGINE, data_dir=tmp_path / "data") as serving:
-        session_id = serving.request("POST", "/sessions", json={"group_id": "[/x][red]", "task_id": "[t]"}).json()["session_id"]
-        service = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
-        assert session_id in verbatim("sessions", "ls", **service, COLUMNS="80").stdout
-        (piped,) = [line for line in verbatim("engines", "list", **service, COLUMNS="").stdout.splitlines() if "127" in line]
-        assert "127.0.0.1:9" in piped and "(default)" in piped and "cannot connect" in piped
-        wide = verbatim("sessions", "ls", **service, COLUMNS="140")
-        assert wide.returncode == 0, wide.stderr
-        assert "[/x][red]" in wide.stdout and "[t]" in wide.stdout
+def test_a_sessions_id_is_listed_whole_and_its_group_as_it_is_named(serving: RunningService) -> None:
+    session_id = serving.request("POST", "/sessions", json={"group_id": "[/x][red]", "task_id": "[t]"}).json()["session_id"]
+    service = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
+    assert session_id in verbatim("sessions", "ls", **service, COLUMNS="80").stdout
+    (piped,) = [line for line in verbatim("engines", "list", **service, COLUMNS="").stdout.splitlines() if "127" in line]
+    assert "127.0.0.1:9" in piped and "(default)" in piped and "cannot connect" in piped
+    wide = verbatim("sessions", "ls", **service, COLUMNS="140")
+    assert wide.returncode == 0, wide.stderr
+    assert "[/x][red]" in wide.stdout and "[t]" in wide.stdout

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +16,10 @@ from typing import Any
 
 import pytest
 
-from rollout.harnesses.process import GRACE_SECONDS
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.forked import ForkedVerbatim
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import RunningService
 from tests.support.service.verbatim_process import ADMIN, COMMAND, Serving, environment, runs, verbatim, wait_until
 
 PYTHON = ("--harness", "shell", "--", sys.executable, "-c")
@@ -31,7 +32,15 @@ answer = json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps
 print("the model said:", answer["choices"][0]["message"]["content"])
 """
 WAIT = "import pathlib, time; pathlib.Path('started').touch(); time.sleep(60)"
-STUBBORN = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; " + WAIT
+NOTED = "import pathlib, signal; [signal.signal(n, lambda *_: pathlib.Path('told').touch()) for n in (2, 15)]; "
+STUBBORN = NOTED + WAIT
+PATIENT = """
+from rollout.harnesses.process import HarnessProcess
+HarnessProcess.__init__.__kwdefaults__["grace_seconds"] = 3600
+from cli.main import main
+main()
+"""
+"""The command, which leaves a harness an hour for ending on its own."""
 WITH_A_CHILD = f"""
 import pathlib, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}])
@@ -63,17 +72,17 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return work
 
 
-def access(service: Serving) -> dict[str, str]:
+def access(service: Serving | RunningService) -> dict[str, str]:
     return {"VERBATIM_URL": service.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
 
 
-def run(service: Serving, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(service: Serving | RunningService, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
     done = verbatim("run", *args, **{**access(service), **variables})
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
 
-def session_of(service: Serving, stderr: str) -> dict[str, Any]:
+def session_of(service: Serving | RunningService, stderr: str) -> dict[str, Any]:
     """The session that the command's output names."""
     found = re.search(r"session (\w+)", stderr)
     assert found, stderr
@@ -90,7 +99,7 @@ class Running:
 
     def __init__(self, service: Serving, *args: str) -> None:
         self.process = subprocess.Popen(
-            [*COMMAND, "run", *args],
+            [sys.executable, "-c", PATIENT, "run", *args],
             env=environment(**access(service)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -101,7 +110,7 @@ class Running:
 
     def __enter__(self) -> Running:
         try:
-            wait_until(lambda: Path("started").exists() or self.process.poll() is not None, 30, "the harness has started")
+            wait_until(lambda: Path("started").exists() or self.process.poll() is not None, 60, "the harness has started")
             assert self.process.poll() is None, self.process.communicate()
         except BaseException:
             self.__exit__()
@@ -112,15 +121,15 @@ class Running:
         if self.process.poll() is None:
             self.process.terminate()
             self.process.terminate()
-            self.process.communicate(timeout=30)
+            self.process.communicate(timeout=60)
 
-    def told(self, *numbers: int, within_seconds: float = 20.0) -> tuple[int, str]:
-        """(exit code, stderr) after these signals, half a second apart."""
+    def told(self, *numbers: int) -> tuple[int, str]:
+        """(exit code, stderr) after these signals, each sent when the harness has noted the one before."""
         for place, number in enumerate(numbers):
             if place:
-                time.sleep(0.5)
+                wait_until(Path("told").exists, 60, "the harness has noted the signal")
             self.process.send_signal(number)
-        _, stderr = self.process.communicate(timeout=within_seconds)
+        _, stderr = self.process.communicate(timeout=60)
         assert "Traceback" not in stderr
         return self.process.returncode, stderr
 
@@ -173,7 +182,7 @@ def child_has_ended() -> None:
 
 
 def test_a_harness_that_takes_too_long_is_stopped_with_all_it_started(service: Serving, scratch: Path) -> None:
-    for seconds in ("2", "10", "50"):
+    for seconds in ("0.5", "2", "10", "50"):
         done = run(service, "--timeout", seconds, *PYTHON, WITH_A_CHILD + "child.wait()")
         # On a slow machine it had not begun by then.
         if Path("child").exists():
@@ -192,14 +201,17 @@ def test_what_a_harness_leaves_running_is_ended_with_it(service: Serving) -> Non
 
 
 @pytest.fixture
-def minding_hangups() -> Iterator[None]:
-    """Tests may themselves run where hang-ups are ignored, as under nohup, and their children would inherit that."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def minding_signals() -> Iterator[None]:
+    """Tests may themselves run where hang-ups are ignored, as under nohup, or Ctrl-C, as in the background of a shell, and their
+    children would inherit that."""
+    handlers = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("minding_hangups")
+@pytest.mark.usefixtures("minding_signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_stop_signal_is_passed_on_and_cancels_the_session(service: Serving, scratch: Path, number: int, code: int) -> None:
     minds = f"""
@@ -219,9 +231,10 @@ signal.signal({int(number)}, told)
     assert homes_left(scratch) == []
 
 
+@pytest.mark.usefixtures("minding_signals")
 def test_a_second_ctrl_c_kills_a_harness_that_does_not_mind_the_first(service: Serving) -> None:
     with Running(service, *PYTHON, STUBBORN) as running:
-        exit_code, stderr = running.told(signal.SIGINT, signal.SIGINT, within_seconds=GRACE_SECONDS - 1)
+        exit_code, stderr = running.told(signal.SIGINT, signal.SIGINT)
     assert exit_code == 130
     assert session_of(service, stderr)["status"] == "cancelled"
 
@@ -268,8 +281,8 @@ def test_an_executable_that_the_system_cannot_run_fails_the_session(service: Ser
     assert homes_left(scratch) == []
 
 
-def test_an_engine_that_names_no_model_fails_the_session_unless_one_is_given(tmp_path: Path) -> None:
-    with Serving("--engine", "http://127.0.0.1:9", data_dir=tmp_path / "data") as service:
+def test_an_engine_that_names_no_model_fails_the_session_unless_one_is_given(redis_url: str) -> None:
+    with RunningService("http://127.0.0.1:9", redis_url) as service:
         done = run(service, *PYTHON, "pass")
         assert done.returncode == 1
         session = session_of(service, done.stderr)
@@ -283,7 +296,7 @@ def test_a_service_that_is_gone_at_the_end_is_told(tmp_path: Path, engine: Scrip
         done = run(service, "--model", "m", "--session-id", "lost", *PYTHON, f"import os; os.kill({service.pid}, 9)")
         assert done.returncode == 1
         assert "session lost could not be closed as completed: no service at" in done.stderr
-        service.exit_code(within_seconds=10)
+        service.exit_code(within_seconds=60)
 
 
 def refused(*args: str, code: int, **variables: str) -> str:
@@ -328,46 +341,57 @@ def test_a_taken_session_id_starts_nothing(service: Serving) -> None:
 SHOW = "import json, os, sys; print(json.dumps({'env': dict(os.environ), 'in': sys.stdin.read(), 'at': os.getcwd()}))"
 
 
+@pytest.fixture(scope="module")
+def narrow(engine: ScriptedEngine, redis_server: RedisServer) -> Iterator[RunningService]:
+    """A service that takes no second group."""
+    with RunningService(engine.url, redis_server.url, max_undelivered_groups=1) as service:
+        yield service
+
+
+@pytest.fixture
+def full(narrow: RunningService, redis_url: str) -> RunningService:
+    """It has no session yet."""
+    return narrow
+
+
 @contextmanager
-def held_back(tmp_path: Path, engine: ScriptedEngine) -> Iterator[tuple[Serving, subprocess.Popen[str]]]:
-    """A service that takes no second group, and `verbatim run` that has said that it waits."""
-    with Serving("--engine", engine.url, data_dir=tmp_path / "data", VERBATIM_MAX_UNDELIVERED_GROUPS="1") as service:
-        assert service.request("POST", "/sessions", json={"session_id": "first"}).status_code == 201
-        command = [*COMMAND, "run", "--session-id", "second", "--model", "m", *PYTHON, "print('did its task')"]
-        with subprocess.Popen(
-            command,
-            env=environment(**access(service)),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
-            try:
-                assert process.stderr is not None
-                said = process.stderr.readline()
-                assert said.startswith("verbatim: waiting until the service takes a new session: 1 groups wait"), said
-                yield service, process
-            finally:
-                process.kill()
+def held_back(service: RunningService) -> Iterator[subprocess.Popen[str]]:
+    """`verbatim run` that has said that it waits, for as long as there is a session `first`."""
+    assert service.request("POST", "/sessions", json={"session_id": "first"}).status_code == 201
+    with ForkedVerbatim(
+        ("run", "--session-id", "second", "--model", "m", *PYTHON, "print('did its task')"),
+        env=environment(**access(service)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            said = process.stderr.readline()
+            assert said.startswith("verbatim: waiting until the service takes a new session: 1 groups wait"), said
+            yield process
+        finally:
+            process.kill()
 
 
-def test_a_run_waits_while_the_service_takes_no_new_session(tmp_path: Path, engine: ScriptedEngine) -> None:
-    with held_back(tmp_path, engine) as (service, process):
-        assert service.request("DELETE", "/sessions/first").status_code == 204
+def test_a_run_waits_while_the_service_takes_no_new_session(full: RunningService) -> None:
+    with held_back(full) as process:
+        assert full.request("DELETE", "/sessions/first").status_code == 204
         stdout, stderr = process.communicate(timeout=60)
         assert (process.returncode, stdout) == (0, "did its task\n"), stderr
         assert "waiting" not in stderr, "it is said once"
-        assert service.request("GET", "/sessions/second").json()["status"] == "completed"
+        assert full.request("GET", "/sessions/second").json()["status"] == "completed"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_run_that_waits_can_be_stopped(tmp_path: Path, engine: ScriptedEngine, number: int, code: int) -> None:
-    with held_back(tmp_path, engine) as (service, process):
+def test_a_run_that_waits_can_be_stopped(full: RunningService, number: int, code: int) -> None:
+    with held_back(full) as process:
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
         assert (process.returncode, stdout) == (code, "")
         assert stderr == "verbatim: stopped while it waited: no session was opened\n"
-        assert service.request("GET", "/sessions/second").status_code == 404
+        assert full.request("GET", "/sessions/second").status_code == 404
 
 
 def test_a_harness_sees_the_session_and_a_new_home_and_no_key_of_the_caller(service: Serving, scratch: Path) -> None:
@@ -393,12 +417,17 @@ def test_a_harness_sees_the_session_and_a_new_home_and_no_key_of_the_caller(serv
 def test_standard_input_reaches_a_command_and_no_agent(service: Serving) -> None:
     program = "import sys; print(repr(sys.stdin.read()))  # {prompt}"
     path = write_definition("agent", f"argv = {json.dumps([sys.executable, '-c', program])}")
-    command = [*COMMAND, "run", "--harness"]
     for harness, words, seen in (("shell", [sys.executable, "-c", program], "'typed'\n"), (path, ["x"], "''\n")):
-        done = subprocess.run(
-            [*command, harness, "--", *words], env=environment(**access(service)), input="typed", capture_output=True, text=True
-        )
-        assert done.stdout == seen, done.stderr
+        with ForkedVerbatim(
+            ("run", "--harness", harness, "--", *words),
+            env=environment(**access(service)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as done:
+            stdout, stderr = done.communicate("typed", timeout=60)
+        assert stdout == seen, stderr
 
 
 def test_a_definition_of_the_user_is_run_with_its_files_and_the_prompt_word_for_word(service: Serving, scratch: Path) -> None:
@@ -415,14 +444,15 @@ def test_a_definition_of_the_user_is_run_with_its_files_and_the_prompt_word_for_
     assert f"the harness's home is {home}" in done.stderr and (home / ".agent/config.json").is_file()
 
 
+def in_a_shell(script: str, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["sh", "-c", script, *args], env=environment(**variables), capture_output=True, text=True, input="")
+
+
 def test_env_prints_lines_that_a_shell_can_take_quoted_or_not(service: Serving) -> None:
-    command = shlex.join([*COMMAND, "env", "--harness", "shell", "--model", "it's; $(touch oops) #1"])
-    for taking in (f'eval "$({command})"', f"eval $({command})"):
-        script = f"{taking}; {shlex.quote(sys.executable)} -c {shlex.quote(SHOW)}"
-        done = subprocess.run(
-            ["sh", "-c", script], env=environment(**access(service)), capture_output=True, text=True, input=""
-        )
-        seen = json.loads(done.stdout)["env"]
+    done = verbatim("env", "--harness", "shell", "--model", "it's; $(touch oops) #1", **access(service))
+    for taking in ('eval "$(printf %s "$PRINTED")"', 'eval $(printf %s "$PRINTED")'):
+        shown = in_a_shell(f"{taking}; {shlex.quote(sys.executable)} -c {shlex.quote(SHOW)}", PRINTED=done.stdout)
+        seen = json.loads(shown.stdout)["env"]
         session = seen["OPENAI_BASE_URL"].split("/")[-2]
         assert seen["OPENAI_MODEL"] == "it's; $(touch oops) #1" and not Path("oops").exists()
         assert service.request("GET", f"/sessions/{session}").json()["status"] == "open"
@@ -430,9 +460,7 @@ def test_env_prints_lines_that_a_shell_can_take_quoted_or_not(service: Serving) 
 
 def test_a_call_with_what_env_printed_is_recorded(service: Serving) -> None:
     script = f'eval "$({shlex.join([*COMMAND, "env", "--harness", "shell", "--session-id", "by-env"])})"; "$0" -c "$1"'
-    done = subprocess.run(
-        ["sh", "-c", script, sys.executable, ASK], env=environment(**access(service)), capture_output=True, text=True
-    )
+    done = in_a_shell(script, sys.executable, ASK, **access(service))
     assert done.stdout.startswith("the model said: "), done.stderr
     assert service.request("GET", "/sessions/by-env").json()["calls"] == 1
 

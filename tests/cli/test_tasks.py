@@ -24,10 +24,11 @@ from rollout.attempts import Verdict
 from rollout.failures import Failure, FailureRecord
 from rollout.store.tasks import RedisTaskStore
 from tests.support.runtimes.rollout_stores import Stores
+from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import BODY, serving_tasks, submit
 from tests.support.service.running_service import ADMIN, RunningService
-from tests.support.service.verbatim_process import COMMAND, environment, verbatim
+from tests.support.service.verbatim_process import environment, verbatim
 
 SECONDS = 120.0
 
@@ -52,10 +53,8 @@ def tasks(service: RunningService, *args: str) -> subprocess.CompletedProcess[st
 
 
 def begin(service: RunningService, *args: str) -> subprocess.Popen[str]:
-    variables = environment(VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN, COLUMNS="200", PYTHONUNBUFFERED="1")
-    return subprocess.Popen(
-        [*COMMAND, "tasks", *args], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    variables = environment(VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN, COLUMNS="200")
+    return ForkedVerbatim(("tasks", *args), env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def lines(path: Path, *bodies: dict[str, Any]) -> str:
@@ -103,16 +102,15 @@ def test_lines_that_are_refused_are_named_and_the_others_submitted(fresh: Runnin
 
 
 def test_tasks_come_from_standard_input_too(fresh: RunningService) -> None:
-    process = subprocess.run(
-        [*COMMAND, "tasks", "submit", "-"],
+    with ForkedVerbatim(
+        ("tasks", "submit", "-"),
         env=environment(VERBATIM_URL=fresh.url, VERBATIM_ADMIN_TOKEN=ADMIN),
-        input=json.dumps({**BODY, "task_id": "piped"}),
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert (process.returncode, process.stdout) == (0, "piped\n")
+    ) as process:
+        stdout, _ = process.communicate(json.dumps({**BODY, "task_id": "piped"}), timeout=SECONDS)
+    assert (process.returncode, stdout) == (0, "piped\n")
 
 
 def test_waiting_ends_with_the_tasks(fresh: RunningService, redis_server: RedisServer, tmp_path: Path) -> None:
@@ -131,8 +129,8 @@ def test_a_terminal_sees_how_many_rollouts_have_ended(fresh: RunningService, red
     file = lines(tmp_path / "tasks.jsonl", {"task_id": "a", "num_samples": 2})
     master, slave = pty.openpty()
     variables = environment(VERBATIM_URL=fresh.url, VERBATIM_ADMIN_TOKEN=ADMIN, COLUMNS="120", TERM="xterm")
-    waiting = subprocess.Popen(
-        [*COMMAND, "tasks", "submit", file, "--wait"],
+    waiting = ForkedVerbatim(
+        ("tasks", "submit", file, "--wait"),
         env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -16,11 +16,12 @@ import pytest
 from cli.exposition import Exposition
 from cli.rollout_service import rollouts
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import KNOWN
 from tests.support.service.running_service import ADMIN, RunningService, wait_until
 from tests.support.service.scripted_service import Answer, ScriptedService, json_answer
-from tests.support.service.verbatim_process import COMMAND, environment, verbatim
+from tests.support.service.verbatim_process import environment, verbatim
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +64,7 @@ def test_once_prints_every_part(service: RunningService) -> None:
 def test_live_it_follows_the_service_and_leaves_the_terminal_as_it_was(service: RunningService) -> None:
     ours, theirs = pty.openpty()
     variables = environment(VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN, COLUMNS="160", LINES="60", TERM="xterm")
-    process = subprocess.Popen(
-        [*COMMAND, "top", "--every", "0.2"], env=variables, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE
-    )
+    process = ForkedVerbatim(("top", "--every", "0.2"), env=variables, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
     os.close(theirs)
     seen = bytearray()
     reader = threading.Thread(target=_read, args=(ours, seen))
