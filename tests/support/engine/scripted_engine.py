@@ -256,10 +256,11 @@ class ScriptedEngine:
         async def serve() -> None:
             self._loop = asyncio.get_running_loop()
             await server.serve(sockets=[listener])
-            # Connections that came after the others were broken; aborting one takes a turn of the loop.
-            for connection in list(server.server_state.connections):
-                connection.transport.abort()  # type: ignore[union-attr]
-            await asyncio.sleep(0)
+            # Connections that came after the others were broken: making one takes three turns of the loop, aborting it another.
+            for _ in range(5):
+                for connection in list(server.server_state.connections):
+                    connection.transport.abort()  # type: ignore[union-attr]
+                await asyncio.sleep(0)
 
         asyncio.run(serve())
 
