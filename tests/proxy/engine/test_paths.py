@@ -223,7 +223,7 @@ def test_a_reply_whose_whole_parse_contradicts_what_was_told_is_what_the_steps_s
 
     monkeypatch.setattr(SamplingCalls, "_derendered", contradicted)
     text = "one two three four five six seven eight nine ten"
-    engine.say(Say(engine.family.speak(text, calls=calls), seconds_per_token=0.05))
+    engine.say(Say(engine.family.speak(text, calls=calls), seconds_per_token=0.02))
     session = services["token"].session()
     chunks = list(session.ask("q", stream=True, tools=TOOLS, parallel_tool_calls=parallel))
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
@@ -344,6 +344,8 @@ def test_a_call_that_is_cut_is_recorded_though_its_engine_does_not_say_its_versi
         return None
 
     monkeypatch.setattr(EngineHttp, "label", hang)
+    monkeypatch.setattr("proxy.flow._ABORT_SECONDS", 0.3)
+    monkeypatch.setattr("proxy.engine.line.HUNG_UP_SECONDS", 0.3)
     engine.say(Say("hello world the cat", gate=gate, gate_after=2))
     session = services["chat"].session()
     with ThreadPoolExecutor(2) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import threading
@@ -15,6 +16,8 @@ import httpx
 import pytest
 from openai import APIStatusError, InternalServerError, NotFoundError
 
+from proxy.engine.replica import replica_at
+from proxy.engine.routing import preference
 from tests.support.engine.scripted_engine import Drop, Fail, Generation, Say, ScriptedEngine, logprobs_of
 from tests.support.service.running_service import RunningService, Session, hanging_up, wait_until
 
@@ -33,6 +36,17 @@ def running(redis_url: str, count: int, **settings: Any) -> Iterator[Pool]:
 
 def name(engine: ScriptedEngine) -> str:
     return engine.url.removeprefix("http://")
+
+
+def spread(service: RunningService, engines: list[ScriptedEngine], **fields: Any) -> list[Session]:
+    """Four sessions for each engine, whose calls go there first."""
+    members = [replica_at(engine.url) for engine in engines]
+    homes: dict[str, list[str]] = {member.name: [] for member in members}
+    for number in itertools.count():
+        homes[preference(f"s{number}", members)[0].name].append(f"s{number}")
+        if all(len(ids) >= 4 for ids in homes.values()):
+            return [service.session(session_id=session_id, **fields) for ids in homes.values() for session_id in ids[:4]]
+    raise AssertionError
 
 
 def home(service: RunningService, session: Session) -> str:
@@ -54,16 +68,16 @@ def number(service: RunningService, metric: str) -> float:
 
 
 def test_one_of_three_replicas_is_killed_and_returns_and_no_harness_notices(redis_url: str) -> None:
-    """Dozens of sessions talk the while. A call that had begun to be sampled fails with a 502, which every SDK tries again; one
+    """A dozen sessions talk the while. A call that had begun to be sampled fails with a 502, which every SDK tries again; one
     that had not goes to another replica inside the service."""
     with running(redis_url, 3) as (engines, service):
-        sessions = [service.session(max_retries=4) for _ in range(24)]
+        sessions = spread(service, engines, max_retries=4)
         dead, turns = engines[0], [0] * len(sessions)
         stop = threading.Event()
 
         def talk(place: int) -> None:
             history: list[Any] = []
-            while not stop.is_set() or turns[place] < 4:
+            while not stop.is_set():
                 history.append({"role": "user", "content": f"turn {turns[place]} of {place}"})
                 history.append(sessions[place].answer(history))
                 turns[place] += 1
@@ -100,7 +114,7 @@ def test_one_of_three_replicas_is_killed_and_returns_and_no_harness_notices(redi
 
 def test_sessions_stay_where_they_are_and_a_lost_replica_moves_only_its_own(redis_url: str) -> None:
     with running(redis_url, 3) as (engines, service):
-        sessions = [service.session(max_retries=2) for _ in range(24)]
+        sessions = spread(service, engines, max_retries=2)
         before = [home(service, session) for session in sessions]
         assert [home(service, session) for session in sessions] == before
         engines[1].stop()
@@ -134,7 +148,7 @@ def test_a_call_whose_engine_refuses_it_unsampled_goes_to_the_next_one(redis_url
 
 def test_an_engine_that_does_not_even_accept_a_connection_costs_no_call(redis_url: str) -> None:
     """Its machine is gone, or its queue of connections is full: nothing was sent, so the next replica takes the call."""
-    with running(redis_url, 2, engine_connect_seconds=2.0) as (engines, service):
+    with running(redis_url, 2, engine_connect_seconds=1.0) as (engines, service):
         session = service.session()
         first, other = home_first(service, session, engines)
         first.stop()
@@ -289,8 +303,9 @@ def test_a_call_that_waits_ends_when_its_session_is_closed(full: tuple[ScriptedE
 
 
 def test_a_call_that_waits_in_another_process_ends_too_when_its_session_is_closed(
-    full: tuple[ScriptedEngine, RunningService, Future[Any]], redis_url: str
+    full: tuple[ScriptedEngine, RunningService, Future[Any]], redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("proxy.engine.seats.LOOK_SECONDS", 0.1)
     _, service, _ = full
     session = service.session()
     with RunningService(service.settings.engine, service.settings.redis or redis_url) as other, ThreadPoolExecutor(1) as pool:
