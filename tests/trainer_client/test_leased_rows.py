@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -147,11 +148,19 @@ def test_parts_may_be_padded_or_packed(service: RunningService, cut: Cut) -> Non
     assert all(isinstance(part.token_ids, torch.Tensor) for part in parts)
 
 
-def test_workers_lease_each_for_itself_and_every_row_comes_once(service: RunningService) -> None:
+@pytest.fixture(scope="module")
+def workers() -> dict[str, Any]:
+    """Two, as with "spawn", but forked off one process that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trainer_client.adapters.torch_dataset"])
+    return {"num_workers": 2, "multiprocessing_context": context}
+
+
+def test_workers_lease_each_for_itself_and_every_row_comes_once(service: RunningService, workers: dict[str, Any]) -> None:
     ids = [each for at in range(6) for each in finish(service, f"g{at}", [1.0, 0.0])]
     wanted = expected_rows(service, ids)
     with leased(service, consumer="trainer") as rows:
-        for at, micro in enumerate(rows.loader(num_workers=2, multiprocessing_context="spawn"), start=1):
+        for at, micro in enumerate(rows.loader(**workers), start=1):
             del wanted[tuple(micro.token_ids.tolist())]
             rows.ack()
             if at == len(ids):
@@ -160,11 +169,11 @@ def test_workers_lease_each_for_itself_and_every_row_comes_once(service: Running
     assert groups(service) == {"acked": 6}
 
 
-def test_workers_give_back_what_they_had_fetched_ahead(service: RunningService) -> None:
+def test_workers_give_back_what_they_had_fetched_ahead(service: RunningService, workers: dict[str, Any]) -> None:
     for at in range(6):
         finish(service, f"g{at}", [1.0, 0.0])
     with leased(service) as rows:
-        loop = rows.loader(num_workers=2, multiprocessing_context="spawn")
+        loop = rows.loader(**workers)
         next(loop)
         wait_until(lambda: groups(service).get("leased", 0) > 1, 30, "the workers fetch ahead")
     assert groups(service) == {"ready": 6}

@@ -10,7 +10,12 @@ import pytest
 
 from proxy.store.weight_store import WeightState, WeightStore
 from tests.support.engine.scripted_engine import Drop, ScriptedEngine
-from tests.support.engine.weight_fixtures import Service, serving, until
+from tests.support.engine.weight_fixtures import Service, serving, until, visit_often
+
+
+@pytest.fixture(autouse=True)
+def often_visited(monkeypatch: pytest.MonkeyPatch) -> None:
+    visit_often(monkeypatch)
 
 
 @pytest.fixture

@@ -26,9 +26,14 @@ from proxy.store.weight_store import WeightStore
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_sampling import Fail
 from tests.support.engine.scripted_weights import Hold, Step
-from tests.support.engine.weight_fixtures import Service, serving, until
+from tests.support.engine.weight_fixtures import Service, serving, until, visit_often
 from tests.support.service.redis_server import Store
 from tests.support.service.verbatim_process import TRAINER, Serving
+
+
+@pytest.fixture(autouse=True)
+def often_visited(monkeypatch: pytest.MonkeyPatch) -> None:
+    visit_often(monkeypatch)
 
 
 @pytest.fixture
@@ -114,10 +119,23 @@ STEPS: list[tuple[Step, bool]] = [
     ("finish", True),
     ("resume", False),
 ]
+LEFT_BEHIND: list[tuple[Step, bool]] = [
+    ("check", False),
+    ("pause", True),
+    ("update", False),
+    ("update", True),
+    ("resume", False),
+]
 
 
-@pytest.mark.parametrize("held", [1, 2], ids=["one replica is behind", "all stand there"])
-@pytest.mark.parametrize(("step", "done"), STEPS, ids=[f"{step}-{'done' if done else 'sent'}" for step, done in STEPS])
+def cell(step: Step, done: bool, held: int) -> Any:
+    standing = "one replica is behind" if held == 1 else "all stand there"
+    return pytest.param(step, done, held, id=f"{step}-{'done' if done else 'sent'}-{standing}")
+
+
+@pytest.mark.parametrize(
+    ("step", "done", "held"), [cell(*at, held=2) for at in STEPS] + [cell(*at, held=1) for at in LEFT_BEHIND]
+)
 async def test_a_push_whose_process_is_killed_is_finished_or_undone_by_another(
     step: Step,
     done: bool,

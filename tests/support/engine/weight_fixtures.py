@@ -30,6 +30,12 @@ async def weights(redis_url: str) -> AsyncIterator[WeightStore]:
     await store.connection.close()
 
 
+def visit_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pools of this process look at their engines ten times as often as they would."""
+    monkeypatch.setattr("proxy.engine.watches.WATCH_SECONDS", 0.2)
+    monkeypatch.setattr("proxy.engine.watches.RETRY_SECONDS", 0.1)
+
+
 async def until(condition: Callable[[], bool], what: Callable[[], object]) -> None:
     """Wait for it; when it does not come, fail and say what is instead."""
     deadline = time.monotonic() + 60
