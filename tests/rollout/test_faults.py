@@ -101,7 +101,7 @@ async def test_a_rollout_whose_node_is_stopped_goes_on_elsewhere_and_has_lost_no
 async def test_a_session_that_was_opened_too_late_is_taken_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     task = await world.submit(a_task())
     asked, gate = asyncio.Event(), asyncio.Event()
-    async with world.node("first", lease_seconds=2.0) as first:
+    async with world.node("first") as first:
         create = first._parts.sessions.create
 
         async def slow(*args: Any, **fields: Any) -> Any:
@@ -112,7 +112,8 @@ async def test_a_session_that_was_opened_too_late_is_taken_away(world: World, mo
         monkeypatch.setattr(first._parts.sessions, "create", slow)
         await asked.wait()
         first.vanish()
-        async with world.node("second", lease_seconds=2.0):
+        await world.let_leases_run_out()
+        async with world.node("second"):
             (state,) = await world.ended(task)
         gate.set()
         await world.until(lambda: not courses(first), "the first has seen that it is no longer its own")

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from rollout import preparing
+from rollout.attempts import RolloutState
 from rollout.failures import Failure
 from rollout.stages import Slots
 from rollout.task import Budgets, EvaluatorSpec, Exec, HarnessSpec, McpServer, RuntimeSpec, Upload
@@ -58,12 +60,12 @@ FAILS: dict[Failure, dict[str, Any]] = {
     Failure.HARNESS_FAILED: {"instruction": f"{ASK}\nexit 3"},
     Failure.HARNESS_CRASHED: {"instruction": f"{ASK}\nkill -SEGV $$"},
     Failure.NO_CALLS: {"instruction": "true"},
-    Failure.TOTAL_TIMEOUT: {"instruction": SLEEP, "budgets": Budgets(agent=600, total=3)},
+    Failure.TOTAL_TIMEOUT: {"instruction": SLEEP, "budgets": Budgets(agent=600, total=1)},
     Failure.PREPARE_FAILED: {"prepare": (Exec("echo broken >&2; exit 4"),)},
-    Failure.PREPARE_TIMEOUT: {"prepare": (Exec(SLEEP),), "budgets": Budgets(prepare=2)},
+    Failure.PREPARE_TIMEOUT: {"prepare": (Exec(SLEEP),), "budgets": Budgets(prepare=1)},
     Failure.EVALUATOR_TIMEOUT: {
         "evaluator": EvaluatorSpec("command", {"command": SLEEP}, fresh_runtime=False),
-        "budgets": Budgets(evaluation=2),
+        "budgets": Budgets(evaluation=0.5),
     },
     Failure.BAD_REWARD: {
         "evaluator": EvaluatorSpec("command", {"command": "echo nan", "reward": "number"}, fresh_runtime=False)
@@ -71,17 +73,19 @@ FAILS: dict[Failure, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("failure", FAILS, ids=str)
-async def test_every_failure_of_an_attempt_has_its_class_and_is_never_trained_on(world: World, failure: Failure) -> None:
-    task = await world.submit(a_task(**FAILS[failure]))
+async def test_every_failure_of_an_attempt_has_its_class_and_is_never_trained_on(world: World) -> None:
+    tasks = {failure: await world.submit(a_task(str(failure), **fields)) for failure, fields in FAILS.items()}
     async with world.node():
-        (state,) = await world.ended(task)
-    assert state.verdict is not None and state.verdict.failure is not None
-    assert state.verdict.failure.failure == failure, state.verdict.failure.message
-    assert state.verdict.failure.look.startswith(f"{world.called('n')}:/")
-    assert state.verdict.reward is None and state.attempt == 1
-    (session,) = world.service.request("GET", "/sessions").json()["sessions"]
-    assert session["status"] == state.status != "completed" and session["reward"] is None
+        states = {failure: (await world.ended(task))[0] for failure, task in tasks.items()}
+    sessions = {each["session_id"]: each for each in world.service.request("GET", "/sessions").json()["sessions"]}
+    assert {*sessions} == {f"{failure}.0.1" for failure in FAILS}
+    for failure, state in states.items():
+        assert state.verdict is not None and state.verdict.failure is not None
+        assert state.verdict.failure.failure == failure, state.verdict.failure.message
+        assert state.verdict.failure.look.startswith(f"{world.called('n')}:/")
+        assert state.verdict.reward is None and state.attempt == 1
+        session = sessions[f"{failure}.0.1"]
+        assert session["status"] == state.status != "completed" and session["reward"] is None
     assert world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).status_code == 204
 
 
@@ -92,7 +96,8 @@ async def test_an_upload_that_cannot_be_read_says_what_it_was(world: World) -> N
     assert state.verdict and state.verdict.failure and "/nowhere/at/all" in state.verdict.failure.message
 
 
-async def test_a_prepare_step_is_tried_as_often_as_it_may(world: World) -> None:
+async def test_a_prepare_step_is_tried_as_often_as_it_may(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "PAUSE_SECONDS", 0.01)
     step = Exec("echo x >> tries; test $(wc -l < tries) -ge 3", retries=2)
     task = await world.submit(a_task(prepare=(step, Upload("given.txt", content=b"content"), Exec("test -s given.txt"))))
     async with world.node():
@@ -100,24 +105,30 @@ async def test_a_prepare_step_is_tried_as_often_as_it_may(world: World) -> None:
     assert state.status == "completed", state.verdict
 
 
-@pytest.mark.parametrize(
-    ("what", "status", "reward"), [("reward", "timeout", 0.25), ("evaluate", "timeout", 1.0), ("fail", "timeout", None)]
-)
-async def test_an_agent_that_runs_out_of_its_own_budget_is_data(
-    world: World, what: str, status: str, reward: float | None
-) -> None:
-    fields: dict[str, Any] = {"on_agent_timeout": what, "agent_timeout_reward": 0.25}
-    async with world.node():
-        for seconds in (5.0, 60.0):
-            task = a_task(f"t{seconds:g}", instruction=f"{ASK}\n{SLEEP}", budgets=Budgets(agent=seconds), **fields)
-            (state,) = await world.ended(await world.submit(task))
+async def test_an_agent_that_runs_out_of_its_own_budget_is_data(world: World) -> None:
+    """Its reward is what the task says for that, or what it did before is scored, or it has none."""
+    rewards = {"reward": 0.25, "evaluate": 1.0, "fail": None}
+
+    async def ended(what: Any, seconds: float) -> RolloutState:
+        fields: dict[str, Any] = {"on_agent_timeout": what, "agent_timeout_reward": 0.25, "budgets": Budgets(agent=seconds)}
+        task = await world.submit(a_task(f"{what}{seconds:g}", instruction=f"{ASK}\n{SLEEP}", **fields))
+        return (await world.ended(task))[0]
+
+    async def asked(what: str) -> RolloutState:
+        for seconds in (2.0, 20.0):
+            state = await ended(what, seconds)
             assert state.verdict is not None
             # On a slow machine it had not asked by then.
             if state.verdict.failure is None or state.verdict.failure.failure != Failure.NO_CALLS:
-                break
-    assert state.verdict is not None
-    assert (state.verdict.status, state.verdict.reward) == (status, reward)
-    assert state.verdict.failure is not None and state.verdict.failure.failure == Failure.AGENT_TIMEOUT
+                return state
+        return await ended(what, 60.0)
+
+    async with world.node():
+        states = await asyncio.gather(*map(asked, rewards))
+    for state, reward in zip(states, rewards.values(), strict=True):
+        assert state.verdict is not None
+        assert (state.verdict.status, state.verdict.reward) == ("timeout", reward)
+        assert state.verdict.failure is not None and state.verdict.failure.failure == Failure.AGENT_TIMEOUT
 
 
 async def test_a_cancelled_rollout_is_stopped_and_its_late_result_counts_for_nothing(world: World) -> None:
@@ -134,11 +145,11 @@ async def test_a_cancelled_rollout_is_stopped_and_its_late_result_counts_for_not
 async def test_a_rollout_of_a_node_that_vanished_is_run_by_another_and_counts_once(world: World) -> None:
     hangs_at_first = f'{ASK}\ncase "$OPENAI_BASE_URL" in *.1/v1) {SLEEP};; esac'
     task = await world.submit(a_task(instruction=hangs_at_first, num_samples=2))
-    # Long enough that the second one, which lives, gives its signs of life in time on a busy machine.
-    async with world.node("first", lease_seconds=6.0) as first:
+    async with world.node("first") as first:
         await world.until(lambda: asks(world) == 2, "both harnesses work")
         first.vanish()
-        async with world.node("second", lease_seconds=6.0):
+        await world.let_leases_run_out()
+        async with world.node("second"):
             states = await world.ended(task)
     assert [(state.status, state.attempt, state.node) for state in states] == [("completed", 2, world.called("second"))] * 2
     assert [failure.failure for state in states for failure in state.failures] == [Failure.NODE_LOST] * 2
@@ -177,7 +188,7 @@ async def test_a_node_prepares_ahead_no_more_than_its_ready_buffer(world: World)
 
     async with world.node(slots=slots):
         await world.until(counted, "one runs, one is ready")
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.3)
         assert await counted()
         gate.touch()
         await world.ended(task)

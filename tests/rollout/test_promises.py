@@ -221,7 +221,7 @@ async def test_a_node_whose_evaluations_are_behind_begins_no_further_run(world: 
 
     async with world.node(slots=Slots(prepare=1, ready=1, run=1, evaluate=1)):
         await world.until(counted, "two have run, one of them is evaluated")
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.3)
         assert await counted()
         gate.touch()
         states = await world.ended(task)

@@ -23,6 +23,7 @@ from rollout.runtimes.local import LocalKind
 from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
 from rollout.sessions import Sessions
 from rollout.stages import Capacity, Slots, Stages
+from rollout.store import keys
 from rollout.store.tasks import RedisTaskStore
 from rollout.store.work import RedisWorkStore
 from rollout.task import Budgets, EvaluatorSpec, HarnessSpec, RuntimeSpec, Task
@@ -30,12 +31,16 @@ from tests.support.service.running_service import ADMIN, RunningService
 
 SECONDS = 120.0
 """What anything here may take that is to happen."""
-ASK = f"""{sys.executable} - <<'PYTHON'
-import json, os, urllib.request
+ASK = f"""{sys.executable} -S - <<'PYTHON'
+import http.client, json, os, urllib.parse
+url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
 body = json.dumps({{"model": "policy", "messages": [{{"role": "user", "content": "hello"}}]}}).encode()
 headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}}
-with urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)) as answer:
-    reply = json.load(answer)["choices"][0]["message"]["content"]
+connection = http.client.HTTPConnection(url.netloc)
+connection.request("POST", url.path + "/chat/completions", body, headers)
+answer = connection.getresponse()
+assert answer.status == 200, answer.status
+reply = json.load(answer)["choices"][0]["message"]["content"]
 open("said.txt", "w").write(reply)
 PYTHON
 """
@@ -51,6 +56,16 @@ def a_task(task_id: str = "t", instruction: str = ASK, **fields: Any) -> Task:
     scored = EvaluatorSpec("command", {"command": "grep -q 'hello world' said.txt"}, fresh_runtime=False)
     given = {"evaluator": scored, "runtime": unsandboxed(), "budgets": Budgets(agent=60, total=120), **fields}
     return Task(task_id=task_id, instruction=instruction, harness=HarnessSpec("shell"), **given)
+
+
+_SILENT = """
+for _, queue in ipairs(redis.call('SMEMBERS', ARGV[1] .. ':queues')) do
+  local stream = ARGV[1] .. ':q:' .. queue
+  for _, taken in ipairs(redis.call('XPENDING', stream, 'nodes', '-', '+', 100)) do
+    redis.call('XCLAIM', stream, 'nodes', taken[2], 0, taken[1], 'IDLE', 3600000, 'JUSTID')
+  end
+end
+"""
 
 
 class WatchedNode(Node):
@@ -87,6 +102,10 @@ class World:
     async def submit(self, task: Task) -> Task:
         await self.tasks.submit(task, task.task_id.encode(), 1.0)
         return task
+
+    async def let_leases_run_out(self) -> None:
+        """Every rollout that a node has looks as if that had given no sign of life for an hour."""
+        await self.connection.execute("EVAL", _SILENT, 0, keys.BASE, key=keys.BASE)
 
     async def until(self, happened: Callable[[], Any], what: str) -> None:
         """`happened` may be a coroutine function."""
