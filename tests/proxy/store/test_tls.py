@@ -13,11 +13,11 @@ import redis
 from tests.cli.test_tls import make
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer, free_port, running_redis, running_sentinel
+from tests.support.service.running_service import RunningService
 from tests.support.service.tls_front import TlsFront, tls_front
 from tests.support.service.verbatim_process import Serving, wait_until
 
 PASSWORD = "letters0and1digits"
-KINDS = ("single", "cluster", "sentinel")
 
 
 def listens(port: int) -> bool:
@@ -52,22 +52,39 @@ def encrypted(kind: str, folder: Path) -> Iterator[tuple[str, list[TlsFront]]]:
         yield f"{scheme}://{place}?ssl_ca_certs={certificate}", fronts
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_calls_are_recorded_over_tls(kind: str, tmp_path: Path) -> None:
-    """By the service as it is run. A Sentinel knows its master by the port that clients are sent to, and speaks plainly to it."""
-    with ScriptedEngine() as engine, encrypted(kind, tmp_path) as (url, fronts):
+def test_calls_are_recorded_over_tls_by_the_service_as_it_is_run(tmp_path: Path) -> None:
+    with ScriptedEngine() as engine, encrypted("single", tmp_path) as (url, fronts):
         with Serving("--engine", engine.url, "--redis", url, data_dir=tmp_path / "data") as service:
             wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
-            session = service.request("POST", "/sessions", json={"session_id": "s"}).json()
-            body = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
-            for _ in range(2):
-                answer = service.request("POST", "/s/s/v1/chat/completions", session["api_key"], json=body)
-                assert answer.status_code == 200, answer.text
-            assert len(service.request("GET", "/sessions/s/calls").json()["calls"]) == 2
+            assert_records(service)
             assert PASSWORD not in service.stdout + service.stderr
             assert service.stop() == 0
+        (front,) = fronts
+        assert front.encrypted > 0 and front.plain == 0
+
+
+@pytest.mark.parametrize("kind", ["cluster", "sentinel"])
+def test_calls_are_recorded_over_tls_in_stores_of_several_servers(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A Sentinel knows its master by the port that clients are sent to, and speaks plainly to it."""
+    with ScriptedEngine() as engine, encrypted(kind, tmp_path) as (url, fronts):
+        with RunningService(engine.url, url) as service:
+            wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
+            assert_records(service)
         assert all(front.encrypted for front in fronts)
         assert kind == "sentinel" or fronts[0].plain == 0
+    assert PASSWORD not in caplog.text
+
+
+def assert_records(service: Serving | RunningService) -> None:
+    """Two calls of a session."""
+    session = service.request("POST", "/sessions", json={"session_id": "s"}).json()
+    body = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
+    for _ in range(2):
+        answer = service.request("POST", "/s/s/v1/chat/completions", session["api_key"], json=body)
+        assert answer.status_code == 200, answer.text
+    assert len(service.request("GET", "/sessions/s/calls").json()["calls"]) == 2
 
 
 def test_a_redis_whose_certificate_is_of_another_authority_is_not_used(tmp_path: Path) -> None:
