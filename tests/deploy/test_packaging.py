@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,64 +25,91 @@ def modules_of(package: str) -> list[str]:
     return [name for name in names if name not in NEED_THEIR_LIBRARY]
 
 
-def import_in_a_fresh_process(modules: list[str], blocked: list[str], then: str = "") -> set[str]:
-    """The top-level names that importing `modules` loaded; importing one of `blocked` fails, as if it were not installed."""
+@dataclass(frozen=True)
+class Imported:
+    """`loaded`: top-level names of what is there afterwards. `missed`: those that were asked for and blocked. `left`: what has been
+    written, to the standard streams or into the folder."""
+
+    loaded: frozenset[str]
+    missed: frozenset[str]
+    left: object
+
+
+def import_in_a_fresh_process(folder: Path, modules: list[str], blocked: list[str], then: str = "") -> Imported:
+    """Every module in a process with no environment to read, in an empty folder. To import one of `blocked` fails, as if it were not
+    installed."""
     program = f"""
 import importlib, json, sys
 
+missed = set()
+
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r}:
+        top = name.partition(".")[0]
+        if top in {blocked!r}:
+            missed.add(top)
             raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
 
 sys.meta_path.insert(0, Blocked())
 for module in {modules!r}:
     importlib.import_module(module)
+loaded = {{name.partition(".")[0] for name in sys.modules}}
+found = json.dumps([sorted(loaded), sorted(missed)])
 {then}
-print(json.dumps(sorted({{name.partition(".")[0] for name in sys.modules}})))
+print(found)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout))
+    *said, found = done.stdout.splitlines()
+    loaded, missed = json.loads(found)
+    return Imported(frozenset(loaded), frozenset(missed), (said, done.stderr, list(folder.iterdir())))
 
 
-def test_a_trainer_loads_none_of_the_services_libraries() -> None:
-    loaded = import_in_a_fresh_process([*modules_of("trainer_client"), *modules_of("reconstruct")], blocked=[])
-    assert not loaded & {*SERVICE_LIBRARIES, *MODEL_LIBRARIES, "proxy", "rollout", "cli"}
-
-
-def test_a_trainer_works_where_nothing_but_the_base_install_is() -> None:
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Imported:
     then = """
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
 with TrainerClient("http://127.0.0.1:1", "token"):
     assert Batch((), weight_version=1).padded().token_ids.shape == (0, 0)
 """
-    blocked = [*SERVICE_LIBRARIES, *MODEL_LIBRARIES]
-    import_in_a_fresh_process([*modules_of("trainer_client"), *modules_of("reconstruct")], blocked, then)
+    modules = [*modules_of("trainer_client"), *modules_of("reconstruct")]
+    return import_in_a_fresh_process(tmp_path_factory.mktemp("trainer"), modules, [*SERVICE_LIBRARIES, *MODEL_LIBRARIES], then)
 
 
-def test_the_dataset_loads_torch_and_nothing_of_the_service() -> None:
-    loaded = import_in_a_fresh_process(["trainer_client.adapters.torch_dataset"], blocked=["transformers", "trl"])
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Imported:
+    modules = [module for module in modules_of("proxy") if module != "proxy.engine.vllm_backend"]
+    assert "proxy.settings" in modules
+    return import_in_a_fresh_process(tmp_path_factory.mktemp("service"), modules, MODEL_LIBRARIES)
+
+
+def test_a_trainer_works_where_nothing_but_the_base_install_is(trainer: Imported) -> None:
+    """All of it can be imported, a client opened and a batch padded."""
+    assert "trainer_client" in trainer.loaded
+
+
+def test_a_trainer_loads_none_of_the_services_libraries(trainer: Imported) -> None:
+    """It does not even try: where they are installed they stay unloaded."""
+    assert trainer.missed == set()
+    assert not trainer.loaded & {*SERVICE_LIBRARIES, *MODEL_LIBRARIES, "proxy", "rollout", "cli"}
+
+
+def test_the_dataset_loads_torch_and_nothing_of_the_service(tmp_path: Path) -> None:
+    loaded = import_in_a_fresh_process(tmp_path, ["trainer_client.adapters.torch_dataset"], ["transformers", "trl"]).loaded
     assert "torch" in loaded
     assert not loaded & {*SERVICE_LIBRARIES, "vllm", "proxy", "rollout", "cli"}
 
 
-def test_the_service_loads_no_model_library() -> None:
-    modules = [module for module in modules_of("proxy") if module != "proxy.engine.vllm_backend"]
-    assert "proxy.settings" in modules
-    loaded = import_in_a_fresh_process(modules, blocked=MODEL_LIBRARIES)
-    assert not loaded & {*MODEL_LIBRARIES, "trainer_client", "rollout", "cli"}
+def test_the_service_loads_no_model_library(service: Imported) -> None:
+    assert service.missed == set()
+    assert not service.loaded & {*MODEL_LIBRARIES, "trainer_client", "rollout", "cli"}
 
 
-@pytest.mark.parametrize("package", ["proxy", "reconstruct", "trainer_client"])
-def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
-    """Every module imports with no environment to read, in a folder where nothing may appear."""
-    modules = [module for module in modules_of(package) if module != "proxy.engine.vllm_backend"]
-    program = f"import importlib\nfor module in {modules!r}: importlib.import_module(module)"
-    environment = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("part", ["trainer", "service"])
+def test_importing_has_no_effects(part: str, request: pytest.FixtureRequest) -> None:
+    """Nothing is said, and nothing appears in the folder."""
+    assert request.getfixturevalue(part).left == ([], "", [])

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
 from proxy.engine.vllm_launch import vllm_command
 from tests import ROOT
-from tests.support.engine.vllm_server import running_vllm
+from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, wait_until
 from trainer_client import TrainerClient
 
@@ -58,7 +59,9 @@ def test_the_tests_that_the_promises_name_exist() -> None:
 
 
 def test_the_paths_that_the_text_names_exist() -> None:
-    named = set(re.findall(r"`((?:proxy|cli|reconstruct|rollout|trainer_client|examples)/[\w/.]*)`", README))
+    """Tests apart, which are named by where they are in tests/."""
+    named = set(re.findall(r"`((?:proxy|cli|reconstruct|rollout|trainer_client|examples)/(?![\w/]*test_)[\w/.]*)`", README))
+    assert named
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
@@ -85,21 +88,17 @@ def pushed_version(client: TrainerClient) -> int:
     return int(client.weights()["current"]["version"])
 
 
-@pytest.mark.engine
-def test_the_snippets_run_one_after_the_other(tmp_path: Path, tiny_model: Path, monkeypatch: Any) -> None:
-    """As written, but for the folder of the weights; `train` and `model` are the reader's, here a step that changes nothing.
-
-    On an engine of its own: a pushed version stays with an engine for as long as it runs.
-    """
-    from transformers import AutoModelForCausalLM
+def test_the_snippets_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As written, but for the folder of the weights; `train` and `model` are the reader's, here a step that changes nothing."""
+    import torch
 
     seen: list[Any] = []
     names: dict[str, Any] = {
         "train": lambda model, data: seen.append(data),
-        "model": AutoModelForCausalLM.from_pretrained(tiny_model),
+        "model": torch.nn.Linear(2, 1),
         "print": lambda text: seen.append(text),
     }
-    with running_vllm(tiny_model, tmp_path) as engine, Serving("--engine", engine.url, data_dir=tmp_path / "data") as service:
+    with ScriptedEngine() as engine, Serving("--engine", engine.url, data_dir=tmp_path / "data") as service:
         monkeypatch.setenv("VERBATIM_URL", service.url)
         monkeypatch.setenv("VERBATIM_ADMIN_TOKEN", ADMIN)
         monkeypatch.setenv("VERBATIM_TRAINER_TOKEN", TRAINER)
@@ -120,3 +119,6 @@ def test_the_snippets_run_one_after_the_other(tmp_path: Path, tiny_model: Path, 
         assert isinstance(said, str)
         assert data.token_ids.shape == data.loss_mask.shape and int(data.loss_mask.sum()) > 0
         assert "completed" in service.request("GET", f"/sessions/{names['session']['session_id']}").text
+        pushed = tmp_path / "weights" / "version-1"
+        assert engine.weights.loaded["path"] == str(pushed)
+        assert load_file(pushed / "model.safetensors").keys() == {"weight", "bias"}
