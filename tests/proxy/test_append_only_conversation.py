@@ -1,4 +1,4 @@
-"""An append-only conversation of fifty tool calls with thinking is one training row, however its harness replays it.
+"""An append-only conversation of tool calls with thinking, up to fifty of them, is one training row, however its harness replays it.
 
 The real service and a real Redis, the openai SDK as the harness; the scripted engine renders with a Qwen3 template, samples
 thinking and a well-formed tool call in every turn, and is given the ids that the row must show.
@@ -17,7 +17,6 @@ from tests.support.engine.template_families import Family
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
 
-TURNS = 50
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -84,15 +83,15 @@ def without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in reserialised(message).items() if key != "reasoning_content"}
 
 
-@pytest.mark.parametrize("replay", [as_sent, reserialised, trimmed, without_reasoning])
-def test_fifty_turns_of_thinking_and_tool_calls_are_one_row(
-    engine: ScriptedEngine, service: RunningService, replay: Replay
+@pytest.mark.parametrize(("replay", "turns"), [(as_sent, 10), (reserialised, 50), (trimmed, 10), (without_reasoning, 10)])
+def test_turns_of_thinking_and_tool_calls_are_one_row(
+    engine: ScriptedEngine, service: RunningService, replay: Replay, turns: int
 ) -> None:
     """Every turn is one user turn's tool loop, in which the template keeps the thinking: nothing but the replay could branch."""
-    engine.reset().say(*[Say(token_ids=spoken(engine.family, turn)) for turn in range(TURNS)])
+    engine.reset().say(*[Say(token_ids=spoken(engine.family, turn)) for turn in range(turns)])
     session = service.session()
     messages = list(OPENING)
-    for turn in range(TURNS):
+    for turn in range(turns):
         reply = session.answer(messages, tools=TOOLS)
         assert reply["reasoning_content"].strip() == f"step {turn} of fishing"
         messages.append(replay(reply))
@@ -102,7 +101,7 @@ def test_fifty_turns_of_thinking_and_tool_calls_are_one_row(
     assert [call["prompt_ids"] for call in calls] == [made.prompt_ids for made in engine.generations]
     (row,), accounting = session.trajectories()
     assert row["call_ids"] == [call["call_id"] for call in calls]
-    assert len(row["call_ids"]) == TURNS
+    assert len(row["call_ids"]) == turns
     assert row["token_ids"] == engine.last.prompt_ids + engine.last.sampled[0]
     for made in engine.generations:
         start, end = len(made.prompt_ids), len(made.prompt_ids) + len(made.sampled[0])
@@ -111,4 +110,4 @@ def test_fifty_turns_of_thinking_and_tool_calls_are_one_row(
         assert row["logprobs"][start:end] == logprobs_of(made.prompt_ids, made.sampled[0])
     assert accounting["quarantined"] == []
     assert accounting["exported_tokens"] == sum(row["loss_mask"]) == sum(len(made.sampled[0]) for made in engine.generations)
-    assert len(session.trajectories("per_call")[0]) == TURNS
+    assert len(session.trajectories("per_call")[0]) == turns

@@ -24,6 +24,7 @@ from openai import (
 from proxy.store import keys
 from tests.support.engine.scripted_engine import Drop, Fail, Hang, Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
+from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
 
@@ -38,7 +39,7 @@ def post(session: Session, content: bytes | str, *, key: str | None = "", path: 
     """A raw request with the session's key, another one, or (None) none."""
     given = session.api_key if key == "" else key
     headers = {"content-type": "application/json"} | ({"Authorization": f"Bearer {given}"} if given else {})
-    return httpx.post(session.base_url + path, content=content, headers=headers, timeout=30)
+    return plain_http.post(session.base_url + path, content=content, headers=headers)
 
 
 def with_key(session: Session, key: str) -> OpenAI:
@@ -216,7 +217,7 @@ def test_a_session_that_never_was_is_not_found(service: RunningService) -> None:
 def test_a_wrong_method_is_said(service: RunningService) -> None:
     session = service.session()
     headers = {"Authorization": f"Bearer {session.api_key}"}
-    answer = httpx.get(f"{session.base_url}/chat/completions", headers=headers, timeout=30)
+    answer = plain_http.get(f"{session.base_url}/chat/completions", headers=headers)
     assert answer.status_code == 405
     assert answer.json()["error"]["message"]
 
@@ -322,7 +323,7 @@ def test_an_engine_that_is_killed_in_mid_call_and_comes_back_serves_the_retry(re
 
 
 def test_an_engine_that_hangs_is_given_up_after_the_timeout(redis_url: str) -> None:
-    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url, engine_timeout_seconds=3.0) as service:
+    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url, engine_timeout_seconds=1.5) as service:
         engine.say(Hang(), Say("hello world", seconds_per_token=20.0), "hello")
         session = service.session()
         for stream in (False, True):
@@ -410,7 +411,7 @@ def test_a_store_that_goes_down_in_mid_call_answers_nothing_unrecorded(stream: b
     with (
         ScriptedEngine("qwen3") as engine,
         running_redis() as redis,
-        RunningService(engine.url, redis.url, engine_api=api) as service,
+        RunningService(engine.url, redis.url, engine_api=api, redis_retry_seconds=0.3) as service,
         ThreadPoolExecutor(1) as pool,
     ):
         engine.say(Say("hello world", gate=gate, gate_after=1))

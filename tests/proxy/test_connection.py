@@ -7,27 +7,30 @@ import json
 import re
 import socket
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.service.verbatim_process import ADMIN, Serving
+from cli.connection import BODY_GRACE_SECONDS, Connection, Patience
+from proxy.settings import Settings
+from tests.support.service.running_service import RunningService
+from tests.support.service.verbatim_process import ADMIN, Serving, wait_until
 
 NOWHERE = ("--engine", "http://127.0.0.1:9")
-SECONDS = "1.5"
+SECONDS = "0.5"
 HEAD_BYTES = 8192
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """Gives requests all the time they need."""
     with Serving(
         *NOWHERE,
         data_dir=tmp_path_factory.mktemp("connection") / "data",
-        VERBATIM_HEADER_TIMEOUT_SECONDS=SECONDS,
-        VERBATIM_BODY_TIMEOUT_SECONDS=SECONDS,
         VERBATIM_WRITE_TIMEOUT_SECONDS=SECONDS,
         VERBATIM_MAX_HEADER_BYTES=str(HEAD_BYTES),
         VERBATIM_MAX_HEADERS="32",
@@ -35,8 +38,20 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """Gives requests hardly any time."""
+    with Serving(
+        *NOWHERE,
+        data_dir=tmp_path_factory.mktemp("hasty") / "data",
+        VERBATIM_HEADER_TIMEOUT_SECONDS=SECONDS,
+        VERBATIM_BODY_TIMEOUT_SECONDS=SECONDS,
+    ) as running:
+        yield running
+
+
 @contextlib.contextmanager
-def connected(service: Serving, receive_bytes: int | None = None) -> Iterator[socket.socket]:
+def connected(service: Serving | RunningService, receive_bytes: int | None = None) -> Iterator[socket.socket]:
     parts = urlsplit(service.url)
     with socket.socket() as connection:
         if receive_bytes is not None:
@@ -67,8 +82,8 @@ def answered(connection: socket.socket) -> bytes:
     return answer
 
 
-def trickled(connection: socket.socket, content: bytes) -> bytes:
-    """What the service answers to bytes that come one by one, again and again, until it closes the connection."""
+def trickled(connection: socket.socket, content: bytes, read: Callable[[socket.socket], bytes] = heard) -> bytes:
+    """What is `read` of the service while bytes come one by one, again and again: all, until it closes the connection."""
     ended = threading.Event()
 
     def drip() -> None:
@@ -82,7 +97,7 @@ def trickled(connection: socket.socket, content: bytes) -> bytes:
     dripping = threading.Thread(target=drip)
     dripping.start()
     try:
-        return heard(connection)
+        return read(connection)
     finally:
         ended.set()
         dripping.join()
@@ -105,61 +120,75 @@ def opened(service: Serving) -> tuple[str, str]:
 # Too slow
 
 
-def test_a_connection_on_which_nothing_comes_is_closed(service: Serving) -> None:
-    with connected(service) as connection:
+def test_a_connection_on_which_nothing_comes_is_closed(hasty: Serving) -> None:
+    with connected(hasty) as connection:
         assert heard(connection) == b""
-    assert serves(service)
+    assert serves(hasty)
 
 
 @pytest.mark.parametrize("begun", [b"GET /hea", b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-A: b"])
-def test_a_head_that_stays_incomplete_is_given_up(service: Serving, begun: bytes) -> None:
-    with connected(service) as connection:
+def test_a_head_that_stays_incomplete_is_given_up(hasty: Serving, begun: bytes) -> None:
+    with connected(hasty) as connection:
         connection.sendall(begun)
         assert heard(connection).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_head_that_comes_byte_by_byte_is_given_up(service: Serving) -> None:
-    with connected(service) as connection:
+def test_a_head_that_comes_byte_by_byte_is_given_up(hasty: Serving) -> None:
+    with connected(hasty) as connection:
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n")
         assert trickled(connection, b"X-A: b\r\n").startswith(b"HTTP/1.1 408 ")
 
 
-def test_empty_lines_keep_no_connection_open(service: Serving) -> None:
+def test_empty_lines_keep_no_connection_open(hasty: Serving) -> None:
     for before in (b"", head("/healthz", method="GET")):
-        with connected(service) as connection:
+        with connected(hasty) as connection:
             connection.sendall(before)
             answer = trickled(connection, b"\r\n")
             assert answer.startswith(b"HTTP/1.1 200 ") if before else answer == b""
 
 
-def test_a_second_request_on_a_connection_is_given_its_own_time(tmp_path: Path) -> None:
-    """Together they take longer than one may. That is seconds here, so that a busy machine makes none of them late."""
-    patient = Serving(*NOWHERE, data_dir=tmp_path / "data", VERBATIM_HEADER_TIMEOUT_SECONDS="5")
-    with patient as service, connected(service) as connection:
-        for _ in range(3):
-            connection.sendall(head("/healthz", method="GET"))
-            assert answered(connection).startswith(b"HTTP/1.1 200 ")
-            time.sleep(1.7)
+def test_a_second_request_on_a_connection_is_given_its_own_time(hasty: Serving) -> None:
+    """It begins when a connection that is younger has been closed for want of a request."""
+    with connected(hasty) as connection:
+        connection.sendall(head("/healthz", method="GET"))
+        assert answered(connection).startswith(b"HTTP/1.1 200 ")
+        with connected(hasty) as silent:
+            assert heard(silent) == b""
+        connection.sendall(head("/healthz", method="GET"))
+        assert answered(connection).startswith(b"HTTP/1.1 200 ")
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHo")
         assert heard(connection).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_harness_whose_body_does_not_come_is_told_so_in_its_dialect(service: Serving) -> None:
-    path, key = opened(service)
+def test_a_harness_whose_body_does_not_come_is_told_so_in_its_dialect(hasty: Serving) -> None:
+    path, key = opened(hasty)
     for name, shape in ((path, '"code":"request_timeout"'), (path.replace("chat/completions", "messages"), '"type":"error"')):
-        with connected(service) as connection:
+        with connected(hasty) as connection:
             connection.sendall(head(name, key, "Content-Length: 1000"))
             connection.sendall(b"{")
             answer = answered(connection).decode()
             assert answer.startswith("HTTP/1.1 408 ") and shape in answer
 
 
-def test_a_body_that_comes_byte_by_byte_is_given_up(service: Serving) -> None:
-    path, key = opened(service)
+def test_a_body_that_comes_byte_by_byte_is_given_up(hasty: Serving) -> None:
+    path, key = opened(hasty)
     for name, secret in ((path, key), ("/sessions", f"Authorization: Bearer {ADMIN}")):
-        with connected(service) as connection:
+        with connected(hasty) as connection:
             connection.sendall(head(name, secret, "Content-Length: 100000"))
-            assert b" 408 " in trickled(connection, b" ").partition(b"\r\n")[0]
+            assert b" 408 " in trickled(connection, b" ", answered).partition(b"\r\n")[0]
+
+
+def test_a_connection_whose_body_is_never_whole_is_cut_whatever_the_application_does(redis_url: str) -> None:
+    """The application has its own time first, and then some to answer."""
+    settings = Settings(body_timeout_seconds=7)
+    assert Patience.of(settings).body_seconds == 7 + BODY_GRACE_SECONDS
+    hasty = partial(Connection, patience=replace(Patience.of(settings), body_seconds=float(SECONDS)))
+    with RunningService(NOWHERE[1], redis_url, protocol=hasty, body_timeout_seconds=600) as service:
+        key = f"Authorization: Bearer {service.session().api_key}"
+        for name, secret in (("/v1/chat/completions", key), ("/sessions", f"Authorization: Bearer {ADMIN}")):
+            with connected(service) as connection:
+                connection.sendall(head(name, secret, "Content-Length: 100000"))
+                assert trickled(connection, b" ") == b""
 
 
 def test_a_body_is_not_waited_for_when_the_caller_has_no_key(service: Serving) -> None:
@@ -289,18 +318,30 @@ def test_a_client_that_takes_nothing_of_its_answer_is_cut_off(service: Serving) 
     with connected(service, receive_bytes=4096) as connection:
         connection.sendall(head("/sessions", f"Authorization: Bearer {ADMIN}", method="GET"))
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
-        time.sleep(float(SECONDS) + 6)
+        wait_until(lambda: not is_held(connection), 60, "the service has given the connection up")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
         assert len(heard(connection)) < 18_000_000
     assert serves(service)
 
 
-def test_limits_of_zero_wait_for_ever(tmp_path: Path) -> None:
+def is_held(connection: socket.socket) -> bool:
+    """Whether the process at the other end still has the connection open. Whoever does not read is not told."""
+    ports = [f"{address[1]:04X}" for address in (connection.getpeername(), connection.getsockname())]
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if [address.rpartition(":")[2] for address in fields[1:3]] == ports:
+            # The inode of a socket that belongs to no process is 0.
+            return fields[9] != "0"
+    return False
+
+
+def test_limits_of_zero_wait_for_ever(hasty: Serving, tmp_path: Path) -> None:
     patient = {f"VERBATIM_{name}_TIMEOUT_SECONDS": "0" for name in ("HEADER", "BODY", "WRITE")}
     with Serving(*NOWHERE, data_dir=tmp_path / "data", **patient) as service, connected(service) as connection:
         path, key = opened(service)
-        time.sleep(2)
-        connection.sendall(head(path, key, "Content-Length: 2"))
-        time.sleep(2)
-        connection.sendall(b"{}")
+        for part in (head(path, key, "Content-Length: 2"), b"{}"):
+            # For as long as another service waits.
+            with connected(hasty) as silent:
+                assert heard(silent) == b""
+            connection.sendall(part)
         assert answered(connection).startswith(b"HTTP/1.1 400 ")

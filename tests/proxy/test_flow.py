@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from openai import BadRequestError, InternalServerError, NotFoundError
 
 from proxy.store import keys
 from tests.support.engine.scripted_engine import Fail, Generation, Say, ScriptedEngine, logprobs_of
 from tests.support.engine.scripted_fixtures import Running, both_paths
+from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, hanging_up, streamed_text, wait_until
 
@@ -254,8 +254,8 @@ def test_no_engine_word_reaches_the_harness(engine: ScriptedEngine, service: Run
     session = service.session()
     body = {"model": "policy", "messages": [turn("user", "q")], "tools": TOOLS, "return_token_ids": True}
     headers = {"Authorization": f"Bearer {session.api_key}"}
-    whole = httpx.post(f"{session.base_url}/chat/completions", json=body, headers=headers, timeout=30)
-    streamed = httpx.post(f"{session.base_url}/chat/completions", json={**body, "stream": True}, headers=headers, timeout=30)
+    whole = plain_http.post(f"{session.base_url}/chat/completions", json=body, headers=headers)
+    streamed = plain_http.post(f"{session.base_url}/chat/completions", json={**body, "stream": True}, headers=headers)
     for text in (whole.text, streamed.text):
         for word in ("token_ids", "weight_version", "routed_experts", "stop_reason", "chatcmpl-tool", "<|im_end|>"):
             assert word not in text
@@ -359,7 +359,7 @@ def test_the_reply_ends_only_when_its_record_is_in_the_store(
         client.execute_command("CLIENT", "PAUSE", 30_000, "WRITE")
         try:
             gate.set()
-            assert not ended.wait(1.0)
+            assert not ended.wait(0.3)
         finally:
             client.execute_command("CLIENT", "UNPAUSE")
     talk.join()

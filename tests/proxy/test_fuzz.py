@@ -17,6 +17,8 @@ import httpx
 import pytest
 
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.engine.scripted_fixtures import Running, both_paths
+from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import ADMIN, RunningService, Session
 
@@ -161,13 +163,10 @@ BODIES["/v1/messages/count_tokens"] = BODIES["/v1/messages"]
 BODIES["/v1beta/models/policy:countTokens"] = BODIES["/v1beta/models/policy:generateContent"]
 
 
-@pytest.fixture(scope="module", params=["token", "chat"])
-def running(request: pytest.FixtureRequest, redis_server: RedisServer) -> Iterator[tuple[ScriptedEngine, RunningService]]:
-    with (
-        ScriptedEngine("qwen3", max_model_len=2048) as engine,
-        RunningService(engine.url, redis_server.url, engine_api=request.param) as service,
-    ):
-        yield engine, service
+@pytest.fixture(scope="module")
+def running(redis_server: RedisServer) -> Iterator[Running]:
+    with both_paths(redis_server, max_model_len=2048) as running:
+        yield running
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -198,15 +197,13 @@ def broken(dice: random.Random, body: dict[str, Any]) -> dict[str, Any]:
 def send(session: Session, path: str, body: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     url = session.base_url.removesuffix("/v1") + path
-    return httpx.post(url, content=content, headers={"authorization": f"Bearer {session.api_key}"}, timeout=30)
+    return plain_http.post(url, content=content, headers={"authorization": f"Bearer {session.api_key}"})
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_broken_body_is_answered_or_refused_and_only_an_answer_is_recorded(
-    running: tuple[ScriptedEngine, RunningService], path: str
+    engine: ScriptedEngine, service: RunningService, path: str
 ) -> None:
-    engine, service = running
-    engine.reset()
     dice = random.Random(path)
     for _ in range(HARNESS_ROUNDS // 10):
         session, answered = service.session(), 0
@@ -226,10 +223,9 @@ def test_a_broken_body_is_answered_or_refused_and_only_an_answer_is_recorded(
     [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"a":' * 400 + b"1" + b"}" * 400, b"[" * 100_000, b'{"model": "\\ud800"}'],
     ids=["nothing", "half", "list", "null", "text", "bytes", "deep", "very deep", "surrogate"],
 )
-def test_what_is_no_request_is_400_and_leaves_no_record(
-    running: tuple[ScriptedEngine, RunningService], path: str, content: bytes
-) -> None:
-    session = running[1].session()
+def test_what_is_no_request_is_400_and_leaves_no_record(token_service: RunningService, path: str, content: bytes) -> None:
+    """It is refused before anything depends on the path to the engine."""
+    session = token_service.session()
     answer = send(session, path, content)
     assert answer.status_code == 400, answer.text
     assert session.calls == []
@@ -271,8 +267,8 @@ def described(service: RunningService) -> tuple[list[tuple[str, str, dict[str, A
     return operations, description.get("components", {}).get("schemas", {})
 
 
-def test_the_control_side_never_fails_inside(running: tuple[ScriptedEngine, RunningService]) -> None:
-    _, service = running
+def test_the_control_side_never_fails_inside(token_service: RunningService) -> None:
+    service = token_service
     operations, components = described(service)
     assert len(operations) > 15
     dice = random.Random(1)
@@ -293,13 +289,12 @@ def test_the_control_side_never_fails_inside(running: tuple[ScriptedEngine, Runn
             body = value_for(dice, schema, components) if schema else dice.choice(ODD)
             headers = {"authorization": f"Bearer {ADMIN}", "content-type": "application/json"}
             url = service.url + path
-            answer = httpx.request(
+            answer = plain_http.request(
                 method,
                 url,
                 # No address has a surrogate alone.
                 params={name: str(value).encode(errors="backslashreplace").decode() for name, value in query.items()},
                 content=json.dumps(body),
                 headers=headers,
-                timeout=30,
             )
             assert answer.status_code < 500, (method, url, query, body, answer.text)

@@ -64,7 +64,7 @@ def test_an_engine_is_not_asked_while_the_intent_is_on_its_way(path: Path, strea
     path.wire.black_hole()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(session.ask, "more", stream=stream)
-        time.sleep(0.7)
+        time.sleep(0.2)
         assert not path.engine.generations
         path.wire.heal()
         assert list(answer.result(30) if stream else [answer.result(30)])
@@ -79,8 +79,8 @@ def test_a_harness_that_goes_away_meanwhile_has_asked_nothing_of_the_engine(path
     path.wire.black_hole()
     body = {"model": "policy", "messages": [{"role": "user", "content": "more"}], "stream": stream}
     with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key):
-        time.sleep(0.5)
-    time.sleep(0.2)
+        time.sleep(0.2)
+    time.sleep(0.1)
     path.wire.heal()
     wait_until(lambda: path.service.request("GET", "/readyz").status_code == 200, 30, "the store is there again")
     path.engine.say("hello")

@@ -17,6 +17,8 @@ import httpx
 import pytest
 from openai import APIError, OpenAI
 
+from proxy import peers
+from proxy.api import expiry
 from proxy.api.closing import close_session, withdraw_session
 from proxy.api.expiry import expire_idle
 from proxy.app import build_services
@@ -27,7 +29,7 @@ from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store import keys
 from proxy.store.connection import StoreConnection
-from proxy.store.session_store import Intent, SessionInfo
+from proxy.store.session_store import Intent, SessionInfo, SessionState
 from proxy.store.sessions import RedisSessionStore
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.service.redis_server import RedisKind, RedisServer, running_redis
@@ -142,8 +144,9 @@ def test_a_call_under_way_is_in_flight_for_every_process_and_not_quarantined(
 
 
 def test_a_call_of_a_killed_process_is_dangling_and_holds_no_close(
-    engine: ScriptedEngine, redis_server: RedisServer, tmp_path: Path
+    engine: ScriptedEngine, redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(peers, "DEAD_SECONDS", 0.1)
     redis_server.flushall()
     with (
         RunningService(engine.url, redis_server.url) as left,
@@ -155,6 +158,10 @@ def test_a_call_of_a_killed_process_is_dangling_and_holds_no_close(
             assert statuses(left, session) == ["in_flight"]
             killed.send(signal.SIGKILL)
             answer.exception(timeout=60)
+        with redis_server.client() as client:
+            # So much time has passed since their last beats.
+            for name in client.zrange(keys.PROCESSES, 0, -1):
+                client.zincrby(keys.PROCESSES, -peers.LIFE_SECONDS, name)
         wait_until(lambda: statuses(left, session) == ["dangling"], 60, "nobody beats for it any more")
         (dangling,) = shown(left, session, "trajectories")["accounting"]["quarantined"]
         assert (dangling["tokens"], dangling["reason"]) == (0, "dangling")
@@ -200,7 +207,7 @@ async def process(url: str, **settings: Any) -> AsyncIterator[Services]:
 @pytest.fixture
 async def own(redis_kind: RedisKind) -> AsyncIterator[Services]:
     redis_kind.flushall()
-    async with process(redis_kind.url, close_wait_seconds=1.0) as services:
+    async with process(redis_kind.url, close_wait_seconds=60.0) as services:
         yield services
 
 
@@ -220,43 +227,78 @@ async def begun_elsewhere(services: Services, url: str, owner: str, call_id: str
     await connection.close()
 
 
+class Clock:
+    """In the place of the module `time`: the monotonic time stands still, the other one is `ahead` of the real."""
+
+    def __init__(self) -> None:
+        self.now, self.ahead = 0.0, 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return time.time() + self.ahead
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """By which closes wait for other processes, and sessions are idle."""
+    clock = Clock()
+    for module in (peers, expiry):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+async def closing_waits(own: Services) -> asyncio.Task[SessionState]:
+    """The close of the session `s`, which has asked the other processes to cut its calls."""
+    closing_it = asyncio.create_task(close_session(own, "s", "completed", 1.0, None))
+    assert (await own.peers._store.to_cut("", 60.0))[0] == ["s"]
+    return closing_it
+
+
+async def is_waited_for(closing_it: asyncio.Task[SessionState]) -> bool:
+    """Also when the close has looked a few times more."""
+    await asyncio.sleep(4 * peers.POLL_SECONDS)
+    return not closing_it.done()
+
+
 async def test_a_close_waits_no_longer_than_it_may_for_a_process_that_does_not_end_its_call(
-    own: Services, redis_kind: RedisKind
+    own: Services, redis_kind: RedisKind, clock: Clock
 ) -> None:
     await opened(own)
     await begun_elsewhere(own, redis_kind.url, "stubborn", "c1")
     await own.peers._store.beat("stubborn", 60.0)
-    began = time.monotonic()
-    state = await close_session(own, "s", "completed", 1.0, None)
+    closing_it = await closing_waits(own)
+    clock.now = 60.0
+    state = await closing_it
     assert state.status == "completed"
-    assert time.monotonic() - began >= 1.0
     with pytest.raises(Conflict, match="closed as completed"):
         await own.sessions.commit("s", "c1", {"c1": record("c1", "s", prompt=[1], sampled=[2])})
 
 
-async def test_a_close_does_not_wait_for_a_process_that_is_dead(redis_kind: RedisKind) -> None:
-    redis_kind.flushall()
-    async with process(redis_kind.url, close_wait_seconds=600.0) as own:
-        await opened(own)
-        await begun_elsewhere(own, redis_kind.url, "dead", "c1")
-        async with asyncio.timeout(30):
-            await close_session(own, "s", "completed", 1.0, None)
+async def test_a_close_does_not_wait_for_a_process_that_is_dead(own: Services, redis_kind: RedisKind, clock: Clock) -> None:
+    await opened(own)
+    await begun_elsewhere(own, redis_kind.url, "dead", "c1")
+    closing_it = await closing_waits(own)
+    clock.now = peers.DEAD_SECONDS
+    await asyncio.wait_for(closing_it, 60)
 
 
-async def test_a_process_that_seems_dead_only_because_its_store_was_away_is_waited_for(redis_kind: RedisKind) -> None:
+async def test_a_process_that_seems_dead_only_because_its_store_was_away_is_waited_for(
+    own: Services, redis_kind: RedisKind, clock: Clock
+) -> None:
     """Its beats came too late for a while. The close gives it the time to beat again, and then to record its call."""
-    redis_kind.flushall()
-    async with process(redis_kind.url, close_wait_seconds=60.0) as own:
-        await opened(own)
-        await begun_elsewhere(own, redis_kind.url, "away", "c1")
-        closing_it = asyncio.create_task(close_session(own, "s", "completed", 1.0, None))
-        await asyncio.sleep(1.0)
-        await own.peers._store.beat("away", 60.0)
-        await asyncio.sleep(3.0)
-        assert not closing_it.done()
-        await own.sessions.commit("s", "c1", {"c1": record("c1", "s", prompt=[1], sampled=[2])})
-        state = await closing_it
-        assert state.calls == 1
+    await opened(own)
+    await begun_elsewhere(own, redis_kind.url, "away", "c1")
+    closing_it = await closing_waits(own)
+    clock.now = peers.DEAD_SECONDS * 0.9
+    assert await is_waited_for(closing_it)
+    await own.peers._store.beat("away", 60.0)
+    clock.now = peers.DEAD_SECONDS * 3
+    assert await is_waited_for(closing_it)
+    await own.sessions.commit("s", "c1", {"c1": record("c1", "s", prompt=[1], sampled=[2])})
+    state = await closing_it
+    assert state.calls == 1
 
 
 async def test_a_process_that_missed_the_word_hears_it_afterwards(redis_kind: RedisKind) -> None:
@@ -313,15 +355,14 @@ async def several(url: str, count: int, **settings: Any) -> AsyncIterator[list[S
         yield [await stack.enter_async_context(process(url, **settings)) for _ in range(count)]
 
 
-async def test_an_idle_session_is_closed_as_timeout_by_one_process(redis_kind: RedisKind) -> None:
+async def test_an_idle_session_is_closed_as_timeout_by_one_process(redis_kind: RedisKind, clock: Clock) -> None:
     redis_kind.flushall()
-    async with several(redis_kind.url, 5, session_idle_seconds=3600.0) as processes:
+    async with several(redis_kind.url, 5, session_idle_seconds=0.5) as processes:
+        clock.ahead = -60.0
         for number in range(20):
             await opened(processes[0], f"s{number}", group_id="g", group_size=20)
         assert await expire_idle(processes[0]) == 0
-        for services in processes:
-            services.settings.session_idle_seconds = 0.5
-        await asyncio.sleep(0.6)
+        clock.ahead = 1.0
         expired = await asyncio.gather(*(expire_idle(services) for services in processes))
         assert sum(expired) == 20
         for number in range(20):
@@ -332,20 +373,23 @@ async def test_an_idle_session_is_closed_as_timeout_by_one_process(redis_kind: R
         assert await processes[0].sessions.unclosed(time.time() + 60) == []
 
 
-async def test_calls_keep_a_session_from_expiring_and_dangling_ones_do_not(redis_kind: RedisKind) -> None:
+async def test_calls_keep_a_session_from_expiring_and_dangling_ones_do_not(
+    redis_kind: RedisKind, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "DEAD_SECONDS", 0.0)
     redis_kind.flushall()
-    async with process(redis_kind.url, session_idle_seconds=1.5) as own:
+    async with process(redis_kind.url, session_idle_seconds=600.0) as own:
         await opened(own)
         running = Running("s", "c1")
         own.inflight.enter(running)
         await own.sessions.begin("s", 0, intent("c1"))
-        await asyncio.sleep(1.7)
+        clock.ahead = 700.0
         assert await expire_idle(own) == 0, "a call is under way"
         await own.sessions.drop_intent("s", "c1")
         own.inflight.leave(running)
         assert await expire_idle(own) == 0, "one has just failed"
         await begun_elsewhere(own, redis_kind.url, "dead", "c2")
-        await asyncio.sleep(1.7)
+        clock.ahead = 1400.0
         assert await expire_idle(own) == 1, "a dead process's call is no activity"
 
 

@@ -28,8 +28,8 @@ from tests.support.service.verbatim_process import ADMIN, Serving
 
 SESSIONS = 500
 DELETED = range(0, SESSIONS, 25)
-PHRASES = 3
-SECONDS_PER_TOKEN = 0.1
+PHRASES = 2
+SECONDS_PER_TOKEN = 0.05
 DESCRIPTORS = 4096
 USUAL_DESCRIPTORS = 1024
 """What a shell gives to the processes it starts; two for every stream is not in it."""

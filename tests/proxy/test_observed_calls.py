@@ -11,13 +11,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import ValidationError
 
 from cli.logs import JsonLine, OneLine
+from proxy import flow
 from proxy.settings import Settings
 from tests.support.engine.scripted_engine import Fail, Hang, Say, ScriptedEngine
+from tests.support.service import plain_http
 from tests.support.service.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, hanging_up, wait_until
@@ -89,11 +90,11 @@ def test_a_refused_call_and_one_that_the_engine_fails_say_why(engine: ScriptedEn
             session = service.session()
             body = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
             url = f"{session.base_url}/chat/completions"
-            assert httpx.post(url, json=body, headers={"Authorization": "Bearer vb-wrong"}).status_code == 401
+            assert plain_http.post(url, json=body, headers={"Authorization": "Bearer vb-wrong"}).status_code == 401
             engine.script = lambda generation, index: Fail(500, "broken")
             headers = {"Authorization": f"Bearer {session.api_key}"}
-            failed = httpx.post(url, json=body, headers=headers).status_code
-            httpx.get(f"{session.base_url}/models", headers=headers)
+            failed = plain_http.post(url, json=body, headers=headers).status_code
+            plain_http.get(f"{session.base_url}/models", headers=headers)
         calls = sorted((span for span in receiver.spans if span.name == "call"), key=lambda span: span.started)
     told = [(call.failed, call.attributes["error.type"], call.attributes["http.response.status_code"]) for call in calls]
     assert told == [(True, "invalid_api_key", 401), (True, "engine_failed", failed)]
@@ -113,17 +114,21 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 
 def test_every_call_has_one_bounded_line_without_what_was_said(
-    engine: ScriptedEngine, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+    engine: ScriptedEngine, redis_server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that is refused, and one that the harness leaves; what it may choose is cut, and cannot begin another field."""
+    # The engine hangs: there is nothing to wait for.
+    monkeypatch.setattr(flow, "_ABORT_SECONDS", 0.1)
     redis_server.flushall()
     caplog.set_level(logging.INFO)
     with RunningService(engine.url, redis_server.url, engine_api="token", log_calls=True) as service:
         session = service.session()
         engine.say(SECRET, Say("an answer with plugh"))
         session.ask(SECRET, extra_headers={"x-request-id": "r 1 outcome=forged " + "x" * 5000})
-        httpx.post(f"{session.base_url}/chat/completions", content=b"{", headers={"Authorization": f"Bearer {session.api_key}"})
-        httpx.get(f"{session.base_url}/models", headers={"Authorization": f"Bearer {session.api_key}"})
+        plain_http.post(
+            f"{session.base_url}/chat/completions", content=b"{", headers={"Authorization": f"Bearer {session.api_key}"}
+        )
+        plain_http.get(f"{session.base_url}/models", headers={"Authorization": f"Bearer {session.api_key}"})
         engine.script = lambda generation, index: Hang()
         body = {"model": "policy", "messages": [{"role": "user", "content": SECRET}]}
         with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key):
@@ -159,7 +164,7 @@ def test_a_served_process_writes_json_and_each_call_where_it_is_told_to(engine: 
         body = {"model": "policy", "messages": [{"role": "user", "content": SECRET}]}
         url, headers = f"{created['base_urls']['openai']}/chat/completions", {"Authorization": f"Bearer {created['api_key']}"}
         # Each worker finds the engine by itself.
-        wait_until(lambda: httpx.post(url, json=body, headers=headers, timeout=30).status_code == 200, 60, "an answer")
+        wait_until(lambda: plain_http.post(url, json=body, headers=headers).status_code == 200, 60, "an answer")
         wait_until(lambda: '"finished"' in service.stderr, 30, "the call is logged")
         written = [json.loads(line) for line in service.stderr.splitlines()]
     call = next(line for line in written if line.get("outcome") == "finished")

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -101,8 +102,8 @@ def test_a_name_that_goes_to_another_policy_than_before_begins_another_row(redis
             first = said(session, "policy", QUESTION)
             said(session, "policy", QUESTION, first, QUESTION)
         with RunningService([f"policy={after.url}"], redis_url) as service:
-            url = f"{service.url}/s/{session.session_id}/v1"
-            with openai.OpenAI(base_url=url, api_key=session.api_key, max_retries=0) as client:
+            url, http = f"{service.url}/s/{session.session_id}/v1", httpx.Client(verify=False, timeout=30)
+            with openai.OpenAI(base_url=url, api_key=session.api_key, max_retries=0, http_client=http) as client:
                 again: Any = [QUESTION, first, QUESTION]
                 client.chat.completions.create(model="policy", messages=again, max_tokens=8)
                 client.chat.completions.create(model="policy", messages=[*again[:2], {"role": "user", "content": "x"}])

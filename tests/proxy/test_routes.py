@@ -13,6 +13,7 @@ import pytest
 from proxy.errors import NotFound
 from proxy.routes import MethodNotAllowed, UpgradeRefused, dialect_of, find, is_harness
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
 
@@ -44,7 +45,7 @@ def root_of(session: Session) -> str:
 
 def ask(session: Session, method: str, path: str, **more: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {session.api_key}", **more.pop("headers", {})}
-    return httpx.request(method, root_of(session) + path, headers=headers, timeout=30, **more)
+    return plain_http.request(method, root_of(session) + path, headers=headers, **more)
 
 
 @pytest.mark.parametrize("prefix", ["", "/s/one"])
@@ -121,12 +122,12 @@ def test_the_control_side_keeps_its_own_paths(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/", "/api/hello", "/v1/messages", "/v1/models"])
 def test_a_head_probe_is_answered_without_a_key_and_without_a_body(session: Session, path: str) -> None:
-    answer = httpx.head(root_of(session) + path, timeout=30)
+    answer = plain_http.head(root_of(session) + path)
     assert (answer.status_code, answer.content) == (200, b"")
 
 
 def test_a_head_probe_at_an_unknown_path_is_404(session: Session) -> None:
-    assert httpx.head(root_of(session) + "/v1/nothing", timeout=30).status_code == 404
+    assert plain_http.head(root_of(session) + "/v1/nothing").status_code == 404
 
 
 def test_an_upgrade_to_websocket_is_answered_426_at_once(session: Session) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.proxy.test_security import BODIES, HARNESS, carriers
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
+from tests.support.service import plain_http
 from tests.support.service.verbatim_process import Serving, verbatim, wait_until
 
 NOWHERE = ("--engine", "http://127.0.0.1:9")
@@ -40,7 +41,7 @@ def harness_calls(service: Serving, session: dict[str, Any], key: str | None) ->
     for method, path, body in paths:
         for headers, query in carriers(key):
             url = f"{service.url}/s/{session['session_id']}{path}"
-            answers.append(httpx.request(method, url, headers=headers, params=query, json=body, timeout=30))
+            answers.append(plain_http.request(method, url, headers=headers, params=query, json=body))
     return answers
 
 
@@ -72,10 +73,10 @@ def test_no_secret_is_written_anywhere(data: Path, engine: ScriptedEngine, tmp_p
         for secret in (key, forged, ADMIN, OLD_ADMIN, FROM_FILE, TRAINER, "nobody's"):
             for method, path in (("GET", "/sessions"), ("GET", "/weights"), ("POST", "/batches/lease"), ("GET", "/none")):
                 for headers, query in carriers(secret):
-                    answers.append(httpx.request(method, service.url + path, headers=headers, params=query, timeout=30))
+                    answers.append(plain_http.request(method, service.url + path, headers=headers, params=query))
         # A harness that puts its key where none belongs.
-        answers += [httpx.get(f"{service.url}/s/{session['session_id']}/v1/none/x?key={key}", timeout=30)]
-        httpx.get(f"{service.url}/s/{key}/v1/none", timeout=30)
+        answers += [plain_http.get(f"{service.url}/s/{session['session_id']}/v1/none/x?key={key}")]
+        plain_http.get(f"{service.url}/s/{key}/v1/none")
         for path in (
             "/metrics",
             "/readyz",
@@ -151,10 +152,10 @@ def test_open_mode_needs_no_token_and_says_so(data: Path) -> None:
     with Serving(*NOWHERE, "--open", data_dir=data, VERBATIM_ADMIN_TOKEN="", VERBATIM_TRAINER_TOKEN="") as service:
         assert service.stdout.count("open to every program on this machine") == 2
         assert "Bearer" not in service.stdout
-        made = httpx.post(f"{service.url}/sessions", json={"session_id": "first"}, timeout=30)
+        made = plain_http.post(f"{service.url}/sessions", json={"session_id": "first"})
         assert made.status_code == 201
-        assert httpx.get(f"{service.url}/s/first/v1/models", timeout=30).status_code == 200
-        foreign = httpx.get(f"{service.url}/sessions", headers={"Origin": "https://evil.example"}, timeout=30)
+        assert plain_http.get(f"{service.url}/s/first/v1/models").status_code == 200
+        foreign = plain_http.get(f"{service.url}/sessions", headers={"Origin": "https://evil.example"})
         assert foreign.status_code == 403
 
 

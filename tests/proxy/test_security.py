@@ -21,6 +21,7 @@ from proxy.app import create_app
 from proxy.limits import MAX_DEPTH
 from proxy.settings import Settings
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
+from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService, Session, wait_until
 from tests.support.service.ui_sessions import PAGES
@@ -141,7 +142,7 @@ def carriers(secret: str | None) -> list[tuple[dict[str, str], dict[str, str]]]:
 
 
 def ask(service: RunningService, method: str, path: str, *, headers: dict[str, str], **more: Any) -> httpx.Response:
-    return httpx.request(method, service.url + path, headers=headers, timeout=30, **more)
+    return plain_http.request(method, service.url + path, headers=headers, **more)
 
 
 def bearer(secret: str) -> dict[str, str]:
@@ -357,18 +358,19 @@ def posts() -> list[str]:
     return [*control, *("/s/{session_id}" + path for (method, _, _), path in HARNESS.items() if method == "POST")]
 
 
-def send(service: RunningService, path: str, content: bytes) -> httpx.Response:
+def send(service: RunningService, path: str, content: bytes, session: Session) -> httpx.Response:
     """As somebody who may call the endpoint."""
-    session = service.session()
     secret = session.api_key if path.startswith("/s/") else ADMIN
     path = path.replace("{session_id}", session.session_id).replace("{lease_id}", "nowhere")
     headers = {**bearer(secret), "content-type": "application/json"}
-    return httpx.post(service.url + path, content=content, headers=headers, timeout=60)
+    return plain_http.post(service.url + path, content=content, headers=headers, timeout=60)
 
 
 @pytest.mark.parametrize("path", posts())
-def test_a_body_beyond_the_limit_is_refused_by_every_endpoint_that_reads_one(service: RunningService, path: str) -> None:
-    answer = send(service, path, b'{"a": "' + b"x" * LIMIT + b'"}')
+def test_a_body_beyond_the_limit_is_refused_by_every_endpoint_that_reads_one(
+    service: RunningService, session: Session, path: str
+) -> None:
+    answer = send(service, path, b'{"a": "' + b"x" * LIMIT + b'"}', session)
     assert answer.status_code == 413, answer.text
     assert str(LIMIT) in answer.text
 
@@ -383,7 +385,9 @@ def nested(depth: int) -> list[bytes]:
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 990, 20_000])
 @pytest.mark.parametrize("path", posts())
-def test_a_deeply_nested_body_is_a_bad_request_to_every_endpoint(service: RunningService, path: str, depth: int) -> None:
+def test_a_deeply_nested_body_is_a_bad_request_to_every_endpoint(
+    service: RunningService, session: Session, path: str, depth: int
+) -> None:
     dialect = next((name for (_, name, _), place in HARNESS.items() if path.endswith(place)), None)
     for deep in nested(depth):
         contents = [deep, b'{"session_id": ' + deep + b"}", b'{"metadata": ' + deep + b"}"]
@@ -397,7 +401,7 @@ def test_a_deeply_nested_body_is_a_bad_request_to_every_endpoint(service: Runnin
                 b'{"model": "policy", "max_tokens": 4, "' + history + b'": [{"role": "user", "content": ' + deep + b"}]}",
             ]
         for content in contents:
-            answer = send(service, path, content)
+            answer = send(service, path, content, session)
             assert answer.status_code in (400, 404), (content[:80], answer.status_code, answer.text[:300])
             assert "Traceback" not in answer.text
     assert service.request("GET", "/healthz").status_code == 200
@@ -405,17 +409,19 @@ def test_a_deeply_nested_body_is_a_bad_request_to_every_endpoint(service: Runnin
 
 @pytest.mark.parametrize("depth", [150, 990, 20_000])
 @pytest.mark.parametrize("path", posts())
-def test_depth_that_hides_behind_brackets_in_strings_does_no_harm(service: RunningService, path: str, depth: int) -> None:
+def test_depth_that_hides_behind_brackets_in_strings_does_no_harm(
+    service: RunningService, session: Session, path: str, depth: int
+) -> None:
     deep = b'{"]}]}]}":' * depth + b"1" + b"}" * depth
     for content in (deep, b'{"metadata": ' + deep + b', "tools": ' + deep + b"}"):
-        assert send(service, path, content).status_code < 500
+        assert send(service, path, content, session).status_code < 500
     assert service.request("GET", "/healthz").status_code == 200
 
 
-def test_a_part_of_an_import_that_is_nested_deeply_is_a_bad_request(service: RunningService) -> None:
+def test_a_part_of_an_import_that_is_nested_deeply_is_a_bad_request(service: RunningService, session: Session) -> None:
     for deep in (b"\x91" * 5000 + b"\x01", b"\x81\xa1a" * 5000 + b"\x01", b"\xdd\xff\xff\xff\xff"):
         for content in (deep, b"\x81\xa7session" + deep, b"\x81\xa7intents\x91\x81\xa1a" + deep):
-            assert send(service, "/sessions/{session_id}/records", content).status_code == 400
+            assert send(service, "/sessions/{session_id}/records", content, session).status_code == 400
 
 
 def test_a_tool_schema_of_ordinary_depth_is_taken(service: RunningService, session: Session) -> None:
@@ -610,19 +616,19 @@ def said(dialect: str, body: dict[str, Any]) -> str:
 
 def test_an_open_service_needs_no_secret_from_programs_and_gives_web_pages_nothing(redis_url: str) -> None:
     with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url, open=True) as service:
-        made = httpx.post(f"{service.url}/sessions", json={"session_id": "first"})
+        made = plain_http.post(f"{service.url}/sessions", json={"session_id": "first"})
         assert made.status_code == 201
         url = f"{service.url}/s/first/v1/chat/completions"
         for headers in ({}, bearer("sk-anything"), bearer(made.json()["api_key"])):
-            assert httpx.post(url, json=BODIES["chat"], headers=headers, timeout=30).status_code == 200
+            assert plain_http.post(url, json=BODIES["chat"], headers=headers).status_code == 200
         page = {"origin": "https://evil.example"}
         rebound = {"host": "evil.example:8700"}
         for headers in (page, rebound):
-            assert httpx.post(url, json=BODIES["chat"], headers=headers).status_code == 403
-            assert httpx.post(f"{service.url}/sessions", content=json.dumps({}), headers=headers).status_code == 403
-            assert httpx.get(f"{service.url}/weights", headers=headers).status_code == 403
+            assert plain_http.post(url, json=BODIES["chat"], headers=headers).status_code == 403
+            assert plain_http.post(f"{service.url}/sessions", content=json.dumps({}), headers=headers).status_code == 403
+            assert plain_http.get(f"{service.url}/weights", headers=headers).status_code == 403
             own = {**headers, **bearer(made.json()["api_key"])}
-            assert httpx.post(url, json=BODIES["chat"], headers=own, timeout=30).status_code == 200
-        assert httpx.post(f"{service.url}/v1/chat/completions", json=BODIES["chat"]).status_code == 401
-        other = httpx.post(f"{service.url}/sessions", json={}).json()
-        assert httpx.post(url, json=BODIES["chat"], headers=bearer(other["api_key"])).status_code == 401
+            assert plain_http.post(url, json=BODIES["chat"], headers=own).status_code == 200
+        assert plain_http.post(f"{service.url}/v1/chat/completions", json=BODIES["chat"]).status_code == 401
+        other = plain_http.post(f"{service.url}/sessions", json={}).json()
+        assert plain_http.post(url, json=BODIES["chat"], headers=bearer(other["api_key"])).status_code == 401

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai.types import Completion
@@ -20,6 +19,7 @@ from openai.types import Completion
 from proxy.dialects.completions import CompletionsDialect, legacy_logprobs
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine, logprobs_of
 from tests.support.engine.scripted_fixtures import Running, both_paths
+from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, hanging_up, wait_until
 
@@ -386,7 +386,7 @@ def test_another_process_finds_the_calls_in_the_store(
     complete(session, "the cat")
     with RunningService(engine.url, redis_server.url, engine_api="token") as other:
         body = {"model": "policy", "prompt": "the cat is in and"}
-        answer = httpx.post(
+        answer = plain_http.post(
             f"{other.url}/s/{session.session_id}/v1/completions",
             json=body,
             headers={"Authorization": f"Bearer {session.api_key}"},

@@ -161,7 +161,7 @@ def merged(draw: st.DrawFn, pieces: list[Delta]) -> list[Delta]:
     return made
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(told_in_pieces(), st.sampled_from(["shown", "omitted", "none"]))
 def test_any_split_of_a_reply_adds_up_to_the_unstreamed_one(told: tuple[Choice, list[Delta]], thinking: str) -> None:
     whole, deltas = told
@@ -175,7 +175,7 @@ def test_any_split_of_a_reply_adds_up_to_the_unstreamed_one(told: tuple[Choice, 
     assert accumulated(streamed(whole, [], **asked)) == expected, "what no delta carried is told at the end"
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(told_in_pieces())
 def test_a_reply_that_is_sent_back_reads_as_what_was_said(told: tuple[Choice, list[Delta]]) -> None:
     whole, _ = told
@@ -479,7 +479,7 @@ BODY = st.builds(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(BODY)
 def test_a_junk_body_is_read_or_refused(body: Any) -> None:
     try:
@@ -493,7 +493,7 @@ def test_junk_is_never_the_services_fault_and_never_recorded(service: RunningSer
     harness = service.session()
     headers = {"x-api-key": harness.api_key, "content-type": "application/json"}
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(BODY | st.binary(max_size=40), st.sampled_from(["/messages", "/messages/count_tokens"]))
     def ask(body: Any, path: str) -> None:
         content = body if isinstance(body, bytes) else msgspec.json.encode(body)

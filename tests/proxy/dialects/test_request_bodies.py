@@ -10,6 +10,7 @@ import pytest
 from proxy.dialects.body import decode, split
 from proxy.errors import RequestError
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service import plain_http
 from tests.support.service.running_service import RunningService
 
 
@@ -79,7 +80,7 @@ def _call(call_id: str) -> dict[str, object]:
 def _post(session: object, messages: list[dict[str, object]]) -> httpx.Response:
     client = session.client  # type: ignore[attr-defined]
     body = json.dumps({"model": "policy", "messages": messages}).replace("SURROGATE", "cut \\ud83d")
-    return httpx.post(
+    return plain_http.post(
         f"{client.base_url}chat/completions",
         content=body,
         headers={"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"},

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import agents
 import httpx
 import pytest
 from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
@@ -19,9 +18,13 @@ from pydantic import BaseModel, TypeAdapter
 
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
+from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.responses_client import ask, ask_stream, ask_whole, read_events
 from tests.support.service.running_service import RunningService, Session, wait_until
+
+if TYPE_CHECKING:
+    import agents
 
 LOOKUP = {
     "type": "function",
@@ -278,7 +281,7 @@ def test_a_custom_call_of_another_shape_goes_out_as_it_was_sampled_and_is_known_
     # A process that has not answered the call finds it in the store.
     history = [user("q"), item, answer_to(item)]
     with RunningService(engine.url, redis_server.url, engine_api="token") as other:
-        elsewhere = httpx.post(
+        elsewhere = plain_http.post(
             session.base_url.replace(token_service.url, other.url) + "/responses",
             headers={"Authorization": f"Bearer {session.api_key}"},
             json={"model": "policy", "input": history, "tools": [PATCH]},
@@ -364,7 +367,8 @@ def test_another_process_goes_on_from_a_response_and_shows_it(
     first = ask(session, input="q")
     with RunningService(engine.url, redis_server.url, engine_api="token") as other:
         elsewhere = session.base_url.replace(token_service.url, other.url)
-        with httpx.Client(base_url=elsewhere, headers={"Authorization": f"Bearer {session.api_key}"}) as client:
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        with httpx.Client(base_url=elsewhere, headers=headers, verify=False, timeout=30) as client:
             assert client.get(f"/responses/{first['id']}").json() == first
             second = client.post(
                 "/responses", json={"model": "policy", "input": "r", "previous_response_id": first["id"]}
@@ -477,7 +481,7 @@ def test_a_failing_engine_is_an_error_to_be_asked_again(
 
 def test_a_wrong_key_and_a_closed_session_are_errors(token_service: RunningService) -> None:
     session = token_service.session()
-    wrong = httpx.post(f"{session.base_url}/responses", headers={"Authorization": "Bearer no"}, json={})
+    wrong = plain_http.post(f"{session.base_url}/responses", headers={"Authorization": "Bearer no"}, json={})
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (401, "invalid_api_key")
     session.close()
     with pytest.raises(APIStatusError) as closed:
@@ -493,7 +497,7 @@ def test_a_full_context_is_said_in_the_stream(engine: ScriptedEngine, token_serv
         session.client.responses.create(model="policy", input=long)
     assert refused.value.code == "context_length_exceeded"
     body = {"model": "policy", "input": long, "stream": True}
-    answer = httpx.post(f"{session.base_url}/responses", headers={"Authorization": f"Bearer {session.api_key}"}, json=body)
+    answer = plain_http.post(f"{session.base_url}/responses", headers={"Authorization": f"Bearer {session.api_key}"}, json=body)
     assert answer.status_code == 200
     events = read_events(answer.text.splitlines())
     assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
@@ -521,10 +525,19 @@ def test_a_reply_that_breaks_off_fails_and_its_tokens_are_kept(
 
 
 def test_events_keep_a_waiting_harness_alive(engine: ScriptedEngine, redis_server: RedisServer) -> None:
-    engine.say(Say(text="hello", seconds_before=2.0))
-    with RunningService(engine.url, redis_server.url, engine_api="token", keepalive_seconds=0.1) as service:
-        _, events = ask_stream(service.session(), input="q")
-    assert [event["type"] for event in events].count("response.in_progress") > 2
+    """The engine says nothing before three signs of life have come."""
+    gate, signs = threading.Event(), 0
+
+    def count(line: str) -> None:
+        nonlocal signs
+        signs += line == "event: response.in_progress"
+        if signs == 3:
+            gate.set()
+
+    engine.say(Say(text="hello", gate=gate))
+    with RunningService(engine.url, redis_server.url, engine_api="token", keepalive_seconds=0.05) as service:
+        _, events = ask_stream(service.session(), input="q", on_line=count)
+    assert [event["type"] for event in events].count("response.in_progress") >= 3
 
 
 def test_a_harness_that_hangs_up_leaves_what_was_sampled(engine: ScriptedEngine, token_service: RunningService) -> None:
@@ -543,6 +556,9 @@ def test_a_harness_that_hangs_up_leaves_what_was_sampled(engine: ScriptedEngine,
 
 
 def agent_on(session: Session, client: AsyncOpenAI, **settings: Any) -> agents.Agent[Any]:
+    # Takes a second or two, and is needed by one test.
+    import agents
+
     @agents.function_tool
     def lookup(key: str) -> str:
         """Looks a key up."""
@@ -557,7 +573,9 @@ def agent_on(session: Session, client: AsyncOpenAI, **settings: Any) -> agents.A
 async def test_an_agent_of_several_turns_is_one_row(
     engine: ScriptedEngine, token_service: RunningService, stream: bool, store: bool, chained: bool
 ) -> None:
-    agents.set_tracing_disabled(True)
+    from agents import Runner, set_tracing_disabled
+
+    set_tracing_disabled(True)
     family = engine.family
     engine.say(
         family.speak("first", calls=[("lookup", {"key": "a"}), ("lookup", {"key": "b"})]),
@@ -566,18 +584,19 @@ async def test_an_agent_of_several_turns_is_one_row(
         "you are welcome",
     )
     session = token_service.session()
-    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
+    http = httpx.AsyncClient(verify=False, timeout=30)
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0, http_client=http) as client:
         agent = agent_on(session, client, store=store)
         given: Any = "look them up"
         previous: str | None = None
         for _ in range(2):
             more: dict[str, Any] = {"auto_previous_response_id": True, "previous_response_id": previous} if chained else {}
             if stream:
-                result: Any = agents.Runner.run_streamed(agent, given, **more)
+                result: Any = Runner.run_streamed(agent, given, **more)
                 async for _event in result.stream_events():
                     pass
             else:
-                result = await agents.Runner.run(agent, given, **more)
+                result = await Runner.run(agent, given, **more)
             previous = result.last_response_id
             given = "thank you" if chained else [*result.to_input_list(), user("thank you")]
     assert result.final_output == "you are welcome"

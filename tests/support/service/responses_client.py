@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from openai.types.responses import Response, ResponseStreamEvent
@@ -27,10 +27,18 @@ def ask_whole(session: Session, **fields: Any) -> dict[str, Any]:
     return response
 
 
-def ask_stream(session: Session, **fields: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(the last event's response object, all events)."""
+def ask_stream(
+    session: Session, *, on_line: Callable[[str], None] = lambda line: None, **fields: Any
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(the last event's response object, all events). `on_line` is given each line as soon as it comes."""
+
+    def noticed(lines: Iterable[str]) -> Iterator[str]:
+        for line in lines:
+            on_line(line)
+            yield line
+
     with session.client.responses.with_streaming_response.create(model="policy", stream=True, **fields) as raw:
-        events = read_events(raw.iter_lines())
+        events = read_events(noticed(raw.iter_lines()))
     for event in events:
         EVENT.validate_json(json.dumps(event), strict=True)
     check_order(events)
