@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,16 @@ async def test_the_fraction_of_passed_tests_is_the_reward(tmp_path: Path) -> Non
     assert "the teardown broke" in score.feedback
 
 
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A command that leaves the report of `TESTS`, which ran once for all."""
+    folder = tmp_path_factory.mktemp("reported")
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_it.py").write_text(TESTS)
+    subprocess.run(PYTEST, shell=True, cwd=folder, check=False, capture_output=True)
+    return f"cp {folder}/report.xml report.xml"
+
+
 @pytest.mark.parametrize(
     ("must_pass", "reward"),
     [
@@ -63,23 +74,23 @@ async def test_the_fraction_of_passed_tests_is_the_reward(tmp_path: Path) -> Non
         (["tests/test_it.py::test_gone", "tests/test_it.py::test_add[1]", "tests/test_it.py::test_add[1]"], 0.5),
     ],
 )
-async def test_only_the_tests_that_must_pass_count(must_pass: list[str], reward: float, tmp_path: Path) -> None:
-    score = await evaluated("pytest", {**OPTIONS, "must_pass": must_pass}, tmp_path, {"tests/test_it.py": TESTS})
+async def test_only_the_tests_that_must_pass_count(must_pass: list[str], reward: float, reported: str, tmp_path: Path) -> None:
+    score = await evaluated("pytest", {"command": reported, "must_pass": must_pass}, tmp_path)
     assert score.reward == reward
 
 
-async def test_a_broken_test_that_worked_before_voids_the_reward(tmp_path: Path) -> None:
-    options = {**OPTIONS, "must_pass": ["tests/test_it.py::test_add[1]"], "must_keep": ["tests/test_it.py::test_wrong"]}
-    score = await evaluated("pytest", options, tmp_path, {"tests/test_it.py": TESTS})
+async def test_a_broken_test_that_worked_before_voids_the_reward(reported: str, tmp_path: Path) -> None:
+    named = {"must_pass": ["tests/test_it.py::test_add[1]"], "must_keep": ["tests/test_it.py::test_wrong"]}
+    score = await evaluated("pytest", {"command": reported, **named}, tmp_path)
     assert (score.reward, score.metadata["broken"]) == (0.0, 1)
     assert "These passed before and must still pass:\ntests.test_it::test_wrong" in score.feedback
 
 
-async def test_in_mode_all_one_failure_is_enough(tmp_path: Path) -> None:
-    files = {"test_it.py": "def test_a(): pass\ndef test_b(): assert 0\n"}
-    assert (await evaluated("pytest", {**OPTIONS, "mode": "all"}, tmp_path, files)).reward == 0.0
-    must_pass = ["test_it.py::test_a"]
-    assert (await evaluated("pytest", {**OPTIONS, "mode": "all", "must_pass": must_pass}, tmp_path, files)).reward == 1.0
+async def test_in_mode_all_one_failure_is_enough(reported: str, tmp_path: Path) -> None:
+    options = {"command": reported, "mode": "all"}
+    assert (await evaluated("pytest", options, tmp_path)).reward == 0.0
+    must_pass = ["tests/test_it.py::test_add[1]"]
+    assert (await evaluated("pytest", {**options, "must_pass": must_pass}, tmp_path)).reward == 1.0
 
 
 async def test_a_file_that_cannot_be_imported_counts_as_failed(tmp_path: Path) -> None:

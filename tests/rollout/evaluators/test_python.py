@@ -83,7 +83,7 @@ async def test_anything_that_can_be_called_will_do(tmp_path: Path) -> None:
 
 
 async def test_nothing_is_no_reward(tmp_path: Path) -> None:
-    with pytest.raises(BadReward, match="what test_evaluator_python:gives_nothing gave is None, which is no number"):
+    with pytest.raises(BadReward, match=f"what {HERE}:gives_nothing gave is None, which is no number"):
         await evaluated("python", {"entry": f"{HERE}:gives_nothing"}, tmp_path)
 
 

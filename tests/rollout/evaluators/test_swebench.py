@@ -6,20 +6,23 @@ import asyncio
 import io
 import json
 import shutil
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rollout.evaluators import swebench_process
+from rollout.evaluators import swebench, swebench_process
 from rollout.evaluators.base import BadEvaluator, EvaluationFailed, EvaluationTimedOut, Score
 from rollout.evaluators.catalogue import kind
 from rollout.runtimes.base import Executed
 from rollout.swebench_tasks import REPOSITORY, RESULT, BadInstance, swebench_task
 from rollout.task import HarnessSpec, RuntimeSpec
+from tests import ROOT
 from tests.support.runtimes.evaluations import TASK, case_of, check, plain_runtime
 from tests.support.runtimes.plain_runtime import PlainRuntime
 from tests.support.runtimes.swebench_instance import BUGGY, FIXED, FIXED_AND_BROKEN, HALF_FIXED, Instance, make_instance
@@ -50,15 +53,59 @@ class Place:
         return self.instance.repository / path
 
 
+GRADER = """
+import io, json, socket, sys
+from rollout.evaluators import swebench_process
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+while True:
+    connection, _ = listener.accept()
+    with connection:
+        asked = b""
+        while True:
+            asked += connection.recv(1 << 16)
+            try:
+                json.loads(asked)
+                break
+            except ValueError:
+                pass
+        sys.stdin, sys.stdout = io.StringIO(asked.decode()), io.StringIO()
+        swebench_process.main()
+        connection.sendall(sys.stdout.getvalue().encode())
+"""
+
+
+@pytest.fixture(scope="module")
+def grader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A program that is started as the package's process is, and asks the one process that has the package imported for all tests."""
+    program = tmp_path_factory.mktemp("grader") / "python"
+    with subprocess.Popen([sys.executable, "-X", "utf8", "-c", GRADER], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        program.write_text(f"#!/bin/bash\nexec 3<>/dev/tcp/127.0.0.1/{port}\ncat >&3\ncat <&3\n")
+        program.chmod(0o755)
+        yield str(program)
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def instance(tmp_path_factory: pytest.TempPathFactory) -> Instance:
+    return make_instance(tmp_path_factory.mktemp("instance") / "testbed")
+
+
 @pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[Place]:
+async def place(instance: Instance, grader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
+    monkeypatch.setattr(swebench, "sys", SimpleNamespace(executable=grader))
     async with plain_runtime(tmp_path, (REPOSITORY, RESULT), RESULT) as runtime:
-        instance = await asyncio.to_thread(make_instance, tmp_path / "stand_ins" / "testbed")
-        await asyncio.to_thread(shutil.copytree, instance.repository, runtime.workdir, dirs_exist_ok=True)
-        yield Place(instance, runtime, tmp_path)
+        testbed = tmp_path / "stand_ins" / "testbed"
+        for copy in (testbed, Path(runtime.workdir)):
+            await asyncio.to_thread(shutil.copytree, instance.repository, copy, dirs_exist_ok=True)
+        yield Place(replace(instance, repository=testbed), runtime, tmp_path)
 
 
-async def test_a_solved_instance_is_resolved(place: Place) -> None:
+async def test_a_solved_instance_is_resolved(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is asked as a node asks it, in a process of its own for each question."""
+    monkeypatch.setattr(swebench, "sys", sys)
     (place.result / "slugs.py").write_text(FIXED)
     score = await place.evaluated(place.options())
     assert (score.reward, score.feedback) == (1.0, "resolved: yes")
@@ -158,8 +205,8 @@ async def test_broken_surroundings_are_no_fault_of_the_agent(said: str, failed: 
 async def test_tests_without_end_give_no_reward(place: Place) -> None:
     (place.result / "slugs.py").write_text(FIXED)
     options = {**place.options(eval_script="sleep 600\n"), "result": REPOSITORY}
-    with pytest.raises(EvaluationTimedOut, match="the tests were still at work after 1 seconds"):
-        await place.evaluated(options, seconds=1.0)
+    with pytest.raises(EvaluationTimedOut, match=r"the tests were still at work after 0\.1 seconds"):
+        await place.evaluated(options, seconds=0.1)
 
 
 async def test_a_log_parser_that_the_package_does_not_have_is_named(place: Place) -> None:
@@ -184,8 +231,8 @@ def test_a_node_without_the_package_says_what_to_install(
     assert told == {"error": "No module named 'swebench'; install the extra 'swebench' on this node"}
 
 
-def test_a_row_becomes_a_task_without_its_solution(tmp_path: Path) -> None:
-    row = make_instance(tmp_path).row
+def test_a_row_becomes_a_task_without_its_solution(instance: Instance) -> None:
+    row = instance.row
     task = swebench_task(row, HarnessSpec("codex"), num_samples=4, runtime=RuntimeSpec("kubernetes", cpus=4.0))
     assert (task.task_id, task.num_samples, task.harness.name) == ("example__slugs-1", 4, "codex")
     assert "slug() keeps upper case" in task.instruction
@@ -196,8 +243,8 @@ def test_a_row_becomes_a_task_without_its_solution(tmp_path: Path) -> None:
     check("swebench", task.evaluator.options, task)
 
 
-def test_a_row_that_lacks_something_is_refused(tmp_path: Path) -> None:
-    row = make_instance(tmp_path).row
+def test_a_row_that_lacks_something_is_refused(instance: Instance) -> None:
+    row = instance.row
     with pytest.raises(BadInstance, match="'example__slugs-1' lacks image, eval_script: rows of swebench 5 have them"):
         swebench_task({**row, "image": None, "eval_script": ""}, HarnessSpec("pi"))
 
@@ -214,8 +261,8 @@ def test_a_row_that_lacks_something_is_refused(tmp_path: Path) -> None:
         ({"split": "test"}, "there is no option 'split'"),
     ],
 )
-def test_bad_options_are_refused_by_name(change: dict[str, Any], said: str, tmp_path: Path) -> None:
-    row = make_instance(tmp_path).row
+def test_bad_options_are_refused_by_name(change: dict[str, Any], said: str, instance: Instance) -> None:
+    row = instance.row
     if change.get("instance"):
         change = {"instance": {**row, **change["instance"]}}
     options = {name: value for name, value in {"instance": row, **change}.items() if value is not None}
