@@ -1,0 +1,268 @@
+"""Faults planted into the product one at a time, to see that the tests notice: `make mutants`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tests import ROOT
+from tests.mutants.catalogue import FAULTS
+from tests.mutants.fault import Fault, NotPlaced, sources
+from tests.mutants.workshop import Run, Stopped, Workshop
+
+PASSED, FAILED = 0, 1
+"""Exit codes of pytest. Any other says that the tests were not run as they should have been."""
+
+_HELP = """\
+Each fault is a small change of the code that would really hurt a user. It is planted into a copy of the tree in a temporary folder,
+never into the checkout, and the few tests that must notice are run there. Before that they are run without a fault, and must pass.
+
+A fault that is NOT caught is a finding: another test may notice it (name that one), or a test is missing (write it). The exit code is 1
+when any was not caught, when a fault fits the code no more, or when its tests could not be run.
+
+Faults are data in tests/mutants/in_*.py: what it would do, the old text, the new text, the tests. The old text must stand exactly once in
+the product; in which file does not matter.
+"""
+_EXAMPLES = """\
+examples:
+  make mutants                                  all of them, about a quarter of an hour on two cores
+  make mutants ARGS="--only lease"              those that say "lease" in their sentence or their tests
+  make mutants ARGS="--only bridge template"    those that say both
+  make mutants ARGS="--list"                    what there is, and where each would be planted
+  make mutants ARGS="--only intent --output"    and what pytest said about each
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`why` it does not count as caught, "" where it does."""
+
+    fault: Fault
+    run: Run | None
+    why: str = ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    asked = _asked(arguments)
+    console = Console()
+    faults = [fault for fault in FAULTS if _fits(fault, asked.only)]
+    if not faults:
+        console.print(f"no fault says all of: {', '.join(asked.only)}")
+        return 1
+    lost = _lost(faults)
+    for fault, why in lost.items():
+        console.print(f"[red]cannot be planted:[/] {fault.harm}\n    {why}", highlight=False)
+    if asked.list:
+        return _show(faults, lost, console)
+    faults = [fault for fault in faults if fault not in lost]
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
+            verdicts = Workshops(Path(folder).resolve(), asked.jobs, console).try_out(faults)
+    except KeyboardInterrupt:
+        console.print("stopped; nothing is left behind")
+        return 130
+    except (OSError, RuntimeError) as error:
+        console.print(f"[red]{error}[/]", highlight=False)
+        return 1
+    return _report(verdicts, lost, console, output=asked.output)
+
+
+def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="make mutants", description=_HELP, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only faults that say all of these words")
+    parser.add_argument("--list", action="store_true", help="say which faults there are, and run nothing")
+    parser.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, metavar="N", help="copies worked on at a time")
+    parser.add_argument("--output", action="store_true", help="show what pytest said, also of faults that were caught")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def _fits(fault: Fault, words: Iterable[str]) -> bool:
+    said = f"{fault.harm} {fault.tests}".lower()
+    return all(word.lower() in said for word in words)
+
+
+def _lost(faults: Iterable[Fault]) -> dict[Fault, str]:
+    """Faults that fit the tree no more, and why."""
+    texts, lost = sources(ROOT), {}
+    for fault in faults:
+        try:
+            fault.place(texts)
+        except NotPlaced as error:
+            lost[fault] = str(error)
+        if gone := [path for path in fault.paths if not (ROOT / path).exists()]:
+            lost[fault] = f"there is no {', '.join(gone)}"
+    return lost
+
+
+def _show(faults: Sequence[Fault], lost: dict[Fault, str], console: Console) -> int:
+    texts = sources(ROOT)
+    table = Table("what it would do", "where", "tests", show_lines=True)
+    for fault in faults:
+        table.add_row(fault.harm, "nowhere" if fault in lost else str(fault.place(texts)), fault.tests)
+    console.print(table)
+    console.print(f"{len(faults)} faults")
+    return 1 if lost else 0
+
+
+class Workshops:
+    """So many copies of the tree; each is given one task after the other."""
+
+    def __init__(self, folder: Path, number: int, console: Console) -> None:
+        self._free: queue.SimpleQueue[Workshop] = queue.SimpleQueue()
+        self._all: list[Workshop] = []
+        self._console = console
+        self._folder = folder
+        self._number = number
+
+    def try_out(self, faults: Sequence[Fault]) -> list[Verdict]:
+        """What became of each. Raises RuntimeError where the copies are not what is imported, KeyboardInterrupt."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with ExitStack() as stack:
+            self._open(faults, stack)
+            threads = stack.enter_context(ThreadPoolExecutor(self._number))
+            progress = stack.enter_context(Progress(*columns, console=self._console))
+            try:
+                broken = self._before(faults, threads, progress)
+                return self._verdicts(faults, broken, threads, progress)
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                for workshop in self._all:
+                    workshop.stop()
+                raise
+
+    def _open(self, faults: Sequence[Fault], stack: ExitStack) -> None:
+        files = sorted({path for fault in faults for path in fault.paths})
+        with self._console.status("copying the tree"):
+            for number in range(self._number):
+                workshop = stack.enter_context(Workshop(self._folder / str(number), files))
+                self._all.append(workshop)
+                self._free.put(workshop)
+
+    def _before(self, faults: Sequence[Fault], threads: ThreadPoolExecutor, progress: Progress) -> set[str]:
+        """Test files that fail without a fault. Raises RuntimeError where they cannot be run."""
+        # Every file is one workshop's, with all that anybody wants of it.
+        files = sorted({path for fault in faults for path in fault.paths})
+        shares = [share for share in (files[start :: self._number] for start in range(self._number)) if share]
+        bar = progress.add_task("without a fault", total=len(shares))
+        broken: set[str] = set()
+        for done in as_completed([threads.submit(self._tested, together(faults, share)) for share in shares]):
+            run = done.result()
+            if run.code not in (PASSED, FAILED):
+                raise RuntimeError(f"without a fault pytest ended with exit code {run.code}:\n{_end_of(run)}")
+            if run.failed:
+                progress.console.print(f"[red]fails without a fault:[/]\n{_end_of(run)}", highlight=False)
+            broken |= {test.partition("::")[0] for test in run.failed}
+            progress.advance(bar)
+        return broken
+
+    def _tested(self, arguments: Sequence[str]) -> Run:
+        workshop = self._free.get()
+        try:
+            return workshop.test(arguments)
+        finally:
+            self._free.put(workshop)
+
+    def _verdicts(
+        self, faults: Sequence[Fault], broken: set[str], threads: ThreadPoolExecutor, progress: Progress
+    ) -> list[Verdict]:
+        bar = progress.add_task("faults", total=len(faults))
+        asked: dict[Future[Verdict], Fault] = {}
+        found: dict[Fault, Verdict] = {}
+        for fault in faults:
+            if not broken.intersection(fault.paths):
+                asked[threads.submit(self._verdict, fault)] = fault
+            else:
+                found[fault] = Verdict(fault, None, "its tests fail without it")
+                progress.advance(bar)
+        for done in as_completed(asked):
+            found[asked[done]] = verdict = done.result()
+            if verdict.why:
+                progress.console.print(f"[red]NOT caught[/] ({verdict.why}): {verdict.fault.harm}", highlight=False)
+            elif not progress.console.is_terminal:
+                progress.console.print(f"caught: {verdict.fault.harm}", highlight=False)
+            progress.advance(bar)
+        return [found[fault] for fault in faults]
+
+    def _verdict(self, fault: Fault) -> Verdict:
+        workshop = self._free.get()
+        try:
+            with workshop.planted(fault):
+                run = workshop.test(["-x", *fault.arguments])
+        finally:
+            self._free.put(workshop)
+        why = {FAILED: "", PASSED: "the tests pass"}.get(run.code, f"pytest ended with exit code {run.code}")
+        return Verdict(fault, run, why)
+
+
+def together(faults: Iterable[Fault], files: Sequence[str]) -> list[str]:
+    """What pytest is told to run all that the faults want of these files: a file's tests are those of any of its expressions."""
+    wanted: dict[str, set[str]] = {file: set() for file in files}
+    for fault in faults:
+        expression = fault.arguments[-1] if "-k" in fault.arguments else ""
+        for path in fault.paths:
+            if path in wanted:
+                wanted[path].add(expression)
+    terms = []
+    for path, expressions in wanted.items():
+        name = Path(path).stem
+        terms.append(
+            name if "" in expressions else f"({name} and ({' or '.join(f'({each})' for each in sorted(expressions))}))"
+        )
+    return [*files, "-k", " or ".join(terms)]
+
+
+def _report(verdicts: Sequence[Verdict], lost: dict[Fault, str], console: Console, *, output: bool) -> int:
+    table = Table("fault", "", "s", "noticed by", show_lines=True)
+    for verdict in verdicts:
+        run = verdict.run
+        state = "[red]NOT caught[/]" if verdict.why else "[green]caught[/]"
+        seconds = f"{run.seconds:.0f}" if run is not None else ""
+        table.add_row(
+            verdict.fault.harm, state, seconds, verdict.why or (run.failed[0] if run is not None and run.failed else "")
+        )
+        if run is not None and (output or run.code not in (PASSED, FAILED)):
+            console.rule(verdict.fault.harm)
+            console.print(_end_of(run), markup=False, highlight=False)
+    console.print(table)
+    missed = sum(bool(verdict.why) for verdict in verdicts)
+    console.print(f"{len(verdicts) - missed} of {len(verdicts) + len(lost)} faults were caught", highlight=False)
+    return 1 if missed or lost else 0
+
+
+def _end_of(run: Run) -> str:
+    return "\n".join(run.output.strip().splitlines()[-40:])
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Stopped:
+        sys.exit(130)

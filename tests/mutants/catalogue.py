@@ -1,0 +1,14 @@
+"""All faults that are planted."""
+
+from __future__ import annotations
+
+from tests.mutants import in_proxy, in_reconstruct, in_rollout, in_store, in_trainer_client
+from tests.mutants.fault import Fault
+
+FAULTS: tuple[Fault, ...] = (
+    *in_reconstruct.FAULTS,
+    *in_store.FAULTS,
+    *in_proxy.FAULTS,
+    *in_rollout.FAULTS,
+    *in_trainer_client.FAULTS,
+)

@@ -1,0 +1,320 @@
+"""Faults in the path of a call: what the harness sees, what is recorded, and who may ask."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+_FLOW = "tests/proxy/test_flow.py -k "
+_SECURITY = "tests/proxy/test_security.py -k "
+_CONTROL = "tests/proxy/api/test_control_api.py -k "
+
+FAULTS = (
+    # What is sampled
+    Fault(
+        "The first id of every later chunk of a stream is dropped.",
+        "        new = piece.token_ids or []\n        self.token_ids.extend(new)\n",
+        "        new = piece.token_ids or []\n        self.token_ids.extend(new[1:] if self.token_ids else new)\n",
+        _FLOW + "'streamed_capture'",
+    ),
+    Fault(
+        "The logprobs of a stream's last chunk are lost.",
+        "        if piece.logprobs and piece.logprobs.content:\n            self.entries.extend(piece.logprobs.content)\n",
+        "        if piece.logprobs and piece.logprobs.content and not piece.finish_reason:\n"
+        "            self.entries.extend(piece.logprobs.content)\n",
+        _FLOW + "'streamed_capture'",
+    ),
+    Fault(
+        "On the chat path the ids of a later chunk replace those before it.",
+        "            self.token_ids.extend(choice.token_ids)\n",
+        "            self.token_ids = list(choice.token_ids)\n",
+        _FLOW + "'streamed_capture'",
+    ),
+    Fault(
+        "The spans of a reply that goes on across a push all say the version it began with.",
+        "        spans.append(Span(version, item.start, item.end))\n",
+        "        spans.append(Span(spans[0].version if spans else version, item.start, item.end))\n",
+        _FLOW + "'goes_on_across_a_push'",
+    ),
+    Fault(
+        "A token whose weights are not known is trained as one of the newest.",
+        "        return None if self.updatable else self.weight_version\n",
+        "        return self.weight_version\n",
+        "tests/proxy/engine/test_sglang_api.py -k 'weights_are_not_known'",
+    ),
+    Fault(
+        "The text of a reply is told twice in a stream.",
+        "        delta = Delta(self._index, content[len(self._content) :], reasoning[len(self._reasoning) :])\n",
+        "        delta = Delta(self._index, content, reasoning[len(self._reasoning) :])\n",
+        _FLOW + "'streamed_capture or the_harness_gets_the_text'",
+    ),
+    Fault(
+        "Ids that merely begin like those before are taken for the same.",
+        '    return max(0, right.rfind(b",", 0, shared))\n',
+        "    return max(0, shared - 1)\n",
+        "tests/proxy/engine/test_id_text.py",
+    ),
+    # What is asked of the engine
+    Fault(
+        "What was sampled is encoded anew for the next turn: the model goes on from ids it never said.",
+        "        ids = np.concatenate((tree.full_ids(parent.call_id), outcome.ids))\n",
+        "        ids = whole.ids\n",
+        _FLOW + "'split_the_tokenizer or turn_two'",
+    ),
+    Fault(
+        "The session's sampling overrides are ignored: an agent samples at a temperature of its own.",
+        "        turn.sampling = {**request.sampling, **overrides(tree.info.sampling)}\n",
+        "        turn.sampling = {**overrides(tree.info.sampling), **request.sampling}\n",
+        _FLOW + "'session_overrides'",
+    ),
+    Fault(
+        "A message whose ids name a call is matched with another call that said the same.",
+        "    named = [call_id for call_id in replayed.minted if call_id in candidates]\n    if not named:\n",
+        "    named = list(reversed(candidates))\n    if not named:\n",
+        "tests/proxy/test_flow.py tests/proxy/dialects/test_messages_sdk.py -k 'its_id_names or another_id or name'",
+    ),
+    Fault(
+        "A history whose reasoning was edited goes on in the row of the original.",
+        "        if tree.projection(old.call_id, history[old.message_count], request.schemas) is None:\n            return None\n",
+        "",
+        "tests/proxy/test_session_tree.py",
+    ),
+    Fault(
+        "A prompt that shares only a part of its parent's ids is put behind all of them.",
+        "    return Place(parent_id, reason, base if shared else None, shared, prompt_ids[shared:])\n",
+        "    return Place(parent_id, reason, base if shared else None, shared, prompt_ids[shared + 1 :])\n",
+        _FLOW + "'turn_two or interleaved'",
+    ),
+    Fault(
+        "A continuation that was tokenised anew is told as an extension: no reason says why the row ended.",
+        '        reason = branch_reason or "retokenized"\n',
+        "        reason = branch_reason\n",
+        "tests/proxy/test_flow.py tests/proxy/dialects/test_completions.py -k 'retokenized or such_text_branches or split_the_tokenizer'",
+    ),
+    # Records
+    Fault(
+        "The engine samples before the intent is written: a crash loses the call without a trace.",
+        "        if not intent.is_written:\n            job.line.before = partial(self._written, turn, intent, job.line)\n",
+        "",
+        "tests/proxy/test_intent_first.py -k 'on_its_way or cannot_be_written'",
+    ),
+    Fault(
+        "The harness hears the end of a reply before its record is stored.",
+        "        reply = await self._commit(turn, outcome)\n        if outcome.broken is not None:\n",
+        "        yield Reply(turn.call_ids[0], turn.request.model, 0, 0, [\n"
+        "            minted_choice(each, turn.call_ids, forced_tool=False) for each in outcome.choices\n"
+        "        ], 0)\n"
+        "        reply = await self._commit(turn, outcome)\n        if outcome.broken is not None:\n",
+        _FLOW + "'ends_only_when'",
+    ),
+    Fault(
+        "The choices of a call (n > 1) are all recorded with the tokens of the first.",
+        "        completion_ids=pack_ids(sampled.token_ids or ()),\n",
+        "        completion_ids=pack_ids(sampled.token_ids or ()) if sibling is None else sibling.node.completion_ids,\n",
+        _FLOW + "'every_choice'",
+    ),
+    Fault(
+        "A call that its harness broke off is not recorded, though tokens were sampled.",
+        "        if turn.running.cut.is_set() and not spoken:\n",
+        "        if turn.running.cut.is_set():\n",
+        _FLOW + "'goes_away_ends or aborted_turn'",
+    ),
+    Fault(
+        "A reply without token ids is trained.",
+        "    if not has_prompt_ids or sampled.token_ids is None:\n",
+        "    if not has_prompt_ids:\n",
+        "tests/proxy/engine/test_plain_servers.py tests/proxy/test_flow.py -k 'without_ids'",
+    ),
+    Fault(
+        "What a frozen model says is trained.",
+        '    return FROZEN if frozen else ""\n',
+        '    return ""\n',
+        "tests/proxy/engine/test_replicas.py -k 'frozen'",
+    ),
+    Fault(
+        "A reply that never went out is marked as delivered.",
+        "    return await client.flushed() if client.flushed is not None else not leaving.done()\n",
+        "    return True\n",
+        "tests/proxy/test_delivered.py -k 'given_up or does_not_say'",
+    ),
+    Fault(
+        "A reply is delivered and nobody notes it, so that a later sample of the same prompt throws it away.",
+        "        if answered and not turn.running.cut.is_set():\n",
+        "        if answered and turn.running.cut.is_set():\n",
+        "tests/proxy/test_flow.py -k 'the_harness_gets_the_text'",
+    ),
+    Fault(
+        "A call that the store does not take is answered all the same.",
+        '        if outcome == b"frozen":\n            raise Conflict(f"session {session_id} was closed as '
+        '{detail[0].decode()} before the call was recorded")\n',
+        '        if outcome == b"frozen":\n            return 0\n',
+        "tests/proxy/store/test_sessions.py",
+    ),
+    Fault(
+        "A store that is away while a call is committed is passed over, and the reply goes out unrecorded.",
+        "            total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records)\n",
+        "            try:\n"
+        "                total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records)\n"
+        "            except StoreUnavailable:\n"
+        "                total = 0\n",
+        "tests/proxy/store/test_faults.py -k 'commit or full'",
+    ),
+    Fault(
+        "A call that an engine broke off is answered as if its reply was whole.",
+        "            raise EngineFailed(outcome.broken)\n",
+        "            pass\n",
+        "tests/proxy/engine/test_ids_api.py -k 'breaks_off'",
+    ),
+    Fault(
+        "Closing a session leaves its call in flight sampling, and unrecorded.",
+        "        await services.sessions.begin_close(session_id)\n        await services.peers.cut(session_id)\n        state =",
+        "        await services.sessions.begin_close(session_id)\n        state =",
+        _FLOW + "'closing_a_session'",
+    ),
+    Fault(
+        "Calls that a crash left without a record are missing in the accounting of their session.",
+        '    untold = {intent.call_id: "dangling" for intent in intents if intent.call_id not in finished} | damaged\n',
+        "    untold = damaged\n",
+        _CONTROL + "'dangling'",
+    ),
+    Fault(
+        "Rows of side calls (titles, routing) are given to the trainer with nothing to train.",
+        "for row in built if row.loss_mask.any()]\n",
+        "for row in built]\n",
+        "tests/reconstruct/test_roles_and_retries.py -k 'are_not_leased'",
+    ),
+    Fault(
+        "A group is as old as its newest token: rows far off-policy pass for fresh ones.",
+        "PolicyRows(len(found), min(span.version for row in found for span in row.weight_versions))",
+        "PolicyRows(len(found), max(span.version for row in found for span in row.weight_versions))",
+        "tests/proxy/api/test_delivery_service.py -k 'across_versions'",
+    ),
+    Fault(
+        "A session that failed is given to a trainer with the reward it had by then.",
+        "    usable = state.status in RUN_ENDED and state.reward is not None and bool(by_policy)\n",
+        "    usable = state.reward is not None and bool(by_policy)\n",
+        _CONTROL + "'no_usable_member'",
+    ),
+    # Who may ask
+    Fault(
+        "The key of one session opens another one.",
+        "            if not key_opens(key, info.key_hash):\n",
+        "            if not key:\n",
+        _SECURITY + "'harness_side_opens and chat'",
+    ),
+    Fault(
+        "A key that names another session than the path opens the one in the path.",
+        "    if path_session is not None and path_session != session_id:\n",
+        "    if path_session is None:\n",
+        "tests/proxy/test_auth.py",
+    ),
+    Fault(
+        "The trainer's token opens what is the admin's.",
+        "        if role is Role.ADMIN or role is needed:\n",
+        "        if role is not None:\n",
+        "tests/proxy/test_auth.py",
+    ),
+    Fault(
+        "The routes of sessions open to everybody.",
+        "def admin_only(request: Request) -> None:\n    _check(request, Role.ADMIN)\n",
+        "def admin_only(request: Request) -> None:\n    pass\n",
+        _CONTROL + "'its_own_token'",
+    ),
+    Fault(
+        "An open service answers any web page that the machine's browser shows.",
+        "        if not is_loopback(_host(said)):\n",
+        "        if not _host(said):\n",
+        "tests/proxy/test_auth.py",
+    ),
+    Fault(
+        "A closed session's key still lists models and counts tokens.",
+        '        if state.status != "open":\n            raise Conflict(f"session \'{session_id}\' is {state.status}; '
+        'its key opens nothing any more")\n',
+        "",
+        _SECURITY + "'opens_nothing_any_more'",
+    ),
+    Fault(
+        "A key stands in the log in plain text.",
+        '        return _KEY.sub("vb-...", json.dumps(present, default=str))\n',
+        "        return json.dumps(present, default=str)\n",
+        "tests/proxy/test_observed_calls.py -k 'holds_no_key'",
+    ),
+    Fault(
+        "A key stands in the log of a person in plain text.",
+        '        return _KEY.sub("vb-...", super().format(record))\n',
+        "        return super().format(record)\n",
+        "tests/proxy/test_secrets.py -k 'no_secret_is_written'",
+    ),
+    Fault(
+        "A path that is no endpoint is answered like the one it resembles.",
+        'return _Endpoint(method, dialect, action, re.compile(rf"(?:/s/(?P<session>[^/]+))?{pattern}\\Z"))\n',
+        'return _Endpoint(method, dialect, action, re.compile(rf"(?:/s/(?P<session>[^/]+))?{pattern}"))\n',
+        "tests/proxy/test_routes.py",
+    ),
+    Fault(
+        "Counting tokens samples a reply and records it.",
+        '_endpoint("POST", "messages", "count", "/v1/messages/count_tokens"),\n',
+        '_endpoint("POST", "messages", "call", "/v1/messages/count_tokens"),\n',
+        "tests/proxy/test_routes.py",
+    ),
+    Fault(
+        "A body of any size is read into memory.",
+        "        if size > most_bytes:\n",
+        "        if size < 0:\n",
+        _SECURITY + "'beyond_the_limit'",
+    ),
+    Fault(
+        "A session may have more calls under way than it is allowed.",
+        "        if self._per_session and self._taken[session_id] >= self._per_session:\n",
+        "        if self._per_session and self._taken[session_id] > self._per_session:\n",
+        _SECURITY + "'beyond_the_limits_wait'",
+    ),
+    Fault(
+        "An engine is made to fetch whatever address a harness names.",
+        '        if isinstance(address, str) and address[:5].lower() != "data:":\n',
+        '        if isinstance(address, str) and address[:5].lower() == "file:":\n',
+        _SECURITY + "'named_by_address'",
+    ),
+    # Pushes
+    Fault(
+        "After a push the service goes on counting a replica's tokens as those of the old weights.",
+        "        replica.weight_version = push.version\n        self._keeper.repaired(replica)\n",
+        "        self._keeper.repaired(replica)\n",
+        "tests/proxy/engine/test_weight_policies.py -k 'goes_to_the_replicas'",
+    ),
+    Fault(
+        "A replica with torn weights goes on serving.",
+        "            if outcome.error is not None and (applied or isinstance(outcome.error, ReplicaLeft)):\n",
+        "            if outcome.error is not None and applied:\n",
+        "tests/proxy/engine/test_pool.py -k 'torn'",
+    ),
+    Fault(
+        "Calls are sampled on replicas while weights change under them.",
+        "        with self._pool.hold(push.policy):\n",
+        "        if True:\n",
+        _FLOW + "'held_and_sampled'",
+    ),
+    Fault(
+        "Weights that are not greater than the current ones are pushed.",
+        "        if push.version <= current.version:\n            raise Conflict(",
+        "        if push.version < 0:\n            raise Conflict(",
+        "tests/proxy/engine/test_pool.py -k 'makes_no_sense'",
+    ),
+    Fault(
+        "A frozen model takes new weights.",
+        '        if frozen := self._frozen(policy):\n            raise Conflict(f"model',
+        '        if (frozen := self._frozen(policy)) and policy == "?":\n            raise Conflict(f"model',
+        "tests/proxy/engine/test_weight_policies.py -k 'frozen'",
+    ),
+    Fault(
+        "A call goes to the engine of another model than the one it asked for.",
+        "        return [replica for replica in self._replicas_of(policy) if replica.healthy]\n",
+        '        return [replica for replica in self._replicas_of("") if replica.healthy]\n',
+        "tests/proxy/engine/test_replicas.py -k 'policy_it_asks_for'",
+    ),
+    Fault(
+        "A call of which a token may have been sampled is sampled again elsewhere, and the first is lost.",
+        "                    if answered or turn.running.cut.is_set() or not route.another():\n",
+        "                    if not route.another():\n",
+        "tests/proxy/engine/test_replicas.py -k 'is_not_tried_again'",
+    ),
+)

@@ -1,0 +1,242 @@
+"""Faults in the pure core: what a row says of tokens that were sampled, which calls hang together, and what is never trained."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+_FOREST = "tests/reconstruct/test_forest.py"
+_BUILDERS = "tests/reconstruct/test_builders.py -k 'not ten_thousand and not thousand_calls and not same_tokens'"
+_ACCOUNTING = "tests/reconstruct/test_accounting.py"
+_BRIDGE = (
+    "tests/reconstruct/test_bridge.py -k 'turn_end or newline or doubled or cut or refused or dropped or rewritten or repeated'"
+)
+_MESSAGES = "tests/reconstruct/test_messages.py -k 'not any_order and not under_a_projection'"
+_RETRIES = "tests/reconstruct/test_roles_and_retries.py -k 'superseded or supersedes_what or both_kept or last_attempt or choices_of_one'"
+_CODEC = "tests/reconstruct/test_codec.py -k 'flipped or truncation or schema or written or every_field'"
+
+FAULTS = (
+    # Rows
+    Fault(
+        "The loss mask begins one token late: the first sampled token of every reply is not trained.",
+        "        loss_mask[start:end] = 1\n",
+        "        loss_mask[start + 1 : end] = 1\n",
+        _BUILDERS,
+    ),
+    Fault(
+        "The loss mask goes one token too far: a token of the template is trained as if it was sampled.",
+        "        end = start + len(node.completion_ids)\n        places[call_id] = (start, end)\n        loss_mask[start:end] = 1\n",
+        "        end = start + len(node.completion_ids)\n        places[call_id] = (start, end)\n        loss_mask[start : end + 1] = 1\n",
+        _BUILDERS,
+    ),
+    Fault(
+        "Logprobs of a reply are shifted by one token, so that every importance ratio is that of a neighbour.",
+        "        logprobs[start:end] = node.logprobs\n",
+        "        logprobs[start:end] = np.roll(node.logprobs, 1)\n",
+        _BUILDERS,
+    ),
+    Fault(
+        "Weight versions stand one token off in the row.",
+        "Span(span.version, start + span.start, start + span.end) for span in node.spans",
+        "Span(span.version, start + span.start + 1, start + span.end + 1) for span in node.spans",
+        _BUILDERS,
+    ),
+    Fault(
+        "A call that two branches share is trained twice.",
+        "{call_id for call_id in path if call_id not in settled.refused} - owned",
+        "{call_id for call_id in path if call_id not in settled.refused}",
+        _BUILDERS,
+    ),
+    Fault(
+        "A trainer is shown each rollout as often as it has rows: long agents weigh more than short ones.",
+        "row_weight=1 / trained[row.rollout_id, row.policy] if row.loss_mask.any() else 0.0",
+        "row_weight=1.0 if row.loss_mask.any() else 0.0",
+        "tests/trainer_client/test_credit.py",
+    ),
+    Fault(
+        "A row id changes from one delivery to the next, so that a trainer cannot tell that it had the row before.",
+        '    return blake2b("\\0".join((builder, session_id, *path)).encode(), digest_size=12).hexdigest()\n',
+        '    return blake2b("\\0".join((builder, session_id, str(id(path)))).encode(), digest_size=12).hexdigest()\n',
+        _BUILDERS,
+    ),
+    Fault(
+        "The row of a branch gets the session's reward instead of its own.",
+        "    for name in (trajectory_id, last_call_id):\n        if name in context.per_branch:\n",
+        "    for name in ():\n        if name in context.per_branch:\n",
+        _BUILDERS,
+    ),
+    # The forest
+    Fault(
+        "A call whose prompt differs from its parent's ids is merged with it: the row trains tokens after a context they never had.",
+        "            if not np.array_equal(_own_ids(one, start, length), _own_ids(other, start, length)):\n                return False\n",
+        "            if not np.array_equal(_own_ids(one, start, length), _own_ids(other, start, length)):\n                return True\n",
+        _FOREST,
+    ),
+    Fault(
+        "Rows of two models are merged into one, whose versions are counted on one line.",
+        "        if self.calls[parent_id].policy != call.policy:\n            return False\n",
+        "",
+        "tests/proxy/test_policy_rows.py -k 'never_runs_through'",
+    ),
+    Fault(
+        "A prompt that leans on a call ends one id early.",
+        "                parts.append(node.completion_ids[: own - len(node.delta_ids)])\n",
+        "                parts.append(node.completion_ids[: own - len(node.delta_ids) - 1])\n",
+        _FOREST,
+    ),
+    # What is trained
+    Fault(
+        "A call whose record breaks a rule (a missing logprob, spans with gaps) is trained all the same.",
+        "    except RecordError as error:\n        return error.reason\n    if call.finish_reason",
+        '    except RecordError:\n        return ""\n    if call.finish_reason',
+        _ACCOUNTING,
+    ),
+    Fault(
+        "A reply that its harness cut and never went on from is trained as if it was whole.",
+        '    if call.finish_reason == "abort" and not any(',
+        '    if call.finish_reason == "cut" and not any(',
+        _ACCOUNTING,
+    ),
+    Fault(
+        "A call that was sampled after ids that are none is trained.",
+        '            or (IdOutOfRange.reason if call.call_id in unsound else "")\n',
+        "",
+        _ACCOUNTING,
+    ),
+    Fault(
+        "A missing logprob passes for a number.",
+        "        if not finite.all():\n",
+        "        if not finite.any():\n",
+        _ACCOUNTING,
+    ),
+    Fault(
+        "Fewer logprobs than sampled ids pass: from the gap on each is another token's.",
+        "        if len(self.logprobs) != sampled:\n",
+        "        if len(self.logprobs) > sampled:\n",
+        _ACCOUNTING,
+    ),
+    Fault(
+        "Logits are trained as if they were logprobs.",
+        '    if mode in NO_LOGPROBS:\n        return "logits_for_logprobs"\n',
+        "",
+        "tests/reconstruct/test_details.py -k 'logits'",
+    ),
+    Fault(
+        "The accounting loses calls whose parent's record is missing.",
+        "    calls = [*settled.forest.calls.values(), *settled.stray]\n",
+        "    calls = [*settled.forest.calls.values()]\n",
+        _ACCOUNTING,
+    ),
+    Fault(
+        "The accounting loses calls that a crash left without a record.",
+        "    quarantined += [Quarantined(call_id, 0, reason) for call_id, reason in (untold or {}).items()]\n",
+        "",
+        _ACCOUNTING,
+    ),
+    Fault(
+        "Numbers that do not add up are handed out as an accounting.",
+        "    if accounting.sampled_tokens != accounting.exported_tokens + quarantined:\n",
+        "    if accounting.sampled_tokens < accounting.exported_tokens + quarantined:\n",
+        _ACCOUNTING,
+    ),
+    Fault(
+        "A row whose tokens are trained twice passes the last check.",
+        "        _refuse_first(counts > 1,",
+        "        _refuse_first(counts > 2,",
+        _ACCOUNTING,
+    ),
+    Fault(
+        "A row with other logprobs than those sampled passes the last check.",
+        "    _refuse_first(np.where(mask, logprobs, 0) != row.logprobs,",
+        "    _refuse_first(np.where(mask, logprobs, 0) != np.where(mask, logprobs, 0),",
+        _ACCOUNTING,
+    ),
+    # Retries
+    Fault(
+        "A reply that never arrived and was asked for again is trained beside the one that did.",
+        "        if undelivered or call.started_at < latest_marked:\n",
+        "        if call.started_at < latest_marked:\n",
+        _RETRIES,
+    ),
+    Fault(
+        "Best-of-n samples that were all delivered are thrown away but for the last.",
+        "        undelivered = call.call_id not in delivered and call.started_at < latest\n",
+        "        undelivered = call.started_at < latest\n",
+        _RETRIES,
+    ),
+    Fault(
+        "A reply that the harness went on from is thrown away as superseded.",
+        "        if forest.children(call.call_id):\n            continue\n",
+        "",
+        _RETRIES,
+    ),
+    # The bridge
+    Fault(
+        "The newline that the template puts after a turn is dropped from the bridge.",
+        "            if len(_common_suffix(said, shown[:after])) > at:\n                return np.concatenate((shown[after:], rest))\n",
+        "            if len(_common_suffix(said, shown[:after])) > at:\n                return rest\n",
+        _BRIDGE,
+    ),
+    Fault(
+        "A reply that was cut goes on without the template's end of its turn.",
+        "        return Bridge(np.concatenate((close[_overlap(said, close) :], rest)))\n",
+        "        return Bridge(rest)\n",
+        _BRIDGE,
+    ),
+    Fault(
+        "A stop token that opens the next turn stands there twice.",
+        "    if close is not None and len(rest) and rest[0] == stop:\n        return rest[1:]\n",
+        "    if close is not None and len(rest) and rest[0] == stop:\n        return rest\n",
+        _BRIDGE,
+    ),
+    Fault(
+        "A history that the template shows otherwise than before is bridged as if nothing had changed.",
+        "    if dropped or not _starts_with(continued, alone):\n",
+        "    if dropped:\n",
+        _BRIDGE,
+    ),
+    Fault(
+        "Thinking that the template no longer shows is trained as context, though nobody asked for that.",
+        '    return Refusal("thinking_dropped") if (yield from _hides_thinking(history, reply, ended)) else joined\n',
+        "    return joined\n",
+        _BRIDGE,
+    ),
+    # Messages
+    Fault(
+        "A tool call whose arguments come back in another order is taken for an edit, and the conversation branches at every turn.",
+        "        parsed = json.loads(arguments) if arguments.strip() else {}\n",
+        "        return arguments\n",
+        _MESSAGES,
+    ),
+    Fault(
+        "A header line that changes with every request (a date, a token count) breaks the conversation at every turn.",
+        '    return "".join(line for line in text.splitlines(keepends=True) if not volatile.search(line.rstrip("\\r\\n")))\n',
+        "    return text\n",
+        _MESSAGES,
+    ),
+    Fault(
+        "The ids that the service minted into tool calls are not read back: calls that look alike are taken for each other.",
+        '            named.append(identifier.split("_")[1])\n',
+        "            pass\n",
+        _MESSAGES,
+    ),
+    Fault(
+        "An edited reply passes for the one that was sampled.",
+        "        if not (isinstance(content, str) and isinstance(sent_content, str) "
+        "and content.strip() == sent_content.strip()):\n            return None\n",
+        "",
+        _MESSAGES,
+    ),
+    # Records
+    Fault(
+        "A record with a flipped bit is read as if nothing had happened.",
+        "    if _crc(packed) != data[-_CRC_BYTES:]:\n",
+        "    if len(data) < _CRC_BYTES:\n",
+        _CODEC,
+    ),
+    Fault(
+        "A record of a newer build is read as one of this build.",
+        "    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:\n",
+        "    if type(version) is not int:\n",
+        _CODEC,
+    ),
+)

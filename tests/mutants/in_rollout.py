@@ -1,0 +1,148 @@
+"""Faults in rollouts: attempts, verdicts, rewards, and the sandboxes agents work in; and in the commands."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+_STORE = "tests/rollout/store/test_store.py"
+_NODE = "tests/rollout/test_node.py -k "
+_LOCAL = "tests/rollout/runtimes/test_contract.py -k "
+_REWARDS = "tests/rollout/evaluators/test_catalogue.py tests/rollout/evaluators/test_command.py"
+
+FAULTS = (
+    # Rewards
+    Fault(
+        "An evaluation that gave nothing of use counts as a reward of nan.",
+        "    if not math.isfinite(reward):\n",
+        "    if math.isinf(reward):\n",
+        _REWARDS,
+    ),
+    Fault(
+        "True and false are taken for rewards.",
+        "    if isinstance(value, bool) or not isinstance(value, Real):\n",
+        "    if not isinstance(value, Real):\n",
+        _REWARDS,
+    ),
+    Fault(
+        "A score without a reward counts as a failure of the agent.",
+        '        reward=as_reward(value["reward"],',
+        '        reward=as_reward(value["reward"] or 0.0,',
+        _REWARDS,
+    ),
+    Fault(
+        "The reward of an evaluation that failed is 0 instead of none.",
+        '            raise RolloutFailed(Failure.BAD_REWARD, str(error), self._logs.place("evaluate.out")) from error\n',
+        "            return as_score(0.0, str(error))\n",
+        _NODE + "'every_failure'",
+    ),
+    Fault(
+        "An agent that never called the model is scored and trained on.",
+        "    if not calls:\n        raise RolloutFailed(Failure.NO_CALLS,",
+        "    if calls is None:\n        raise RolloutFailed(Failure.NO_CALLS,",
+        _NODE + "'every_failure'",
+    ),
+    Fault(
+        "A harness that crashed is scored as if it had ended.",
+        "    if done.exit_code > SIGNALLED and not done.timed_out:\n",
+        "    if done.exit_code > 2 * SIGNALLED and not done.timed_out:\n",
+        _NODE + "'every_failure'",
+    ),
+    Fault(
+        "An agent whose last call the engine failed is punished for it.",
+        '    if unserved is not None and (last is None or last["started_at"] < unserved["at"]):\n',
+        "    if unserved is not None and last is None:\n",
+        "tests/rollout/test_faults.py -k 'engine_failed_is_tried_again'",
+    ),
+    # Attempts
+    Fault(
+        "A node that was taken for dead closes a rollout that another node runs by now.",
+        "  if found[1] ~= attempt or (node ~= '' and found[2] ~= node) then\n",
+        "  if node ~= '' and found[2] ~= node then\n",
+        _STORE,
+    ),
+    Fault(
+        "A rollout of a node that died is never run again.",
+        "      if pending[3] >= lease_of(pending[2]) then\n",
+        "      if pending[3] >= 1000 * lease_of(pending[2]) + 3600000 then\n",
+        _STORE,
+    ),
+    Fault(
+        "A rollout is taken away from a node that lives.",
+        "    redis.call('XCLAIM', queue_key(place[1]), GROUP, node, 0, place[2], 'JUSTID')\n  else\n",
+        "  else\n",
+        _STORE,
+    ),
+    Fault(
+        "A second verdict replaces the first, with which the session may have been closed.",
+        "if was ~= 'concluding' then\n  redis.call('HSET', rollout_key(task, index), 'verdict',",
+        "if true then\n  redis.call('HSET', rollout_key(task, index), 'verdict',",
+        _STORE,
+    ),
+    Fault(
+        "A rollout whose verdict stands is run once more when its node dies.",
+        "  if status == 'concluding' then\n    redis.call('XCLAIM',",
+        "  if status == 'concluded' then\n    redis.call('XCLAIM',",
+        _STORE,
+    ),
+    Fault(
+        "A task that cannot succeed is tried for ever.",
+        "if attempts_left(task, key) <= 0 then\n  return 'over'\n",
+        "if attempts_left(task, key) < -1000 then\n  return 'over'\n",
+        _STORE,
+    ),
+    Fault(
+        "A request whose answer was lost takes a second rollout, and nobody runs the first.",
+        "  if token ~= ARGV[5] then\n    return nil\n",
+        "  if token ~= nil then\n    return nil\n",
+        _STORE,
+    ),
+    Fault(
+        "A cancelled task's rollouts go on in their sandboxes.",
+        "                _cancel(self._courses[lost][1])\n",
+        "                pass\n",
+        _NODE + "'cancelled_rollout'",
+    ),
+    Fault(
+        "A rollout that failed on a node's account leaves its session to be trained beside the next attempt's.",
+        "            await self._parts.sessions.delete(AttemptId(self.attempt.task_id, self.attempt.index, number).session_id)\n",
+        "            pass\n",
+        _NODE + "'node_that_vanished'",
+    ),
+    Fault(
+        "A node takes more rollouts than it has memory for.",
+        "        self.free_memory_mb += memory_mb\n",
+        "        self.free_memory_mb += max(0, memory_mb)\n",
+        "tests/rollout/test_stages.py",
+    ),
+    # Sandboxes
+    Fault(
+        "An agent that should reach the proxy alone has the whole network.",
+        '        words += ["--share-net"] if network else []\n',
+        '        words += ["--share-net"]\n',
+        _LOCAL + "'local and nothing_else'",
+    ),
+    Fault(
+        "An agent sees the environment of the node: its tokens and keys.",
+        '"--cap-drop", "ALL", "--clearenv"]\n',
+        '"--cap-drop", "ALL"]\n',
+        _LOCAL + "'local and do_not'",
+    ),
+    Fault(
+        "What an agent leaves running goes on after its command.",
+        "            reports.killed = True\n            processes.send([pid])\n",
+        "            reports.killed = True\n",
+        _LOCAL + "'local and all_it_started'",
+    ),
+    Fault(
+        "An archive that an agent made writes outside of where it is unpacked.",
+        '    return path.is_absolute() or ".." in path.parts or',
+        "    return",
+        _LOCAL + "'local and leads_out'",
+    ),
+    Fault(
+        "A secret of the caller reaches the harness.",
+        '    r"|(?:.*_)?(?:API_?KEY|TOKEN|SECRET|PASSWORD|ACCESS_KEY|CREDENTIALS)"\n',
+        "",
+        "tests/rollout/harnesses/test_definitions.py -k 'withheld'",
+    ),
+)

@@ -1,0 +1,166 @@
+"""A copy of the tree in which one fault at a time is planted, and the tests that are run there."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests import ROOT
+from tests.mutants.fault import PACKAGES, Fault, sources
+
+_NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "node_modules", "build", "dist", "demo-out*", "shared")
+_TEST_SECONDS = 100
+"""A test that waits for ever because of a fault fails after so long."""
+_RUN_SECONDS = 400.0
+_END_SECONDS = 10.0
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
+_LOOK = "import {packages}; print(*(m.__path__[0] for m in ({packages},)), sep='\\n')"
+
+
+class Stopped(Exception):
+    """The run was ended from outside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`code` is pytest's exit code, `failed` the tests that did, `output` all it said."""
+
+    code: int
+    seconds: float
+    failed: tuple[str, ...]
+    output: str
+
+
+class Workshop:
+    """One copy of the tree, and a process that runs tests in it (`runner`). `test` and `planted` are for one thread; `stop` may come
+    from any. Used in a `with` block."""
+
+    _moments = itertools.count(10**9)
+    """Times of change, none of them twice: by those Python knows that what it compiled before is of another text."""
+
+    def __init__(self, folder: Path, tests: Sequence[str]) -> None:
+        """`tests`: the files that it will be asked for."""
+        self.root = folder
+        self._tests = tests
+        self._output = folder.with_name(folder.name + ".output")
+        self._running: int | None = None
+        self._stopped = threading.Event()
+        shutil.copytree(ROOT, folder, ignore=_NOT_COPIED, symlinks=True)
+        if (ROOT / ".cache").is_dir():
+            # Programs that tests look for there.
+            (folder / ".cache").symlink_to(ROOT / ".cache")
+        self._sources = sources(folder)
+        # What a test starts is to import the copy, too, and not an installed checkout.
+        self._env = {**os.environ, "PYTHONPATH": str(folder)}
+
+    def __enter__(self) -> Workshop:
+        """Raises RuntimeError unless the copy's packages are the ones imported."""
+        look = [sys.executable, "-c", _LOOK.format(packages=", ".join(PACKAGES))]
+        found = subprocess.run(look, cwd=self.root, env=self._env, capture_output=True, text=True, check=False)
+        if found.stdout.split() != [str(self.root / package) for package in PACKAGES]:
+            raise RuntimeError(
+                f"in the copy {self.root} other packages are imported than its own: {found.stdout}{found.stderr}"
+            )
+        self._runner = subprocess.Popen(
+            [sys.executable, "-m", "tests.mutants.runner", *self._tests],
+            cwd=self.root,
+            env=self._env,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._hear()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._runner.kill()
+        self._runner.communicate()
+
+    def test(self, arguments: Sequence[str]) -> Run:
+        """Runs pytest up to the first failure. Raises Stopped."""
+        options = [
+            "-x",
+            "-q",
+            "-rfE",
+            "--tb=short",
+            "--assert=plain",
+            "-p",
+            "no:cacheprovider",
+            "--timeout",
+            str(_TEST_SECONDS),
+        ]
+        if self._stopped.is_set():
+            raise Stopped
+        begun = time.monotonic()
+        assert self._runner.stdin is not None
+        self._runner.stdin.write(json.dumps({"arguments": [*options, *arguments], "output": str(self._output)}) + "\n")
+        self._runner.stdin.flush()
+        self._running = self._hear()["pid"]
+        limit = threading.Timer(_RUN_SECONDS, self._end)
+        limit.start()
+        try:
+            code = self._hear()["code"]
+        finally:
+            self._running = None
+            limit.cancel()
+        if self._stopped.is_set():
+            raise Stopped
+        output = self._output.read_text(errors="replace")
+        return Run(code, time.monotonic() - begun, tuple(_FAILED.findall(output)), output)
+
+    @contextmanager
+    def planted(self, fault: Fault) -> Iterator[None]:
+        """With the fault in it. Raises NotPlaced."""
+        path = fault.place(self._sources)
+        text = self._sources[path]
+        self._write(path, text.replace(fault.old, fault.new))
+        try:
+            yield
+        finally:
+            self._write(path, text)
+
+    def stop(self) -> None:
+        """Ends what runs; whoever waits for it gets Stopped."""
+        self._stopped.set()
+        self._end()
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._runner.stdout is not None
+        line = self._runner.stdout.readline()
+        if not line:
+            raise Stopped
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _end(self) -> None:
+        """Ctrl-C for the pytest that runs, and its end where it does not mind that."""
+        pid, deadline = self._running, time.monotonic() + _END_SECONDS
+        if pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGINT)
+            while self._running == pid and time.monotonic() < deadline:
+                time.sleep(0.1)
+            if self._running == pid:
+                os.killpg(pid, signal.SIGKILL)
+
+    def _write(self, path: Path, text: str) -> None:
+        whole, moment = self.root / path, next(self._moments)
+        whole.write_text(text)
+        os.utime(whole, (moment, moment))
