@@ -11,11 +11,12 @@ from typing import Any
 from tests.support.service.verbatim_process import ROOT, environment
 
 
-def judged(module: str, out: Path, *words: str) -> dict[str, Any]:
-    """The verdict of a demo that ran to its end and found every check to hold. One that is broken off is told so, for it ends the
-    engines it started."""
+def judged(module: str, out: Path, *words: str, **variables: str) -> dict[str, Any]:
+    """The verdict of a demo that ran to its end and found every check to hold, in an environment with `variables`. One that is broken
+    off is told so, for it ends the engines it started."""
     command = [sys.executable, "-m", module, "--out", str(out), *words]
-    demo = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    env = environment(**variables)
+    demo = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         output, _ = demo.communicate()
     finally:
