@@ -1,23 +1,20 @@
 """A command line like apptainer's, as far as runtimes use it: `python apptainer_program.py STATE_FOLDER ARGV...`.
 
 It takes the options that apptainer documents and no others, writes every call down, and makes each instance a `bwrap_container` with the
-binds and the network it was asked for, in which commands really run."""
+binds and the network it was asked for, in which commands really run. What only the start and the stop of one need is imported there."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
-from rollout.runtimes.processes import parent
-from rollout.runtimes.resources import Resources, hierarchies, removed
-from rollout.task import RuntimeSpec
-from tests.support.runtimes.bwrap_container import ENV, Container, entering, view
+from tests.support.runtimes.bwrap_words import ENV, entering, view
 
 FIRST = """
 import signal, sys
@@ -62,6 +59,10 @@ def fatal(message: str) -> int:
 
 
 async def started(state: Path, told: argparse.Namespace) -> int:
+    from rollout.runtimes.resources import Resources, hierarchies
+    from rollout.task import RuntimeSpec
+    from tests.support.runtimes.bwrap_container import Container
+
     if (state / told.name).exists():
         return fatal(f"instance {told.name} already exists")
     if told.image.startswith("missing"):
@@ -74,11 +75,13 @@ async def started(state: Path, told: argparse.Namespace) -> int:
     for name, inside in (("tmp", "/tmp"), ("var_tmp", "/var/tmp")):
         binds[inside] = f"{told.workdir}/{name}"
         os.mkdir(binds[inside])
-    limits = Resources(RuntimeSpec(cpus=2.0, memory_mb=int(told.memory) >> 20), told.name, hierarchies(None))
+    where = hierarchies(None)
+    limits = Resources(RuntimeSpec(cpus=2.0, memory_mb=int(told.memory) >> 20), told.name, where)
     limits.make()
     container = Container(lambda: limits.hold(os.getpid()))
     await container.start(view(binds, network=told.network != "none"), ["python3", "-c", FIRST], stays=True)
-    entry = {"instance": told.name, "pid": container.pid, "img": told.image, "memory": told.memory}
+    groups = [str(each.folder / told.name) for each in where]
+    entry = {"instance": told.name, "pid": container.pid, "img": told.image, "groups": groups}
     (state / told.name).write_text(json.dumps(entry))
     return 0
 
@@ -89,7 +92,8 @@ def executed(state: Path, told: argparse.Namespace) -> None:
     if not (state / name).exists():
         sys.exit(fatal(f"no instance found with name {name}"))
     entry = json.loads((state / name).read_text())
-    Resources(RuntimeSpec(memory_mb=int(entry["memory"]) >> 20), name, hierarchies(None)).hold(os.getpid())
+    for group in entry["groups"]:
+        Path(group, "cgroup.procs").write_text(str(os.getpid()))
     own = {"APPTAINER_NAME": name, "APPTAINER_BIND": "/of/the/node", "SINGULARITY_CONTAINER": "/of/the/node"}
     env = {**ENV, **own, "HOME": "/home/agent", **dict(each.split("=", 1) for each in told.env)}
     os.execve(shutil.which("nsenter") or "nsenter", [*entering(entry["pid"]), *told.argv], env)
@@ -98,11 +102,16 @@ def executed(state: Path, told: argparse.Namespace) -> None:
 async def stopped(state: Path, name: str) -> int:
     if not (state / name).exists():
         return fatal(f"no instance found with name {name}")
-    pid = json.loads((state / name).read_text())["pid"]
-    os.kill(pid, signal.SIGKILL)
-    while parent(pid) is not None:
+    import asyncio
+
+    from rollout.runtimes.processes import parent
+    from rollout.runtimes.resources import removed
+
+    entry = json.loads((state / name).read_text())
+    os.kill(entry["pid"], signal.SIGKILL)
+    while parent(entry["pid"]) is not None:
         await asyncio.sleep(0.01)
-    await removed([each.folder / name for each in hierarchies(None)])
+    await removed(Path(group) for group in entry["groups"])
     (state / name).unlink()
     return 0
 
@@ -114,11 +123,17 @@ def main() -> int:
     if told.action == "exec":
         executed(state, told)
     if told.what == "start":
-        return asyncio.run(_then_leave(started(state, told)))
+        return _run(_then_leave(started(state, told)))
     if told.what == "stop":
-        return asyncio.run(stopped(state, told.name))
+        return _run(stopped(state, told.name))
     sys.stdout.write(json.dumps({"instances": [json.loads(each.read_text()) for each in sorted(state.iterdir())]}))
     return 0
+
+
+def _run(what: Any) -> int:
+    import asyncio
+
+    return asyncio.run(what)
 
 
 async def _then_leave(what: object) -> int:

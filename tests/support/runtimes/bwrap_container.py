@@ -9,32 +9,13 @@ import os
 import shutil
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
+from tests.support.runtimes.bwrap_words import ENV, as_user, entering
+
 LACKING = [name for name in ("bwrap", "nsenter", "setpriv") if shutil.which(name) is None]
-_SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-
-
-def view(binds: Mapping[str, str], *, network: bool) -> list[str]:
-    """Arguments of bwrap; `binds` are writable: path inside -> path of the machine."""
-    words = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--as-pid-1", "--ro-bind", "/usr", "/usr"]
-    words += [] if network else ["--unshare-net"]
-    for path in _SYSTEM:
-        if os.path.islink(path):
-            words += ["--symlink", os.readlink(path), path]
-        elif os.path.isdir(path):
-            words += ["--ro-bind", path, path]
-    words += ["--dir", "/etc", "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--dir", "/tmp"]
-    words += ["--dir", "/root", "--perms", "1777", "--dir", "/run/verbatim"]
-    for name in sorted(os.listdir("/etc")):
-        if name not in ("hosts", "shadow", "gshadow"):
-            words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    for inside, outside in ({"/etc/hosts": "/etc/hosts"} | dict(binds)).items():
-        words += ["--bind", outside, inside]
-    return words
 
 
 class Container:
@@ -106,13 +87,3 @@ def _became(pid: int, program: str) -> None:
     """Returns when bubblewrap has made the container and the first process runs, or has ended."""
     while (words := Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")) and words[0] not in (program.encode(), b""):
         time.sleep(0.005)
-
-
-def as_user(number: int) -> list[str]:
-    """A command line before another's, which then is that user's, with no privilege that root has."""
-    return ["setpriv", f"--reuid={number}", f"--regid={number}", "--clear-groups", "--no-new-privs"] if number else []
-
-
-def entering(pid: int) -> list[str]:
-    """A command line before another's, which makes that run in the container whose first process `pid` is."""
-    return ["nsenter", "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid"]

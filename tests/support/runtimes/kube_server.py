@@ -23,7 +23,8 @@ from aiohttp import WSMsgType, web
 
 from rollout.runtimes.resources import Resources, hierarchies
 from rollout.task import RuntimeSpec
-from tests.support.runtimes.bwrap_container import Container, view
+from tests.support.runtimes.bwrap_container import Container
+from tests.support.runtimes.bwrap_words import view
 
 PODS = "/api/v1/namespaces/{namespace}/pods"
 POLICIES = "/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
