@@ -20,6 +20,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
@@ -45,6 +47,7 @@ import ctypes, os, signal, sys
 parent, binary = int(sys.argv[1]), sys.argv[2]
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 if os.getppid() != parent:
     sys.exit("the service ended")
 os.execv(binary, sys.argv[2:])
@@ -86,7 +89,8 @@ class EmbeddedRedis:
         lock = self._dir.acquire()
         try:
             self._socket = _socket_path(self._dir.path)
-            self._process = self._launch(binary, lock, self._socket)
+            with _stop_signals_blocked():
+                self._process = self._launch(binary, lock, self._socket)
             self._await_ready(self._process, self._socket)
             _ask(self._socket, f"DEL {PROCESSES}")
         except BaseException:
@@ -191,6 +195,16 @@ class EmbeddedRedis:
                 # Again each time: one that was started anew does not know of it.
                 if self._socket is not None:
                     _ask(self._socket, "CONFIG SET appendfsync everysec")
+
+
+@contextmanager
+def _stop_signals_blocked() -> Iterator[None]:
+    """A handler that raised between a process's start and the assignment of its `Popen` would leave the process running."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _socket_path(data_dir: Path) -> Path:
