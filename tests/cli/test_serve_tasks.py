@@ -1,4 +1,4 @@
-"""`verbatim serve` takes tasks, in every worker: the kinds it knows are those there are."""
+"""`verbatim serve` takes tasks: the kinds it knows are those there are."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_served_app_takes_tasks_tells_of_them_and_refuses_what_there_is_not(tm
         judged = {**good, "task_id": "b", "evaluator": {"kind": "command", "options": {"command": "make check"}}}
         wrong = [{**good, "runtime": "cloud"}, {**good, "evaluator": "oracle"}]
         file.write_text("\n".join(json.dumps(body) for body in (good, judged, *wrong)))
-        with Serving("--engine", "http://127.0.0.1:9", "--workers", "2", data_dir=tmp_path / "data") as running:
+        with Serving("--engine", "http://127.0.0.1:9", data_dir=tmp_path / "data") as running:
             tasks = asking(running)
             done = tasks("submit", str(file))
             assert done.stdout == "a\nb\n", done.stderr

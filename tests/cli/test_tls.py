@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -53,35 +54,62 @@ def flags(cert: Path, key: Path) -> tuple[str, ...]:
     return "--tls-cert", str(cert), "--tls-key", str(key)
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_client_that_trusts_the_certificate_is_served_over_https(tmp_path: Path, workers: str) -> None:
-    cert, key = make(tmp_path / "tls")
-    with Serving(*NOWHERE, *flags(cert, key), "--workers", workers, data_dir=tmp_path / "data") as service:
-        assert service.url.startswith("https://127.0.0.1:")
-        trust = ssl.create_default_context(cafile=cert)
-        headers = {"Authorization": f"Bearer {ADMIN}"}
-        with httpx.Client(verify=trust, base_url=service.url, headers=headers, timeout=30) as client:
-            made = client.post("/sessions", json={}).json()
-            assert made["base_urls"]["openai"].startswith("https://")
-            models = client.get(f"{made['base_urls']['openai']}/models", headers={"Authorization": f"Bearer {made['api_key']}"})
-            assert models.status_code == 200
-        with pytest.raises(httpx.ConnectError, match="certificate"):
-            httpx.get(service.url + "/healthz")
-        with pytest.raises(httpx.HTTPError):
-            httpx.get(service.url.replace("https://", "http://") + "/healthz")
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine("qwen3") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def https(engine: ScriptedEngine, certified: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A service of one process."""
+    data = tmp_path_factory.mktemp("https") / "data"
+    with Serving("--engine", engine.url, *flags(*certified), data_dir=data) as service:
+        yield service
+        assert service.stop() == 0
+        assert "Traceback" not in service.stderr
+
+
+@pytest.fixture
+def trust(certified: tuple[Path, Path]) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=certified[0])
+
+
+def check_service(service: Serving, trust: ssl.SSLContext) -> None:
+    """It speaks with whoever trusts its certificate, and with nobody else."""
+    assert service.url.startswith("https://127.0.0.1:")
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    with httpx.Client(verify=trust, base_url=service.url, headers=headers, timeout=30) as client:
+        made = client.post("/sessions", json={}).json()
+        assert made["base_urls"]["openai"].startswith("https://")
+        models = client.get(f"{made['base_urls']['openai']}/models", headers={"Authorization": f"Bearer {made['api_key']}"})
+        assert models.status_code == 200
+    with pytest.raises(httpx.ConnectError, match="certificate"):
+        httpx.get(service.url + "/healthz")
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(service.url.replace("https://", "http://") + "/healthz")
+
+
+def test_a_client_that_trusts_the_certificate_is_served_over_https(https: Serving, trust: ssl.SSLContext) -> None:
+    check_service(https, trust)
+
+
+def test_several_workers_serve_over_https(certified: tuple[Path, Path], trust: ssl.SSLContext, tmp_path: Path) -> None:
+    with Serving(*NOWHERE, *flags(*certified), "--workers", "2", data_dir=tmp_path / "data") as service:
+        check_service(service, trust)
         assert service.stop() == 0
         assert "Traceback" not in service.stderr
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_went_out_over_https_is_noted_as_delivered(tmp_path: Path, stream: bool) -> None:
-    cert, key = make(tmp_path / "tls")
+def test_what_went_out_over_https_is_noted_as_delivered(https: Serving, trust: ssl.SSLContext, stream: bool) -> None:
     headers, body = {"Authorization": f"Bearer {ADMIN}"}, {"messages": [{"role": "user", "content": "q"}], "stream": stream}
-    with (
-        ScriptedEngine("qwen3") as engine,
-        Serving("--engine", engine.url, *flags(cert, key), data_dir=tmp_path / "data") as service,
-        httpx.Client(verify=ssl.create_default_context(cafile=cert), base_url=service.url, timeout=60) as client,
-    ):
+    with httpx.Client(verify=trust, base_url=https.url, timeout=60) as client:
         made = client.post("/sessions", json={}, headers=headers).json()
         url, own = f"{made['base_urls']['openai']}/chat/completions", {"Authorization": f"Bearer {made['api_key']}"}
         for _ in range(2):
@@ -91,7 +119,7 @@ def test_what_went_out_over_https_is_noted_as_delivered(tmp_path: Path, stream: 
             calls = client.get(f"/sessions/{made['session_id']}/calls", headers=headers).json()["calls"]
             return [call["delivered"] for call in calls]
 
-        wait_until(lambda: delivered() == [True, True], 30, "both deliveries are noted")
+        wait_until(lambda: delivered() == [True, True], 60, "both deliveries are noted")
 
 
 def test_old_versions_of_tls_are_not_spoken(tmp_path: Path) -> None:
@@ -99,13 +127,10 @@ def test_old_versions_of_tls_are_not_spoken(tmp_path: Path) -> None:
     assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
 
 
-def test_a_client_that_begins_no_handshake_keeps_nobody_else_waiting(tmp_path: Path) -> None:
-    cert, key = make(tmp_path / "tls")
-    with Serving(*NOWHERE, *flags(cert, key), data_dir=tmp_path / "data") as service:
-        parts = urlsplit(service.url)
-        with socket.create_connection((parts.hostname, parts.port), timeout=30):
-            trust = ssl.create_default_context(cafile=cert)
-            assert httpx.get(service.url + "/healthz", verify=trust, timeout=30).status_code == 200
+def test_a_client_that_begins_no_handshake_keeps_nobody_else_waiting(https: Serving, trust: ssl.SSLContext) -> None:
+    parts = urlsplit(https.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=30):
+        assert httpx.get(https.url + "/healthz", verify=trust, timeout=30).status_code == 200
 
 
 def test_a_renewed_certificate_is_taken_up_and_half_a_renewal_is_not(tmp_path: Path) -> None:
