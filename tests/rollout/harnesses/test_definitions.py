@@ -316,8 +316,9 @@ def test_the_surroundings_are_the_callers_with_a_home_of_their_own() -> None:
     }
 
 
-def test_harnesses_need_nothing_but_the_base_install() -> None:
-    loaded = import_in_a_fresh_process(modules_of("rollout/harnesses"), blocked=[*SERVICE_LIBRARIES, *MODEL_LIBRARIES])
+def test_harnesses_need_nothing_but_the_base_install(tmp_path: Path) -> None:
+    blocked = [*SERVICE_LIBRARIES, *MODEL_LIBRARIES]
+    loaded = import_in_a_fresh_process(tmp_path, modules_of("rollout/harnesses"), blocked).loaded
     assert not loaded & {"proxy", "trainer_client", "cli"}
 
 

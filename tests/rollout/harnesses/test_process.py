@@ -37,7 +37,7 @@ def test_a_signal_counts_as_a_shell_counts_it(tmp_path: Path) -> None:
 
 
 def test_a_harness_that_does_not_mind_being_told_is_killed_after_the_grace_time(tmp_path: Path) -> None:
-    process = started(tmp_path, DEAF, grace_seconds=0.3)
+    process = started(tmp_path, DEAF, grace_seconds=0.1)
     wait_until((tmp_path / "pid").exists, 30, "the harness has started")
     process.stop()
     assert process.wait() == Ended(137, timed_out=False)
@@ -48,10 +48,10 @@ def test_a_harness_is_stopped_when_its_time_is_over(tmp_path: Path) -> None:
 
 
 def test_a_stop_before_the_time_is_over_is_no_timeout(tmp_path: Path) -> None:
-    process = started(tmp_path, DEAF, grace_seconds=1.0)
+    process = started(tmp_path, DEAF, grace_seconds=0.3)
     wait_until((tmp_path / "pid").exists, 30, "the harness has started")
     process.stop()
-    assert process.wait(0.1) == Ended(137, timed_out=False)
+    assert process.wait(0.02) == Ended(137, timed_out=False)
 
 
 def test_a_harness_may_be_stopped_from_another_thread(tmp_path: Path) -> None:
