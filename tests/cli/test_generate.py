@@ -6,7 +6,8 @@ import asyncio
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from proxy.archive.folder import ArchiveReader
 from proxy.store.connection import StoreConnection
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.runtimes.rollout_nodes import ASK, World
+from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.rollout_service import serving_tasks
-from tests.support.service.running_service import ADMIN
-from tests.support.service.verbatim_process import COMMAND, environment, processes_using, verbatim, wait_until
+from tests.support.service.running_service import ADMIN, RunningService
+from tests.support.service.verbatim_process import environment, processes_using, verbatim, wait_until
 
 SECONDS = 280.0
 RUNTIME = {"kind": "local", "network": "full", "options": {"sandbox": "none"}, "cpus": 0.1, "memory_mb": 256}
@@ -50,7 +52,7 @@ def written(path: Path, *tasks: dict[str, Any]) -> str:
 
 
 def variables(tmp_path: Path) -> dict[str, str]:
-    return {"VERBATIM_ENGINE_API": "token", "VERBATIM_LOCAL_DIR": str(tmp_path / "runtimes")}
+    return {"VERBATIM_ENGINE_API": "token", "VERBATIM_LOCAL_DIR": str(tmp_path / "runtimes"), **ForkedVerbatim.also_by()}
 
 
 def generate(tmp_path: Path, engine: ScriptedEngine, *args: str) -> subprocess.CompletedProcess[str]:
@@ -61,8 +63,8 @@ def generate(tmp_path: Path, engine: ScriptedEngine, *args: str) -> subprocess.C
 def stopped(tmp_path: Path, once: str, *given: str) -> str:
     """What the command has said in the end, which it was told to come to as soon as it said `once`."""
     with (tmp_path / "stderr").open("w") as told:
-        process = subprocess.Popen(
-            [*COMMAND, "generate", *given], env=environment(**variables(tmp_path)), stdin=subprocess.DEVNULL, stderr=told
+        process = ForkedVerbatim(
+            ("generate", *given), env=environment(**variables(tmp_path)), stdin=subprocess.DEVNULL, stderr=told
         )
     try:
         stderr = (tmp_path / "stderr").read_text
@@ -121,22 +123,6 @@ def test_where_nothing_is_accepted_it_says_why_and_its_exit_code_is_not_0(engine
     assert refused == f"verbatim: no attempt was accepted; {tmp_path / 'out' / 'rollouts.jsonl'} says of each why not"
 
 
-def test_the_best_of_several_attempts_is_kept(engine: ScriptedEngine, tmp_path: Path) -> None:
-    said = iter(["one", "one two three", "one two"])
-    engine.script = lambda generation, index: Say(next(said))
-    file = written(tmp_path / "tasks.jsonl", task("a", LENGTH, options={"reward": "number"}))
-    done = generate(tmp_path, engine, "--tasks", file, "--samples", "3", "--want", "1", "--accept", "reward > 1")
-    assert done.returncode == 0, done.stderr
-    attempts = lines(tmp_path / "out" / "rollouts.jsonl")
-    assert sorted((each["reward"], each["accepted"], each["kept"]) for each in attempts) == [
-        (1.0, False, False),
-        (2.0, True, False),
-        (3.0, True, True),
-    ]
-    (conversation,) = lines(tmp_path / "out" / "chat.jsonl")
-    assert conversation["messages"][-1]["content"] == "one two three"
-
-
 def test_what_was_stopped_is_taken_up_where_it_was(engine: ScriptedEngine, tmp_path: Path) -> None:
     """One task is accepted, the other's harness sleeps until the command is told to end; the second time it does not sleep."""
     engine.script = lambda generation, index: Say("hello world")
@@ -154,34 +140,63 @@ def test_what_was_stopped_is_taken_up_where_it_was(engine: ScriptedEngine, tmp_p
     assert len(engine.generations) == 2
 
 
+Generate = Callable[..., Awaitable[subprocess.CompletedProcess[str]]]
+
+
+@asynccontextmanager
+async def generating(redis_url: str, engine: ScriptedEngine, tmp_path: Path) -> AsyncIterator[tuple[RunningService, Generate]]:
+    """A service with a node, and the command that uses it."""
+    with serving_tasks(redis_url, engine.url, engine_api="token") as service:
+        given = ("--url", service.url, "--harness", "shell", "--out", str(tmp_path / "out"))
+
+        async def generate(*args: str) -> subprocess.CompletedProcess[str]:
+            return await asyncio.to_thread(
+                verbatim, "generate", *given, *args, timeout_seconds=SECONDS, VERBATIM_ADMIN_TOKEN=ADMIN
+            )
+
+        connection = StoreConnection(redis_url)
+        try:
+            async with World(service, redis_url, connection, tmp_path).node():
+                yield service, generate
+        finally:
+            await connection.close()
+
+
 async def test_a_service_that_runs_is_used_with_the_nodes_it_has(
     engine: ScriptedEngine, redis_url: str, tmp_path: Path
 ) -> None:
     """A line that was changed under its id is refused by its number; nothing of the service is ended."""
     engine.script = lambda generation, index: Say("hello world")
-    given = ["--harness", "shell", "--out", str(tmp_path / "out"), "--tasks", str(tmp_path / "tasks.jsonl")]
-    with serving_tasks(redis_url, engine.url, engine_api="token") as service:
-        connection = StoreConnection(redis_url)
-        variables = {"VERBATIM_ADMIN_TOKEN": ADMIN}
-
-        def generate() -> subprocess.CompletedProcess[str]:
-            return verbatim("generate", "--url", service.url, *given, timeout_seconds=SECONDS, **variables)
-
-        try:
-            async with World(service, redis_url, connection, tmp_path).node():
-                written(tmp_path / "tasks.jsonl", task("a"), task("b"))
-                done = await asyncio.to_thread(generate)
-                assert done.returncode == 0, done.stderr
-                written(tmp_path / "tasks.jsonl", task("a"), task("b", instruction="Something else."))
-                refused = await asyncio.to_thread(generate)
-        finally:
-            await connection.close()
+    async with generating(redis_url, engine, tmp_path) as (service, generate):
+        file = written(tmp_path / "tasks.jsonl", task("a"), task("b"))
+        done = await generate("--tasks", file)
+        assert done.returncode == 0, done.stderr
+        written(tmp_path / "tasks.jsonl", task("a"), task("b", instruction="Something else."))
+        refused = await generate("--tasks", file)
         assert refused.returncode == 1 and "verbatim: line 2: " in refused.stderr, refused.stderr
         (out,) = [task["status"] for task in service.request("GET", "/tasks").json()["tasks"] if ".a." in task["task_id"]]
         assert out == "completed"
     for name in ("chat.jsonl", "rollouts.jsonl"):
         assert [each["input"] for each in lines(tmp_path / "out" / name)] == ["a", "b"]
     assert not (tmp_path / "out" / "logs").exists()
+
+
+async def test_the_best_of_several_attempts_is_kept(engine: ScriptedEngine, redis_url: str, tmp_path: Path) -> None:
+    said = iter(["one", "one two three", "one two"])
+    engine.script = lambda generation, index: Say(next(said))
+    file = written(tmp_path / "tasks.jsonl", task("a", LENGTH, options={"reward": "number"}))
+    given = ("--tasks", file, "--samples", "3", "--want", "1", "--accept", "reward > 1")
+    async with generating(redis_url, engine, tmp_path) as (_, generate):
+        done = await generate(*given)
+    assert done.returncode == 0, done.stderr
+    attempts = lines(tmp_path / "out" / "rollouts.jsonl")
+    assert sorted((each["reward"], each["accepted"], each["kept"]) for each in attempts) == [
+        (1.0, False, False),
+        (2.0, True, False),
+        (3.0, True, True),
+    ]
+    (conversation,) = lines(tmp_path / "out" / "chat.jsonl")
+    assert conversation["messages"][-1]["content"] == "one two three"
 
 
 @pytest.mark.parametrize(

@@ -36,30 +36,34 @@ from proxy.store.archive import RedisArchiveStore
 from proxy.store.groups import GroupRule
 from proxy.store.session_store import Intent, SessionInfo, SessionState
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
+from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer, Store, running_redis
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService, Session
-from tests.support.service.verbatim_process import COMMAND, environment
+from tests.support.service.verbatim_process import environment
 from tests.support.sessions.random_harness import RandomHarness
 
 CALLS = 12
 KILLED = """
 import os, signal, sys
-import proxy.archive.files, proxy.archive.folder
+import cli.export, proxy.archive.files, proxy.archive.folder
+from cli.main import main
 proxy.archive.folder.PART_SESSIONS = 1
-left = int(sys.argv.pop(1))
-def dying(step):
-    def run(*args):
+folder, *steps = sys.argv[1:]
+for step in steps:
+    left = int(step)
+    def dying(descriptor, sync=os.fsync):
         global left
         left -= 1
         if left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return step(*args)
-    return run
-proxy.archive.files.os.fsync = dying(os.fsync)
-from cli.main import main
-main()
+        return sync(descriptor)
+    if (pid := os.fork()) == 0:
+        proxy.archive.files.os.fsync = dying
+        sys.argv[1:] = ["export", "--out", os.path.join(folder, step)]
+        main()
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
-"""The command with parts of one session each, killed before its nth sync to disk."""
+"""The command with parts of one session each, again and again: each time killed before its nth sync to disk."""
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +78,16 @@ def other_redis() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture
-def service(engine: ScriptedEngine, redis_url: str) -> Iterator[RunningService]:
-    with RunningService(engine.url, redis_url) as service:
+@pytest.fixture(scope="module")
+def running(engine: ScriptedEngine, redis_server: RedisServer) -> Iterator[RunningService]:
+    with RunningService(engine.url, redis_server.url) as service:
         yield service
+
+
+@pytest.fixture
+def service(running: RunningService, redis_url: str) -> RunningService:
+    """It has no session yet."""
+    return running
 
 
 @contextmanager
@@ -513,10 +523,12 @@ def test_an_export_killed_at_any_step_goes_on_where_it_was(service: RunningServi
     variables = environment(VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN)
     whole = tmp_path / "whole"
     export(service, whole)
-    for step in (*range(8), 11, 15, 20, 23):
+    steps = (*range(8), 11, 15, 20, 23)
+    killed = [sys.executable, "-c", KILLED, str(tmp_path), *map(str, steps)]
+    codes = subprocess.run(killed, env=variables, capture_output=True, text=True, check=True).stdout.split()
+    assert codes == [str(-signal.SIGKILL)] * len(steps)
+    for step in steps:
         out = tmp_path / str(step)
-        killed = [sys.executable, "-c", KILLED, str(step), "export", "--out", str(out)]
-        assert subprocess.run(killed, env=variables, check=False).returncode == -signal.SIGKILL
         with suppress(FileNotFoundError):
             parts = json.loads((out / "manifest.json").read_text())["parts"]
             assert len(parts) == (step + 1) // 8 or len(parts) == step // 8
@@ -541,9 +553,10 @@ def test_a_terminal_sees_how_far_it_is(service: RunningService, tmp_path: Path) 
     talked(service)
     master, slave = pty.openpty()
     variables = environment(VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN, TERM="xterm")
-    args = [*COMMAND, "export", "--out", str(tmp_path / "out")]
     shown = b""
-    with subprocess.Popen(args, env=variables, stderr=slave, stdout=subprocess.DEVNULL) as done:
+    with ForkedVerbatim(
+        ("export", "--out", str(tmp_path / "out")), env=variables, stderr=slave, stdout=subprocess.DEVNULL
+    ) as done:
         os.close(slave)
         # A terminal that nobody reads is full soon, and who writes to it waits.
         with suppress(OSError):

@@ -350,9 +350,7 @@ def test_a_service_with_retention_archives_by_itself(redis_server: RedisServer, 
     }
     with (
         ScriptedEngine("qwen3") as engine,
-        Serving(
-            "--engine", engine.url, "--redis", redis_url, "--workers", "2", data_dir=tmp_path / "data", **variables
-        ) as serving,
+        Serving("--engine", engine.url, "--redis", redis_url, data_dir=tmp_path / "data", **variables) as serving,
     ):
         created = serving.request("POST", "/sessions", json={"session_id": "a"})
         body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
