@@ -278,4 +278,6 @@ def _import_all() -> None:
 
 if __name__ == "__main__":
     _import_all()
-    _run(served(socket.socket(fileno=0))["argv"][1:])
+    argv = served(socket.socket(fileno=0))["argv"]
+    # As `python -m cli.main ARGS...` where another started it: see `also_by`.
+    _run(argv[3:] if argv[1:3] == ["-m", "cli.main"] else argv[1:])
