@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reconstruct.bridge import Bridge, Rendering, Reply, derive, turn_end
@@ -132,6 +132,8 @@ LATEST = Family(latest, stop_at(END))
 
 APPEND_ONLY = [CHATML, UNCLOSED, TIGHT]
 ALL = [*APPEND_ONLY, FORGETFUL, PRESENT, LATEST, TWO_ENDS, TOOLS_LAST]
+OF_EACH = settings(max_examples=40)
+"""Examples of one family: three hundred in all."""
 
 
 def named(families: Sequence[Family]) -> list[Any]:
@@ -536,6 +538,7 @@ def dialogues(draw: st.DrawFn) -> list[Message]:
 
 
 @pytest.mark.parametrize("family", named(APPEND_ONLY))
+@OF_EACH
 @given(messages=dialogues(), cuts=st.lists(st.booleans(), min_size=4, max_size=4))
 def test_a_dialogue_played_turn_by_turn_is_the_dialogue_rendered_at_once(
     family: Family, messages: list[Message], cuts: list[bool]
@@ -553,6 +556,7 @@ def test_a_dialogue_played_turn_by_turn_is_the_dialogue_rendered_at_once(
 
 
 @pytest.mark.parametrize("family", named(ALL))
+@OF_EACH
 @given(messages=dialogues(), cut=st.booleans())
 def test_whatever_the_template_does_a_bridge_is_what_it_would_have_rendered(
     family: Family, messages: list[Message], cut: bool
@@ -567,6 +571,7 @@ def test_whatever_the_template_does_a_bridge_is_what_it_would_have_rendered(
 
 
 @pytest.mark.parametrize("family", named(ALL))
+@OF_EACH
 @given(messages=dialogues(), retain=st.booleans())
 def test_a_known_rendering_of_the_parents_request_spares_asking_for_it(
     family: Family, messages: list[Message], retain: bool
@@ -594,6 +599,7 @@ def test_an_append_only_turn_costs_two_renderings_at_once() -> None:
 
 
 @pytest.mark.parametrize("family", named(ALL))
+@OF_EACH
 @given(messages=dialogues(), cut=st.booleans())
 def test_retained_thinking_loses_nothing_of_the_tail(family: Family, messages: list[Message], cut: bool) -> None:
     """With `retain` the context may hold more thinking than the template shows, and nothing else may differ."""

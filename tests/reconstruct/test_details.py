@@ -33,7 +33,7 @@ from reconstruct.details import NAMES, CallDetails, RowDetails
 from reconstruct.errors import LengthMismatch
 from reconstruct.records import NO_LOGPROBS, Call, Sampling
 from reconstruct.trajectory import MIXED, Trajectory, as_wire
-from tests.reconstruct.test_properties import CONTEXT, Drawn, sessions
+from tests.reconstruct.test_properties import CONTEXT, FEWER, Drawn, sessions
 from tests.support.sessions.calls import Talk, call
 from tests.support.sessions.training_rows import groups, trajectory
 from trainer_client.batch import Batch
@@ -123,6 +123,7 @@ def prompts_of(drawn: Drawn) -> list[tuple[Call, list[int]]]:
     ]
 
 
+@FEWER
 @given(sessions(flawed=False), st.sampled_from([merged, per_call]))
 def test_every_detail_stands_at_its_token_and_none_is_missing_that_was_told(drawn: Drawn, builder: Builder) -> None:
     calls = [detailed(made, prompt) for made, prompt in prompts_of(drawn)]
@@ -137,6 +138,7 @@ def test_every_detail_stands_at_its_token_and_none_is_missing_that_was_told(draw
             assert (routed[: length - 1] >= 0).all() and (routed[length - 1] == -1).all()
 
 
+@FEWER
 @given(sessions(), st.sampled_from([merged, per_call]), st.data())
 def test_what_was_not_told_of_some_calls_is_missing_and_nothing_else_moves(
     drawn: Drawn, builder: Builder, data: st.DataObject
@@ -151,6 +153,7 @@ def test_what_was_not_told_of_some_calls_is_missing_and_nothing_else_moves(
         check_true(row)
 
 
+@FEWER
 @given(sessions())
 def test_details_change_nothing_of_what_is_trained(drawn: Drawn) -> None:
     plain = rows_of(drawn.talk.calls)

@@ -23,6 +23,7 @@ from proxy.ui.rewards import Rewards
 from proxy.ui.tree_picture import MOST_STRETCHES, tree_picture
 from tests.support.engine.local_format import QWEN3, require_renderers, write_format
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService
 from tests.support.service.ui_sessions import (
@@ -51,7 +52,7 @@ def page(service: RunningService, path: str, **query: Any) -> str:
 
 
 def plain(service: RunningService, method: str, path: str, **more: Any) -> httpx.Response:
-    return httpx.request(method, service.url + path, timeout=30, **more)
+    return plain_http.request(method, service.url + path, **more)
 
 
 # Who gets in
