@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -38,7 +39,7 @@ async def supervised(argv: Sequence[str], env: Mapping[str, str], owner: Mapping
                     process.send_signal(BELL if number == signal.SIGKILL else number)
                     # A command may have stopped it.
                     process.send_signal(signal.SIGCONT)
-                else:
+                elif process.returncode < 0 or not _read_whole(process):
                     # A command may have killed it: then its session is left, and what went out of that and holds the output.
                     processes.send({*processes.of_session(process.pid), *processes.holding(outputs)}, number)
 
@@ -50,6 +51,12 @@ async def supervised(argv: Sequence[str], env: Mapping[str, str], owner: Mapping
         os.close(go)
         if hold >= 0:
             os.close(hold)
+
+
+def _read_whole(process: asyncio.subprocess.Process) -> bool:
+    """Whether nobody holds its output any more."""
+    assert process.stdout and process.stderr
+    return process.stdout.at_eof() and process.stderr.at_eof()
 
 
 def _released(go: int) -> None:
