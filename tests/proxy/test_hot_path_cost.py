@@ -68,8 +68,17 @@ def now() -> Figures:
 def test_no_call_costs_more_than_its_baseline(now: Figures) -> None:
     baseline = BASELINES[PYTHON]
     assert now.keys() == baseline["figures"].keys()
-    complaints = grown(baseline["figures"], now, same_libraries=baseline["libraries"] == libraries())
+    same_libraries = baseline["libraries"] == libraries()
+    complaints = grown(baseline["figures"], now, same_libraries=same_libraries)
+    if complaints:
+        # A machine that does much else can add to every round; what the code costs comes again.
+        again = cheaper(now, counted("-m", "benchmarks.counts", "--json"))
+        complaints = grown(baseline["figures"], again, same_libraries=same_libraries)
     assert not complaints, "\n".join([*complaints, "is it worth it? then: make cost-baseline"])
+
+
+def cheaper(one: Figures, other: Figures) -> Figures:
+    return {case: {what: min(count, other[case][what]) for what, count in counts.items()} for case, counts in one.items()}
 
 
 def test_a_fifth_more_work_in_a_call_is_found(now: Figures) -> None:

@@ -129,7 +129,8 @@ def test_tokens_are_exchanged_without_a_restart(data: Path, tmp_path: Path) -> N
 
         def status(token: str) -> set[int]:
             """Of several requests, so that every process was asked."""
-            return {service.request("GET", "/weights", token).status_code for _ in range(20)}
+            headers = {"Authorization": f"Bearer {token}"}
+            return {plain_http.get(f"{service.url}/weights", headers=headers).status_code for _ in range(20)}
 
         assert status("the-old-token-of-16") == {200} and status("the-new-token-of-16") == {401}
         for text, old in (("the-old-token-of-16\nthe-new-token-of-16", 200), ("the-new-token-of-16", 401)):

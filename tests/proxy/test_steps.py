@@ -15,7 +15,7 @@ from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, wait_until
 
-ENGINE_SECONDS = 0.3
+ENGINE_SECONDS = 0.1
 LINE = re.compile(r'verbatim_step_seconds_(count|sum)\{part="(\w+)",step="(\w+)"\} (\S+)')
 
 EVERY_CALL = {(step, "own") for step in ("admit", "parse", "plan", "intent", "sample", "commit", "reply")} | {
