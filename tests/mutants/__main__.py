@@ -24,9 +24,6 @@ from tests.mutants.catalogue import FAULTS
 from tests.mutants.fault import Fault, NotPlaced, sources
 from tests.mutants.workshop import Run, Stopped, Workshop
 
-PASSED, FAILED = 0, 1
-"""Exit codes of pytest. Any other says that the tests were not run as they should have been."""
-
 _HELP = """\
 Each fault is a small change of the code that would really hurt a user. It is planted into a copy of the tree in a temporary folder,
 never into the checkout, and the few tests that must notice are run there. Before that they are run without a fault, and must pass.
@@ -69,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.list:
         return _show(faults, lost, console)
     faults = [fault for fault in faults if fault not in lost]
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
     try:
         with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
             verdicts = Workshops(Path(folder).resolve(), asked.jobs, console).try_out(faults)
@@ -171,7 +169,7 @@ class Workshops:
         broken: set[str] = set()
         for done in as_completed([threads.submit(self._tested, together(faults, share)) for share in shares]):
             run = done.result()
-            if run.code not in (PASSED, FAILED):
+            if not run.whole:
                 raise RuntimeError(f"without a fault pytest ended with exit code {run.code}:\n{_end_of(run)}")
             if run.failed:
                 progress.console.print(f"[red]fails without a fault:[/]\n{_end_of(run)}", highlight=False)
@@ -182,7 +180,7 @@ class Workshops:
     def _tested(self, arguments: Sequence[str]) -> Run:
         workshop = self._free.get()
         try:
-            return workshop.test(arguments)
+            return workshop.test(arguments, limited=False)
         finally:
             self._free.put(workshop)
 
@@ -211,11 +209,11 @@ class Workshops:
         workshop = self._free.get()
         try:
             with workshop.planted(fault):
-                run = workshop.test(["-x", *fault.arguments])
+                run = workshop.test(["-x", *fault.arguments], limited=True)
         finally:
             self._free.put(workshop)
-        why = {FAILED: "", PASSED: "the tests pass"}.get(run.code, f"pytest ended with exit code {run.code}")
-        return Verdict(fault, run, why)
+        why = "the tests pass" if not run.failed else ""
+        return Verdict(fault, run, why if run.whole else f"pytest ended with exit code {run.code}")
 
 
 def together(faults: Iterable[Fault], files: Sequence[str]) -> list[str]:
@@ -244,7 +242,7 @@ def _report(verdicts: Sequence[Verdict], lost: dict[Fault, str], console: Consol
         table.add_row(
             verdict.fault.harm, state, seconds, verdict.why or (run.failed[0] if run is not None and run.failed else "")
         )
-        if run is not None and (output or run.code not in (PASSED, FAILED)):
+        if run is not None and (output or not run.whole):
             console.rule(verdict.fault.harm)
             console.print(_end_of(run), markup=False, highlight=False)
     console.print(table)

@@ -156,7 +156,7 @@ FAULTS = (
         "                total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records)\n"
         "            except StoreUnavailable:\n"
         "                total = 0\n",
-        "tests/proxy/store/test_faults.py -k 'commit or full'",
+        "tests/proxy/store/test_faults.py -k 'never_takes'",
     ),
     Fault(
         "A call that an engine broke off is answered as if its reply was whole.",

@@ -66,7 +66,7 @@ FAULTS = (
         "A write that no replica has is called durable.",
         "        if synced < 1 or replicas < self._wait_replicas:\n",
         "        if synced < 1:\n",
-        "tests/proxy/store/test_faults.py -k 'replica'",
+        "tests/proxy/store/test_cluster.py -k 'waits_for_the_replicas'",
     ),
     # Delivery
     Fault(
