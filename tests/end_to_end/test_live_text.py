@@ -28,7 +28,7 @@ pytestmark = pytest.mark.engine
 
 Message = dict[str, Any]
 
-REPLIES = 60
+REPLIES = 25
 TOOLS = [
     {
         "type": "function",

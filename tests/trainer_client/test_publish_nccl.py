@@ -5,8 +5,6 @@ vLLM's own sender runs where vLLM is installed, with its broadcast replaced: NCC
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.engine.forked_vllm import run_beside_vllm
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.vllm_server import require_vllm
 from tests.support.service.running_service import TRAINER, RunningService
@@ -176,6 +175,7 @@ def test_a_copy_of_the_weights_lets_a_replica_that_comes_later_catch_up(
     assert engines[0].weights.loaded["path"] == str(tmp_path)
 
 
+@pytest.mark.engine
 def test_a_trainer_without_a_gpu_is_told_so() -> None:
     """In a process that sees none, whatever this machine has."""
     require_vllm()
@@ -188,6 +188,5 @@ try:
 except UnpublishableWeights as error:
     print(error)
 """
-    hidden = environment(CUDA_VISIBLE_DEVICES="")
-    done = subprocess.run([sys.executable, "-c", program], env=hidden, capture_output=True, text=True, timeout=120)
+    done = run_beside_vllm("-c", program, env=environment(CUDA_VISIBLE_DEVICES=""))
     assert "nccl needs a GPU in the trainer, and torch sees none; without one publish a checkpoint" in done.stdout, done.stderr

@@ -79,7 +79,7 @@ print("answers:", worker.verbatim_check("/weights"), worker.verbatim_check_trans
 def answers(program: str, *arguments: str) -> list[str]:
     """What a program says that imports vLLM, in a process of its own, for that import warns."""
     require_vllm()
-    done = run_beside_vllm(program, *arguments)
+    done = run_beside_vllm("-c", program, *arguments)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith("answers:")]
 

@@ -11,10 +11,12 @@ import gc
 import importlib
 import os
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
 import threading
+from typing import Any
 
 from proxy.engine.vllm_launch import VllmServer
 from tests.support.service.forked import Forked, served
@@ -45,20 +47,29 @@ class ForkedVllm(Forked):
 
 
 class ForkedVllmServer(VllmServer):
-    """A server, its command line and environment those of `vllm_command`."""
+    """A server, its command line and environment those of `vllm_command`. On a GPU it is started as it is."""
 
     def start(self) -> None:
+        if shutil.which("nvidia-smi"):
+            super().start()
+            return
         self._output = self.log.open("ab")
         env = {**self._env, **IMPORTED_WITH}
-        streams = {"stdin": subprocess.DEVNULL, "stdout": self._output, "stderr": subprocess.STDOUT}
+        streams: dict[str, Any] = {"stdout": self._output, "stderr": subprocess.STDOUT}
         self._process = ForkedVllm(self._argv, env=env, start_new_session=True, **streams)
 
 
-def run_beside_vllm(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -c PROGRAM ARGUMENTS...`, finished, with vLLM imported."""
-    command = ["python", "-c", program, *arguments]
-    with ForkedVllm(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        stdout, stderr = process.communicate(timeout=240)
+def run_beside_vllm(
+    option: str, program: str, *arguments: str, env: dict[str, str] | None = None, timeout_seconds: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """`python -c PROGRAM ARGUMENTS...`, or -m, finished, with vLLM imported."""
+    command = ["python", option, program, *arguments]
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with ForkedVllm(command, env=env, **streams) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_seconds)
+        finally:
+            process.kill()
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -18,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, T
 
 from examples.demo.tiny_model import make_tiny_model
 from reconstruct.records import Span
-from tests import ROOT
 from tests.support.service.running_service import TRAINER, RunningService
 from tests.support.sessions.finished_groups import finish, groups, service_of
 from tests.support.sessions.training_rows import groups as batch_groups
@@ -351,24 +348,4 @@ def test_the_example_trains_and_publishes(
     monkeypatch.setenv("VERBATIM_TRAINER_TOKEN", TRAINER)
     trl_grpo.train(str(folder), tmp_path / "weights", tmp_path / "out", steps=2, rows=2, accumulate=1)
     assert groups(service) == {"acked": 2}
-    assert client.weights()["current"]["version"] == 2
-
-
-@pytest.mark.timeout(900)  # each imports torch and TRL, on a machine that may be busy
-def test_several_processes_lease_each_for_itself_and_one_publishes(
-    folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
-) -> None:
-    """Two processes, two steps of two rows each: eight rows."""
-    for at in range(4):
-        finish(service, f"g{at}", [1.0, 0.0])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(ROOT / "tests/support/sessions/trl_process.py"), str(folder), str(tmp_path)],
-        env={**os.environ, "VERBATIM_URL": service.url, "VERBATIM_TRAINER_TOKEN": TRAINER, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=840,
-    )
-    assert done.returncode == 0, done.stderr
-    assert groups(service) == {"acked": 4}
     assert client.weights()["current"]["version"] == 2
