@@ -9,9 +9,10 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from email.parser import Parser
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,9 @@ def test_the_wheel_holds_every_file_of_its_packages_and_nothing_else(wheel: Path
 def test_the_wheel_runs_outside_of_this_folder(python: Path, tmp_path: Path) -> None:
     assert "serve" in run(python.parent / "verbatim", "--help", cwd=tmp_path)
     assert run(python.parent / "verbatim", "--version", cwd=tmp_path) == f"verbatim {PROJECT['version']}\n"
-    program = "import cli.serve, cli.server, proxy.app, reconstruct, rollout.api, trainer_client; print(proxy.__file__)"
-    assert Path(run(python, "-c", program, cwd=tmp_path).strip()).is_relative_to(python.parents[1])
+    program = "import importlib.util, sys; print(*[importlib.util.find_spec(name).origin for name in sys.argv[1:]], sep='\\n')"
+    places = run(python, "-c", program, *PACKAGES, cwd=tmp_path).split()
+    assert len(places) == len(PACKAGES) and all(Path(place).is_relative_to(python.parents[1]) for place in places)
 
 
 def test_the_clients_wheel_is_the_same_sources_under_the_same_version(client_wheel: Path) -> None:
@@ -123,41 +125,46 @@ def test_the_clients_wheel_is_the_same_sources_under_the_same_version(client_whe
     assert asked <= {str(Requirement(text)) for text in PROJECT["dependencies"]}
 
 
-def program_alone(asked: Iterable[str], then: str) -> str:
-    """`then`, where nothing can be imported but the standard library, the wheel, and what `asked` asks for, down to the last."""
-    return f"""
-import importlib.metadata as metadata, sys
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+@cache
+def owners() -> Mapping[str, list[str]]:
+    """Which distributions each name that can be imported belongs to."""
+    return metadata.packages_distributions()
 
-def asked_by(name, extras):
+
+def required(name: str, extras: Iterable[str]) -> Iterator[Requirement]:
     try:
         texts = metadata.requires(name) or ()
     except metadata.PackageNotFoundError:
         return  # Of another Python or system.
     for requirement in map(Requirement, texts):
-        if requirement.marker is None or any(requirement.marker.evaluate({{"extra": extra}}) for extra in ("", *extras)):
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
             yield requirement
 
-needed, left = set(), [Requirement(text) for text in {list(asked)!r}]
-while left:
-    requirement = left.pop()
-    wanted = {{(canonicalize_name(requirement.name), extra) for extra in ("", *requirement.extras)}}
-    if not wanted <= needed:
-        needed |= wanted
-        left += asked_by(requirement.name, requirement.extras)
-names = {{name for name, _ in needed}}
-owners = metadata.packages_distributions()
-allowed = {{top for top, of in owners.items() if names & {{canonicalize_name(each) for each in of}}}} | {set(PACKAGES)!r}
+
+def kept_from(asked: Iterable[str]) -> set[str]:
+    """Names that can be imported here, but are of nothing that `asked` asks for, down to the last."""
+    needed: set[tuple[str, str]] = set()
+    left = [Requirement(text) for text in asked]
+    while left:
+        requirement = left.pop()
+        wanted = {(canonicalize_name(requirement.name), extra) for extra in ("", *requirement.extras)}
+        if not wanted <= needed:
+            needed |= wanted
+            left += required(requirement.name, requirement.extras)
+    names = {name for name, _ in needed}
+    return {top for top, of in owners().items() if not names & {canonicalize_name(each) for each in of}} - {*PACKAGES}
+
+
+def program_alone(asked: Iterable[str], then: str) -> str:
+    """`then`, where nothing can be imported but the standard library, the wheel, and what `asked` asks for, down to the last."""
+    return f"""
+import sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        top = name.partition(".")[0]
-        if top in owners and top not in allowed:
+        if name.partition(".")[0] in {kept_from(asked)!r}:
             raise ModuleNotFoundError(f"{{name}} is not asked for", name=name)
 
-for name in [name for name in sys.modules if name.partition(".")[0] == "packaging" and "packaging" not in allowed]:
-    del sys.modules[name]
 sys.meta_path.insert(0, Absent())
 {then}
 """
