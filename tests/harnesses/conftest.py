@@ -18,16 +18,16 @@ from tests.harnesses.every_harness import KEEPALIVE_SECONDS  # noqa: E402
 from tests.harnesses.figures import pytest_terminal_summary  # noqa: E402
 from tests.harnesses.stage import Stage  # noqa: E402
 
-__all__ = ["pytest_terminal_summary", "raw_stage", "stage"]
+__all__ = ["failing_stage", "pytest_terminal_summary", "raw_stage", "stage"]
 
 WINDOW = 131_072
 
 
 @contextmanager
-def _stage(family: str, redis_url: str, tmp: pytest.TempPathFactory) -> Iterator[Stage]:
+def _stage(family: str, redis_url: str, tmp: pytest.TempPathFactory, keepalive_seconds: float) -> Iterator[Stage]:
     with (
         ScriptedEngine(family, max_model_len=WINDOW) as engine,
-        RunningService(engine.url, redis_url, engine_api="token", keepalive_seconds=KEEPALIVE_SECONDS) as service,
+        RunningService(engine.url, redis_url, engine_api="token", keepalive_seconds=keepalive_seconds) as service,
     ):
         yield Stage(engine, service, tmp.mktemp(family))
 
@@ -35,12 +35,19 @@ def _stage(family: str, redis_url: str, tmp: pytest.TempPathFactory) -> Iterator
 @pytest.fixture(scope="module")
 def stage(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """Qwen3's template: thinking, and several tool calls in one reply."""
-    with _stage("qwen3", redis_server.url, tmp_path_factory) as stage:
+    with _stage("qwen3", redis_server.url, tmp_path_factory, KEEPALIVE_SECONDS) as stage:
+        yield stage
+
+
+@pytest.fixture(scope="module")
+def failing_stage(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """The same for calls that fail: with a status, however long a slow machine takes, and not after a sign of life in the stream."""
+    with _stage("qwen3", redis_server.url, tmp_path_factory, 60.0) as stage:
         yield stage
 
 
 @pytest.fixture(scope="module")
 def raw_stage(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """Harmony's: the engine hands on a tool call's arguments as they were sampled, be they JSON or not."""
-    with _stage("harmony", redis_server.url, tmp_path_factory) as stage:
+    with _stage("harmony", redis_server.url, tmp_path_factory, KEEPALIVE_SECONDS) as stage:
         yield stage

@@ -40,8 +40,10 @@ def tools(cli: Cli) -> Tools:
 
 @pytest.fixture(scope="module")
 def plain(cli: Cli, stage: Stage) -> Played:
-    """A run of several turns in which nothing goes wrong."""
-    return stage.play(cli, cli.steps(stage.workdir(cli, "plain")), "plain")
+    """A run of several turns in which nothing goes wrong; one of them begins late."""
+    steps: list[Step] = list(cli.steps(stage.workdir(cli, "plain")))
+    steps[cli.change_at] = replace(steps[cli.change_at], how={"seconds_before": SLOW_SECONDS})
+    return stage.play(cli, steps, "plain")
 
 
 def acts_with(cli: Cli, stage: Stage, name: str, changed: Act) -> list[Act]:
@@ -104,21 +106,26 @@ def test_side_calls_have_roles_of_their_own(plain: Played) -> None:
     assert Counter(plain.side_roles) == Counter(plain.cli.side_roles)
 
 
+def test_a_slow_first_token_is_waited_for(plain: Played) -> None:
+    """No turn is asked for again meanwhile."""
+    assert SLOW_SECONDS > 3 * KEEPALIVE_SECONDS
+    assert len(plain.generations) == len(plain.calls)
+
+
 def test_replies_are_streamed_where_the_agent_asks_for_it(plain: Played) -> None:
     assert {generation.stream for generation in plain.generations} == {plain.cli.streams}
 
 
-def test_calls_that_fail_are_made_again_and_a_slow_first_token_is_waited_for(cli: Cli, stage: Stage) -> None:
-    """One run with all of it: the engine answers a call with 500, hangs up on the next, and takes its time for the last."""
-    assert SLOW_SECONDS > 3 * KEEPALIVE_SECONDS
-    steps = list(cli.steps(stage.workdir(cli, "rough")))
+def test_calls_that_fail_are_made_again_and_go_on_from_the_same_turn(cli: Cli, failing_stage: Stage) -> None:
+    """One run with two of them: the engine hangs up on a call, and answers another one with 500."""
+    steps = list(cli.steps(failing_stage.workdir(cli, "failed")))
     at = cli.change_at
-    slow = replace(steps[-1], how={"seconds_before": SLOW_SECONDS})
-    acts: list[Act] = [*steps[: at - 1], Fail(500), steps[at - 1], Drop(), *steps[at:-1], slow]
-    played = stage.play(cli, acts, "rough")
+    acts: list[Act] = [*steps[: at - 1], Drop(), steps[at - 1], Fail(500), *steps[at:]]
+    played = failing_stage.play(cli, acts, "failed")
     check_done(played)
     check_truths(played)
-    assert len(unrecorded(played)) == 1
+    # The engine was asked, and gave nothing that could be recorded.
+    assert len(unrecorded(played)) == 2
     assert played.branches == cli.branches
     assert len(played.main_rows) == 1 + len(cli.branches)
 
