@@ -30,7 +30,7 @@ from tests.support.service.running_service import ADMIN, RunningService, wait_un
 
 DOCUMENT = create_app(Settings(engine=[], redis="redis://127.0.0.1:1/0"), partial(rollouts, KNOWN)).description()
 OPERATIONS = [(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods]
-EXAMPLES = 6
+EXAMPLES = 4
 """Per endpoint."""
 
 

@@ -406,11 +406,11 @@ async def test_an_answer_that_was_hung_up_on_is_not_whole_though_it_would_have_e
 
 
 async def test_an_engine_waits_for_a_reader_that_is_slow() -> None:
-    size, sent = 64 << 20, []
+    size, sent = 32 << 20, []
 
     async def script(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
-        for _ in range(64):
+        for _ in range(32):
             writer.write(bytes(1 << 20))
             await writer.drain()
             sent.append(1 << 20)

@@ -26,7 +26,7 @@ from tests.support.service.running_service import RunningService, Session, strea
 
 Fault = Callable[[FaultyWire], None]
 FAULTS: dict[str, Fault] = {
-    "latency": lambda wire: wire.latency(0.05),
+    "latency": lambda wire: wire.latency(0.02),
     "reset": FaultyWire.reset,
     "reset in an answer": lambda wire: wire.reset_after(20),
     "black hole": FaultyWire.black_hole,
@@ -209,6 +209,7 @@ def test_a_call_on_an_engine_that_hangs_can_be_cut_and_what_was_sampled_is_recor
     fault: Fault, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("proxy.flow._ABORT_SECONDS", 0.5)
+    monkeypatch.setattr("proxy.engine.line.HUNG_UP_SECONDS", 0.5)
     gate = threading.Event()
     with (
         ScriptedEngine("qwen3") as engine,
