@@ -28,8 +28,8 @@ def parent(pid: int) -> int | None:
 
 def _state(pid: int) -> tuple[str, int]:
     """Its state as a letter, and its parent."""
-    with suppress(OSError):
-        state, number = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+    with suppress(OSError), open(f"{_PROC}/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        state, number = file.read().rpartition(")")[2].split()[:2]
         return state, int(number)
     return "X", 0
 
@@ -121,7 +121,7 @@ def environment(pid: int) -> dict[bytes, bytes] | None:
 def namespace(pid: int, kind: str) -> str | None:
     """A name of its namespace of that kind (`pid`, `net`), the same for all in it."""
     with suppress(OSError):
-        return os.readlink(_PROC / str(pid) / "ns" / kind)
+        return os.readlink(f"{_PROC}/{pid}/ns/{kind}")
     return None
 
 
