@@ -51,28 +51,28 @@ def test_many_messages_are_quoted() -> None:
     assert len(quoted()) > 35
 
 
+@cache
+def sources(*kinds: str) -> str:
+    """The text of every file of these kinds in the packages."""
+    return "\n".join(path.read_text() for name in PACKAGES for path in (ROOT / name).rglob("*") if path.suffix in kinds)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
 def test_every_variable_that_a_page_names_is_read_somewhere(path: Path) -> None:
-    code = "".join(each.read_text() for package in PACKAGES for each in (ROOT / package).rglob("*.py"))
+    code = sources(".py")
     for name in set(re.findall(r"\bVERBATIM_[A-Z][A-Z_]+\b", path.read_text())):
         field = name.removeprefix("VERBATIM_").lower()
         assert field in Settings.model_fields or name in code or f'"{field}"' in code or f" {field}:" in code, name
 
 
-@cache
-def sources() -> str:
-    """The text of every module, script and page of the packages."""
-    kinds = (".py", ".lua", ".html", ".js")
-    return "\n".join(path.read_text() for name in PACKAGES for path in (ROOT / name).rglob("*") if path.suffix in kinds)
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
 def test_every_metric_file_and_import_that_a_page_names_is_there(path: Path) -> None:
-    text = path.read_text()
+    text, code = path.read_text(), sources(".py", ".lua", ".html", ".js")
     for name in set(re.findall(r"(?<!\$)\bverbatim_[a-z_]+[a-z]\b", text)):
-        assert re.sub(r"_(total|bucket|count|sum)$", "", name) in sources(), name
+        assert re.sub(r"_(total|bucket|count|sum)$", "", name) in code, name
     for name in set(re.findall(r"\b(?:benchmarks|examples|deploy|helm|proxy|rollout|trainer_client)/[\w./-]+\.\w+", text)):
-        assert (ROOT / name).exists(), name
+        # A test is named by where it is in tests/.
+        assert (ROOT / "tests" / name if "/test_" in name else ROOT / name).exists(), name
     for module, names in re.findall(r"^from (trainer_client[\w.]*) import (.+)$", text, re.MULTILINE):
         found = ROOT / module.replace(".", "/")
         source = (found / "__init__.py" if found.is_dir() else found.with_suffix(".py")).read_text()
