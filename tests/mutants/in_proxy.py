@@ -39,7 +39,7 @@ FAULTS = (
         "A token whose weights are not known is trained as one of the newest.",
         "        return None if self.updatable else self.weight_version\n",
         "        return self.weight_version\n",
-        "tests/proxy/engine/test_sglang_api.py -k 'weights_are_not_known'",
+        "tests/proxy/engine/test_pool.py -k 'takes_no_weights_is_version_0'",
     ),
     Fault(
         "The text of a reply is told twice in a stream.",
@@ -70,7 +70,7 @@ FAULTS = (
         "A message whose ids name a call is matched with another call that said the same.",
         "    named = [call_id for call_id in replayed.minted if call_id in candidates]\n    if not named:\n",
         "    named = list(reversed(candidates))\n    if not named:\n",
-        "tests/proxy/test_flow.py tests/proxy/dialects/test_messages_sdk.py -k 'its_id_names or another_id or name'",
+        "tests/proxy/test_session_tree.py -k 'whose_id_the_reply_carries'",
     ),
     Fault(
         "A history whose reasoning was edited goes on in the row of the original.",
@@ -119,10 +119,10 @@ FAULTS = (
         _FLOW + "'goes_away_ends or aborted_turn'",
     ),
     Fault(
-        "A reply without token ids is trained.",
-        "    if not has_prompt_ids or sampled.token_ids is None:\n",
-        "    if not has_prompt_ids:\n",
-        "tests/proxy/engine/test_plain_servers.py tests/proxy/test_flow.py -k 'without_ids'",
+        "Nobody is told that an engine reports no token ids: its replies look like such that sampled nothing.",
+        '    if not has_prompt_ids or sampled.token_ids is None:\n        return "no_token_ids"\n',
+        "",
+        "tests/proxy/engine/test_plain_servers.py -k 'quarantined'",
     ),
     Fault(
         "What a frozen model says is trained.",

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.dialects.base import Request
 from proxy.history import Heard, Seen
+from proxy.plan import continuation
 from proxy.session_tree import SessionTree
 from proxy.store.session_store import SessionInfo
 from reconstruct.codec import encode
@@ -108,6 +110,26 @@ def test_the_root_of_a_call_is_that_of_its_own_tools_whatever_was_offered_before
     ]
     for asked in [*values, *values, *(value for value in values for _ in range(2))]:
         assert session.root(*asked) == root_key(*asked)
+
+
+@pytest.mark.parametrize("named", ["a" * 24, "b" * 24])
+def test_of_two_calls_that_said_the_same_the_one_goes_on_whose_id_the_reply_carries(named: str) -> None:
+    """Two samples of one request make the same tool call: nothing but the id that was minted into it tells them apart."""
+
+    def reply(call_id: str) -> dict[str, Any]:
+        function = {"name": "f", "arguments": "{}"}
+        return {"role": "assistant", "tool_calls": [{"id": f"call_{call_id}_0", "type": "function", "function": function}]}
+
+    known, asked = tree(), {"role": "user", "content": "q"}
+    root = known.root("m", (), {}, "")
+    _, fingerprint, reply_fingerprint = chain(root, digest_messages([asked, reply("of any")]))
+    for call_id in ("a" * 24, "b" * 24):
+        texts = {"messages": msgspec.json.encode([asked]), "reply": msgspec.json.encode(reply(call_id))}
+        prints = {"root_key": root, "fingerprint": fingerprint, "reply_fingerprint": reply_fingerprint}
+        known.forest.add(call(call_id, fields={**texts, **prints}, delta=[1], said=[2]))
+    result = {"role": "tool", "tool_call_id": f"call_{named}_0", "content": "x"}
+    found = continuation(known, Request("chat", "m", seen_by(known, [asked, reply(named), result])))
+    assert found.parent is not None and found.parent.call_id == named
 
 
 @pytest.fixture(scope="module")
