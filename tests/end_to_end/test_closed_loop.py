@@ -19,9 +19,10 @@ from openai import OpenAI
 from proxy.engine.vllm_launch import VllmServer
 from reconstruct.records import Span, pack_ids, pack_logprobs
 from reconstruct.trajectory import Trajectory
+from tests.support.engine.forked_vllm import run_beside_vllm
 from tests.support.engine.vllm_server import running_vllm
 from tests.support.service.running_service import hanging_up
-from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, verbatim, wait_until
+from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, environment, wait_until
 from trainer_client import TrainerClient
 from trainer_client.recompute import Difference, compare
 
@@ -475,15 +476,16 @@ def test_an_audit_shows_the_tree_and_the_accounting_and_finds_logprobs_of_other_
     session = opened(serving)
     messages = tool_turns(session, 3)
     session.ask(messages[:1], max_tokens=4)
-    service = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
-    true = verbatim("audit", session.session_id, "--model", str(tiny_model), timeout_seconds=120, **service)
+    env = environment(VERBATIM_URL=serving.url, VERBATIM_ADMIN_TOKEN=ADMIN)
+    audit = ("-m", "cli.main", "audit", session.session_id, "--model")
+    true = run_beside_vllm(*audit, str(tiny_model), env=env)
     assert true.returncode == 0, true.stderr
     for call in session.calls:
         assert call["call_id"] in true.stdout
     sampled = sum(len(call["completion_ids"]) for call in session.calls)
     assert f"{sampled} tokens sampled = {sampled} exported" in " ".join(true.stdout.split())
     other = make_tiny_model(tmp_path / "other", seed=1)
-    false = verbatim("audit", session.session_id, "--model", str(other), timeout_seconds=120, **service)
+    false = run_beside_vllm(*audit, str(other), env=env)
     assert false.returncode == 1
     assert "a logprob is off by" in " ".join(false.stderr.split())
 
@@ -504,11 +506,11 @@ def test_new_weights_reach_the_engine_in_mid_reply_and_every_token_knows_its_own
     long = threading.Thread(
         target=session.ask,
         args=([{"role": "user", "content": "go"}],),
-        kwargs={"max_tokens": 7500, "extra_body": {**PLAIN, "ignore_eos": True}},
+        kwargs={"max_tokens": 3000, "extra_body": {**PLAIN, "ignore_eos": True}},
     )
     before_it = sampled(engine)
     long.start()
-    wait_until_it_samples(engine, before_it, 100)
+    wait_until_it_samples(engine, before_it, 30)
     httpx.post(f"{engine.url}/pause?mode=keep", timeout=60).raise_for_status()
     with TrainerClient(serving.url, TRAINER) as trainer:
         pushed = trainer.publish(model.state_dict(), 1, directory=tmp_path)

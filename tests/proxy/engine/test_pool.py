@@ -18,7 +18,7 @@ from proxy.engine.vllm_launch import free_port
 from proxy.errors import EngineUnavailable, RequestError
 from proxy.settings import Settings
 from proxy.store.weight_store import WeightState, WeightStore
-from tests.support.engine.weight_fixtures import Service, generate, serving
+from tests.support.engine.weight_fixtures import Service, generate, serving, visit_often
 
 Answer = tuple[int, Any]
 
@@ -116,6 +116,11 @@ class ScriptedWeights:
             else {"error": self.refuses if body["method"] == "verbatim_check" else None}
         )
         return {"results": [worker]}
+
+
+@pytest.fixture(autouse=True)
+def often_visited(monkeypatch: pytest.MonkeyPatch) -> None:
+    visit_often(monkeypatch)
 
 
 @pytest.fixture
