@@ -2,9 +2,9 @@
 
     CrashRounds(7, shared, folder).run(rounds=25)
 
-A round lets the load run for a moment, kills one process or several, starts them again and waits for the next whole reply. After
-the last round the harnesses end what they are at, the rest is delivered, and everything is held against the oracle. The log has
-the seed and every kill.
+A round lets the load run for a moment, kills one process or several, starts them again and waits for as many whole replies as there are
+harnesses. After the last round the harnesses end what they are at, the rest is delivered, and everything is held against the oracle. The
+log has the seed and every kill.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class CrashRounds:
         urls = [service.url for service in self._setup.services]
         self._trainer = TrainerVictim(self._journal, urls, self._dice)
         self._agents = Agents(urls, seed, agents)
+        self._replies_per_round = agents
         self._forgetful = forgetful
         self._remembered_at = 0.0
         victims: list[Victim] = [*self._setup.stores, *self._setup.services, self._trainer]
@@ -138,8 +139,8 @@ class CrashRounds:
         self._start(names)
         # What is received is kept by the engine for nobody here.
         self._engine.received.clear()
-        replies = len(self._told.replies)
-        wait_until(lambda: len(self._told.replies) > replies or self._told.unexpected != [], PROGRESS_SECONDS, "replies go on")
+        replies = len(self._told.replies) + self._replies_per_round
+        wait_until(lambda: len(self._told.replies) >= replies or self._told.unexpected != [], PROGRESS_SECONDS, "replies go on")
         assert self._told.unexpected == [], self._told.unexpected[:10]
 
     def _start(self, names: Sequence[str]) -> None:
