@@ -45,7 +45,7 @@ from tests.support.sessions.random_harness import RandomHarness
 CALLS = 12
 KILLED = """
 import os, signal, sys
-import cli.export, proxy.archive.files, proxy.archive.folder
+import cli.archive_api, cli.export, proxy.archive.files, proxy.archive.folder, pyarrow.parquet
 from cli.main import main
 proxy.archive.folder.PART_SESSIONS = 1
 folder, *steps = sys.argv[1:]
@@ -523,7 +523,7 @@ def test_an_export_killed_at_any_step_goes_on_where_it_was(service: RunningServi
     variables = environment(VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN)
     whole = tmp_path / "whole"
     export(service, whole)
-    steps = (*range(8), 11, 15, 20, 23)
+    steps = (*range(8), 11, 15, 23)
     killed = [sys.executable, "-c", KILLED, str(tmp_path), *map(str, steps)]
     codes = subprocess.run(killed, env=variables, capture_output=True, text=True, check=True).stdout.split()
     assert codes == [str(-signal.SIGKILL)] * len(steps)
