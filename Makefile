@@ -21,6 +21,9 @@ DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(ARGS)
 RELEASE := .cache/release
 RELEASED := proxy,rollout,archive,otel
 
+# Tests start hundreds of interpreters; one that may not keep what it compiled compiles the whole project again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo demo-tasks docs test test-programs mutants check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
 .DEFAULT_GOAL := help
 
