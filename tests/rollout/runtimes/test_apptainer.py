@@ -1,4 +1,4 @@
-"""Instances of apptainer as runtimes: what its command line is told (the contract: test_runtimes_contract)."""
+"""Instances of apptainer as runtimes: what its command line is told (the contract: test_contract)."""
 
 from __future__ import annotations
 

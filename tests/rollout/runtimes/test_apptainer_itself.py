@@ -1,4 +1,4 @@
-"""What goes wrong on a node with the real apptainer, and what it is told (the contract: test_runtimes_contract)."""
+"""What goes wrong on a node with the real apptainer, and what it is told (the contract: test_contract)."""
 
 from __future__ import annotations
 

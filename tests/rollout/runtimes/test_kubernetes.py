@@ -1,4 +1,4 @@
-"""Pods as runtimes: what is sent to a cluster, and what becomes of one that cannot run or ends (the contract: test_runtimes_contract)."""
+"""Pods as runtimes: what is sent to a cluster, and what becomes of one that cannot run or ends (the contract: test_contract)."""
 
 from __future__ import annotations
 
