@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -130,15 +131,15 @@ def main() -> int:
     return 0
 
 
-def _run(what: Any) -> int:
+def _run(what: Coroutine[Any, Any, int]) -> int:
     import asyncio
 
     return asyncio.run(what)
 
 
-async def _then_leave(what: object) -> int:
+async def _then_leave(what: Coroutine[Any, Any, int]) -> int:
     """Leaves at once: an event loop that ends would end its processes."""
-    code = await what  # type: ignore[misc]
+    code = await what
     sys.stderr.flush()
     os._exit(code)
 
