@@ -25,7 +25,7 @@ from tests.support.service.running_service import TRAINER, RunningService
 from tests.support.sessions.demo_process import judged
 
 DOORS = ("red", "green", "blue")
-STEPS, GROUPS, ROLLOUTS = 3, 2, 4
+STEPS, GROUPS, ROLLOUTS = 3, 2, 2
 
 
 @pytest.fixture
