@@ -233,6 +233,8 @@ def _become(passed: list[int]) -> dict[str, Any]:
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     sys.stdin, sys.stdout, sys.stderr = open(0), _writer(1), _writer(2, line_buffering=True)  # noqa: SIM115
     return order
 
