@@ -213,7 +213,9 @@ class Workshops:
         finally:
             self._free.put(workshop)
         why = "the tests pass" if not run.failed else ""
-        return Verdict(fault, run, why if run.whole else f"pytest ended with exit code {run.code}")
+        if not run.whole:
+            why = "the tests did not end and were killed" if run.code < 0 else f"pytest ended with exit code {run.code}"
+        return Verdict(fault, run, why)
 
 
 def together(faults: Iterable[Fault], files: Sequence[str]) -> list[str]:

@@ -165,16 +165,10 @@ FAULTS = (
         "tests/proxy/engine/test_ids_api.py -k 'breaks_off'",
     ),
     Fault(
-        "Closing a session leaves its call in flight sampling, and unrecorded.",
-        "        await services.sessions.begin_close(session_id)\n        await services.peers.cut(session_id)\n        state =",
-        "        await services.sessions.begin_close(session_id)\n        state =",
-        _FLOW + "'closing_a_session'",
-    ),
-    Fault(
         "Calls that a crash left without a record are missing in the accounting of their session.",
         '    untold = {intent.call_id: "dangling" for intent in intents if intent.call_id not in finished} | damaged\n',
         "    untold = damaged\n",
-        _CONTROL + "'dangling'",
+        "tests/proxy/store/test_faults.py -k 'never_takes'",
     ),
     Fault(
         "Rows of side calls (titles, routing) are given to the trainer with nothing to train.",
