@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     lost = _lost(faults)
     for fault, why in lost.items():
-        console.print(f"[red]cannot be planted:[/] {fault.harm}\n    {why}", highlight=False)
+        console.print(f"[red]cannot be planted:[/] {escape(fault.harm)}\n    {escape(why)}", highlight=False)
     if asked.list:
         return _show(faults, lost, console)
     faults = [fault for fault in faults if fault not in lost]
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print("stopped; nothing is left behind")
         return 130
     except (OSError, RuntimeError) as error:
-        console.print(f"[red]{error}[/]", highlight=False)
+        console.print(f"[red]{escape(str(error))}[/]", highlight=False)
         return 1
     return _report(verdicts, lost, console, output=asked.output)
 
@@ -120,7 +121,7 @@ def _show(faults: Sequence[Fault], lost: dict[Fault, str], console: Console) -> 
     texts = sources(ROOT)
     table = Table("what it would do", "where", "tests", show_lines=True)
     for fault in faults:
-        table.add_row(fault.harm, "nowhere" if fault in lost else str(fault.place(texts)), fault.tests)
+        table.add_row(escape(fault.harm), "nowhere" if fault in lost else str(fault.place(texts)), escape(fault.tests))
     console.print(table)
     console.print(f"{len(faults)} faults")
     return 1 if lost else 0
@@ -172,7 +173,7 @@ class Workshops:
             if not run.whole:
                 raise RuntimeError(f"without a fault pytest ended with exit code {run.code}:\n{_end_of(run)}")
             if run.failed:
-                progress.console.print(f"[red]fails without a fault:[/]\n{_end_of(run)}", highlight=False)
+                progress.console.print(f"[red]fails without a fault:[/]\n{escape(_end_of(run))}", highlight=False)
             broken |= {test.partition("::")[0] for test in run.failed}
             progress.advance(bar)
         return broken
@@ -199,9 +200,9 @@ class Workshops:
         for done in as_completed(asked):
             found[asked[done]] = verdict = done.result()
             if verdict.why:
-                progress.console.print(f"[red]NOT caught[/] ({verdict.why}): {verdict.fault.harm}", highlight=False)
+                progress.console.print(f"[red]NOT caught[/] ({verdict.why}): {escape(verdict.fault.harm)}", highlight=False)
             elif not progress.console.is_terminal:
-                progress.console.print(f"caught: {verdict.fault.harm}", highlight=False)
+                progress.console.print(f"caught: {escape(verdict.fault.harm)}", highlight=False)
             progress.advance(bar)
         return [found[fault] for fault in faults]
 
@@ -241,11 +242,10 @@ def _report(verdicts: Sequence[Verdict], lost: dict[Fault, str], console: Consol
         run = verdict.run
         state = "[red]NOT caught[/]" if verdict.why else "[green]caught[/]"
         seconds = f"{run.seconds:.0f}" if run is not None else ""
-        table.add_row(
-            verdict.fault.harm, state, seconds, verdict.why or (run.failed[0] if run is not None and run.failed else "")
-        )
+        noticed = run.failed[0] if run is not None and run.failed else ""
+        table.add_row(escape(verdict.fault.harm), state, seconds, escape(verdict.why or noticed))
         if run is not None and (output or not run.whole):
-            console.rule(verdict.fault.harm)
+            console.rule(escape(verdict.fault.harm))
             console.print(_end_of(run), markup=False, highlight=False)
     console.print(table)
     missed = sum(bool(verdict.why) for verdict in verdicts)

@@ -273,13 +273,19 @@ FAULTS = (
         "After a push the service goes on counting a replica's tokens as those of the old weights.",
         "        replica.weight_version = push.version\n        self._keeper.repaired(replica)\n",
         "        self._keeper.repaired(replica)\n",
-        "tests/proxy/engine/test_weight_policies.py -k 'goes_to_the_replicas'",
+        "tests/proxy/engine/test_pool.py -k 'torn'",
     ),
     Fault(
-        "A replica with torn weights goes on serving.",
+        "A replica with torn weights goes on serving beside those that have the new ones.",
         "            if outcome.error is not None and (applied or isinstance(outcome.error, ReplicaLeft)):\n",
-        "            if outcome.error is not None and applied:\n",
+        "            if outcome.error is not None and not applied:\n",
         "tests/proxy/engine/test_pool.py -k 'torn'",
+    ),
+    Fault(
+        "After a push that every replica broke on, engines whose weights are torn are given calls.",
+        "(applied or isinstance(outcome.error, ReplicaLeft)):\n",
+        "applied:\n",
+        "tests/proxy/engine/test_sglang_api.py -k 'rolled_back_leaves'",
     ),
     Fault(
         "Calls are sampled on replicas while weights change under them.",
@@ -291,7 +297,7 @@ FAULTS = (
         "Weights that are not greater than the current ones are pushed.",
         "        if push.version <= current.version:\n            raise Conflict(",
         "        if push.version < 0:\n            raise Conflict(",
-        "tests/proxy/engine/test_pool.py -k 'makes_no_sense'",
+        "tests/proxy/engine/test_pool.py -k 'version_that_is_taken'",
     ),
     Fault(
         "A frozen model takes new weights.",
@@ -307,8 +313,8 @@ FAULTS = (
     ),
     Fault(
         "A call of which a token may have been sampled is sampled again elsewhere, and the first is lost.",
-        "                    if answered or turn.running.cut.is_set() or not route.another():\n",
-        "                    if not route.another():\n",
+        '        return EngineFailed(f"engine {replica.name} broke off: {type(error).__name__}")\n',
+        '        return EngineUnavailable(f"engine {replica.name} broke off: {type(error).__name__}")\n',
         "tests/proxy/engine/test_replicas.py -k 'is_not_tried_again'",
     ),
 )

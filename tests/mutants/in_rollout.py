@@ -25,8 +25,8 @@ FAULTS = (
     ),
     Fault(
         "A score without a reward counts as a failure of the agent.",
-        '        reward=as_reward(value["reward"],',
-        '        reward=as_reward(value["reward"] or 0.0,',
+        '    if value.get("reward") is None:\n',
+        '    value = {"reward": 0.0, **value}\n    if value.get("reward") is None:\n',
         _REWARDS,
     ),
     Fault(

@@ -198,9 +198,9 @@ FAULTS = (
         _RETENTION,
     ),
     Fault(
-        "Retention deletes what a trainer holds.",
+        "Retention deletes the sessions of dead groups, which somebody may want to deliver again.",
         '        if standing not in ("none", "filling"):\n            return False\n',
-        '        if standing not in ("none", "filling"):\n            return standing == "leased"\n',
+        '        if standing not in ("none", "filling"):\n            return standing == "dead"\n',
         _RETENTION,
     ),
     Fault(

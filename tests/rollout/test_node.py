@@ -132,7 +132,9 @@ async def test_an_agent_that_runs_out_of_its_own_budget_is_data(world: World) ->
 
 
 async def test_a_cancelled_rollout_is_stopped_and_its_late_result_counts_for_nothing(world: World) -> None:
-    task = await world.submit(a_task(instruction=f"{ASK}\n{SLEEP}"))
+    # By its budgets it would go on for longer than the test waits.
+    budgets = Budgets(agent=3600, total=7200)
+    task = await world.submit(a_task(instruction=f"{ASK}\n{SLEEP}", budgets=budgets))
     async with world.node(lease_seconds=2.0) as node:
         await world.until(lambda: asks(world) == 1, "the harness works")
         await world.tasks.cancel(task.task_id, 2.0)

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from proxy.engine.pool import EnginePool
 from proxy.engine.vllm_launch import free_port
-from proxy.errors import EngineUnavailable, RequestError
+from proxy.errors import Conflict, EngineUnavailable, RequestError
 from proxy.settings import Settings
 from proxy.store.weight_store import WeightState, WeightStore
 from tests.support.engine.weight_fixtures import Service, generate, serving, visit_often
@@ -269,6 +269,21 @@ async def test_when_no_engine_takes_the_weights_nothing_changes(engines: Callabl
         assert "start vLLM with VLLM_SERVER_DEV_MODE=1" in answer["error"]
         assert (await weights.current()).version == 0
         assert service.pool.ready() == (True, "")
+
+
+async def test_a_version_that_is_taken_is_refused_before_any_engine_hears_of_it(
+    engines: Callable[..., Any], weights: WeightStore
+) -> None:
+    loaded = ScriptedWeights()
+    engine = await engines(loaded.script())
+    async with serving(weights, engine.url) as service:
+        assert (await service.updater.push(2, "/weights/2"))["applied"]
+        before = [path for path, _ in engine.asked if path.startswith("/pause")]
+        for version in (1, 2):
+            with pytest.raises(Conflict, match=f"version {version} is not greater than the current 2"):
+                await service.updater.push(version, "/weights/other")
+        assert [path for path, _ in engine.asked if path.startswith("/pause")] == before
+        assert (loaded.label, loaded.paused, service.pool.ready()) == ("2", False, (True, ""))
 
 
 async def test_a_push_without_any_engine_is_refused(weights: WeightStore) -> None:

@@ -137,6 +137,37 @@ async def test_a_rollout_of_a_silent_node_is_anothers_next_attempt(stores: Store
     assert (await stores.tasks.load("t")).status == "completed"
 
 
+async def test_a_node_that_has_its_rollout_again_changes_nothing_by_the_attempt_before(stores: Stores) -> None:
+    await stores.submit()
+    node = stores.node("a")
+    first = await node.must_take()
+    await node.work.put_back(first.attempt, time.time())
+    second = await node.must_take()
+    assert (first.attempt.attempt, second.attempt.attempt) == (1, 2)
+    for step in (
+        node.work.advance(first.attempt, "running", time.time(), {}),
+        node.work.conclude(first.attempt, WELL, time.time()),
+        node.work.finish(first.attempt, time.time()),
+    ):
+        with pytest.raises(Superseded):
+            await step
+    assert await node.beat(first.attempt, second.attempt) == [first.attempt]
+    assert (await stores.rollout()).status == "preparing"
+
+
+async def test_a_sign_of_life_begins_the_time_of_silence_anew(stores: Stores) -> None:
+    task = await stores.submit()
+    node = stores.node("a")
+    taken = await node.must_take()
+    await asyncio.sleep(0.2)
+    beaten = time.monotonic()
+    await node.beat(taken.attempt)
+    key = f"{keys.BASE}:q:{keys.queue_of(task)}"
+    look = "return redis.call('XPENDING', KEYS[1], 'nodes', '-', '+', 10)"
+    ((_, _, silent_ms, _),) = await stores.connection.execute("EVAL", look, 1, key, key=key)
+    assert silent_ms <= 1000 * (time.monotonic() - beaten) + 1
+
+
 async def test_a_node_that_beats_keeps_what_it_has(stores: Stores) -> None:
     """The lease that the other node looks at is longer than all of this can take; the entry's idle time is set back by the beat."""
     await stores.submit()
