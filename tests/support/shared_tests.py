@@ -14,6 +14,21 @@ from xdist.scheduler import LoadScopeScheduling
 from tests import ROOT
 
 _ENGINE = "engine"
+_LONG = (
+    "tests/rollout/runtimes/test_contract.py",
+    "tests/docs/test_commands.py",
+    "tests/proxy/archive/test_archive.py",
+    "tests/examples/test_tasks.py",
+    "tests/cli/test_run.py",
+    "tests/cli/test_serve.py",
+    "tests/cli/test_generate.py",
+    "tests/end_to_end/test_crashes.py",
+    "tests/proxy/store/test_faults.py",
+    "tests/proxy/ui/test_browser.py",
+    "tests/proxy/test_hot_path_cost.py",
+    "tests/deploy/test_release.py",
+)
+"""The longest files; what is begun last should be short, or one process waits for the other at the end."""
 
 
 class SharedTests(LoadScopeScheduling):
@@ -23,8 +38,9 @@ class SharedTests(LoadScopeScheduling):
 
     def _assign_work_unit(self, node: Any) -> None:
         # What takes longest is begun first.
-        if _ENGINE in self.workqueue:
-            self.workqueue.move_to_end(_ENGINE, last=False)
+        first = next((unit for unit in (_ENGINE, *_LONG) if unit in self.workqueue), None)
+        if first is not None:
+            self.workqueue.move_to_end(first, last=False)
         super()._assign_work_unit(node)
 
 
