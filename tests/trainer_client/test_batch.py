@@ -55,6 +55,13 @@ def test_values_of_rows_come_along() -> None:
     assert (data.group_index.tolist(), data.rollout_index.tolist(), data.row_index.tolist()) == ([0, 0], [0, 1], [0, 1])
 
 
+def test_a_row_without_a_reward_has_none_and_is_not_taken_for_a_failure() -> None:
+    batch = Batch(groups([trajectory("a", reward=None), trajectory("b", reward=0.0)]), weight_version=7)
+    np.testing.assert_array_equal(batch.padded().rewards, [np.nan, 0])
+    with pytest.raises(ValueError, match="row 0 has no finite reward"):
+        batch.advantages(dr_grpo)
+
+
 def test_the_length_is_rounded_up() -> None:
     assert two_rows().padded(multiple_of=4).token_ids.shape == (2, 8)
     assert two_rows().padded(multiple_of=5, max_length=10).token_ids.shape == (2, 5)

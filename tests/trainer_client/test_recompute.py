@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import permutations
+from types import SimpleNamespace
+
+import numpy as np
+import torch
 
 from cli.audit import TOLERANCE, logprob_problems
-from trainer_client.recompute import Difference
+from tests.support.sessions.training_rows import trajectory
+from trainer_client.recompute import Difference, recompute
 
 
 def test_a_difference_that_is_no_number_stays_the_largest_wherever_it_comes() -> None:
@@ -34,3 +40,21 @@ def test_an_audit_refuses_a_difference_that_is_no_number() -> None:
         "far: a logprob is off by 0.5 (row b, token 2)",
         "broken: a logprob is off by nan (row c, token 3)",
     ]
+
+
+@dataclass
+class Table:
+    """A model whose line i has the logits of what follows token i."""
+
+    lines: torch.Tensor
+    device: str = "cpu"
+
+    def __call__(self, ids: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.lines[ids])
+
+
+def test_each_token_is_scored_by_what_the_model_says_after_the_one_before_it() -> None:
+    table = torch.tensor([[0.0, 1.0, 2.0], [5.0, 3.0, 4.0], [6.0, 8.0, 7.0]])
+    row = trajectory(prompt=[0], versions=(5, 5), token_ids=np.array([0, 2, 1], dtype=np.int32))
+    said = torch.log_softmax(table, dim=-1)
+    np.testing.assert_allclose(recompute(Table(table), row), [0.0, said[0, 2], said[2, 1]], rtol=1e-6)
