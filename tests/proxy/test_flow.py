@@ -602,9 +602,11 @@ def test_closing_a_session_cuts_and_records_its_call_in_flight(engine: ScriptedE
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(lambda: streamed_text(session.ask("q", stream=True)))
         engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == 2)
-        session.close("cancelled")
-        text, chunks = answer.result()
-    gate.set()
+        try:
+            session.close("cancelled")
+            text, chunks = answer.result(timeout=60)
+        finally:
+            gate.set()
     assert text == "hello world"
     assert chunks[-1].choices[0].finish_reason == "length"
     (call,) = session.calls
