@@ -5,9 +5,7 @@ from __future__ import annotations
 import configparser
 import importlib.util
 import json
-import os
 import re
-import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -28,6 +26,7 @@ from rollout.node import STOP_SECONDS
 from tests.support.documents.helm_chart import CHART
 from tests.support.documents.prometheus_rules import RULES, promtool
 from tests.support.documents.settings_in_code import ROOT, variables
+from tests.support.machine import require
 
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = sorted(DEPLOY.glob("*.Dockerfile"))
@@ -245,8 +244,7 @@ def test_the_units_are_ones_and_their_processes_have_the_time_to_end(unit: str, 
     # Several workers of a service have longer than one process has for what is cut; then its own Redis ends.
     after = max(CUT_SECONDS, workers.STOP_SECONDS) + embedded.STOP_SECONDS if command == "serve" else 2 * STOP_SECONDS
     assert int(service["TimeoutStopSec"]) > drain + after
-    if shutil.which("systemd-analyze") or "CI" in os.environ:
-        copy = tmp_path / unit
-        copy.write_text(text.replace(binary, "/bin/true"))
-        done = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (0, "")
+    copy = tmp_path / unit
+    copy.write_text(text.replace(binary, "/bin/true"))
+    done = subprocess.run([require("systemd-analyze"), "verify", str(copy)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

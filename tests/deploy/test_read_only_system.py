@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from pathlib import Path
-
-import pytest
 
 from tests import ROOT
 from tests.support.documents.helm_chart import container, environment, pod_of, the
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.machine import require
 from tests.support.service.verbatim_process import Serving, wait_until
 
 HERE = {
@@ -34,10 +31,7 @@ NOBODY = ["--unshare-user", "--uid", "10001", "--gid", "10001", "--cap-drop", "A
 
 
 def test_the_service_serves_where_it_may_write_nothing_but_tmp(redis_url: str) -> None:
-    bwrap = shutil.which("bwrap")
-    if bwrap is None and "CI" not in os.environ:
-        pytest.skip("bubblewrap is missing")
-    assert bwrap, "bubblewrap is missing"
+    bwrap = require("bwrap")
     told = environment(container(pod_of(the({}, "Deployment", "-proxy")) or {}))
     asked = {name: value for name, value in told.items() if value and name not in HERE}
     # Images make no byte code; their data directory is there and cannot be written to.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
 from lupa import LuaRuntime
 
@@ -19,6 +17,7 @@ from proxy.auth import mint_key
 from proxy.engine.vllm_launch import vllm_command
 from proxy.metrics import Metrics
 from tests.support.documents.helm_chart import CHART, MATRIX, rendered, the
+from tests.support.machine import require
 from tests.support.service.verbatim_process import wait_until
 
 PAGE = (CHART.parents[1] / "docs" / "kubernetes.md").read_text()
@@ -60,10 +59,7 @@ def documents(containing: str) -> dict[str, Any]:
 
 
 def test_nginx_sends_by_the_session(tmp_path: Path) -> None:
-    binary = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
-    if binary is None and "CI" not in os.environ:
-        pytest.skip("nginx is missing (Debian: nginx-light)")
-    assert binary, "nginx is missing"
+    binary = require("nginx")
     user = "user root;" if os.geteuid() == 0 else ""
     configuration = tmp_path / "nginx.conf"
     configuration.write_text(NGINX.format(folder=tmp_path, user=user, maps=block("nginx", "$verbatim_session")))

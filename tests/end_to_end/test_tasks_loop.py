@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,8 +18,8 @@ from rollout.attempts import RolloutState
 from rollout.task_body import TaskBody
 from tests.support.engine.scripted_engine import Generation, Reply, Say, ScriptedEngine
 from tests.support.engine.vllm_server import require_vllm
+from tests.support.machine import require
 from tests.support.runtimes.rollout_nodes import World
-from tests.support.runtimes.runtime_places import unavailable
 from tests.support.service.running_service import TRAINER, RunningService
 from tests.support.sessions.demo_process import judged
 
@@ -46,8 +45,7 @@ async def world(engine: ScriptedEngine, redis_url: str, tmp_path: Path) -> Async
 
 
 def require_bubblewrap() -> None:
-    if shutil.which("bwrap") is None:
-        unavailable("bubblewrap is not installed")
+    require("bwrap")
 
 
 async def rolled_out(world: World, rollouts: int = 1) -> list[RolloutState]:

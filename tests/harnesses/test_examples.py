@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from tests.harnesses.agent_run import Cli, Tools, with_tools
 from tests.harnesses.node_victims import with_agents
 from tests.harnesses.rollout_plays import AGENT_SECONDS, Exercise
 from tests.harnesses.rollout_trial import RolloutTrial
+from tests.support.machine import require
 
 SHELL = Tools(
     read=lambda path: ("shell", {"command": f"cat {path.name}"}),
@@ -32,7 +32,7 @@ GIVEN = {
 @pytest.mark.timeout(3000)
 def test_an_example_is_solved_by_every_other_agent_in_a_sandbox(tmp_path: Path) -> None:
     """One rollout each, with nothing killed; every token of them is the trainer's, as the engine sampled it."""
-    assert shutil.which("bwrap"), "bubblewrap is not installed"
+    require("bwrap")
     given = [
         Exercise(f"t-{cli.harness}", example, cli, samples=1, hurried=False, agent_seconds=AGENT_SECONDS, solved=True)
         for example, cli in GIVEN.items()

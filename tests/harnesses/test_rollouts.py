@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.harnesses.rollout_plays import CLIS, exercises
 from tests.harnesses.rollout_trial import RolloutTrial
+from tests.support.machine import require
 
 ROLLOUTS, SEED = 16, 3
 
@@ -16,7 +16,7 @@ ROLLOUTS, SEED = 16, 3
 @pytest.mark.timeout(3000)
 def test_no_rollout_is_lost_or_doubled_when_a_node_is_killed_and_all_tokens_are_accounted_for(tmp_path: Path) -> None:
     """What must be true of them is in rollout_accounts.py; which plays there are follows from the seed."""
-    assert shutil.which("bwrap"), "bubblewrap is not installed"
+    require("bwrap")
     given = exercises(ROLLOUTS, samples=2, seed=SEED, hang_seconds=30)
     trial = RolloutTrial(tmp_path, given, seed=SEED, nodes=2, most_seconds=2400)
     tried = trial.run(pause_seconds=0, most_kills=1)

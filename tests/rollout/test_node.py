@@ -17,8 +17,9 @@ from rollout.failures import Failure
 from rollout.stages import Slots
 from rollout.task import Budgets, EvaluatorSpec, Exec, HarnessSpec, McpServer, RuntimeSpec, Upload
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
+from tests.support.machine import unavailable
 from tests.support.runtimes.rollout_nodes import ASK, World, a_task
-from tests.support.runtimes.runtime_places import no_sandbox, unavailable
+from tests.support.runtimes.runtime_places import no_sandbox
 from tests.support.service.running_service import TRAINER
 
 SLEEP = "sleep 600"

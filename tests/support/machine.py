@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NoReturn
 
 from tests import ROOT
 
@@ -46,10 +46,24 @@ LEFT_OUT = frozenset(filter(None, os.environ.get("VERBATIM_TESTS_WITHOUT", "").s
 """Programs whose tests are left out on purpose."""
 
 
-def find(program: str) -> Path | None:
-    """Where it is, or None."""
-    found = shutil.which(program, path=PATH)
-    return Path(found) if found else None
+def find(program: str) -> str | None:
+    """Its path, or None."""
+    return shutil.which(program, path=PATH)
+
+
+def require(program: str) -> str:
+    """Its path; a test that cannot have it is skipped."""
+    return find(program) or unavailable(f"{program} is not installed: `make test-programs` installs it")
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skip the test; fail it with CI=true, where everything has to be there."""
+    # The list of packages is printed before anything is installed.
+    import pytest
+
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 def missing() -> list[Need]:

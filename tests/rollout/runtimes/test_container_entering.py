@@ -15,7 +15,8 @@ import pytest_asyncio
 
 from rollout.runtimes import container, processes
 from rollout.runtimes.base import Executed, Runtime
-from tests.support.runtimes.runtime_places import contained, out, shell, unavailable
+from tests.support.machine import unavailable
+from tests.support.runtimes.runtime_places import contained, out, shell
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

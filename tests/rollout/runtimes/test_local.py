@@ -19,7 +19,8 @@ from rollout.runtimes.container import ContainerKind
 from rollout.runtimes.local import LocalKind
 from rollout.runtimes.settings import RuntimeSettings, from_environment
 from rollout.task import RuntimeSpec
-from tests.support.runtimes.runtime_places import NOWHERE, answering, out, python, sandboxed, shell, unavailable, unconfined
+from tests.support.machine import unavailable
+from tests.support.runtimes.runtime_places import NOWHERE, answering, out, python, sandboxed, shell, unconfined
 
 GREEDY = "import time; x = bytearray(1 << 29); x[::4096] = b'x' * len(x[::4096]); time.sleep(600)"
 

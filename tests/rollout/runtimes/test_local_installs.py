@@ -15,7 +15,7 @@ from rollout.runtimes.local import LocalKind
 from rollout.runtimes.local_installs import OPTION, PREFIX
 from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
 from rollout.task import RuntimeSpec
-from tests.support.runtimes.runtime_places import unavailable
+from tests.support.machine import unavailable
 
 MARK = uuid4().hex[:8]
 """In the names of runtimes: those of a machine are all different."""

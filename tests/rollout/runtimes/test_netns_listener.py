@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rollout.runtimes.route import PORT, listening
-from tests.support.runtimes.runtime_places import unavailable
+from tests.support.machine import unavailable
 
 # What a sandbox does in a network namespace of its own once told to, as bubblewrap does it: an address for the loopback device, which
 # the kernel refuses where there is one, and then the device set up.

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import yaml
 
 from tests import ROOT
+from tests.support.machine import require
 
 RULES = ROOT / "helm/verbatim/files/alerts.yaml"
 DASHBOARD = ROOT / "helm/verbatim/files/dashboard.json"
@@ -56,8 +54,4 @@ def grouped(expression: str) -> set[str]:
 
 def promtool(*args: str, given: str = "") -> subprocess.CompletedProcess[str]:
     """`given` goes to its standard input. Where there is none the test is skipped; in CI it fails."""
-    found = shutil.which("promtool") or shutil.which("promtool", path=ROOT / ".cache/promtool/usr/bin")
-    if found is None and "CI" not in os.environ:
-        pytest.skip("no promtool: .ci/run has the lines that fetch it")
-    assert found is not None, "promtool is missing"
-    return subprocess.run([found, *args], input=given, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([require("promtool"), *args], input=given, capture_output=True, text=True, timeout=120, check=False)

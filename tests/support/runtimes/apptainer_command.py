@@ -13,8 +13,9 @@ from rollout.runtimes.apptainer import ApptainerKind
 from rollout.runtimes.settings import RuntimeSettings
 from rollout.task import RuntimeSpec
 from tests import ROOT
+from tests.support.machine import unavailable
 from tests.support.runtimes.bwrap_container import LACKING
-from tests.support.runtimes.runtime_places import GRACE_SECONDS, Place, unavailable
+from tests.support.runtimes.runtime_places import GRACE_SECONDS, Place
 
 _PROGRAM = Path(__file__).with_name("apptainer_program.py")
 

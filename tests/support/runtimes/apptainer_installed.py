@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -14,8 +13,9 @@ from rollout.runtimes.apptainer import ApptainerKind
 from rollout.runtimes.settings import RuntimeSettings
 from rollout.task import RuntimeSpec
 from tests import ROOT
+from tests.support.machine import require, unavailable
 from tests.support.runtimes.container_image import debian
-from tests.support.runtimes.runtime_places import GRACE_SECONDS, Place, unavailable
+from tests.support.runtimes.runtime_places import GRACE_SECONDS, Place
 
 _CACHE = ROOT / ".cache"
 _IMAGE = _CACHE / "apptainer-image"
@@ -23,11 +23,9 @@ _IMAGE = _CACHE / "apptainer-image"
 
 def installed() -> str:
     """Its command."""
-    command = shutil.which("apptainer", path=os.pathsep.join((str(_CACHE / "apptainer/usr/bin"), os.environ.get("PATH", ""))))
-    if os.geteuid() != 0 or command is None:
-        unavailable("instances need root here, and apptainer, which .ci/apptainer gets")
-    assert command is not None
-    return command
+    if os.geteuid() != 0:
+        unavailable("instances need root here")
+    return require("apptainer")
 
 
 def image(command: str) -> Path:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from tests import ROOT
-from tests.support.runtimes.runtime_places import unavailable
+from tests.support.machine import require, unavailable
 
 IMAGE = "localhost/verbatim-test:bookworm-1"
 ENGINE = "podman"
@@ -27,8 +27,7 @@ def container_image() -> str:
     if os.geteuid() != 0:
         unavailable("containers need root")
     for command in (ENGINE, "runc"):
-        if shutil.which(command) is None:
-            unavailable(f"{command} is not installed")
+        require(command)
     _CACHE.mkdir(exist_ok=True)
     with (_CACHE / "container-image.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

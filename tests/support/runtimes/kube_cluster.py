@@ -21,8 +21,9 @@ from rollout.runtimes.pod import KubernetesKind
 from rollout.runtimes.settings import RuntimeSettings
 from rollout.task import RuntimeSpec
 from tests import ROOT
+from tests.support.machine import unavailable
 from tests.support.runtimes.bwrap_container import LACKING
-from tests.support.runtimes.runtime_places import GRACE_SECONDS, Place, unavailable
+from tests.support.runtimes.runtime_places import GRACE_SECONDS, Place
 
 _SERVER = Path(__file__).with_name("kube_server.py")
 

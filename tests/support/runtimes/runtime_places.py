@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import subprocess
 import uuid
@@ -14,13 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from rollout.runtimes.base import Executed, Route, Runtime, RuntimeKind
 from rollout.runtimes.container import ContainerKind
 from rollout.runtimes.local import LocalKind
 from rollout.runtimes.settings import RuntimeSettings
 from rollout.task import RuntimeSpec
+from tests.support.machine import unavailable
 
 NOWHERE = Route("192.0.2.9", 9)
 """A proxy that is not there."""
@@ -51,13 +49,6 @@ class Place:
             yield runtime
         finally:
             await runtime.stop()
-
-
-def unavailable(reason: str) -> None:
-    """Skips the test; where everything has to be there, fails it."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 @cache

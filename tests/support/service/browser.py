@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +9,12 @@ from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
-import pytest
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
+
+from tests.support.machine import require
 
 FLAGS = (
     "--headless",
@@ -102,12 +101,7 @@ class Browser:
 
 @contextmanager
 def running_browser() -> Iterator[Browser]:
-    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if program is None or driver is None:
-        reason = "Chromium and its driver are missing (Debian: chromium chromium-driver)"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+    program, driver = require("chromium"), require("chromedriver")
     with tempfile.TemporaryDirectory(prefix="verbatim-browser-", ignore_cleanup_errors=True) as profile:
         options = ChromeOptions()
         options.binary_location = program
