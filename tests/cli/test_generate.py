@@ -52,7 +52,7 @@ def written(path: Path, *tasks: dict[str, Any]) -> str:
 
 
 def variables(tmp_path: Path) -> dict[str, str]:
-    return {"VERBATIM_ENGINE_API": "token", "VERBATIM_LOCAL_DIR": str(tmp_path / "runtimes"), **ForkedVerbatim.also_by()}
+    return {"VERBATIM_ENGINE_API": "token", "VERBATIM_LOCAL_DIR": str(tmp_path / "runtimes"), **ForkedVerbatim.forking_env()}
 
 
 def generate(tmp_path: Path, engine: ScriptedEngine, *args: str) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,7 @@ def test_agents_go_on_while_the_trainer_trains_and_the_verdict_holds(tmp_path: P
     The demo and all it starts are forked off a process that has imported torch and vLLM; the loop through tasks is run as it is."""
     require_vllm()
     words = [word for flag, value in FLAGS.items() for word in (flag, str(value))]
-    verdict = judged("examples.demo.demo", tmp_path, "--asynchronous", *words, **ForkedVllm.also_by())
+    verdict = judged("examples.demo.demo", tmp_path, "--asynchronous", *words, **ForkedVllm.forking_env())
     assert verdict["expected"]["replicas"] == len(verdict["idle"]) == 2
     assert sum(verdict["ages"].values()) == STEPS * GROUPS
     assert len(verdict["rewards"]) == STEPS

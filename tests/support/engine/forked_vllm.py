@@ -19,7 +19,7 @@ import threading
 from typing import Any
 
 from proxy.engine.vllm_launch import VllmServer
-from tests.support.service.forked import Forked, served
+from tests.support.service.forked import Forked, await_order
 
 IMPORTED_WITH = {
     "HF_HUB_OFFLINE": "1",
@@ -63,14 +63,7 @@ def run_beside_vllm(
     option: str, program: str, *arguments: str, env: dict[str, str] | None = None, timeout_seconds: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
     """`python -c PROGRAM ARGUMENTS...`, or -m, finished, with vLLM imported."""
-    command = ["python", option, program, *arguments]
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with ForkedVllm(command, env=env, **streams) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=timeout_seconds)
-        finally:
-            process.kill()
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+    return ForkedVllm.run(["python", option, program, *arguments], env=env, timeout_seconds=timeout_seconds)
 
 
 def _import_all() -> None:
@@ -104,4 +97,4 @@ def _run(python: str, option: str, program: str, *arguments: str) -> None:
 
 if __name__ == "__main__":
     _import_all()
-    _run(*served(socket.socket(fileno=0))["argv"])
+    _run(*await_order(socket.socket(fileno=0))["argv"])

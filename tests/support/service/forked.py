@@ -1,11 +1,11 @@
 """`verbatim` as a process of its own that need not import anything: forked off a server that has imported it all.
 
-`ForkedVerbatim(args, ...)` is a `subprocess.Popen` in every way that shows: own arguments, environment, folder, standard streams, session,
-signals and exit code. What an interpreter does at its start, up to two seconds, is done once for a whole run of the tests.
+`ForkedVerbatim(args, ...)` is a `subprocess.Popen` in every way that shows: its own arguments, environment, folder, standard streams,
+session, signals and exit code. The imports, up to two seconds of CPU, are done once per process that runs tests.
 
-The server is `python -m tests.support.service.forked`. Over its standard input, a socket, it is handed four descriptors per program: a
-channel and the program's standard streams. The program reads its order from the channel as JSON; the server writes the process id there,
-and at the end the exit status.
+The server is `python -m tests.support.service.forked`. Over its standard input, a socket, it gets four descriptors per program: a channel
+and the program's standard streams. The program reads its order from the channel as JSON; the server writes the process id there, and
+later the exit status.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests import ROOT
@@ -38,6 +38,9 @@ ALSO = ("proxy.app", "rollout.api", "rollout.node", "trainer_client")
 DIES_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
+Order = dict[str, Any]
+"""argv, env, cwd and new_session of a program."""
+
 
 class Forked(subprocess.Popen[Any]):
     """A program forked off the server that `python -m MODULE` is; takes what `subprocess.Popen` takes of standard streams, `env`, `cwd`
@@ -46,8 +49,21 @@ class Forked(subprocess.Popen[Any]):
     module: str
 
     @classmethod
-    def also_by(cls) -> dict[str, str]:
-        """Variables under which `python -m ...` is forked off the same server, whoever starts it."""
+    def run(
+        cls, args: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_seconds: float = 240.0
+    ) -> subprocess.CompletedProcess[str]:
+        """The finished program with its output as text. It has nothing to read."""
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with cls(args, env=env, text=True, **streams) as process:
+            try:
+                stdout, stderr = process.communicate(timeout=timeout_seconds)
+            finally:
+                process.kill()
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+    @classmethod
+    def forking_env(cls) -> dict[str, str]:
+        """Variables under which `python -m ...` is forked off the same server, whichever process starts it."""
         path = os.pathsep.join([str(ROOT / "tests" / "support" / "service" / "forks"), str(ROOT)])
         return {"TESTS_FORK_OFF": _server(cls.module).name, "PYTHONPATH": path}
 
@@ -64,7 +80,7 @@ class Forked(subprocess.Popen[Any]):
         }
         self._channel, theirs = socket.socketpair()
         with theirs:
-            _server(self.module).hand_over([theirs.fileno(), *streams])
+            _server(self.module).send([theirs.fileno(), *streams])
         self._channel.sendall(json.dumps(order).encode() + b"\n")
         self._answers = self._channel.makefile("rb")
         self.pid = int(self._answers.readline())
@@ -128,13 +144,13 @@ class _Server:
 
     @property
     def name(self) -> str:
-        """Of the socket to which programs are handed over by others. Returns when it is there."""
+        """The name of the socket where other processes order programs. Waits until it is there."""
         if not self._named:
             self._orders.recv(1)
             self._named = True
         return _name(self._process.pid)
 
-    def hand_over(self, descriptors: list[int]) -> None:
+    def send(self, descriptors: list[int]) -> None:
         with self._one_at_a_time:
             socket.send_fds(self._orders, [b"."], descriptors)
 
@@ -148,70 +164,78 @@ def _name(pid: int) -> str:
     return f"verbatim-tests-{pid}"
 
 
-def served(orders: socket.socket) -> dict[str, Any]:
-    """What `_serve` returns. A server whose tests are over leaves."""
+def await_order(orders: socket.socket) -> Order:
+    """Be the server. Returns in each program that is forked off, with its order; the server leaves by SystemExit when its tests are
+    over."""
     try:
-        return _serve(orders)
+        return _Forking(orders).serve()
     except OSError as failed:
         if failed.errno != errno.ECONNRESET:
             raise
         sys.exit()
 
 
-def _serve(orders: socket.socket) -> dict[str, Any]:
-    """Fork programs; returns in each of them, with its order. The server itself leaves by SystemExit."""
-    others = socket.socket(socket.AF_UNIX)
-    with selectors.DefaultSelector() as selector:
-        others.bind(f"\0{_name(os.getpid())}")
-        others.listen()
+class _Forking:
+    def __init__(self, orders: socket.socket) -> None:
+        self._orders = orders
+        self._others = socket.socket(socket.AF_UNIX)
+        self._others.bind(f"\0{_name(os.getpid())}")
+        self._others.listen()
+        self._events = selectors.DefaultSelector()
+        self._events.register(self._orders, selectors.EVENT_READ, self._take_order)
+        self._events.register(self._others, selectors.EVENT_READ, self._accept_order)
         orders.sendall(b".")
-        for source in (orders, others):
-            selector.register(source, selectors.EVENT_READ)
+
+    def serve(self) -> Order:
         while True:
-            # One at a time: what follows from it may end another.
-            key = selector.select()[0][0]
-            if key.fileobj is orders or key.fileobj is others:
-                *passed, life = _received(others) if key.fileobj is others else [*_handed_over(orders), None]
-                if (pid := os.fork()) == 0:
-                    others.detach()
-                    # Collected, it would close the program's standard input, whose number it has.
-                    orders.detach()
-                    return _become(passed)
-                channel = socket.socket(fileno=passed[0])
-                for descriptor in passed[1:]:
-                    os.close(descriptor)
-                _tell(channel, pid)
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, channel, life))
-                if life is not None:
-                    selector.register(life, selectors.EVENT_READ, pid)
-            elif isinstance(key.data, int):
-                # Whoever stood for the program is gone.
-                selector.unregister(key.fd)
-                os.kill(key.data, signal.SIGKILL)
-            else:
-                pid, channel, life = key.data
-                selector.unregister(key.fd)
-                os.close(key.fd)
-                if life is not None:
-                    if life in selector.get_map():
-                        selector.unregister(life)
-                    os.close(life)
-                _tell(channel, os.waitpid(pid, 0)[1])
-                channel.close()
+            # One event at a time: handling it may make another one void.
+            order = self._events.select()[0][0].data()
+            if order is not None:
+                return order
 
+    def _take_order(self) -> Order | None:
+        _, passed, _, _ = socket.recv_fds(self._orders, 1, 4)
+        if not passed:
+            sys.exit()
+        return self._fork(passed)
 
-def _handed_over(orders: socket.socket) -> list[int]:
-    _, passed, _, _ = socket.recv_fds(orders, 1, 4)
-    if not passed:
-        sys.exit()
-    return passed
+    def _accept_order(self) -> Order | None:
+        """From a process that stands for the program: it passes the standard streams, and a pipe that ends with it."""
+        asking, _ = self._others.accept()
+        _, (*streams, life), _, _ = socket.recv_fds(asking, 1, 4)
+        return self._fork([asking.detach(), *streams], life)
 
+    def _fork(self, passed: list[int], life: int | None = None) -> Order | None:
+        if (pid := os.fork()) == 0:
+            # Closed with their objects, they would close what has their numbers by then: one is the program's standard input.
+            self._orders.detach()
+            self._others.detach()
+            self._events.close()
+            return _become(passed)
+        channel, *streams = passed
+        for descriptor in streams:
+            os.close(descriptor)
+        answers = socket.socket(fileno=channel)
+        _tell(answers, pid)
+        watch = os.pidfd_open(pid)
+        self._events.register(watch, selectors.EVENT_READ, functools.partial(self._reap, pid, watch, answers, life))
+        if life is not None:
+            self._events.register(life, selectors.EVENT_READ, functools.partial(self._kill, pid, life))
+        return None
 
-def _received(others: socket.socket) -> list[int]:
-    """The channel and the standard streams, as from the tests, and what ends with the one that stands for the program."""
-    asking, _ = others.accept()
-    _, passed, _, _ = socket.recv_fds(asking, 1, 4)
-    return [asking.detach(), *passed]
+    def _kill(self, pid: int, life: int) -> None:
+        self._events.unregister(life)
+        os.kill(pid, signal.SIGKILL)
+
+    def _reap(self, pid: int, watch: int, answers: socket.socket, life: int | None) -> None:
+        self._events.unregister(watch)
+        os.close(watch)
+        if life is not None:
+            if life in self._events.get_map():
+                self._events.unregister(life)
+            os.close(life)
+        _tell(answers, os.waitpid(pid, 0)[1])
+        answers.close()
 
 
 def _tell(channel: socket.socket, number: int) -> None:
@@ -219,11 +243,11 @@ def _tell(channel: socket.socket, number: int) -> None:
         channel.sendall(b"%d\n" % number)
 
 
-def _become(passed: list[int]) -> dict[str, Any]:
+def _become(passed: list[int]) -> Order:
     """In the child: it is the program from here on."""
     ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
     with open(passed[0], "rb", buffering=0, closefd=False) as channel:
-        order: dict[str, Any] = json.loads(channel.readline())
+        order: Order = json.loads(channel.readline())
     for target, descriptor in enumerate(passed[1:]):
         os.dup2(descriptor, target)
     os.closerange(3, 1 << 16)
@@ -280,6 +304,6 @@ def _import_all() -> None:
 
 if __name__ == "__main__":
     _import_all()
-    argv = served(socket.socket(fileno=0))["argv"]
-    # As `python -m cli.main ARGS...` where another started it: see `also_by`.
+    argv = await_order(socket.socket(fileno=0))["argv"]
+    # `python -m cli.main ARGS...` where another process started it: see `forking_env`.
     _run(argv[3:] if argv[1:3] == ["-m", "cli.main"] else argv[1:])

@@ -30,13 +30,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 def verbatim(*args: str, timeout_seconds: float = 120.0, **variables: str) -> subprocess.CompletedProcess[str]:
     """The finished command with its output and exit code."""
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with ForkedVerbatim(args, env=environment(**variables), **streams) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=timeout_seconds)
-        finally:
-            process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+    return ForkedVerbatim.run(args, env=environment(**variables), timeout_seconds=timeout_seconds)
 
 
 def wait_until(happened: Callable[[], bool], seconds: float, what: str) -> None:

@@ -1,6 +1,7 @@
-"""`python -m MODULE ARGS...` is forked off a process that has imported what it needs, wherever this folder is on Python's path and
-TESTS_FORK_OFF names that process: see `forked.Forked.also_by`. What was started stands for the program: it passes on the signals that it
-gets and ends as the program does; where it is killed, so is the program.
+"""Forks `python -m MODULE ARGS...` off a server that has imported what the module needs (`tests.support.service.forked`).
+
+It works wherever this folder is on Python's path and TESTS_FORK_OFF names the server. The interpreter that was started stands for the
+program: it passes signals on and ends as the program does; where it is killed, so is the program.
 """
 
 import os
