@@ -20,10 +20,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from types import FrameType
+from typing import Any, Literal
 from urllib.parse import quote
 
 from proxy.store.datadir import DataDir, StoreStartError
@@ -47,7 +48,6 @@ import ctypes, os, signal, sys
 parent, binary = int(sys.argv[1]), sys.argv[2]
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 if os.getppid() != parent:
     sys.exit("the service ended")
 os.execv(binary, sys.argv[2:])
@@ -89,7 +89,7 @@ class EmbeddedRedis:
         lock = self._dir.acquire()
         try:
             self._socket = _socket_path(self._dir.path)
-            with _stop_signals_blocked():
+            with _stop_signals_held():
                 self._process = self._launch(binary, lock, self._socket)
             self._await_ready(self._process, self._socket)
             _ask(self._socket, f"DEL {PROCESSES}")
@@ -198,13 +198,27 @@ class EmbeddedRedis:
 
 
 @contextmanager
-def _stop_signals_blocked() -> Iterator[None]:
-    """A handler that raised between a process's start and the assignment of its `Popen` would leave the process running."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+def _stop_signals_held() -> Iterator[None]:
+    """A handler that raised between a process's start and the assignment of its `Popen` would leave the process running.
+
+    Blocking the signals in this thread would not prevent that: another thread, of which numpy starts some, would take them, and Python
+    would run the handler here all the same.
+    """
+    held: list[int] = []
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
     try:
+        # Python runs handlers in the main thread alone.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if callable(handler := signal.getsignal(number)):
+                    handlers[number] = handler
+                    signal.signal(number, lambda number, _: held.append(number))
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        for each in held:
+            signal.raise_signal(each)
 
 
 def _socket_path(data_dir: Path) -> Path:

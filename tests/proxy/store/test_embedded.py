@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -110,6 +111,31 @@ def test_nothing_is_left_running_or_lying_about_after_stop(tmp_path: Path) -> No
     assert ended(pid)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["appendonly.aof", "redis.log", "verbatim.lock"]
     server.stop()
+
+
+def test_a_stop_signal_while_redis_is_started_leaves_none_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handler raises as soon as the server knows of the process, also where another thread takes the signal, as one of numpy's does."""
+    server, over = EmbeddedRedis(tmp_path), threading.Event()
+    launched: list[subprocess.Popen[bytes]] = []
+    launch = server._launch
+
+    def launch_and_stop(*given: Any) -> subprocess.Popen[bytes]:
+        launched.append(launch(*given))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return launched[0]
+
+    monkeypatch.setattr(server, "_launch", launch_and_stop)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    threading.Thread(target=over.wait, daemon=True).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            server.start()
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        assert launched[0].poll() is not None
+    finally:
+        over.set()
+        signal.signal(signal.SIGTERM, before)
+        launched[0].kill()
 
 
 async def test_a_data_directory_may_have_any_name(tmp_path: Path) -> None:
