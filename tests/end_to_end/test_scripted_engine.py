@@ -90,15 +90,11 @@ def generate_body(asking: Asking, **sampling: Any) -> dict[str, Any]:
     return {**rendered, "sampling_params": {**rendered["sampling_params"], "logprobs": 0, **sampling}, "return_token_ids": True}
 
 
-def test_it_is_up_and_down_in_less_than_a_second(client: httpx.Client) -> None:
-    """The best of several: what else the machine does is not its fault."""
-    seconds = []
-    for _ in range(5):
-        started = time.monotonic()
-        with ScriptedEngine("qwen3") as engine:
-            assert client.get(f"{engine.url}/health").status_code == 200
-        seconds.append(time.monotonic() - started)
-    assert min(seconds) < 1.0
+def test_it_answers_in_its_block_and_not_after_it(client: httpx.Client) -> None:
+    with ScriptedEngine("qwen3") as engine:
+        assert client.get(f"{engine.url}/health").status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        client.get(f"{engine.url}/health")
 
 
 def test_a_script_decides_what_is_sampled_and_every_logprob_can_be_recomputed(engine: ScriptedEngine, asking: Asking) -> None:

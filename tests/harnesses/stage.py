@@ -124,7 +124,7 @@ class Stage:
             variables, options = outside.variables, {"timeout_seconds": timeout_seconds, "at_home": at_home}
             ended = run(cli, address, session.api_key, prompt, workdir, variables, **options)
         # An agent that gives up a call is gone before the call has ended.
-        wait_until(lambda: all(call["status"] != "dangling" for call in session.calls), 20, "every call has ended")
+        wait_until(lambda: all(call["status"] != "dangling" for call in session.calls), 60, "every call has ended")
         rows, accounting = session.trajectories()
         seen = (list(self._engine.generations), session.calls, rows, accounting)
         return Played(cli, ended, workdir, player, *seen, outside.asked, unknown.said, broke=wire is not None and wire.broke)

@@ -174,21 +174,25 @@ def test_extend_moves_the_deadline(service: ScriptedService, client: TrainerClie
     assert [request.body for request in service.received[1:]] == [{"lease_seconds": 60}, {"lease_seconds": 90}]
 
 
+def keepers() -> list[str]:
+    """The names of the threads that extend leases."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lease-keeper")]
+
+
 def test_the_lease_is_extended_while_its_block_runs(service: ScriptedService, client: TrainerClient) -> None:
     with next(client.batches(lease_seconds=0.4)) as batch:
         started = time.monotonic()
+        assert keepers() == ["lease-keeper-lease-1"]
         service.wait_for(lambda: actions(service).count("extend") >= 3)
-        assert 0.5 <= time.monotonic() - started < 5
+        assert time.monotonic() - started >= 0.5
     assert batch.expires_at == 3000.0
     assert actions(service)[-1] == "ack"
-    count = len(service.received)
-    time.sleep(0.4)
-    assert len(service.received) == count, "the keeper went on after the block"
+    assert keepers() == []
 
 
 def test_a_lease_that_is_not_kept_is_not_extended(service: ScriptedService, client: TrainerClient) -> None:
     with next(client.batches(lease_seconds=0.1, keep=False)):
-        time.sleep(0.3)
+        assert keepers() == []
     assert actions(service) == ["lease", "ack"]
 
 
@@ -213,7 +217,7 @@ def test_a_503_is_retried_after_the_time_it_names(service: ScriptedService, clie
     service.script(LEASE, refused, leased([trajectory()]))
     started = time.monotonic()
     assert client.lease() is not None
-    assert 0.9 < time.monotonic() - started < 3
+    assert time.monotonic() - started > 0.9
     assert actions(service) == ["lease", "lease"]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,9 @@ class Keeper:
     async def listed(self) -> set[str]:
         states, _ = await self.service.services.sessions.listing(status=None, group_id=None, limit=1000, cursor=None)
         return {state.info.session_id for state in states}
+
+    async def nothing_is_left(self) -> bool:
+        return not await self.listed()
 
     async def ack_all(self) -> None:
         while lease := await self.service.lease(max_groups=100):
@@ -164,6 +168,12 @@ async def test_without_an_archive_sessions_are_only_deleted_when_that_was_asked_
         assert (cleared.archived, cleared.deleted, await kept.listed()) == (0, 1, set())
 
 
+async def until(happened: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(60):
+        while not await happened():
+            await asyncio.sleep(0.01)
+
+
 async def test_many_processes_archive_each_session_once(redis_url: str, tmp_path: Path) -> None:
     """Four services clear at the same time while sessions are closed and acknowledged."""
     async with AsyncExitStack() as stack:
@@ -182,10 +192,7 @@ async def test_many_processes_archive_each_session_once(redis_url: str, tmp_path
             await keepers[at % 4].service.finished(f"s{at}")
             if at % 5 == 4:
                 await keepers[0].ack_all()
-        deadline = time.monotonic() + 60
-        while await keepers[0].listed():
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)
+        await until(keepers[0].nothing_is_left)
         ended = True
         assert sum(await asyncio.gather(*clearing)) == 40
         assert Counter(keepers[0].archived) == Counter(f"s{at}" for at in range(40))
@@ -205,14 +212,20 @@ async def test_a_process_that_died_before_it_deleted_leaves_that_to_the_next(red
         assert (cleared.archived, cleared.deleted, kept.archived) == (0, 1, ["a"])
 
 
-async def test_an_archive_that_cannot_be_written_keeps_everything(redis_url: str, tmp_path: Path) -> None:
+async def test_an_archive_that_cannot_be_written_keeps_everything(
+    redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"schema": "of something else"}))
     async with AsyncExitStack() as stack:
         kept = await keeper(stack, redis_url, tmp_path, retain_check_seconds=0.01)
         await kept.service.finished("a")
         await kept.ack_all()
         running_on = asyncio.create_task(kept.retention.run())
-        await asyncio.sleep(0.2)
+
+        async def failed_twice() -> bool:
+            return caplog.text.count("the archive cannot be written") == 2
+
+        await until(failed_twice)
         assert not running_on.done() and await kept.listed() == {"a"}
         running_on.cancel()
 
@@ -279,16 +292,23 @@ async def test_the_age_of_the_last_look_grows_while_the_archive_cannot_be_writte
         await kept.service.finished("a")
         await kept.ack_all()
         (tmp_path / "manifest.json").write_text(json.dumps({"schema": "of something else"}))
+
+        async def look_seconds() -> float:
+            return await metric(kept, age) or 0.0
+
+        async def grown() -> bool:
+            return await look_seconds() > 0.2
+
+        async def fallen() -> bool:
+            return await kept.nothing_is_left() and await look_seconds() < before
+
         began = time.monotonic()
         running_on = asyncio.create_task(kept.retention.run())
-        await asyncio.sleep(0.3)
-        before = await metric(kept, age)
-        assert before is not None and 0.2 < before <= time.monotonic() - began
+        await until(grown)
+        before = await look_seconds()
+        assert before <= time.monotonic() - began
         (tmp_path / "manifest.json").unlink()
-        deadline = time.monotonic() + 30
-        while await kept.listed() or not (await metric(kept, age) or 0.0) < before:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
+        await until(fallen)
         running_on.cancel()
 
 
@@ -323,14 +343,13 @@ async def test_a_look_that_failed_is_tried_again(redis_url: str, tmp_path: Path,
         info = await kept.connection.execute("HGET", keys.state("a"), "info")
         await kept.connection.execute("HSET", keys.state("a"), "info", b"of no build")
         running_on = asyncio.create_task(kept.retention.run())
-        deadline = time.monotonic() + 30
-        while "retention failed" not in caplog.text:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
+
+        async def failed() -> bool:
+            return "retention failed" in caplog.text
+
+        await until(failed)
         await kept.connection.execute("HSET", keys.state("a"), "info", info)
-        while await kept.listed():
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
+        await until(kept.nothing_is_left)
         running_on.cancel()
         assert kept.archived == ["a"]
 
