@@ -294,6 +294,7 @@ def test_several_workers_share_the_port_and_the_store_and_one_that_is_killed_is_
             assert service.request("POST", "/sessions", json={"session_id": f"s{number}"}).status_code == 201
         seen = {len(service.request("GET", "/sessions").json()["sessions"]) for _ in range(20)}
         assert seen == {20}
+        assert {service.request("GET", "/tasks").status_code for _ in range(20)} == {200}, "not every worker takes tasks"
         os.kill(first[0], signal.SIGKILL)
         wait_until(lambda: len(set(workers_of(service)) - set(first)) == 1, 60, "another worker")
         (starting,) = set(workers_of(service)) - set(first)
