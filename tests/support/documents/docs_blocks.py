@@ -17,7 +17,7 @@ INLINE = re.compile(r"`(verbatim [a-z][^`]*)`")
 NEEDS = "# needs: "
 ELSEWHERE = {
     "docker": "a container engine, and a registry for its bases; the files it is given are tested in deploy/test_deploy_files.py",
-    "helm": "a cluster; the chart is rendered and held against the schemas in test_helm_*.py",
+    "helm": "a cluster; the chart is rendered and held against the schemas in tests/helm",
     "kubectl": "a cluster",
     "systemctl": "a machine whose services it may change; the units are tested in deploy/test_deploy_files.py",
 }

@@ -8,19 +8,21 @@ import pytest
 
 from examples.demo.tiny_model import make_tiny_model
 from tests.support.engine.forked_vllm import run_beside_vllm
+from tests.support.engine.vllm_server import require_vllm
 from tests.support.service.redis_server import free_port
 from tests.support.service.running_service import TRAINER
 from tests.support.service.verbatim_process import environment
 from tests.support.sessions.finished_groups import finish, groups, service_of
 from trainer_client.client import TrainerClient
 
-# Of vLLM they need nothing: torch and transformers are imported where it is.
+# They use nothing of vLLM, but are forked off the process that has imported it, and torch and transformers with it.
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.timeout(900)  # TRL is imported, on a machine that may be busy
+@pytest.mark.timeout(900)  # importing TRL takes minutes on a busy machine
 def test_several_processes_lease_each_for_itself_and_one_publishes(tmp_path: Path, redis_url: str) -> None:
     """Two processes, two steps of two rows each: eight rows."""
+    require_vllm()
     model = make_tiny_model(tmp_path / "model", layers=1, hidden_size=64)
     with service_of(model, redis_url) as service, TrainerClient(service.url, TRAINER) as client:
         for at in range(4):
