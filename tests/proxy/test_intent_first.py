@@ -3,15 +3,16 @@ where nothing needs to be asked before, the two are under way at the same time."
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from openai import ConflictError, InternalServerError
 
+from proxy.inflight import Inflight, Running
 from proxy.store import keys
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.faulty_wire import FaultyWire
@@ -21,12 +22,15 @@ from tests.support.service.running_service import RunningService, Session, hangi
 
 @dataclass
 class Path:
-    """Engine, a wire to the store, and a service on one path to the engine."""
+    """Engine, a wire to the store, and a service on one path to the engine. `begun` is set when a call is under way there, `cut` when one
+    has been cut."""
 
     engine: ScriptedEngine
     wire: FaultyWire
     service: RunningService
     redis: RedisServer
+    begun: threading.Event = field(default_factory=threading.Event)
+    cut: threading.Event = field(default_factory=threading.Event)
 
     def session(self) -> Session:
         """One that the service has in memory, with one call."""
@@ -34,6 +38,7 @@ class Path:
         session = self.service.session()
         assert session.answer("q")["content"] == "hello"
         self.engine.reset()
+        self.begun.clear()
         return session
 
     def intents(self, session: Session) -> int:
@@ -41,19 +46,26 @@ class Path:
             return int(client.hlen(keys.intents(session.session_id)))
 
 
-@contextmanager
-def path_of(redis: RedisServer, api: str, **settings: float) -> Iterator[Path]:
+@pytest.fixture(params=["token", "chat"])
+def path(request: pytest.FixtureRequest, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with (
         ScriptedEngine("qwen3") as engine,
-        FaultyWire(redis.port) as wire,
-        RunningService(engine.url, wire.redis_url, engine_api=api, **settings) as service,
+        FaultyWire(redis_server.port) as wire,
+        RunningService(engine.url, wire.redis_url, engine_api=request.param) as service,
     ):
-        yield Path(engine, wire, service, redis)
+        made = Path(engine, wire, service, redis_server)
+        enter, abort = Inflight.enter, Running.abort
 
+        def enter_and_tell(inflight: Inflight, running: Running) -> None:
+            enter(inflight, running)
+            made.begun.set()
 
-@pytest.fixture(params=["token", "chat"])
-def path(request: pytest.FixtureRequest, redis_server: RedisServer) -> Iterator[Path]:
-    with path_of(redis_server, request.param) as made:
+        async def abort_and_tell(running: Running) -> None:
+            await abort(running)
+            made.cut.set()
+
+        monkeypatch.setattr(Inflight, "enter", enter_and_tell)
+        monkeypatch.setattr(Running, "abort", abort_and_tell)
         yield made
 
 
@@ -64,6 +76,7 @@ def test_an_engine_is_not_asked_while_the_intent_is_on_its_way(path: Path, strea
     path.wire.black_hole()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(session.ask, "more", stream=stream)
+        assert path.begun.wait(30)
         time.sleep(0.2)
         assert not path.engine.generations
         path.wire.heal()
@@ -79,8 +92,8 @@ def test_a_harness_that_goes_away_meanwhile_has_asked_nothing_of_the_engine(path
     path.wire.black_hole()
     body = {"model": "policy", "messages": [{"role": "user", "content": "more"}], "stream": stream}
     with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key):
-        time.sleep(0.2)
-    time.sleep(0.1)
+        assert path.begun.wait(30)
+    assert path.cut.wait(30), "the service has noticed that the harness is gone"
     path.wire.heal()
     wait_until(lambda: path.service.request("GET", "/readyz").status_code == 200, 30, "the store is there again")
     path.engine.say("hello")

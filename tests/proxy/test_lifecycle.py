@@ -269,6 +269,8 @@ async def test_a_close_waits_no_longer_than_it_may_for_a_process_that_does_not_e
     await begun_elsewhere(own, redis_kind.url, "stubborn", "c1")
     await own.peers._store.beat("stubborn", 60.0)
     closing_it = await closing_waits(own)
+    clock.now = 59.0
+    assert await is_waited_for(closing_it)
     clock.now = 60.0
     state = await closing_it
     assert state.status == "completed"

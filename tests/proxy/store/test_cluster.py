@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from itertools import count
 from pathlib import Path
 from urllib.parse import quote
 
@@ -48,7 +49,7 @@ def cluster(shared_redis: SharedRedis) -> RedisCluster:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is told to try again does so soon."""
+    """A client that is told to try again does so soon."""
     monkeypatch.setattr("proxy.store.cluster.TRY_AGAIN_SECONDS", 0.005)
 
 
@@ -206,7 +207,7 @@ async def test_a_commit_outlasts_the_move_of_its_slot(cluster: RedisCluster, imp
             move(1)
             refused = told_to_try_again(cluster)
             commit = asyncio.create_task(store.sessions.commit("s", "c0", {"c0": b"zero"}))
-            while told_to_try_again(cluster) <= refused + 2 * REDIRECTS:
+            while told_to_try_again(cluster) <= refused + 2 * REDIRECTS and not commit.done():
                 await asyncio.sleep(0.01)
             assert not commit.done()
         assert await commit == 1
@@ -221,10 +222,13 @@ def told_to_try_again(cluster: RedisCluster) -> int:
 
 async def test_without_one_of_its_servers_a_cluster_is_unavailable_until_it_is_back(cluster: RedisCluster) -> None:
     cluster.flushall()
-    async with opened(cluster.url, timeout_seconds=60.0) as store:
+    async with opened(cluster.url, timeout_seconds=60.0, patience_seconds=60.0) as store:
         for number in range(6):
             await store.sessions.create(SessionInfo(f"s{number}", b"hash", 1.0))
         lost = holder(cluster, "s0")
+        elsewhere = next(f"e{number}" for number in count() if holder(cluster, f"e{number}") is not lost)
+        await store.sessions.create(SessionInfo(elsewhere, b"hash", 1.0))
+        await store.sessions.begin(elsewhere, 0, intent("c0"))
         with node_timeout(cluster, 0.5):
             lost.process.send_signal(signal.SIGSTOP)
             try:
@@ -232,17 +236,20 @@ async def test_without_one_of_its_servers_a_cluster_is_unavailable_until_it_is_b
                     if server is not lost:
                         until(lambda server=server: b"cluster_state:fail" in ask(server, "CLUSTER", "INFO"))
                 store.connection.timeout_seconds = 0.3
+                commit = asyncio.create_task(store.sessions.commit(elsewhere, "c0", {"c0": b"record 0"}))
                 for number in range(6):
                     with pytest.raises(StoreUnavailable):
                         await store.sessions.begin(f"s{number}", 0, intent("c0"))
                 with pytest.raises(StoreUnavailable):
                     await store.sessions.ping()
+                assert not commit.done()
             finally:
                 lost.process.send_signal(signal.SIGCONT)
             for server in cluster.primaries:
                 until(lambda server=server: b"cluster_state:ok" in ask(server, "CLUSTER", "INFO"))
         store.connection.timeout_seconds = 60.0
         await recovered(store)
+        assert await commit == 1
         for number in range(6):
             assert await one_call(store, f"s{number}") == 1
 
@@ -299,11 +306,18 @@ async def test_commits_survive_the_death_of_their_primary_over_connections_from_
             assert await one_call(old, "s", 22) == 23
 
 
-async def test_a_commit_waits_for_the_replicas_that_the_settings_ask_for() -> None:
+@contextmanager
+def replicated() -> Iterator[tuple[RedisServer, RedisServer]]:
+    """A master and its replica."""
     with running_redis() as master, running_redis() as replica:
         ask(replica, "REPLICAOF", "127.0.0.1", master.port)
         until(lambda: b"master_link_status:up" in info(replica))
-        options = {"wait_replicas": 1, "timeout_seconds": 1.0}
+        yield master, replica
+
+
+async def test_a_commit_waits_for_the_replicas_that_the_settings_ask_for() -> None:
+    with replicated() as (master, replica):
+        options = {"wait_replicas": 1, "timeout_seconds": 2.0}
         async with opened(master.url, **options) as store:
             await store.sessions.create(SessionInfo("s", b"hash", 1.0))
             await one_call(store, "s")
@@ -389,9 +403,7 @@ async def test_settings_that_the_redis_cannot_keep_are_said_at_the_start() -> No
 
 
 async def test_sentinels_lead_to_the_new_master() -> None:
-    with running_redis() as master, running_redis() as replica:
-        ask(replica, "REPLICAOF", "127.0.0.1", master.port)
-        until(lambda: b"master_link_status:up" in info(replica))
+    with replicated() as (master, replica):
         with running_sentinel(master) as sentinel:
             until(lambda: b"slaves=1" in info(sentinel))
             url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}/store"
@@ -412,22 +424,19 @@ async def test_sentinels_lead_to_the_new_master() -> None:
 
 async def test_a_master_that_was_demoted_is_left_for_its_successor() -> None:
     """Both live on: the old one keeps its connections and answers READONLY."""
-    with running_redis() as master, running_redis() as replica:
-        ask(replica, "REPLICAOF", "127.0.0.1", master.port)
-        until(lambda: b"master_link_status:up" in info(replica))
-        with running_sentinel(master) as sentinel:
-            until(lambda: b"slaves=1" in info(sentinel))
-            async with opened(f"redis+sentinel://127.0.0.1:{sentinel.port}/store", patience_seconds=60.0) as store:
-                await store.sessions.create(SessionInfo("s", b"hash", 1.0))
-                await asyncio.gather(*(store.sessions.load("s") for _ in range(20)))
-                until(lambda: replaces(sentinel))
-                until(lambda: named_master(sentinel) == replica.port)
-                # As the Sentinel does after a while.
-                ask(master, "REPLICAOF", "127.0.0.1", replica.port)
-                assert await store.sessions.commit("s", "c0", {"c0": b"record 0"}) == 1
-                assert await one_call(store, "s", 1) == 2
-                with replica.client() as client:
-                    assert client.llen(keys.calls("s")) == 2
+    with replicated() as (master, replica), running_sentinel(master) as sentinel:
+        until(lambda: b"slaves=1" in info(sentinel))
+        async with opened(f"redis+sentinel://127.0.0.1:{sentinel.port}/store", patience_seconds=60.0) as store:
+            await store.sessions.create(SessionInfo("s", b"hash", 1.0))
+            await asyncio.gather(*(store.sessions.load("s") for _ in range(20)))
+            until(lambda: replaces(sentinel))
+            until(lambda: named_master(sentinel) == replica.port)
+            # As the Sentinel does after a while.
+            ask(master, "REPLICAOF", "127.0.0.1", replica.port)
+            assert await store.sessions.commit("s", "c0", {"c0": b"record 0"}) == 1
+            assert await one_call(store, "s", 1) == 2
+            with replica.client() as client:
+                assert client.llen(keys.calls("s")) == 2
 
 
 def replaces(sentinel: RedisServer) -> bool:

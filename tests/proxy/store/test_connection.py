@@ -61,13 +61,12 @@ async def filled(server: RedisServer, **options: float) -> AsyncIterator[Store]:
 
 async def test_a_stopped_redis_is_unavailable_at_once_and_used_again_when_it_is_back() -> None:
     with running_redis() as server:
-        async with filled(server) as store:
+        async with filled(server, timeout_seconds=60.0) as store:
             server.stop()
-            started = time.monotonic()
-            for act in (WRITES | READS).values():
-                with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{server.port}"):
-                    await act(store)
-            assert time.monotonic() - started < 5.0
+            async with asyncio.timeout(30):
+                for act in (WRITES | READS).values():
+                    with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{server.port}"):
+                        await act(store)
             with running_redis(port=server.port):
                 await WRITES["create"](store)
 
