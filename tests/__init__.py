@@ -1,4 +1,4 @@
-"""The tests, laid out as the packages are: tests/proxy/store holds those of proxy/store. What several of them need is in tests/support."""
+"""The tests, laid out as the packages are: tests/proxy/store tests proxy/store. What several of them share is in tests/support."""
 
 from pathlib import Path
 

@@ -40,7 +40,7 @@ HarnessProcess.__init__.__kwdefaults__["grace_seconds"] = 3600
 from cli.main import main
 main()
 """
-"""The command, which leaves a harness an hour for ending on its own."""
+"""The command with a grace time of an hour: only a second signal can kill a harness that ignores the first."""
 WITH_A_CHILD = f"""
 import pathlib, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}])
@@ -202,8 +202,7 @@ def test_what_a_harness_leaves_running_is_ended_with_it(service: Serving) -> Non
 
 @pytest.fixture
 def minding_signals() -> Iterator[None]:
-    """Tests may themselves run where hang-ups are ignored, as under nohup, or Ctrl-C, as in the background of a shell, and their
-    children would inherit that."""
+    """The children of a test inherit signals that it ignores: hang-ups under nohup, Ctrl-C in a background job of a shell."""
     handlers = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
@@ -350,7 +349,7 @@ def narrow(engine: ScriptedEngine, redis_server: RedisServer) -> Iterator[Runnin
 
 @pytest.fixture
 def full(narrow: RunningService, redis_url: str) -> RunningService:
-    """It has no session yet."""
+    """With an empty store."""
     return narrow
 
 

@@ -27,8 +27,8 @@ def modules_of(package: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Imported:
-    """`loaded`: top-level names of what is there afterwards. `missed`: those that were asked for and blocked. `left`: what has been
-    written, to the standard streams or into the folder."""
+    """Top-level names that an import `loaded`, those that it `missed` because they were blocked, and the output and files that it
+    `left`."""
 
     loaded: frozenset[str]
     missed: frozenset[str]
@@ -36,8 +36,7 @@ class Imported:
 
 
 def import_in_a_fresh_process(folder: Path, modules: list[str], blocked: list[str], then: str = "") -> Imported:
-    """Every module in a process with no environment to read, in an empty folder. To import one of `blocked` fails, as if it were not
-    installed."""
+    """Imports `modules`, and runs `then`, without an environment in an empty folder. The `blocked` ones seem not to be installed."""
     program = f"""
 import importlib, json, sys
 
@@ -88,12 +87,12 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Imported:
 
 
 def test_a_trainer_works_where_nothing_but_the_base_install_is(trainer: Imported) -> None:
-    """All of it can be imported, a client opened and a batch padded."""
+    """Every module is imported, a client opened and a batch padded."""
     assert "trainer_client" in trainer.loaded
 
 
 def test_a_trainer_loads_none_of_the_services_libraries(trainer: Imported) -> None:
-    """It does not even try: where they are installed they stay unloaded."""
+    """Nor does it try to: where they are installed they are not loaded either."""
     assert trainer.missed == set()
     assert not trainer.loaded & {*SERVICE_LIBRARIES, *MODEL_LIBRARIES, "proxy", "rollout", "cli"}
 
@@ -111,5 +110,5 @@ def test_the_service_loads_no_model_library(service: Imported) -> None:
 
 @pytest.mark.parametrize("part", ["trainer", "service"])
 def test_importing_has_no_effects(part: str, request: pytest.FixtureRequest) -> None:
-    """Nothing is said, and nothing appears in the folder."""
+    """It prints nothing and writes no file."""
     assert request.getfixturevalue(part).left == ([], "", [])

@@ -21,7 +21,7 @@ HERE = {
 }
 """What is another here than in the cluster."""
 CODE = dict.fromkeys((str(ROOT), sys.prefix, sys.base_prefix))
-"""Folders that may lie in /tmp, which is another one there."""
+"""Bound again: they may lie in /tmp, which the sandbox replaces."""
 READ_ONLY = [
     *("--ro-bind", "/", "/", "--dev", "/dev", "--tmpfs", "/tmp"),
     *(word for folder in CODE for word in ("--ro-bind", folder, folder)),

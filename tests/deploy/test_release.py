@@ -127,7 +127,7 @@ def test_the_clients_wheel_is_the_same_sources_under_the_same_version(client_whe
 
 @cache
 def owners() -> Mapping[str, list[str]]:
-    """Which distributions each name that can be imported belongs to."""
+    """The distributions that each importable top-level name belongs to."""
     return metadata.packages_distributions()
 
 
@@ -142,7 +142,7 @@ def required(name: str, extras: Iterable[str]) -> Iterator[Requirement]:
 
 
 def kept_from(asked: Iterable[str]) -> set[str]:
-    """Names that can be imported here, but are of nothing that `asked` asks for, down to the last."""
+    """Importable top-level names that belong to nothing `asked` requires, directly or indirectly."""
     needed: set[tuple[str, str]] = set()
     left = [Requirement(text) for text in asked]
     while left:

@@ -41,7 +41,7 @@ from tests.support.service.verbatim_process import environment, runs, wait_until
 
 SHIM = r"""#!/bin/bash
 # verbatim, but what serves until it is stopped ends once it serves; a node goes on until the page is over; few calls measure.
-# Interpreters are not started: the test forks one that has imported the command.
+# The command is not started here: the test forks a process that has imported it.
 verbatim() { exec "$PYTHON" -I -S "$PAGE/bin/hand_over" "$@"; }
 log=$(mktemp "$PAGE/log.XXXX")
 served() { until grep -q "$1" "$log"; do kill -0 $! 2>/dev/null || { cat "$log" >&2; exit 1; }; sleep 0.05; done; }
@@ -98,7 +98,7 @@ AGENT = {
 
 
 class Command(socketserver.StreamRequestHandler):
-    """One that a shell has typed, and hands over with its standard streams. It is told the process id, then the exit code."""
+    """A command typed into a page's shell, which passes its standard streams along and gets the process id, then the exit code."""
 
     def handle(self) -> None:
         _, streams, _, _ = socket.recv_fds(self.request, 1, 3)
@@ -113,7 +113,7 @@ class Command(socketserver.StreamRequestHandler):
 
 @pytest.fixture(scope="module")
 def commands() -> Iterator[str]:
-    """The name of the socket at which commands are taken."""
+    """The name of the socket that takes commands."""
     name = f"verbatim-commands-{secrets.token_hex(8)}"
     with socketserver.ThreadingUnixStreamServer(f"\0{name}", Command) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))

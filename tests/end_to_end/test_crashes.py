@@ -16,7 +16,7 @@ from tests.support.crashes.rounds import CrashRounds
 from tests.support.crashes.setups import Setup, embedded, shared
 
 SEED = 176
-"""With it each process is killed alone and with others in so few rounds."""
+"""Chosen so that these few rounds kill every process alone, and several at once."""
 PROCESSES = {shared: ("redis", "proxy-0", "proxy-1", "trainer"), embedded: ("redis", "proxy-0", "trainer")}
 
 

@@ -20,7 +20,7 @@ FLAGS = {"--steps": STEPS, "--groups": GROUPS, "--rollouts": 4, "--replicas": 2,
 def test_agents_go_on_while_the_trainer_trains_and_the_verdict_holds(tmp_path: Path) -> None:
     """The verdict's own checks: tokens accounted for, recomputed, trained on once, within the bound, from both engines.
 
-    The demo and all it starts are forked off a process that has imported torch and vLLM; the loop through tasks is run as it is."""
+    The demo and its processes are forked off one that has imported torch and vLLM; test_tasks_loop starts its own as a user does."""
     require_vllm()
     words = [word for flag, value in FLAGS.items() for word in (flag, str(value))]
     verdict = judged("examples.demo.demo", tmp_path, "--asynchronous", *words, **ForkedVllm.forking_env())

@@ -41,7 +41,7 @@ def stage(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def failing_stage(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """The same for calls that fail: with a status, however long a slow machine takes, and not after a sign of life in the stream."""
+    """The same without keep-alives: on a slow machine one would go out first, and a failed call end in a stream instead of a status."""
     with _stage("qwen3", redis_server.url, tmp_path_factory, 60.0) as stage:
         yield stage
 

@@ -40,7 +40,7 @@ def tools(cli: Cli) -> Tools:
 
 @pytest.fixture(scope="module")
 def plain(cli: Cli, stage: Stage) -> Played:
-    """A run of several turns in which nothing goes wrong; one of them begins late."""
+    """A run of several turns in which nothing goes wrong; the first token of one is slow."""
     steps: list[Step] = list(cli.steps(stage.workdir(cli, "plain")))
     steps[cli.change_at] = replace(steps[cli.change_at], how={"seconds_before": SLOW_SECONDS})
     return stage.play(cli, steps, "plain")
@@ -107,7 +107,7 @@ def test_side_calls_have_roles_of_their_own(plain: Played) -> None:
 
 
 def test_a_slow_first_token_is_waited_for(plain: Played) -> None:
-    """No turn is asked for again meanwhile."""
+    """The agent does not ask again meanwhile."""
     assert SLOW_SECONDS > 3 * KEEPALIVE_SECONDS
     assert len(plain.generations) == len(plain.calls)
 
@@ -117,14 +117,14 @@ def test_replies_are_streamed_where_the_agent_asks_for_it(plain: Played) -> None
 
 
 def test_calls_that_fail_are_made_again_and_go_on_from_the_same_turn(cli: Cli, failing_stage: Stage) -> None:
-    """One run with two of them: the engine hangs up on a call, and answers another one with 500."""
+    """One run with two failures: the engine hangs up on one call and answers another with 500."""
     steps = list(cli.steps(failing_stage.workdir(cli, "failed")))
     at = cli.change_at
     acts: list[Act] = [*steps[: at - 1], Drop(), steps[at - 1], Fail(500), *steps[at:]]
     played = failing_stage.play(cli, acts, "failed")
     check_done(played)
     check_truths(played)
-    # The engine was asked, and gave nothing that could be recorded.
+    # The engine heard both, and sampled nothing that could be recorded.
     assert len(unrecorded(played)) == 2
     assert played.branches == cli.branches
     assert len(played.main_rows) == 1 + len(cli.branches)

@@ -81,7 +81,7 @@ HEAD = (
 
 
 def note(request: pytest.FixtureRequest, played: Played) -> None:
-    """The figure goes with the report of the test that made the run, from whichever process ran it."""
+    """Attach the run's figure to the test's report, which reaches the summary whichever process ran the test."""
     request.node.user_properties.append((PROPERTY, asdict(Figure.of(played))))
 
 

@@ -1,4 +1,4 @@
-"""What a run that failed says at its end: for each failure a line with its cause, and the command that repeats it."""
+"""The end of a failed run: one line per failure with its cause, and the command that repeats it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 MOST = 160
-"""Characters of a cause."""
+"""Characters shown of a cause."""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = list(_failed(terminalreporter))
     if not reports:
         return
-    terminalreporter.section(f"{len(reports)} to mend")
+    terminalreporter.section(f"{len(reports)} failed")
     for report in reports:
         terminalreporter.write_line(f"{_where(report)}: {cause(report)}", red=True)
         terminalreporter.write_line(f"    {command(report.nodeid)}")
@@ -32,7 +32,7 @@ def _where(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def cause(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """The first line of what was raised, as short as a line."""
+    """The first line of the error message, shortened to MOST characters."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else report.longreprtext.strip().rpartition("\n")[2]
     first = next((line.strip() for line in text.splitlines() if line.strip()), "no message")

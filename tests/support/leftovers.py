@@ -1,11 +1,12 @@
-"""What a run of the tests would leave behind when it is killed: its processes are ended by a watcher that outlives it.
+"""A watcher that outlives the test run and ends the processes that it leaves behind, also when it is killed.
 
-Every process that a test starts inherits a variable that names the run. The watcher, a process in a session of its own, waits for the end
-of the run, whatever ends it, and then ends whatever has that variable, and the children of those.
+Every process that a test starts inherits a variable that names the run. The watcher, a process in a session of its own, waits until the
+run has ended, and then ends every process with that variable and their children.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -15,12 +16,13 @@ from pathlib import Path
 
 RUN = "TESTS_OF_RUN"
 GRACE_SECONDS = 20.0
-"""From SIGTERM to SIGKILL: a vLLM needs a few to end its own children."""
+"""From SIGTERM to SIGKILL: vLLM takes a few seconds to end its own children."""
 
 
 def watch() -> None:
-    """Start the watcher of this process, and name the run for whatever is started from here on. One is enough for the processes that
-    share the tests, and for a pytest that a test starts."""
+    """Start the watcher of this process, and name the run to every process started from here on.
+
+    One watcher serves all processes that share the tests, and a pytest that a test starts."""
     if RUN in os.environ:
         return
     name = f"{os.getpid()}-{time.monotonic_ns()}"
@@ -35,7 +37,7 @@ def watch() -> None:
 
 
 def processes_of(name: str) -> set[int]:
-    """Ids of the processes of that run, and of all below them."""
+    """Ids of the processes of that run and of their descendants."""
     marked, parents = set(), {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -54,19 +56,21 @@ def processes_of(name: str) -> set[int]:
 
 
 def end(name: str) -> None:
+    _send(signal.SIGTERM, name)
     deadline = time.monotonic() + GRACE_SECONDS
-    number = signal.SIGTERM
-    while left := processes_of(name):
-        for pid in left:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
-        while time.monotonic() < deadline and processes_of(name):
-            time.sleep(0.2)
-        if number == signal.SIGKILL:
-            time.sleep(0.2)
-        number = signal.SIGKILL
+    while processes_of(name) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    while _send(signal.SIGKILL, name):
+        time.sleep(0.2)
+
+
+def _send(number: signal.Signals, name: str) -> set[int]:
+    """The processes of that run that were there to take the signal."""
+    pids = processes_of(name)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    return pids
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Which programs the tests need of the machine, beside what pip installs; `make test-programs` installs them.
+"""The programs that tests need besides what pip installs; `make test-programs` installs them.
 
-As a program it prints the Debian packages that are missing, a line each; it needs nothing but Python.
+Run as a program it prints the missing Debian packages, one a line; it needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from tests import ROOT
 PATH = os.pathsep.join(
     (os.environ.get("PATH", ""), "/usr/sbin", str(ROOT / ".cache/apptainer/usr/bin"), str(ROOT / ".cache/promtool/usr/bin"))
 )
-"""Where programs are looked for; the last two are what `.ci/programs` unpacks there."""
+"""Where programs are looked for; `.ci/programs` fills the last two folders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     program: str
     package: str
-    """Debian's name of it."""
+    """The Debian package that has it."""
     what_for: str
     unpacked: bool = False
-    """Not installed by apt-get: `.ci/programs` gets it in a way of its own."""
+    """Not installed by apt-get: `.ci/programs` unpacks it below `.cache`."""
 
 
 NEEDS = (
@@ -52,13 +52,13 @@ def find(program: str) -> str | None:
 
 
 def require(program: str) -> str:
-    """Its path; a test that cannot have it is skipped."""
+    """Its path; where it is missing the test is skipped, and fails with CI=true."""
     return find(program) or unavailable(f"{program} is not installed: `make test-programs` installs it")
 
 
 def unavailable(reason: str) -> NoReturn:
-    """Skip the test; fail it with CI=true, where everything has to be there."""
-    # The list of packages is printed before anything is installed.
+    """Skip the test; fail it with CI=true, where nothing may be missing."""
+    # Imported here: `.ci/programs` runs this module before pytest is installed.
     import pytest
 
     if os.environ.get("CI") == "true":
@@ -71,7 +71,7 @@ def missing() -> list[Need]:
 
 
 def shortage() -> str:
-    """One sentence: what is missing, for what, and what installs it; empty where nothing is."""
+    """One sentence: the missing programs, what needs them, and what installs them; "" when there are none."""
     lacking = missing()
     if not lacking:
         return ""

@@ -28,7 +28,7 @@ _LONG = (
     "tests/proxy/test_hot_path_cost.py",
     "tests/deploy/test_release.py",
 )
-"""The longest files; what is begun last should be short, or one process waits for the other at the end."""
+"""The longest files, started first: a long one that starts last leaves the other processes idle."""
 
 
 class SharedTests(LoadScopeScheduling):

@@ -1,4 +1,4 @@
-"""What holds for a whole run of the tests: what of the machine is missing, which tests are left out, and that nothing is left behind."""
+"""Hooks of a whole test run: missing programs are reported, tests of missing hardware left out, and leftovers found and ended."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from tests.support import leftovers, machine
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell that starts something in the background lets it ignore Ctrl-C, and so all that it starts.
+    # A background job of a shell ignores Ctrl-C, and so would every process that it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     lacking = machine.shortage()
@@ -32,7 +32,7 @@ def pytest_report_header() -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _leaks_are_told_where_they_are() -> Iterator[None]:
-    """A file or task that a module forgot is found before the next module runs, which would be blamed for it."""
+    """What a module forgot to close warns at its own end; the next module would be blamed for it."""
     yield
     gc.collect()
 
@@ -53,7 +53,7 @@ _LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
 def _missing() -> dict[str, str]:
-    """Marks of the tests that are left out, and why: what a machine cannot have is no failure of its tests."""
+    """Marks of the tests that are left out, and why."""
     missing = {}
     if (gpus := _gpus()) < 2:
         missing["gpu"] = f"need two GPUs, this machine has {gpus}"
@@ -69,8 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now, a million objects, is there to the end. To look through it for garbage takes a second or
-    two, in which services that run in this process stand still."""
+    """The million objects that exist by now stay to the end. Looking through them for garbage would stop services in this process for
+    a second or two."""
     gc.collect()
     gc.freeze()
 
@@ -96,7 +96,7 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A worker of several has ended; what it left out, each did."""
+    """A worker has ended; all of them left out the same tests."""
     if left_out := getattr(node, "workeroutput", {}).get("left_out"):
         node.config.stash[_LEFT_OUT] = left_out
 
@@ -111,5 +111,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
     if _left_running():
-        # Python would wait for them for ever.
+        # Python would wait for them forever.
         os._exit(pytest.ExitCode.TESTS_FAILED)

@@ -91,7 +91,7 @@ def test_a_lease_held_elsewhere_may_be_acknowledged_and_its_loss_is_told(
 def test_a_thread_that_is_ended_before_it_has_begun_to_wait_ends_at_once(
     service: ScriptedService, client: TrainerClient
 ) -> None:
-    """It missed the word, and whoever closed it waited for half of the lease."""
+    """It once missed the notification, and `close` waited for half of the lease."""
     for _ in range(20):
         with HeldLeases(client, 3600) as leases:
             leases.hold("a")

@@ -63,7 +63,8 @@ for step in steps:
         main()
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
-"""The command with parts of one session each, again and again: each time killed before its nth sync to disk."""
+"""Runs an export per step, with parts of one session each, into a folder named for the step, and kills it before that many syncs to
+disk."""
 
 
 @pytest.fixture(scope="module")

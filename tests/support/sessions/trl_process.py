@@ -1,5 +1,7 @@
-"""The processes of the TRL example with the variables that `torch.distributed.run` would give them, without vLLM, as on a trainer's
-machine. They are forked when TRL has been imported, which is most of what one of them does."""
+"""Two processes of the TRL example, without vLLM, as on a trainer's machine.
+
+They have the variables that `torch.distributed.run` would set, and are forked after the import of TRL, which is most of their work.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ if __name__ == "__main__":
         pid, status = os.wait()
         children.remove(pid)
         if status:
-            # The others would wait for it.
+            # The others would wait for it forever.
             for other in children:
                 os.kill(other, signal.SIGKILL)
             sys.exit(f"a process ended with {status}")
