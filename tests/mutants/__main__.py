@@ -26,28 +26,28 @@ from tests.mutants.fault import Fault, NotPlaced, sources
 from tests.mutants.workshop import Run, Stopped, Workshop
 
 _HELP = """\
-Each fault is a small change of the code that would really hurt a user. It is planted into a copy of the tree in a temporary folder,
-never into the checkout, and the few tests that must notice are run there. Before that they are run without a fault, and must pass.
+Each fault is a small change of the code that would hurt a user. It is planted into a copy of the tree in a temporary folder, never into
+the checkout, and the few tests that must notice run there. First they run without a fault, and must pass.
 
-A fault that is NOT caught is a finding: another test may notice it (name that one), or a test is missing (write it). The exit code is 1
-when any was not caught, when a fault fits the code no more, or when its tests could not be run.
+A fault that is NOT caught is a finding: either another test notices it (name that one), or a test is missing (write it). The exit code
+is 1 when a fault was not caught, no longer applies to the code, or could not be tested.
 
-Faults are data in tests/mutants/in_*.py: what it would do, the old text, the new text, the tests. The old text must stand exactly once in
-the product; in which file does not matter.
+Faults are data in tests/mutants/in_*.py: the harm, the old text, the new text, the tests. The old text must occur exactly once in the
+product, in whichever file.
 """
 _EXAMPLES = """\
 examples:
   make mutants                                  all of them, about a quarter of an hour on two cores
-  make mutants ARGS="--only lease"              those that say "lease" in their sentence or their tests
-  make mutants ARGS="--only bridge template"    those that say both
-  make mutants ARGS="--list"                    what there is, and where each would be planted
-  make mutants ARGS="--only intent --output"    and what pytest said about each
+  make mutants ARGS="--only lease"              those with "lease" in their description or their tests
+  make mutants ARGS="--only bridge template"    those with both
+  make mutants ARGS="--list"                    list them, and where each would be planted
+  make mutants ARGS="--only intent --output"    with the output of pytest for each
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`why` it does not count as caught, "" where it does."""
+    """`why` it does not count as caught; "" if it does."""
 
     fault: Fault
     run: Run | None
@@ -55,40 +55,46 @@ class Verdict:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    asked = _asked(arguments)
+    options = _parse_arguments(arguments)
     console = Console()
-    faults = [fault for fault in FAULTS if _fits(fault, asked.only)]
+    faults = [fault for fault in FAULTS if _mentions(fault, options.only)]
     if not faults:
-        console.print(f"no fault says all of: {', '.join(asked.only)}")
+        console.print(f"no fault mentions all of: {', '.join(options.only)}")
         return 1
-    lost = _lost(faults)
+    lost = _find_misplaced(faults)
     for fault, why in lost.items():
         console.print(f"[red]cannot be planted:[/] {escape(fault.harm)}\n    {escape(why)}", highlight=False)
-    if asked.list:
+    if options.list:
         return _show(faults, lost, console)
     faults = [fault for fault in faults if fault not in lost]
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:
         with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
-            verdicts = Workshops(Path(folder).resolve(), asked.jobs, console).try_out(faults)
+            verdicts = Workshops(Path(folder).resolve(), options.jobs, console).try_out(faults)
     except KeyboardInterrupt:
         console.print("stopped; nothing is left behind")
         return 130
     except (OSError, RuntimeError) as error:
         console.print(f"[red]{escape(str(error))}[/]", highlight=False)
         return 1
-    return _report(verdicts, lost, console, output=asked.output)
+    return _report(verdicts, lost, console, output=options.output)
 
 
-def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="make mutants", description=_HELP, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only faults that say all of these words")
-    parser.add_argument("--list", action="store_true", help="say which faults there are, and run nothing")
-    parser.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, metavar="N", help="copies worked on at a time")
-    parser.add_argument("--output", action="store_true", help="show what pytest said, also of faults that were caught")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only faults that mention all of these words")
+    parser.add_argument("--list", action="store_true", help="list the faults, and run nothing")
+    parser.add_argument(
+        "--jobs",
+        type=_positive,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="how many copies to work in at a time",
+    )
+    parser.add_argument("--output", action="store_true", help="show the output of pytest, also for faults that were caught")
     return parser.parse_args(arguments)
 
 
@@ -99,13 +105,13 @@ def _positive(text: str) -> int:
     return number
 
 
-def _fits(fault: Fault, words: Iterable[str]) -> bool:
+def _mentions(fault: Fault, words: Iterable[str]) -> bool:
     said = f"{fault.harm} {fault.tests}".lower()
     return all(word.lower() in said for word in words)
 
 
-def _lost(faults: Iterable[Fault]) -> dict[Fault, str]:
-    """Faults that fit the tree no more, and why."""
+def _find_misplaced(faults: Iterable[Fault]) -> dict[Fault, str]:
+    """Faults that no longer apply to the tree, and why."""
     texts, lost = sources(ROOT), {}
     for fault in faults:
         try:
@@ -128,7 +134,7 @@ def _show(faults: Sequence[Fault], lost: dict[Fault, str], console: Console) -> 
 
 
 class Workshops:
-    """So many copies of the tree; each is given one task after the other."""
+    """Several copies of the tree, each of which does one task at a time."""
 
     def __init__(self, folder: Path, number: int, console: Console) -> None:
         self._free: queue.SimpleQueue[Workshop] = queue.SimpleQueue()
@@ -138,15 +144,15 @@ class Workshops:
         self._number = number
 
     def try_out(self, faults: Sequence[Fault]) -> list[Verdict]:
-        """What became of each. Raises RuntimeError where the copies are not what is imported, KeyboardInterrupt."""
+        """A verdict per fault. Raises KeyboardInterrupt, and RuntimeError unless the copies are what is imported."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with ExitStack() as stack:
             self._open(faults, stack)
             threads = stack.enter_context(ThreadPoolExecutor(self._number))
             progress = stack.enter_context(Progress(*columns, console=self._console))
             try:
-                broken = self._before(faults, threads, progress)
-                return self._verdicts(faults, broken, threads, progress)
+                broken = self._run_without_faults(faults, threads, progress)
+                return self._judge_all(faults, broken, threads, progress)
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
                 for workshop in self._all:
@@ -161,31 +167,31 @@ class Workshops:
                 self._all.append(workshop)
                 self._free.put(workshop)
 
-    def _before(self, faults: Sequence[Fault], threads: ThreadPoolExecutor, progress: Progress) -> set[str]:
-        """Test files that fail without a fault. Raises RuntimeError where they cannot be run."""
-        # Every file is one workshop's, with all that anybody wants of it.
+    def _run_without_faults(self, faults: Sequence[Fault], threads: ThreadPoolExecutor, progress: Progress) -> set[str]:
+        """The test files that fail without a fault. Raises RuntimeError when they cannot be run."""
+        # All tests of one file run in one workshop.
         files = sorted({path for fault in faults for path in fault.paths})
         shares = [share for share in (files[start :: self._number] for start in range(self._number)) if share]
         bar = progress.add_task("without a fault", total=len(shares))
         broken: set[str] = set()
-        for done in as_completed([threads.submit(self._tested, together(faults, share)) for share in shares]):
+        for done in as_completed([threads.submit(self._test, select_tests(faults, share)) for share in shares]):
             run = done.result()
             if not run.whole:
-                raise RuntimeError(f"without a fault pytest ended with exit code {run.code}:\n{_end_of(run)}")
+                raise RuntimeError(f"without a fault pytest ended with exit code {run.code}:\n{_tail(run)}")
             if run.failed:
-                progress.console.print(f"[red]fails without a fault:[/]\n{escape(_end_of(run))}", highlight=False)
+                progress.console.print(f"[red]fails without a fault:[/]\n{escape(_tail(run))}", highlight=False)
             broken |= {test.partition("::")[0] for test in run.failed}
             progress.advance(bar)
         return broken
 
-    def _tested(self, arguments: Sequence[str]) -> Run:
+    def _test(self, arguments: Sequence[str]) -> Run:
         workshop = self._free.get()
         try:
             return workshop.test(arguments, limited=False)
         finally:
             self._free.put(workshop)
 
-    def _verdicts(
+    def _judge_all(
         self, faults: Sequence[Fault], broken: set[str], threads: ThreadPoolExecutor, progress: Progress
     ) -> list[Verdict]:
         bar = progress.add_task("faults", total=len(faults))
@@ -193,7 +199,7 @@ class Workshops:
         found: dict[Fault, Verdict] = {}
         for fault in faults:
             if not broken.intersection(fault.paths):
-                asked[threads.submit(self._verdict, fault)] = fault
+                asked[threads.submit(self._judge, fault)] = fault
             else:
                 found[fault] = Verdict(fault, None, "its tests fail without it")
                 progress.advance(bar)
@@ -206,7 +212,7 @@ class Workshops:
             progress.advance(bar)
         return [found[fault] for fault in faults]
 
-    def _verdict(self, fault: Fault) -> Verdict:
+    def _judge(self, fault: Fault) -> Verdict:
         workshop = self._free.get()
         try:
             with workshop.planted(fault):
@@ -219,8 +225,8 @@ class Workshops:
         return Verdict(fault, run, why)
 
 
-def together(faults: Iterable[Fault], files: Sequence[str]) -> list[str]:
-    """What pytest is told to run all that the faults want of these files: a file's tests are those of any of its expressions."""
+def select_tests(faults: Iterable[Fault], files: Sequence[str]) -> list[str]:
+    """Arguments of pytest for every test in these files that some fault names: one `-k` expression for all of them."""
     wanted: dict[str, set[str]] = {file: set() for file in files}
     for fault in faults:
         expression = fault.arguments[-1] if "-k" in fault.arguments else ""
@@ -246,14 +252,14 @@ def _report(verdicts: Sequence[Verdict], lost: dict[Fault, str], console: Consol
         table.add_row(escape(verdict.fault.harm), state, seconds, escape(verdict.why or noticed))
         if run is not None and (output or not run.whole):
             console.rule(escape(verdict.fault.harm))
-            console.print(_end_of(run), markup=False, highlight=False)
+            console.print(_tail(run), markup=False, highlight=False)
     console.print(table)
     missed = sum(bool(verdict.why) for verdict in verdicts)
     console.print(f"{len(verdicts) - missed} of {len(verdicts) + len(lost)} faults were caught", highlight=False)
     return 1 if missed or lost else 0
 
 
-def _end_of(run: Run) -> str:
+def _tail(run: Run) -> str:
     return "\n".join(run.output.strip().splitlines()[-40:])
 
 

@@ -11,13 +11,12 @@ SUFFIXES = (".py", ".lua")
 
 
 class NotPlaced(Exception):
-    """The text to be replaced is nowhere in the product, or in several places."""
+    """The text to be replaced does not occur exactly once in the product."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`old` stands exactly once in the product, wherever that is. `tests` is what pytest is told to run, as on a command line: paths,
-    perhaps with `-k`."""
+    """`old` occurs exactly once in the product. `tests` are arguments of pytest as on a command line: paths, perhaps with `-k`."""
 
     harm: str
     old: str
@@ -30,7 +29,7 @@ class Fault:
 
     @property
     def paths(self) -> list[str]:
-        """The test files alone."""
+        """The test files."""
         return [word.partition("::")[0] for word in self.arguments if word.startswith("tests/")]
 
     def place(self, sources: dict[Path, str]) -> Path:
@@ -39,7 +38,7 @@ class Fault:
         if len(found) == 1:
             return found[0]
         where = ", ".join(sorted({str(path) for path in found})) or "no file"
-        raise NotPlaced(f"its text stands {len(found)} times in the product, not once ({where}): {self.old.strip()[:200]!r}")
+        raise NotPlaced(f"its text occurs {len(found)} times in the product, not once ({where}): {self.old.strip()[:200]!r}")
 
 
 def sources(root: Path) -> dict[Path, str]:

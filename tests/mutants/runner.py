@@ -1,8 +1,7 @@
-"""A process that runs pytest again and again, each time in a fork of its own: what is not the product's is imported once.
+"""A process that runs pytest again and again, each time in a fork, so that other people's libraries are imported once.
 
-Orders are lines of JSON on standard input, `{"arguments": [...], "output": path}`; for each it answers `{"pid": n}` at once and
-`{"code": n}` in the end. It is started in a copy of the tree, and told the tests that it will be asked for; of them and the product it
-imports nothing itself.
+Orders are lines of JSON on standard input, `{"arguments": [...], "output": path}`; it answers each with `{"pid": n}` at once and
+`{"code": n}` at the end. It runs in a copy of the tree, its arguments the tests to come; it imports neither them nor the product itself.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ def _import_what_is_imported_by(tests: Sequence[str]) -> None:
     listed = subprocess.run(look, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True).stdout.split()
     for name in listed:
         if name.partition(".")[0] not in (*_OURS, "__main__"):
-            # Some are no modules of their own, but made by another one.
+            # Some names in sys.modules cannot be imported: another module puts them there.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
 
 
 def _become(arguments: Sequence[str], output: str) -> None:
-    """Runs pytest, to whose end nothing of this process is left."""
+    """In the fork: run pytest and exit with its code."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     told = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -1,4 +1,4 @@
-"""A copy of the tree in which one fault at a time is planted, and the tests that are run there."""
+"""A copy of the tree in which one fault at a time is planted, and the tests run there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.mutants.fault import PACKAGES, Fault, sources
 
 _NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "node_modules", "build", "dist", "demo-out*", "shared")
 _TEST_SECONDS = 100
-"""A test that waits for ever because of a fault fails after so long."""
+"""After this a test fails that waits forever because of a fault."""
 _RUN_SECONDS = 300.0
 _END_SECONDS = 10.0
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
@@ -37,7 +37,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`code` is pytest's exit code, `failed` the tests that did, `output` all it said."""
+    """`code` is the exit code of pytest, `failed` the names of the tests that failed."""
 
     code: int
     seconds: float
@@ -46,19 +46,19 @@ class Run:
 
     @property
     def whole(self) -> bool:
-        """Whether the tests were run as they should have been, and passed or failed."""
+        """Whether pytest ran to its end: the tests passed or failed, and nothing else went wrong."""
         return self.code == 0 if not self.failed else self.code == 1
 
 
 class Workshop:
-    """One copy of the tree, and a process that runs tests in it (`runner`). `test` and `planted` are for one thread; `stop` may come
-    from any. Used in a `with` block."""
+    """One copy of the tree, and a process that runs tests in it (`runner`); use it in a `with` block. `test` and `planted` belong to one
+    thread; any thread may call `stop`."""
 
     _moments = itertools.count(10**9)
-    """Times of change, none of them twice: by those Python knows that what it compiled before is of another text."""
+    """Modification times, each used once: they tell Python that compiled bytecode is out of date."""
 
     def __init__(self, folder: Path, tests: Sequence[str]) -> None:
-        """`tests`: the files that it will be asked for."""
+        """`tests`: the files that it will be asked to run."""
         self.root = folder
         self._tests = tests
         self._output = folder.with_name(folder.name + ".output")
@@ -66,11 +66,11 @@ class Workshop:
         self._stopped = threading.Event()
         shutil.copytree(ROOT, folder, ignore=_NOT_COPIED, symlinks=True)
         self._sources = sources(folder)
-        # What a test starts is to import the copy, too, and not an installed checkout. Programs may be missing that other tests need.
+        # Processes that a test starts must import the copy too, not an installed checkout. Without CI missing programs are no error.
         self._env = {**os.environ, "PYTHONPATH": str(folder), "CI": ""}
 
     def __enter__(self) -> Workshop:
-        """Raises RuntimeError unless the copy's packages are the ones imported."""
+        """Raises RuntimeError unless the packages imported are those of the copy."""
         look = [sys.executable, "-c", _LOOK.format(packages=", ".join(PACKAGES))]
         found = subprocess.run(look, cwd=self.root, env=self._env, capture_output=True, text=True, check=False)
         if found.stdout.split() != [str(self.root / package) for package in PACKAGES]:
@@ -86,7 +86,7 @@ class Workshop:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        self._hear()
+        self._read_answer()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,7 +95,7 @@ class Workshop:
         self._runner.communicate()
 
     def test(self, arguments: Sequence[str], *, limited: bool) -> Run:
-        """Runs pytest. `limited`: it may wait for ever, because of a fault. Raises Stopped."""
+        """Run pytest. `limited`: end it after a while, since a fault may make it wait forever. Raises Stopped."""
         options = ["-q", "-rfE", "--tb=short", "--assert=plain", "-p", "no:cacheprovider"]
         options += ["--timeout", str(_TEST_SECONDS)] if limited else []
         if self._stopped.is_set():
@@ -104,12 +104,12 @@ class Workshop:
         assert self._runner.stdin is not None
         self._runner.stdin.write(json.dumps({"arguments": [*options, *arguments], "output": str(self._output)}) + "\n")
         self._runner.stdin.flush()
-        self._running = self._hear()["pid"]
+        self._running = self._read_answer()["pid"]
         limit = threading.Timer(_RUN_SECONDS, self._end)
         if limited:
             limit.start()
         try:
-            code = self._hear()["code"]
+            code = self._read_answer()["code"]
         finally:
             self._running = None
             limit.cancel()
@@ -120,7 +120,7 @@ class Workshop:
 
     @contextmanager
     def planted(self, fault: Fault) -> Iterator[None]:
-        """With the fault in it. Raises NotPlaced."""
+        """The fault is in the copy while the block runs. Raises NotPlaced."""
         path = fault.place(self._sources)
         text = self._sources[path]
         self._write(path, text.replace(fault.old, fault.new))
@@ -130,11 +130,11 @@ class Workshop:
             self._write(path, text)
 
     def stop(self) -> None:
-        """Ends what runs; whoever waits for it gets Stopped."""
+        """End the run in progress; `test` raises Stopped."""
         self._stopped.set()
         self._end()
 
-    def _hear(self) -> dict[str, Any]:
+    def _read_answer(self) -> dict[str, Any]:
         assert self._runner.stdout is not None
         line = self._runner.stdout.readline()
         if not line:
@@ -143,7 +143,7 @@ class Workshop:
         return answer
 
     def _end(self) -> None:
-        """Ctrl-C for the pytest that runs, and its end where it does not mind that."""
+        """Interrupt the pytest in progress, and kill it if it does not end."""
         pid, deadline = self._running, time.monotonic() + _END_SECONDS
         if pid is None:
             return
