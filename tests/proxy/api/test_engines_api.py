@@ -58,8 +58,7 @@ def test_an_engine_that_is_added_serves_everywhere_and_after_a_restart_until_it_
         assert again.request("DELETE", f"/engines/{name(engine)}").status_code == 404
 
 
-def test_a_replica_says_all_about_itself(engine: ScriptedEngine, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.engine.watches.WATCH_SECONDS", 0.1)
+def test_a_replica_says_all_about_itself(engine: ScriptedEngine, redis_url: str, often_visited: None) -> None:
     with RunningService([f"judge={engine.url}"], redis_url, engine_max_calls=4) as service:
         wait_until(lambda: serves(service, engine), 60, "it serves")
         assert replicas(service)[name(engine)] == {

@@ -10,12 +10,9 @@ import pytest
 
 from proxy.store.weight_store import WeightState, WeightStore
 from tests.support.engine.scripted_engine import Drop, ScriptedEngine
-from tests.support.engine.weight_fixtures import Service, serving, until, visit_often
+from tests.support.engine.weight_fixtures import Service, serving, until
 
-
-@pytest.fixture(autouse=True)
-def often_visited(monkeypatch: pytest.MonkeyPatch) -> None:
-    visit_often(monkeypatch)
+pytestmark = pytest.mark.usefixtures("often_visited")
 
 
 @pytest.fixture

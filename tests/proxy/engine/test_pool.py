@@ -18,7 +18,9 @@ from proxy.engine.vllm_launch import free_port
 from proxy.errors import Conflict, EngineUnavailable, RequestError
 from proxy.settings import Settings
 from proxy.store.weight_store import WeightState, WeightStore
-from tests.support.engine.weight_fixtures import Service, generate, serving, visit_often
+from tests.support.engine.weight_fixtures import Service, generate, serving
+
+pytestmark = pytest.mark.usefixtures("often_visited")
 
 Answer = tuple[int, Any]
 
@@ -116,11 +118,6 @@ class ScriptedWeights:
             else {"error": self.refuses if body["method"] == "verbatim_check" else None}
         )
         return {"results": [worker]}
-
-
-@pytest.fixture(autouse=True)
-def often_visited(monkeypatch: pytest.MonkeyPatch) -> None:
-    visit_often(monkeypatch)
 
 
 @pytest.fixture

@@ -26,14 +26,11 @@ from proxy.store.weight_store import WeightStore
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_sampling import Fail
 from tests.support.engine.scripted_weights import Hold, Step
-from tests.support.engine.weight_fixtures import Service, serving, until, visit_often
+from tests.support.engine.weight_fixtures import Service, serving, until
 from tests.support.service.redis_server import Store
 from tests.support.service.verbatim_process import TRAINER, Serving
 
-
-@pytest.fixture(autouse=True)
-def often_visited(monkeypatch: pytest.MonkeyPatch) -> None:
-    visit_often(monkeypatch)
+pytestmark = pytest.mark.usefixtures("often_visited")
 
 
 @pytest.fixture

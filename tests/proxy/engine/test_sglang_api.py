@@ -69,12 +69,6 @@ def kept(model: Path) -> Iterator[Callable[..., Opened]]:
         yield open_both
 
 
-@pytest.fixture
-def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.engine.watches.WATCH_SECONDS", 0.1)
-    monkeypatch.setattr("proxy.engine.watches.RETRY_SECONDS", 0.1)
-
-
 def ids(text: str) -> list[int]:
     return [*FAMILY.encode(text), FAMILY.end_id]
 
@@ -325,7 +319,7 @@ def test_a_checkpoint_that_was_rolled_back_leaves_the_engine_out(opened: Callabl
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
 def test_an_engine_that_rolled_back_is_given_the_current_weights_before_it_serves(
-    opened: Callable[..., Opened], watched_closely: None, mode: str
+    opened: Callable[..., Opened], often_visited: None, mode: str
 ) -> None:
     """It calls what it fell back to by the old version, and under `wait` it is not even paused."""
     engine, service = opened(label="default")
@@ -347,7 +341,7 @@ def test_an_adapter_is_not_exchanged(opened: Callable[..., Opened]) -> None:
 
 
 def test_an_engine_that_does_not_tell_of_its_pause_is_resumed_when_it_is_first_met(
-    opened: Callable[..., Opened], watched_closely: None
+    opened: Callable[..., Opened], often_visited: None
 ) -> None:
     """0.5.5 has no /ready: a push of a process that died may have left it paused, and its calls would hang."""
     engine, service = opened(newer=False, paused=True)
@@ -359,7 +353,7 @@ def test_an_engine_that_does_not_tell_of_its_pause_is_resumed_when_it_is_first_m
 
 
 def test_an_engine_that_does_not_tell_of_its_pause_is_resumed_when_it_returns(
-    opened: Callable[..., Opened], watched_closely: None
+    opened: Callable[..., Opened], often_visited: None
 ) -> None:
     """The push ends with the new weights loaded and labelled, and nobody hears the last step."""
     engine, service = opened(newer=False, label="default")

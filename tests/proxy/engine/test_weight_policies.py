@@ -20,12 +20,9 @@ from proxy.settings import Settings
 from proxy.store.weight_store import KEPT_WEIGHTS, WeightState, WeightStore
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_sampling import Fail
-from tests.support.engine.weight_fixtures import Service, until, visit_often
+from tests.support.engine.weight_fixtures import Service, until
 
-
-@pytest.fixture(autouse=True)
-def often_visited(monkeypatch: pytest.MonkeyPatch) -> None:
-    visit_often(monkeypatch)
+pytestmark = pytest.mark.usefixtures("often_visited")
 
 
 @asynccontextmanager

@@ -30,7 +30,8 @@ async def weights(redis_url: str) -> AsyncIterator[WeightStore]:
     await store.connection.close()
 
 
-def visit_often(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def often_visited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pools of this process look at their engines ten times as often as they would."""
     monkeypatch.setattr("proxy.engine.watches.WATCH_SECONDS", 0.2)
     monkeypatch.setattr("proxy.engine.watches.RETRY_SECONDS", 0.1)
