@@ -9,7 +9,8 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -797,20 +798,30 @@ def test_calls_that_arrive_during_a_push_are_held_and_sampled_under_the_new_weig
         assert late.calls[0]["weight_versions"] == [[1, 0, 2]]
 
 
-def test_a_reply_that_goes_on_across_a_push_knows_the_weights_of_every_token(own_redis_url: str, checkpoint: Path) -> None:
+@contextmanager
+def in_mid_reply(redis_url: str) -> Iterator[tuple[RunningService, Session, Future[Any], threading.Event]]:
+    """A service, a session and its call: two tokens of "hello world in Paris" are sampled, and the rest when the event is set."""
     gate = threading.Event()
     with (
         ScriptedEngine("qwen3") as engine,
-        RunningService(engine.url, own_redis_url) as service,
+        RunningService(engine.url, redis_url) as service,
         ThreadPoolExecutor(1) as pool,
     ):
         engine.say(Say("hello world in Paris", gate=gate, gate_after=2))
         session = service.session()
-        answer = pool.submit(session.answer, "q")
-        engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == 2)
+        answer = pool.submit(session.ask, "q")
+        try:
+            engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == 2)
+            yield service, session, answer, gate
+        finally:
+            gate.set()
+
+
+def test_a_reply_that_goes_on_across_a_push_knows_the_weights_of_every_token(own_redis_url: str, checkpoint: Path) -> None:
+    with in_mid_reply(own_redis_url) as (service, session, answer, gate):
         assert push(service, checkpoint, "keep")["applied"]
         gate.set()
-        assert answer.result()["content"] == "hello world in Paris"
+        assert answer.result().choices[0].message.content == "hello world in Paris"
         (call,) = session.calls
         assert call["weight_versions"] == [[0, 0, 2], [1, 2, 5]]
         (row,), _ = session.trajectories()
@@ -819,22 +830,12 @@ def test_a_reply_that_goes_on_across_a_push_knows_the_weights_of_every_token(own
 
 
 def test_a_push_that_aborts_cuts_replies_and_records_what_was_sampled(own_redis_url: str, checkpoint: Path) -> None:
-    gate = threading.Event()
-    with (
-        ScriptedEngine("qwen3") as engine,
-        RunningService(engine.url, own_redis_url) as service,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        engine.say(Say("hello world in Paris", gate=gate, gate_after=2))
-        session = service.session()
-        answer = pool.submit(session.ask, "q")
-        engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == 2)
+    with in_mid_reply(own_redis_url) as (service, session, answer, _):
         assert push(service, checkpoint, "abort")["applied"]
         choice = answer.result().choices[0]
         assert (choice.message.content, choice.finish_reason) == ("hello world", "length")
         (call,) = session.calls
         assert (call["finish_reason"], call["weight_versions"]) == ("abort", [[0, 0, 2]])
-        gate.set()
 
 
 # Arguments filled in with the defaults of their schema

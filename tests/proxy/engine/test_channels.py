@@ -162,8 +162,8 @@ async def test_the_end_of_a_request_waits_for_what_must_come_before_it() -> None
 async def test_an_engine_has_its_whole_time_from_the_end_of_the_request() -> None:
     async with (
         Engine(telling(measured(b"ok"))).serving() as engine,
-        channels(read_seconds=0.3) as made,
-        await made.post(engine.url, b"{}", {}, lambda: asyncio.sleep(0.5)) as got,
+        channels(read_seconds=1.0) as made,
+        await made.post(engine.url, b"{}", {}, lambda: asyncio.sleep(1.2)) as got,
     ):
         assert await got.read() == b"ok"
 

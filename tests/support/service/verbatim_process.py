@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from tests import ROOT
+from tests.support.service import plain_http
 from tests.support.service.forked import ForkedVerbatim
 
 COMMAND = [sys.executable, "-m", "cli.main"]
@@ -122,8 +123,7 @@ class Serving:
         return self.exit_code(within_seconds)
 
     def request(self, method: str, path: str, token: str = ADMIN, **more: Any) -> httpx.Response:
-        told = {"headers": {"Authorization": f"Bearer {token}"}, "timeout": 30, "verify": False, **more}
-        return httpx.request(method, self.url + path, **told)
+        return plain_http.request(method, self.url + path, headers={"Authorization": f"Bearer {token}"}, **more)
 
     def _read(self, name: str) -> None:
         for line in getattr(self._process, name):
