@@ -13,8 +13,8 @@ _KILL_TRIES, _KILL_SECONDS = 100, 0.01
 
 
 class ContainerProcesses:
-    """Those in the process namespace of `first`, which is the container's first one, without it and what it waits in: all of its session,
-    which no command can join."""
+    """Those in the process namespace of `first`, the container's first process, except those of its session: `first` itself and what it
+    waits in. runc, crun and a node's own clients start every command in a session of its own, and no process can join another's."""
 
     def __init__(self, first: int, namespace: str) -> None:
         self.first = first

@@ -107,7 +107,7 @@ async def test_a_prepare_step_is_tried_as_often_as_it_may(world: World, monkeypa
 
 
 async def test_an_agent_that_runs_out_of_its_own_budget_is_data(world: World) -> None:
-    """Its reward is what the task says for that, or what it did before is scored, or it has none."""
+    """As the task asks, its reward is a fixed one, the score of what it did so far, or none."""
     rewards = {"reward": 0.25, "evaluate": 1.0, "fail": None}
 
     async def ended(what: Any, seconds: float) -> RolloutState:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -58,12 +57,6 @@ def raises(case: Case) -> float:
     raise {"exit": SystemExit(3), "stop": StopIteration(), "key": KeyError("k"), "runtime": RuntimeFailed("gone")}[
         case.options["arguments"]["what"]
     ]
-
-
-@pytest.fixture(autouse=True)
-def _importable() -> None:
-    """Under the name that entries give it, this very module."""
-    sys.modules.setdefault(HERE, sys.modules[__name__])
 
 
 async def test_a_plain_function_is_called_in_a_thread_with_the_case(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ MANY_BYTES = "import sys; open('great', 'wb').write(bytes(1 << 21))"
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An instance of half a CPU, 300 MB of memory and files of a megabyte, before a proxy with TLS."""
+    """An instance with half a CPU, 300 MB of memory, files of at most a megabyte, and the route to a proxy with TLS."""
 
     folder: Path
     place: Place

@@ -32,13 +32,13 @@ CODEC = "open('/tmp/taken', 'w').write(open('/proc/self/status').read())\n"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def runtime(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runtime]:
-    """Its files may be no greater than a megabyte."""
+    """Its files are held to a megabyte."""
     async with contained(tmp_path_factory.mktemp("containers")).started(disk_mb=1) as runtime:
         yield runtime
 
 
 async def run(*argv: str) -> Executed:
-    """By the interpreter of these tests."""
+    """Runs the interpreter of these tests with these arguments."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", *argv, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     stdout, stderr = await process.communicate()
     return Executed(process.returncode or 0, stdout, stderr)
@@ -97,7 +97,7 @@ async def test_what_a_command_puts_in_the_place_of_its_script_is_no_error_of_the
 
 
 async def test_the_end_of_a_command_leaves_alone_what_the_first_process_of_its_container_waits_in(runtime: Runtime) -> None:
-    """It was killed with every command, and as often as the first process had made another one."""
+    """The end of every command once killed that `sleep`, and each one that the first process started in its place."""
     first = runtime._processes.first  # type: ignore[attr-defined]
     while not (waits := processes.descendants([first])):
         await asyncio.sleep(0.01)

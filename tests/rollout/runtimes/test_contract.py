@@ -1,7 +1,7 @@
 """What every kind of runtime promises, on each of them for real (`rollout.runtimes.base`).
 
-Two runtimes of each kind are started for the whole module. A test has one of its own only where its beginning or its end is what the test
-is about, and says `emptied` where it looks at all that lies in the workdir.
+Two runtimes of each kind serve all tests of the module. A test starts one of its own only where starting or stopping is what it tests; one
+that looks at everything in the workdir calls `emptied` first.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ for address, path in zip(sys.argv[1::2], sys.argv[2::2]):
     except OSError as error:
         print(error.strerror)
 """
-"""What is answered at each address, or why nothing is."""
+"""Prints what each address answers at its path, or the error."""
 DETACHED = """
 import os, sys, time
 if os.fork() == 0:
@@ -99,7 +99,7 @@ opening = pytest.mark.parametrize("kind", but(*OF_ONE_NETWORK))
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A kind with the two runtimes that all tests use. `other` is before a proxy with TLS."""
+    """A kind with the two runtimes that its tests share. In kinds that keep commands from the network, `other` has the route `NAMED`."""
 
     place: Place
     runtime: Runtime
@@ -158,7 +158,7 @@ def of_the_node(environment: pytest.MonkeyPatch) -> None:
 
 
 def apart(place: Place) -> Place:
-    """The same, whose runtimes have other names: what is swept there is none of the module's."""
+    """The same kind under other names: sweeping it leaves the shared runtimes alone."""
     return Place(place.kind, place.spec)
 
 
@@ -223,12 +223,12 @@ def running_with(word: str) -> list[int]:
 
 
 def detached(word: str) -> bool:
-    """Whether what `DETACHED` leaves behind runs. The command itself, and what starts it, have a second argument."""
+    """Whether the process that `DETACHED` leaves behind runs. The command itself has one more argument after the word."""
     return any(command_line(pid).endswith(f"\0{word}\0".encode()) for pid in running_with(word))
 
 
 async def in_time(run: Callable[[float], Awaitable[Executed]], begun: Callable[[Executed], object]) -> Executed:
-    """What a command did whose time was up, with so much time that it had `begun` by then, however slow the machine is."""
+    """What a command did that ran out of time. It gets more and more of it until it had `begun` by then, however slow the machine is."""
     for seconds in (1.0, 5.0, 25.0):
         done = await run(seconds)
         if begun(done):
@@ -296,7 +296,7 @@ async def test_a_variable_that_no_shell_can_set_keeps_a_command_from_being_start
 async def test_variables_reach_the_command_whole_and_those_of_the_node_do_not(
     place: Place, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The node had its own when the runtime was started, too."""
+    """The node had these variables when the runtime was started, too."""
     of_the_node(monkeypatch)
     given = {"ONE": "a\nb 'c' \"d\" $HOME \\", "TWO": "", "THREE": "ü=#"}
     done = await python(runtime, "import os; print(ascii(dict(os.environ)))", env=given)
@@ -423,7 +423,7 @@ async def test_a_log_that_cannot_be_written_ends_the_command(runtime: Runtime, t
 
 
 async def test_a_command_whose_time_is_up_is_told_and_all_it_started_is_ended(runtime: Runtime, word: str) -> None:
-    # One that begins only when its time is up hears nothing before the end of the grace time.
+    # One that starts only as its time runs out may miss SIGTERM, and is killed at the end of the grace time.
     done = await in_time(
         lambda seconds: python(runtime, DETACHED, word, "600", timeout_seconds=seconds), lambda done: done.exit_code == 143
     )

@@ -223,7 +223,7 @@ async def test_a_pod_that_finds_no_machine_in_time_says_what_it_waits_for_and_is
         with pytest.raises(RuntimeFailed, match=f"it does not run after {seconds:g} seconds: ") as told:
             await place.runtime(NOWHERE, cpus=1000.0).start()
         assert await place.kind.sweep(place.names) == 0
-        # On a slow machine nobody had looked for one by then.
+        # On a slow machine the cluster has not looked for one by then.
         if "Unschedulable: 0/1 nodes are available" in str(told.value):
             return
     pytest.fail(str(told.value))

@@ -1,7 +1,8 @@
 """A command line like apptainer's, as far as runtimes use it: `python apptainer_program.py STATE_FOLDER ARGV...`.
 
 It takes the options that apptainer documents and no others, writes every call down, and makes each instance a `bwrap_container` with the
-binds and the network it was asked for, in which commands really run. What only the start and the stop of one need is imported there."""
+binds and the network it was asked for, in which commands really run. Every command in an instance is a call, so what only starting and
+stopping need is imported there."""
 
 from __future__ import annotations
 

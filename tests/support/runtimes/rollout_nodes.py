@@ -104,7 +104,7 @@ class World:
         return task
 
     async def let_leases_run_out(self) -> None:
-        """Every rollout that a node has looks as if that had given no sign of life for an hour."""
+        """Makes every rollout on a node look as if the node had been silent for an hour."""
         await self.connection.execute("EVAL", _SILENT, 0, keys.BASE, key=keys.BASE)
 
     async def until(self, happened: Callable[[], Any], what: str) -> None:

@@ -100,7 +100,7 @@ async def out(runtime: Runtime, line: str, **options: Any) -> str:
 
 @asynccontextmanager
 async def answering(answer: bytes = ANSWER, at: Mapping[str, bytes] | None = None) -> AsyncIterator[Route]:
-    """A server that gives every connection one HTTP answer; `at`: others, by path."""
+    """A server that gives every connection one HTTP answer: the one that `at` has for its path, otherwise `answer`."""
 
     async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
