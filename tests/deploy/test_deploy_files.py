@@ -23,9 +23,10 @@ from cli.server import CUT_SECONDS
 from proxy.engine.vllm_launch import vllm_command
 from proxy.store import embedded
 from rollout.node import STOP_SECONDS
+from tests import ROOT
 from tests.support.documents.helm_chart import CHART
 from tests.support.documents.prometheus_rules import RULES, promtool
-from tests.support.documents.settings_in_code import ROOT, variables
+from tests.support.documents.settings_in_code import variables
 from tests.support.machine import require
 
 DEPLOY = ROOT / "deploy"

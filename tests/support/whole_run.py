@@ -58,7 +58,7 @@ def _missing() -> dict[str, str]:
     if (gpus := _gpus()) < 2:
         missing["gpu"] = f"need two GPUs, this machine has {gpus}"
     if "apptainer" in machine.LEFT_OUT:
-        missing["apptainer"] = "need the real apptainer, which could not be had"
+        missing["apptainer"] = "need the real apptainer, which is not available"
     return missing
 
 

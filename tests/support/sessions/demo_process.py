@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.service.verbatim_process import ROOT, environment
+from tests import ROOT
+from tests.support.service.verbatim_process import environment
 
 
 def judged(module: str, out: Path, *words: str, **variables: str) -> dict[str, Any]:
-    """The verdict of a demo that ran to its end and found every check to hold, in an environment with `variables`. One that is broken
-    off is told so, for it ends the engines it started."""
+    """The verdict of a demo that ran to its end, in an environment with `variables`, and passed every check of its own. An interrupted
+    demo gets a SIGTERM, so that it ends the engines it started."""
     command = [sys.executable, "-m", module, "--out", str(out), *words]
     env = environment(**variables)
     demo = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
