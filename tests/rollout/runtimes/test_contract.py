@@ -459,8 +459,13 @@ async def test_a_cancelled_caller_ends_the_command(runtime: Runtime, word: str, 
 
 
 async def test_many_commands_run_beside_each_other(runtime: Runtime) -> None:
-    lines = [shell(runtime, f"cat; echo {number} >&2; exit {number}", stdin=b"%d" % number) for number in range(8)]
-    for number, done in enumerate(await asyncio.gather(*lines)):
+    """Each waits until all have begun."""
+
+    async def beside(number: int) -> Executed:
+        line = f"cat; : > begun-{number}; until [ $(ls | grep -c begun-) = 8 ]; do sleep 0.1; done; echo {number} >&2; exit {number}"
+        return await shell(runtime, line, stdin=b"%d" % number)
+
+    for number, done in enumerate(await asyncio.gather(*map(beside, range(8)))):
         assert (done.exit_code, done.stdout, done.stderr) == (number, b"%d" % number, b"%d\n" % number)
 
 
