@@ -57,7 +57,7 @@ def test_no_secret_is_written_anywhere(data: Path, engine: ScriptedEngine, tmp_p
         VERBATIM_TRAINER_TOKEN=TRAINER,
         VERBATIM_ENGINE_API_KEY=ENGINE_KEY,
     ) as service:
-        wait_until(lambda: service.request("GET", "/readyz", ADMIN).status_code == 200, 20, "ready")
+        wait_until(lambda: service.request("GET", "/readyz", ADMIN).status_code == 200, 60, "ready")
         session = service.request("POST", "/sessions", ADMIN, json={}).json()
         key = session["api_key"]
         forged = f"vb-{'d' * 40}-{session['session_id']}"

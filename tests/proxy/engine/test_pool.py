@@ -232,13 +232,13 @@ async def test_a_session_stays_and_only_those_of_a_dead_replica_move(engines: Ca
 
 async def test_calls_that_arrive_wait_while_the_gate_is_held() -> None:
     pool = EnginePool(Settings(engine=[]))
-    await asyncio.wait_for(pool.admitted(), 1)
+    await asyncio.wait_for(pool.admitted(), 30)
     with pool.hold():
         waiting = asyncio.create_task(pool.admitted())
         with pool.hold():
             await asyncio.sleep(0.01)
         assert not waiting.done()
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 30)
 
 
 async def test_an_engine_that_takes_no_weights_is_version_0_until_others_were_pushed(

@@ -52,7 +52,7 @@ class Line:
     def mend(self) -> None:
         self.wire.heal()
         self.gate.set()
-        wait_until(lambda: self.service.request("GET", "/readyz").status_code == 200, 20, "the engine is found again")
+        wait_until(lambda: self.service.request("GET", "/readyz").status_code == 200, 60, "the engine is found again")
 
     def _sampled(self) -> int:
         return len(self.engine.last.sampled.get(0, ()))

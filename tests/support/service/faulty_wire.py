@@ -96,7 +96,7 @@ class FaultyWire:
             done.set()
 
         self._loop.call_soon_threadsafe(run)
-        assert done.wait(5), "the wire does not react"
+        assert done.wait(30), "the wire does not react"
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -19,8 +18,7 @@ from pydantic import SecretStr
 from proxy.app import Adding, create_app
 from proxy.settings import Settings
 from tests.support.service.prompt_server import PromptServer
-
-ADMIN, TRAINER = "admin-of-the-test", "trainer-of-the-test"
+from tests.support.service.verbatim_process import ADMIN, TRAINER, wait_until
 
 
 class RunningService:
@@ -159,13 +157,6 @@ def kept(port: int) -> Iterator[None]:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place.bind(("127.0.0.1", port))
         yield
-
-
-def wait_until(happened: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.01)
 
 
 def streamed_text(stream: Any) -> tuple[str, list[Any]]:

@@ -38,7 +38,7 @@ def wait_until(happened: Callable[[], bool], seconds: float, what: str) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
+        time.sleep(0.01)
 
 
 class Serving:
@@ -115,7 +115,7 @@ class Serving:
     def exit_code(self, within_seconds: float) -> int:
         code = self._process.wait(within_seconds)
         for reader in self._readers:
-            reader.join(5)
+            reader.join(30)
         return code
 
     def stop(self, number: int = signal.SIGTERM, within_seconds: float = 60.0) -> int:
@@ -134,7 +134,7 @@ class Serving:
             self._process.kill()
             self._process.wait()
         for reader in self._readers:
-            reader.join(15)
+            reader.join(30)
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
