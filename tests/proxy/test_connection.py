@@ -83,7 +83,7 @@ def answered(connection: socket.socket) -> bytes:
 
 
 def trickled(connection: socket.socket, content: bytes, read: Callable[[socket.socket], bytes] = heard) -> bytes:
-    """What is `read` of the service while bytes come one by one, again and again: all, until it closes the connection."""
+    """What `read` gets from the service while `content` is sent byte by byte, again and again; all, until it closes the connection."""
     ended = threading.Event()
 
     def drip() -> None:
@@ -148,7 +148,7 @@ def test_empty_lines_keep_no_connection_open(hasty: Serving) -> None:
 
 
 def test_a_second_request_on_a_connection_is_given_its_own_time(hasty: Serving) -> None:
-    """It begins when a connection that is younger has been closed for want of a request."""
+    """It is sent when a younger connection has already been closed, for no request had come."""
     with connected(hasty) as connection:
         connection.sendall(head("/healthz", method="GET"))
         assert answered(connection).startswith(b"HTTP/1.1 200 ")
@@ -325,7 +325,7 @@ def test_a_client_that_takes_nothing_of_its_answer_is_cut_off(service: Serving) 
 
 
 def is_held(connection: socket.socket) -> bool:
-    """Whether the process at the other end still has the connection open. Whoever does not read is not told."""
+    """Whether the process at the other end still has the connection open. A client that does not read is not told of the end."""
     ports = [f"{address[1]:04X}" for address in (connection.getpeername(), connection.getsockname())]
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()

@@ -71,7 +71,7 @@ def test_no_call_costs_more_than_its_baseline(now: Figures) -> None:
     same_libraries = baseline["libraries"] == libraries()
     complaints = grown(baseline["figures"], now, same_libraries=same_libraries)
     if complaints:
-        # A machine that does much else can add to every round; what the code costs comes again.
+        # A busy machine can add to every round; what the code itself costs is there the next time, too.
         again = cheaper(now, counted("-m", "benchmarks.counts", "--json"))
         complaints = grown(baseline["figures"], again, same_libraries=same_libraries)
     assert not complaints, "\n".join([*complaints, "is it worth it? then: make cost-baseline"])

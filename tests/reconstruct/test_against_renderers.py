@@ -38,9 +38,9 @@ import renderers
 
 Message = dict[str, Any]
 CONVERSATIONS = 16
-"""Of each family, and other ones than of the next."""
+"""Per family; no two families have one in common."""
 CUT = 35
-"""One of every family besides, whose reply is cut behind the last word of its text: what a slip shows in."""
+"""The seed of one more, which all families have: its reply is cut right after the last word of its text, where slips show."""
 
 CHATML = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"),
@@ -176,7 +176,7 @@ def tokenizer(tokens: tuple[str, ...]) -> PreTrainedTokenizerFast:
 
 
 class Remembering(PreTrainedTokenizerFast):
-    """Renderings of a conversation differ little: each text is encoded once."""
+    """Encodes each text once: the renderings of a conversation differ little."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

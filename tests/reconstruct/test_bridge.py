@@ -133,7 +133,7 @@ LATEST = Family(latest, stop_at(END))
 APPEND_ONLY = [CHATML, UNCLOSED, TIGHT]
 ALL = [*APPEND_ONLY, FORGETFUL, PRESENT, LATEST, TWO_ENDS, TOOLS_LAST]
 OF_EACH = settings(max_examples=40)
-"""Examples of one family: three hundred in all."""
+"""Examples per family: about three hundred in all."""
 
 
 def named(families: Sequence[Family]) -> list[Any]:

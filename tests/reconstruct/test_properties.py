@@ -35,7 +35,7 @@ FLAWS = ("superseded", "no_token_ids", "missing_logprob", "weight_version_unknow
 TRAINED = frozenset({"main", "subagent"})
 UNTRAINED = frozenset({"compaction", "side"})
 FEWER = settings(max_examples=50)
-"""Where the oracle has been held against as many sessions as usual, this says what must hold of its rows."""
+"""For properties of rows that another test compares with the oracle's, over as many sessions as usual."""
 KINDS = ("root", "same_root", "go_on", "go_on", "go_on", "fresh", "choice", "retry", "cut")
 
 

@@ -68,7 +68,7 @@ def number(service: RunningService, metric: str) -> float:
 
 
 def test_one_of_three_replicas_is_killed_and_returns_and_no_harness_notices(redis_url: str) -> None:
-    """A dozen sessions talk the while. A call that had begun to be sampled fails with a 502, which every SDK tries again; one
+    """A dozen sessions talk meanwhile. A call that had begun to be sampled fails with a 502, which every SDK tries again; one
     that had not goes to another replica inside the service."""
     with running(redis_url, 3) as (engines, service):
         sessions = spread(service, engines, max_retries=4)

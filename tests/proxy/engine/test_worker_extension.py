@@ -77,7 +77,7 @@ print("answers:", worker.verbatim_check("/weights"), worker.verbatim_check_trans
 
 
 def answers(program: str, *arguments: str) -> list[str]:
-    """What a program says that imports vLLM, in a process of its own, for that import warns."""
+    """The answers that a program prints which imports vLLM. It is a process of its own, because that import warns."""
     require_vllm()
     done = run_beside_vllm("-c", program, *arguments)
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,8 @@
 """vLLM's server as a process of its own that need not import anything: forked off a process that has imported it, as `verbatim` is in
-tests/support/service/forked.py. Torch, transformers and vLLM, thrice per server, are most of what a start costs on a CPU.
+tests/support/service/forked.py. On a CPU a start costs little but imports: of torch, transformers and vLLM, three times per server.
 
-Its own processes, of the engine core and of the worker, are forked too, where a vLLM on a CPU otherwise starts Python anew for each; so
-they have the OpenMP threads of the first, one for so small a model. All else is vLLM's.
+vLLM's own processes, the engine core and the worker, are forked too; on a CPU it would start Python anew for each. So they have as many
+OpenMP threads as the first: one, for so small a model. Everything else is as vLLM does it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ForkedVllm(Forked):
 
 
 class ForkedVllmServer(VllmServer):
-    """A server, its command line and environment those of `vllm_command`. On a GPU it is started as it is."""
+    """A server, its command line and environment those of `vllm_command`. Where there is a GPU, nothing is forked."""
 
     def start(self) -> None:
         if shutil.which("nvidia-smi"):

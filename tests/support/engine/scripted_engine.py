@@ -256,7 +256,7 @@ class ScriptedEngine:
         async def serve() -> None:
             self._loop = asyncio.get_running_loop()
             await server.serve(sockets=[listener])
-            # Connections that came after the others were broken: making one takes three turns of the loop, aborting it another.
+            # Connections that came after the others were broken: it takes three turns of the loop to make one, and another to abort it.
             for _ in range(5):
                 for connection in list(server.server_state.connections):
                     connection.transport.abort()  # type: ignore[union-attr]

@@ -270,7 +270,7 @@ def _writer(descriptor: int, *, line_buffering: bool = False) -> io.TextIOWrappe
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """The program. Where it ends as asked, what an interpreter does last is done, but for the second that it takes to free all."""
+    """Run the program. When it ends in order, do what an interpreter does at its end, but do not free its objects: that takes a second."""
     from cli.main import main
 
     sys.argv = [str(ROOT / "cli" / "main.py"), *arguments]

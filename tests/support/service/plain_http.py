@@ -1,4 +1,4 @@
-"""httpx's functions for servers that speak no TLS: to read the system's certificates takes 50 ms, for each request anew."""
+"""httpx's functions for servers without TLS: they do not read the system's certificates, which takes 50 ms per request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""uvicorn's server for a thread of a test: it ends as soon as it is told to. uvicorn itself looks every tenth of a second whether it
-should, and waits another tenth for its connections, however few they are."""
+"""uvicorn's server for a thread of a test, which ends as soon as it is told to. uvicorn's own checks for that every tenth of a second,
+and waits another tenth for its connections, however few they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import uvicorn
 
 FORCED_SECONDS = 0.1
-"""For which requests whose connections were broken may notice it, when nothing else is waited for."""
+"""How long a forced end waits for requests to notice that their connections are broken."""
 
 
 class PromptServer(uvicorn.Server):

@@ -98,8 +98,8 @@ class RedisCluster:
 
 @dataclass
 class SharedRedis(RedisServer):
-    """The server of a whole run. `cluster`, of three primaries, runs beside it from when it is first wanted: it needs two seconds
-    to come up."""
+    """The server of a whole run. `cluster`, three primaries beside it, is started when a test first asks for it: it takes two seconds to
+    come up."""
 
     stack: ExitStack
 
