@@ -431,18 +431,12 @@ HABITS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("habit", "streamed", "path"),
-    [
-        *((habit, streamed, "token") for habit in HABITS for streamed in (False, True)),
-        ("as sent", True, "chat"),
-        ("nothing but what was said", False, "chat"),
-    ],
-)
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("habit", HABITS)
 def test_a_replay_comes_back_to_its_node_whatever_the_client_drops(
-    engine: ScriptedEngine, running: Running, habit: str, streamed: bool, path: str
+    engine: ScriptedEngine, service: RunningService, habit: str, streamed: bool
 ) -> None:
-    session = running[1][path].session()
+    session = service.session()
     engine.say(
         engine.family.speak(
             "I look it up, step by step", reasoning="two keys", calls=[("lookup", {"key": "a"}), ("lookup", {"key": "b"})]
