@@ -32,7 +32,6 @@ NEEDS = (
     Need("bwrap", "bubblewrap", "sandboxes of rollouts"),
     Need("podman", "podman", "containers of rollouts"),
     Need("runc", "runc", "containers of rollouts"),
-    Need("debootstrap", "debootstrap", "the image of those containers"),
     Need("mksquashfs", "squashfs-tools", "images of apptainer"),
     Need("patchelf", "patchelf", "unpacking apptainer"),
     Need("chromium", "chromium", "the pages of /ui"),

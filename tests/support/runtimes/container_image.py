@@ -1,18 +1,21 @@
-"""An image for containers without a registry: a minimal Debian with python3, made once and kept in .cache."""
+"""An image for containers without a registry or a network: the packages of this machine's Debian that every Debian has, with
+python3; made once and kept in .cache."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests import ROOT
 from tests.support.machine import require, unavailable
 
-IMAGE = "localhost/verbatim-test:bookworm-1"
+IMAGE = "localhost/verbatim-test:debian-2"
 ENGINE = "podman"
 FLAGS = ("--runtime", "runc")
 """crun refuses a machine with both versions of control groups."""
@@ -47,12 +50,54 @@ def debian() -> Path:
 
 
 def _make_archive() -> None:
-    if shutil.which("debootstrap") is None:
-        unavailable("debootstrap is not installed")
     with tempfile.TemporaryDirectory(dir=_CACHE) as folder:
-        root, archive = Path(folder, "root"), Path(folder, "archive")
-        line = ["debootstrap", "--variant=minbase", "--include=python3", "bookworm", str(root)]
-        made = subprocess.run(line, capture_output=True, text=True, check=False)
-        assert made.returncode == 0, f"debootstrap: {made.stdout[-2000:]}{made.stderr[-2000:]}"
-        subprocess.run(["tar", "-C", str(root), "--exclude=./var/cache/apt", "-cf", str(archive), "."], check=True)
+        names, archive = Path(folder, "names"), Path(folder, "archive")
+        names.write_text("".join(f".{path}\n" for path in _files(_packages())))
+        left_out = ("--exclude=./usr/share/doc/*", "--exclude=./usr/share/man/*", "--exclude=./usr/share/locale/*")
+        tar = ["tar", "-C", "/", "--no-recursion", "--anchored", *left_out, "-cf", str(archive), "-T", str(names)]
+        subprocess.run(tar, check=True)
+        # The users of a new Debian: those of this machine are nobody's business.
+        users = ["-C", "/usr/share/base-passwd", "--transform=s|[.]master$||;s|^|etc/|", "passwd.master", "group.master"]
+        subprocess.run(["tar", "-rf", str(archive), *users], check=True)
         archive.rename(_ARCHIVE)
+
+
+def _files(packages: Iterable[str]) -> list[str]:
+    """Every path that belongs to the packages, each below the real folders that hold it: `/bin` is a link to one."""
+    listed = {Path(line) for line in _read("dpkg-query", "--listfiles", *packages).splitlines() if line.startswith("/")}
+    real = {path.parent.resolve() / path.name for path in listed}
+    return sorted(str(path) for path in real if os.path.lexists(path) and path != Path("/"))
+
+
+def _packages() -> set[str]:
+    """The installed packages that every Debian has, python3, and all that these depend on."""
+    depends: dict[str, set[str]] = {}
+    """Of a package: what it depends on. Of a name that packages provide: those, too."""
+    installed: set[str] = set()
+    wanted = {"python3"}
+    if shutil.which("dpkg-query") is None:
+        unavailable("the image of the containers is made of Debian packages, and dpkg-query is missing")
+    fields = ("${Package}", "${Essential}", "${Pre-Depends},${Depends}", "${Provides}")
+    for line in _read("dpkg-query", "--show", "--showformat=" + r"\t".join(fields) + r"\n").splitlines():
+        package, essential, needed, provided = line.split("\t")
+        installed.add(package)
+        if essential == "yes":
+            wanted.add(package)
+        for name in (package, *_names(provided)):
+            depends.setdefault(name, set()).update(_names(needed), {package})
+    if "python3" not in installed:
+        unavailable("the image is made of this machine's Debian packages: python3 is not one of them")
+    reached: set[str] = set()
+    while wanted:
+        reached |= wanted
+        wanted = {name for package in wanted for name in depends.get(package, ())} - reached
+    return reached & installed
+
+
+def _read(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _names(relations: str) -> set[str]:
+    """The packages that a list of relations names: `a (>= 1), b:any | c` names a, b and c."""
+    return {re.split("[ (:]", each.strip())[0] for each in re.split("[,|]", relations) if each.strip()}
