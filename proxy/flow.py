@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from proxy.dialects.base import Delta, FirstToken, Reply, Request, Sampling
 from proxy.engine.apis import EngineApis
-from proxy.engine.base import Engine, Job, Outcome
+from proxy.engine.base import Engine, Job, Outcome, check_sampled
 from proxy.engine.line import Line, Withheld
 from proxy.engine.seats import Caller
 from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, StoreUnavailable, VerbatimError
@@ -180,6 +180,8 @@ class Flow:
             if turn.running.cut.is_set():
                 raise EngineFailed(_CUT)
             async for piece in engine.sample(turn.replica, job, stream=turn.request.stream):
+                if isinstance(piece, Outcome):
+                    check_sampled(piece, logprob_mode(turn.replica, self._services.settings))
                 yield piece
         except asyncio.CancelledError:
             # Hung up on while the engine was asked something else than to sample.

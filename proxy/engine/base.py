@@ -22,7 +22,7 @@ from proxy.engine.replica import Replica
 from proxy.errors import EngineFailed
 from reconstruct.bridge import Rendering
 from reconstruct.details import CallDetails
-from reconstruct.records import Ids, Span
+from reconstruct.records import NO_LOGPROBS, Ids, Span
 
 
 @dataclass(slots=True)
@@ -88,6 +88,8 @@ class Outcome:
 class Numbered(Protocol):
     index: int
     """Which of the reply's choices it is, from 0."""
+    heard: bool
+    """Whether the engine has said anything of it."""
 
 
 C = TypeVar("C", bound=Numbered)
@@ -118,7 +120,49 @@ def at(choices: Sequence[C], index: int) -> C:
     """The choice an engine speaks of. Raises EngineFailed for one that nobody asked for."""
     if not 0 <= index < len(choices):
         raise EngineFailed(f"the engine answered choice {index} of {len(choices)}")
-    return choices[index]
+    choice = choices[index]
+    choice.heard = True
+    return choice
+
+
+def check_heard(choices: Sequence[Numbered]) -> None:
+    """Raise EngineFailed when an answer that came to its end left a choice out."""
+    for choice in choices:
+        if not choice.heard:
+            raise EngineFailed(f"the engine's answer has no choice {choice.index} of {len(choices)}")
+
+
+_END_OF_IDS = 2**31
+"""Records hold ids as int32. How many ids a model has no engine says: its embedding may have more than its tokenizer."""
+
+_ROUNDING = 1e-4
+"""How far above 0 a certain token's logprob may end where an engine normalises in less than double precision."""
+
+
+def check_sampled(outcome: Outcome, logprob_mode: str) -> None:
+    """Raise EngineFailed for an answer that cannot be true: ids that are none, or probabilities greater than 1.
+
+    Lengths are not looked at: records whose lengths differ are kept, and never trained."""
+    if outcome.prompt_ids is not None and len(outcome.prompt_ids) and int(outcome.prompt_ids.min()) < 0:
+        raise EngineFailed(f"the engine's prompt has the id {int(outcome.prompt_ids.min())}, which no token has")
+    for sampled in outcome.choices:
+        if not sampled.token_ids:
+            continue
+        for token in (min(sampled.token_ids), max(sampled.token_ids)):
+            if not 0 <= token < _END_OF_IDS:
+                raise EngineFailed(f"choice {sampled.index} of the engine's answer has the id {token}, which no token has")
+        most = max((logprob for logprob in sampled.logprobs if logprob is not None), default=0.0)
+        if most > _ROUNDING and logprob_mode not in NO_LOGPROBS:
+            raise EngineFailed(f"choice {sampled.index} of the engine's answer has the logprob {most:g}, which no token has")
+
+
+def check_entries(index: int, token_ids: Sequence[int], named: Sequence[int]) -> None:
+    """Raise EngineFailed where logprobs name other tokens than were sampled. Of another length they are never trained."""
+    if len(named) == len(token_ids) and list(named) != list(token_ids):
+        at = next(at for at, (token, other) in enumerate(zip(token_ids, named, strict=True)) if token != other)
+        raise EngineFailed(
+            f"choice {index} of the engine's answer has the logprob of token {named[at]} where {token_ids[at]} was sampled"
+        )
 
 
 def spoken(token_ids: list[int], finish_reason: str | None, stop_reason: str | int | None) -> list[int]:

@@ -97,6 +97,7 @@ class Gathered:
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.heard = False
         self.token_ids: list[int] | None = None
         self.entries: list[dict[str, Any]] = []
         self.finish_reason: str | None = None

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.base import Job, Outcome, Sampled, at, chat_body, shows
+from proxy.engine.base import Job, Outcome, Sampled, at, chat_body, check_entries, check_heard, shows
 from proxy.engine.chat_answers import Answer, Gathered, Seen, Usage
 from proxy.engine.details import Tops, details_of
 from proxy.engine.line import Line
@@ -65,6 +65,8 @@ class ChatApi:
             if not any(choice.token_ids or choice.assembly for choice in choices):
                 raise
             broken = error.message
+        else:
+            check_heard(choices)
         version = await self._http.version_since(replica, before, job.line)
         yield _outcome(job, choices, seen, broken, version)
 
@@ -153,6 +155,11 @@ def _tells_top_ids(job: Job) -> bool:
 _AS_ID = "token_id:"
 
 
+def _named(entries: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The sampled tokens that are told as ids."""
+    return [int(entry["token"].removeprefix(_AS_ID)) for entry in entries if entry["token"].startswith(_AS_ID)]
+
+
 def _tops(entries: Sequence[Mapping[str, Any]]) -> Tops:
     """The alternatives that are told as ids."""
     return [
@@ -181,6 +188,8 @@ def _outcome(job: Job, choices: Sequence[Gathered], seen: Seen, broken: str | No
 
 def _sampled(job: Job, choice: Gathered, seen: Seen, version: int | None) -> Sampled:
     count, details = len(choice.token_ids or ()), None
+    if choice.token_ids and _tells_top_ids(job):
+        check_entries(choice.index, choice.token_ids, _named(choice.entries))
     if choice.token_ids is not None and seen.prompt_ids is not None:
         details = details_of(
             job.wanted,

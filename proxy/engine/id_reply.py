@@ -29,6 +29,7 @@ class IdChoice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     text: str = ""
+    heard: bool = False
 
     @property
     def spoken(self) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.base import Job, Outcome, at
+from proxy.engine.base import Job, Outcome, at, check_heard
 from proxy.engine.id_reply import IdChoice, check_prompt, outcome
 from proxy.engine.local_renderer import LocalRenderer
 from proxy.engine.replica import Replica
@@ -88,6 +88,8 @@ class IdsApi:
             if not any(choice.token_ids or choice.text for choice in choices):
                 raise
             broken = error.message
+        else:
+            check_heard(choices)
         version = await self._http.version_since(replica, before, job.line)
         spans = [_spans(version, len(choice.token_ids)) for choice in choices]
         yield await outcome(self._renderer, job, choices, spans, proven=proven, cached_tokens=cached, broken=broken)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.engine.base import Job, Sampled, at, spoken
+from proxy.engine.base import Job, Sampled, at, check_entries, spoken
 from proxy.engine.details import PromptLogprobs, details_of
 from proxy.engine.generated import Usage, Version, spans_of
 from proxy.engine.live_text import LiveText
@@ -32,6 +32,7 @@ class Logprob(BareLogprob):
 
 
 _logprob: Callable[[BareLogprob], float | None] = attrgetter("logprob")
+_token_id: Callable[[BareLogprob], int] = attrgetter("token_id")
 
 
 class _Top(msgspec.Struct):
@@ -93,6 +94,7 @@ class SampledChoice:
 
     def __init__(self, index: int, live: bool) -> None:
         self.index = index
+        self.heard = False
         self.token_ids: list[int] = []
         self.entries: list[Logprob] = []
         self.finish_reason: str | None = None
@@ -129,7 +131,9 @@ class SampledChoice:
         ]
 
     def sampled(self, replica: Replica, job: Job, parsed: Parsed, prompt_logprobs: PromptLogprobs | None) -> Sampled:
+        """Raises EngineFailed when the logprobs are of other tokens."""
         assert job.prompt_ids is not None
+        check_entries(self.index, self.token_ids, list(map(_token_id, self.entries)))
         tops = None
         if job.wanted.top_logprobs:
             told = (msgspec.json.decode(entry.top_logprobs, type=list[_Top]) for entry in self.entries)

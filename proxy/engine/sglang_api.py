@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.base import Job, Outcome, at
+from proxy.engine.base import Job, Outcome, at, check_heard
 from proxy.engine.generated import Version
 from proxy.engine.id_reply import IdChoice, check_prompt, outcome
 from proxy.engine.local_renderer import LocalRenderer
@@ -73,6 +73,7 @@ class _Told:
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.heard = False
         self.choice = IdChoice(index)
         self.labels: set[str] = set()
         self.versions: list[Version] | None = None
@@ -150,6 +151,8 @@ class SglangApi:
             if not any(item.choice.token_ids for item in told):
                 raise
             broken = error.message
+        else:
+            check_heard(told)
         if any(item.choice.text and not item.choice.token_ids for item in told):
             raise EngineFailed(f"engine {replica.name} returned no token ids: is it SGLang?")
         choices = [item.choice for item in told]

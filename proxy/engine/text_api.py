@@ -12,13 +12,14 @@ from typing import Any, Protocol
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.base import Engine, Job, Outcome, Rendered, Sampled, at, shows
+from proxy.engine.base import Engine, Job, Outcome, Rendered, Sampled, at, check_heard, shows
 from proxy.engine.details import PromptLogprobs, details_of
 from proxy.engine.generated import GENERATE, Usage, Version, generate_body, spans_of, streamed
 from proxy.engine.id_text import IdText
 from proxy.engine.replica import Replica
 from proxy.engine.wire import EngineHttp, Told
 from proxy.errors import ContextTooLong, EngineFailed, VerbatimError
+from reconstruct.errors import IdOutOfRange
 from reconstruct.records import Ids
 
 SEED_IDS = 64
@@ -114,6 +115,8 @@ class TextApi:
             if not any(choice.token_ids for choice in choices):
                 raise
             broken = error.message
+        else:
+            check_heard(choices)
         assert job.prompt_ids is not None
         sampled = [choice.sampled(replica, job, given) for choice in choices]
         yield Outcome(sampled, None, len(job.prompt_ids), usage.cached_tokens, broken)
@@ -131,6 +134,7 @@ class _Gathered:
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.heard = False
         self.token_ids: list[int] = []
         self._text: list[str] = []
         self._entries: list[dict[str, Any]] = []
@@ -185,8 +189,8 @@ class _Tokenizer:
         try:
             ids = self._id_text.read(bytes(answer.pop("token_ids", b"")), remember=whole)
             return Rendered(ids, _plain(answer))
-        except msgspec.DecodeError as error:
-            raise EngineFailed(f"engine {self._replica.name} rendered no token_ids") from error
+        except (msgspec.DecodeError, IdOutOfRange) as error:
+            raise EngineFailed(f"engine {self._replica.name} rendered no token_ids: {error}") from error
 
     async def parameters(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
         # They do not depend on the ids, and one is less to send than all.

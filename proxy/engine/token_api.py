@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.base import Job, Outcome, Rendered, chat_body
+from proxy.engine.base import Job, Outcome, Rendered, chat_body, check_heard
 from proxy.engine.details import PromptLogprobs
 from proxy.engine.generated import GENERATE, Usage, generate_body, streamed
 from proxy.engine.id_text import IdText
@@ -25,6 +25,7 @@ from proxy.engine.wire import EngineHttp
 from proxy.errors import EngineFailed, VerbatimError
 from proxy.steps import INTERPRET, Within
 from reconstruct.bridge import Rendering
+from reconstruct.errors import IdOutOfRange
 
 _REQUEST_ID_PREFIX = "generate-tokens-"
 """What vLLM puts before the request id it was given; /abort_requests wants the whole."""
@@ -50,8 +51,8 @@ class TokenApi:
             # The next history goes on from a whole rendering, not from one that was made to find where a reply ends.
             ids = id_text.read(bytes(answer.pop("token_ids", b"")), remember=rendering.add_generation_prompt)
             return Rendered(ids, {name: msgspec.json.decode(value) for name, value in answer.items()})
-        except msgspec.DecodeError as error:
-            raise EngineFailed(f"engine {replica.name} rendered no token_ids") from error
+        except (msgspec.DecodeError, IdOutOfRange) as error:
+            raise EngineFailed(f"engine {replica.name} rendered no token_ids: {error}") from error
 
     async def count(self, replica: Replica, request: Request) -> int:
         rendered = await self.render(replica, request, Rendering(request.messages, True), IdText())
@@ -79,6 +80,8 @@ class TokenApi:
             if not any(choice.token_ids for choice in choices):
                 raise
             broken = error.message
+        else:
+            check_heard(choices)
         outcome = await self._outcome(replica, job, parser, choices, given, broken, usage.cached_tokens)
         for choice, sampled in zip(choices, outcome.choices, strict=True):
             # Of a broken reply nothing more is told.
