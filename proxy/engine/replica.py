@@ -5,6 +5,7 @@ A probe asks for the models and for `/health`; one that meets an engine for the 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,11 @@ from proxy.engine.detection import PROBE_TIMEOUT, Api, find_api, find_logprob_mo
 from proxy.engine.health import Health
 from proxy.engine.membership import EngineSpec, engine_url
 from proxy.errors import EngineUnavailable
+
+log = logging.getLogger(__name__)
+
+STARTED_UNDER = "default"
+"""What vLLM and SGLang label the weights that they were started with."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +53,8 @@ class Replica:
     in_flight: int = 0
     max_calls: int = 0
     health: Health = field(default_factory=Health)
+    unordered_label: str | None = None
+    """The last label of its weights that was no version."""
 
     @property
     def met(self) -> bool:
@@ -73,12 +81,24 @@ class Replica:
     def version_of(self, label: str | None) -> int | None:
         """The weight version that an engine's label on a span means, or None: such tokens must not reach a trainer.
 
-        An engine that cannot take weights keeps the ones it started with, so its label ("default" or none) means the
-        replica's version. One that can must say a number.
+        An engine that cannot take weights keeps the ones it started with, so no label, or the one that engines start under, means
+        the replica's version. Any other label is a number: what else an engine is told to call its weights, by whoever changes
+        them there, has no place in the order of versions.
         """
         if label is not None and label.isdecimal():
             return int(label)
-        return None if self.updatable else self.weight_version
+        if self.updatable or label not in (None, STARTED_UNDER):
+            self._warn_of(label)
+            return None
+        return self.weight_version
+
+    def _warn_of(self, label: str | None) -> None:
+        """Once for each label that comes up."""
+        if label not in (self.unordered_label, STARTED_UNDER, None):
+            log.warning(
+                "engine %s labels its weights %r, which is no version number: what it samples is not trained", self.name, label
+            )
+        self.unordered_label = label
 
 
 class NotListening(EngineUnavailable):

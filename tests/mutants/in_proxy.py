@@ -37,8 +37,8 @@ FAULTS = (
     ),
     Fault(
         "A token whose weights are not known is trained as one of the newest.",
-        "        return None if self.updatable else self.weight_version\n",
-        "        return self.weight_version\n",
+        "            self._warn_of(label)\n            return None\n",
+        "            return self.weight_version\n",
         "tests/proxy/engine/test_pool.py -k 'takes_no_weights_is_version_0'",
     ),
     Fault(

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.engine.altered_engine import AlteredEngine
 from tests.support.engine.scripted_fixtures import Running
-from tests.support.service.redis_server import RedisServer
+from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session
 
 TEXT = "hello world in Paris"
@@ -181,3 +181,25 @@ def test_a_logprob_that_rounding_made_positive_is_none_of_these(engine: AlteredE
     engine.alter = with_logprobs(lambda entry: entry.update(logprob=1e-6))
     engine.say(TEXT)
     assert session.answer("q")["content"] == TEXT
+
+
+def test_tokens_under_weights_without_a_number_are_not_trained_as_version_0() -> None:
+    """An engine that takes no pushes, but was given other weights behind the service's back, and a name for them."""
+    with (
+        running_redis() as redis,
+        AlteredEngine("qwen3", updatable=False) as engine,
+        RunningService(engine.url, redis.url, engine_api="token") as service,
+    ):
+        expected: list[tuple[str, list[Any], list[str]]] = [
+            ("default", [[0, 0, 5]], []),
+            ("step-120", [], ["weight_version_unknown"]),
+            ("3", [[3, 0, 5]], []),
+        ]
+        for label, versions, reasons in expected:
+            engine.sampler.version = label
+            session = service.session()
+            engine.say(TEXT)
+            session.ask("q")
+            (call,) = session.calls
+            assert call["weight_versions"] == [[version, start, len(call["completion_ids"])] for version, start, _ in versions]
+            assert [item["reason"] for item in session.trajectories()[1]["quarantined"]] == reasons

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from proxy.engine.pool import EnginePool
+from proxy.engine.replica import Replica
 from proxy.engine.vllm_launch import free_port
 from proxy.errors import Conflict, EngineUnavailable, RequestError
 from proxy.settings import Settings
@@ -256,6 +257,16 @@ async def test_an_engine_that_takes_no_weights_is_version_0_until_others_were_pu
         assert "the engine has no routes for weights" in answer["replicas"][first.name]["error"]
         assert (first.healthy, second.healthy, second.weight_version) == (False, True, 1)
         await until(lambda: "weights 1 were pushed and it cannot take them" in first.reason, "its visit says why")
+
+
+@pytest.mark.parametrize("updatable", [False, True])
+def test_a_label_that_is_no_number_is_no_version_and_is_told_once(updatable: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever loads other weights into an engine labels them; by what they call them nobody knows which are newer."""
+    replica = Replica("r", "http://r", updatable=updatable, weight_version=0)
+    labels = ("step-120", "step-120", "4", "step-121", "-1", "")
+    assert [replica.version_of(label) for label in labels] == [None, None, 4, None, None, None]
+    told = [record.getMessage() for record in caplog.records]
+    assert [message.split("weights ")[1].split(",")[0] for message in told] == ["'step-120'", "'step-121'", "'-1'", "''"]
 
 
 async def test_when_no_engine_takes_the_weights_nothing_changes(engines: Callable[..., Any], weights: WeightStore) -> None:
