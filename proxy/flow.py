@@ -260,8 +260,8 @@ class Flow:
         if turn.plan is not None:
             turn.tree.rendered(turn.call_ids[0], turn.plan.rendering)
         self._services.metrics.recorded(calls, time.perf_counter() - turn.clock, turn.engine_seconds)
-        tokens = outcome.prompt_tokens or len(prompt_ids)
+        tokens = outcome.prompt_tokens or (0 if prompt_ids is None else len(prompt_ids))
         reply = Reply(turn.call_ids[0], turn.request.model, int(turn.started_at), tokens, choices, outcome.cached_tokens)
-        if turn.request.wants_ids:
+        if turn.request.wants_ids and prompt_ids is not None:
             reply.prompt_ids = prompt_ids.tolist()
         return reply

@@ -26,6 +26,9 @@ from reconstruct.records import Call, Ids, pack_ids
 _RENDERED = ("reasoning_effort", "chat_template", "documents")
 """Fields of a chat body that the template sees, beside its kwargs: under other values a history reads otherwise."""
 
+IDS_UNKNOWN = "ids_unknown"
+"""Why a call does not extend its parent: the engine did not tell the ids of one of the two."""
+
 Render = Callable[[Rendering], Coroutine[Any, Any, Rendered]]
 T = TypeVar("T")
 
@@ -154,6 +157,9 @@ async def plan_tokens(
     parent = found.parent
     if parent is None or found.reply_at == len(request.messages) - 1:
         return await _afresh(request, render, None), close
+    known = tree.known_ids(parent.call_id)
+    if known is None:
+        return await _afresh(request, render, IDS_UNKNOWN), close
     if close is None:
         close, probes = await _drive(turn_end(), _tolerant(render))
         if not all(len(probe.ids) for probe in probes[0]):
@@ -167,7 +173,7 @@ async def plan_tokens(
     outcome, rendered = await _drive(steps, render)
     whole = rendered[0][1]
     if isinstance(outcome, Bridge):
-        ids = np.concatenate((tree.full_ids(parent.call_id), outcome.ids))
+        ids = np.concatenate((known, outcome.ids))
         return TokenPlan(ids, None, whole.ids, whole.body), close
     assert isinstance(outcome, Refusal)
     return await _afresh(request, render, outcome.reason), close
@@ -212,21 +218,32 @@ def _tolerant(render: Render) -> Render:
     return attempt
 
 
-def place(tree: SessionTree, found: Continuation, prompt_ids: Ids, branch_reason: str | None) -> Place:
-    """Where `prompt_ids` hang: on the parent where they begin with all of its ids, else on the call that probably shares most.
+def place(tree: SessionTree, found: Continuation, prompt_ids: Ids | None, branch_reason: str | None) -> Place:
+    """Where `prompt_ids` (None: not known) hang: on the parent where they begin with all of its ids, else on the call that probably
+    shares most.
 
     `branch_reason` is why the prompt is a fresh rendering, None when it was made to extend the parent.
     """
     parent_id = found.parent.call_id if found.parent else None
-    base = parent_id or found.near or next(reversed(tree.forest.calls), None)
-    shared = shared_length(tree.full_ids(base), prompt_ids) if base is not None else 0
+    if prompt_ids is None:
+        return Place(parent_id, _root_reason(tree, found) if parent_id is None else IDS_UNKNOWN, None, 0, pack_ids(()))
+    base = _nearest_known(tree, parent_id or found.near or next(reversed(tree.forest.calls), None))
+    known = tree.known_ids(base) if base is not None else None
+    shared = shared_length(known, prompt_ids) if known is not None else 0
     if parent_id is None:
         reason = _root_reason(tree, found)
+    elif base != parent_id:
+        reason = branch_reason or IDS_UNKNOWN
     elif shared < tree.forest.full_length(parent_id):
         reason = branch_reason or "retokenized"
     else:
         reason = branch_reason or _fork_reason(tree, found, parent_id)
     return Place(parent_id, reason, base if shared else None, shared, prompt_ids[shared:])
+
+
+def _nearest_known(tree: SessionTree, call_id: str | None) -> str | None:
+    """The call, or the first of its ancestors whose ids are known."""
+    return next((call.call_id for call in tree.forest.lineage(call_id) if call.ids_known), None)
 
 
 def _fork_reason(tree: SessionTree, found: Continuation, parent_id: str) -> str | None:

@@ -18,7 +18,7 @@ import numpy as np
 from proxy.dialects.base import Request
 from proxy.engine.text_api import Tokenizer
 from proxy.history import Seen
-from proxy.plan import Continuation, TokenPlan
+from proxy.plan import IDS_UNKNOWN, Continuation, TokenPlan
 from proxy.session_tree import SessionTree
 from reconstruct.forest import shared_length
 from reconstruct.messages import digest_message, root_key
@@ -54,8 +54,11 @@ async def plan_prompt(tree: SessionTree, found: Continuation, request: Request, 
         ids = pack_ids(prompt)
         return TokenPlan(ids, None, ids, await tokenizer.parameters(prompt or ()))
     fresh = await tokenizer.tokenize(prompt, whole=True)
-    if parent is None or _begins_with(fresh.ids, tree.full_ids(parent.call_id)):
+    known = tree.known_ids(parent.call_id) if parent is not None else None
+    if parent is None or (known is not None and _begins_with(fresh.ids, known)):
         return TokenPlan(fresh.ids, None, fresh.ids, fresh.body)
+    if known is None:
+        return TokenPlan(fresh.ids, IDS_UNKNOWN, fresh.ids, fresh.body)
     goes_on = await _going_on(tree, parent, prompt, fresh.ids, tokenizer)
     ids, reason = goes_on if goes_on is not None else (fresh.ids, "text_unproven")
     return TokenPlan(ids, reason, fresh.ids, fresh.body)
@@ -99,7 +102,10 @@ def _by_ids(tree: SessionTree, root: bytes, prompt: Ids) -> Call | None:
     for length, call in _longest_first(tree, root, len(prompt), tree.forest.full_length):
         said = call.node.completion_ids
         # What was sampled last differs first: the whole is put together only for a call that is nearly certain.
-        if np.array_equal(prompt[length - len(said) : length], said) and _begins_with(prompt, tree.full_ids(call.call_id)):
+        if not np.array_equal(prompt[length - len(said) : length], said):
+            continue
+        known = tree.known_ids(call.call_id)
+        if known is not None and _begins_with(prompt, known):
             return call
     return None
 

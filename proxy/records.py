@@ -13,7 +13,7 @@ from proxy.engine.base import Outcome, Sampled
 from proxy.plan import Place, place
 from proxy.turn import Turn
 from reconstruct.messages import chain, digest_message
-from reconstruct.records import Call, Ids, Node, Sampling, pack_ids, pack_logprobs
+from reconstruct.records import NO_TOKEN_IDS, Call, Ids, Node, Sampling, pack_ids, pack_logprobs
 
 _encode = msgspec.json.Encoder().encode
 
@@ -61,11 +61,12 @@ def call_records(turn: Turn, outcome: Outcome, choices: Sequence[Choice], *, fro
     return calls
 
 
-def prompt_of(turn: Turn, outcome: Outcome) -> tuple[Ids, str | None]:
-    """The ids that were sampled after, and why they are a fresh rendering where they were planned as one."""
+def prompt_of(turn: Turn, outcome: Outcome) -> tuple[Ids | None, str | None]:
+    """The ids that were sampled after (None: the engine did not tell), and why they are a fresh rendering where they were planned as
+    one."""
     if turn.plan is not None:
         return turn.plan.prompt_ids, turn.plan.branch_reason
-    return pack_ids(()) if outcome.prompt_ids is None else outcome.prompt_ids, None
+    return outcome.prompt_ids, None
 
 
 def _call_record(
@@ -117,7 +118,7 @@ def _quarantine_reason(turn: Turn, outcome: Outcome, sampled: Sampled, frozen: b
     """Why the choice is not to be trained, "" where it is."""
     has_prompt_ids = turn.plan is not None or outcome.prompt_ids is not None
     if not has_prompt_ids or sampled.token_ids is None:
-        return "no_token_ids"
+        return NO_TOKEN_IDS
     if outcome.broken is not None and sampled.finish_reason != "abort":
         # A whole reply that no harness was given: nothing came of it.
         return "not_answered"

@@ -128,12 +128,13 @@ class SessionTree:
             self._projections[key] = projection(self.reply(call_id), seen.message, schemas)
         return self._projections[key]
 
-    def full_ids(self, call_id: str) -> Ids:
-        """The call's prompt and completion ids, int32."""
+    def known_ids(self, call_id: str) -> Ids | None:
+        """The call's prompt and completion ids, int32; None where its engine did not tell them."""
         ids = self._recent.get(call_id)
         if ids is None:
-            ids = self.forest.full_ids(call_id)
-            self._remember(call_id, ids)
+            ids = self.forest.known_ids(call_id)
+            if ids is not None:
+                self._remember(call_id, ids)
         return ids
 
     def rendering(self, call_id: str) -> Ids | None:
@@ -196,11 +197,12 @@ class SessionTree:
         self.known = max(self.known, start + len(records))
         return len(self.forest) > size
 
-    def committed(self, calls: Sequence[Call], prompt_ids: Ids, total: int) -> None:
-        """This process appended `calls`, all sampled after `prompt_ids`; the store now counts `total` records."""
+    def committed(self, calls: Sequence[Call], prompt_ids: Ids | None, total: int) -> None:
+        """This process appended `calls`, all sampled after `prompt_ids` (None: not known); the store now counts `total` records."""
         for call in calls:
             self.forest.add(call)
-        self._remember(calls[0].call_id, np.concatenate((prompt_ids, calls[0].node.completion_ids)))
+        if prompt_ids is not None and calls[0].ids_known:
+            self._remember(calls[0].call_id, np.concatenate((prompt_ids, calls[0].node.completion_ids)))
         if total == self.known + len(calls):
             self.known = total
 

@@ -1,6 +1,7 @@
 """Forest: the calls of one session, their parents, and the ids each was sampled after.
 
-Invariant: `full_ids(c) == prompt_ids(c) + completion_ids(c)` and `prompt_ids(c) == full_ids(base)[:base_length] + delta_ids`;
+Invariant, of calls whose ids are known:
+`full_ids(c) == prompt_ids(c) + completion_ids(c)` and `prompt_ids(c) == full_ids(base)[:base_length] + delta_ids`;
 a base stands in the forest before the calls that lean on it. All walks are loops: a session of any depth works. A prompt is put
 together once per request for it; the forest itself holds deltas alone.
 """
@@ -89,6 +90,10 @@ class Forest:
     def full_ids(self, call_id: str) -> Ids:
         return self.prefix(call_id, self._lengths[call_id])
 
+    def known_ids(self, call_id: str) -> Ids | None:
+        """All ids of the call's prompt and completion, to go on from; None where its engine did not tell them."""
+        return self.full_ids(call_id) if self.calls[call_id].ids_known else None
+
     def prompt_ids(self, call_id: str) -> Ids:
         return self.prefix(call_id, self.prompt_length(call_id))
 
@@ -156,6 +161,8 @@ class Forest:
     def _begins_with_parent(self, call: Call) -> bool:
         parent_id = call.node.parent_id
         if parent_id is None or self._lengths[parent_id] > self.prompt_length(call.call_id):
+            return False
+        if not self.calls[parent_id].ids_known:
             return False
         # One row is one policy's, whoever made the records: its versions are counted on one line.
         if self.calls[parent_id].policy != call.policy:

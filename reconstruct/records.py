@@ -28,6 +28,9 @@ RAW, PROCESSED, UNKNOWN_MODE = "raw_logprobs", "processed_logprobs", "unknown"
 NO_LOGPROBS = ("raw_logits", "processed_logits")
 """Logprob modes of vLLM under which an engine reports logits in the place of logprobs."""
 
+NO_TOKEN_IDS = "no_token_ids"
+"""Why a call is not trained whose engine did not tell the ids of its prompt and of its reply."""
+
 Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 
@@ -173,6 +176,12 @@ class Call:
     trainable: bool = True
     quarantine_reason: str = ""
     marks: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ids_known(self) -> bool:
+        """Whether the engine told the ids of the prompt and of the reply. Where it did not, the node's arrays hold what it told, and
+        say nothing of what the model saw or said: see Forest.known_ids."""
+        return self.quarantine_reason != NO_TOKEN_IDS
 
     @property
     def policy(self) -> str:

@@ -56,7 +56,7 @@ FAULTS = (
     # What is asked of the engine
     Fault(
         "What was sampled is encoded anew for the next turn: the model goes on from ids it never said.",
-        "        ids = np.concatenate((tree.full_ids(parent.call_id), outcome.ids))\n",
+        "        ids = np.concatenate((known, outcome.ids))\n",
         "        ids = whole.ids\n",
         _FLOW + "'split_the_tokenizer or turn_two'",
     ),
@@ -120,9 +120,15 @@ FAULTS = (
     ),
     Fault(
         "Nobody is told that an engine reports no token ids: its replies look like such that sampled nothing.",
-        '    if not has_prompt_ids or sampled.token_ids is None:\n        return "no_token_ids"\n',
+        "    if not has_prompt_ids or sampled.token_ids is None:\n        return NO_TOKEN_IDS\n",
         "",
         "tests/proxy/engine/test_plain_servers.py -k 'quarantined'",
+    ),
+    Fault(
+        "A call is sampled after the ids of one whose ids nobody told: after its own new messages alone.",
+        "        return self.full_ids(call_id) if self.calls[call_id].ids_known else None\n",
+        "        return self.full_ids(call_id)\n",
+        "tests/proxy/test_unknown_ids.py",
     ),
     Fault(
         "What a frozen model says is trained.",

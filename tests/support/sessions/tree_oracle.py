@@ -62,6 +62,8 @@ class Oracle:
         if item.parent is None or item.parent in self.homeless or item.parent not in self.stored:
             return False
         parent = self.stored[item.parent]
+        if parent.flaw == "no_token_ids":
+            return False
         whole = parent.prompt + parent.said
         return len(item.prompt) >= len(whole) and all(item.prompt[at] == whole[at] for at in range(len(whole)))
 
