@@ -55,7 +55,7 @@ class ChatDialect:
             model=fields.model(body),
             history=history,
             tools=fields.objects(body, "tools"),
-            template_kwargs=fields.mapping(body, "chat_template_kwargs"),
+            template_kwargs=fields.template_kwargs(body),
             sampling=sampling,
             forward={key: value for key, value in body.items() if key not in _CONSUMED and value is not None},
             n=fields.choices(body, "n"),

@@ -56,6 +56,7 @@ class CompletionsDialect:
         for name, reason in _REFUSED.items():
             if body.get(name):
                 raise RequestError(reason, param=name)
+        fields.refuse_continuation(body)
         prompt, count = _prompt(body), fields.choices(body, "n")
         if fields.positive(body, "best_of") not in (None, count):
             raise RequestError("'best_of' must equal 'n': every sampled choice is returned", param="best_of")

@@ -63,6 +63,29 @@ def mapping(body: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
+_NEW_TURN = {"continue_final_message": False, "add_generation_prompt": True}
+"""Fields of vLLM's chat API that say how a reply begins, and what they are for a turn of its own."""
+
+
+def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body's `chat_template_kwargs`. Raises as `refuse_continuation`."""
+    refuse_continuation(body)
+    return mapping(body, "chat_template_kwargs")
+
+
+def refuse_continuation(body: Mapping[str, Any]) -> None:
+    """Raise RequestError where the body wants the last message continued instead of answered: a reply is a turn of its own here."""
+    kwargs = mapping(body, "chat_template_kwargs")
+    for name, usual in _NEW_TURN.items():
+        for holder, where in ((body, name), (kwargs, f"chat_template_kwargs.{name}")):
+            if holder.get(name) not in (None, usual):
+                raise RequestError(
+                    f"'{where}' can only be {str(usual).lower()}: a reply is a turn of its own; to have a text continued, send it as "
+                    "the 'prompt' of /v1/completions",
+                    param=where,
+                )
+
+
 def objects(body: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     value = body.get(key)
     if value is None:

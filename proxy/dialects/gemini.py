@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from proxy.dialects import fields
 from proxy.dialects.base import Asked, ErrorAnswer, Past, Reply, Request, retry_headers
 from proxy.dialects.body import decode, split
 from proxy.dialects.gemini_config import generation_of
@@ -108,6 +109,8 @@ def _taken_apart(body: bytes) -> tuple[dict[str, Any], list[bytes]]:
         if not isinstance(found["contents"], dict):
             raise
         items = [_encode(found.pop("contents"))]
+    if isinstance(found, dict):
+        fields.refuse_continuation(found)
     return named(found, "body"), items
 
 

@@ -145,7 +145,7 @@ def _thinking(body: Mapping[str, Any]) -> str:
 
 def _template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
     off = {"enable_thinking": False} if fields.mapping(body, "thinking").get("type") == "disabled" else {}
-    return {**off, **fields.mapping(body, "chat_template_kwargs")}
+    return {**off, **fields.template_kwargs(body)}
 
 
 def _output(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class ResponsesDialect:
             model=fields.model(body),
             history=history,
             tools=box.tools,
-            template_kwargs=fields.mapping(body, "chat_template_kwargs"),
+            template_kwargs=fields.template_kwargs(body),
             sampling=fields.sampling(body, _SAMPLING),
             forward=_forward(body, box),
             stream=fields.flag(body, "stream"),

@@ -52,6 +52,39 @@ QUESTION: list[Any] = [{"role": "user", "content": "q"}]
 # What the harness got wrong
 
 
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"model": "policy", "messages": QUESTION}),
+    "completions": ("/v1/completions", {"model": "policy", "prompt": "q"}),
+    "messages": ("/v1/messages", {"model": "policy", "max_tokens": 9, "messages": QUESTION}),
+    "responses": ("/v1/responses", {"model": "policy", "input": "q"}),
+    "gemini": ("/v1beta/models/policy:generateContent", {"contents": [{"role": "user", "parts": [{"text": "q"}]}]}),
+}
+
+
+@pytest.mark.parametrize("dialect", sorted(ASKED))
+def test_to_continue_the_last_message_is_refused_in_every_dialect(
+    engine: ScriptedEngine, service: RunningService, dialect: str
+) -> None:
+    """It was dropped in silence: the model answered the message that it should have continued, and that was trained."""
+    session, (path, body) = service.session(), ASKED[dialect]
+    url = session.base_url.removesuffix("/v1") + path
+
+    def ask(**fields: Any) -> httpx.Response:
+        return plain_http.post(url, json={**body, **fields}, headers={"Authorization": f"Bearer {session.api_key}"})
+
+    for named in ({"continue_final_message": True}, {"add_generation_prompt": False}, {"continue_final_message": "yes"}):
+        ((name, _),) = named.items()
+        for fields in (named, {"chat_template_kwargs": named}):
+            answer = ask(**fields)
+            assert answer.status_code == 400, answer.text
+            assert f"{name}' can only be" in answer.json()["error"]["message"]
+    assert engine.generations == []
+    assert session.calls == []
+    # As every client may say that asks for a new turn.
+    assert ask(continue_final_message=False, add_generation_prompt=True).status_code == 200
+    assert len(session.calls) == 1
+
+
 @pytest.mark.parametrize(
     "body",
     [
