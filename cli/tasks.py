@@ -45,7 +45,7 @@ def submit(
     again then changes nothing), num_samples, model, sampling, runtime ({"kind", "image", "cpus", "memory_mb", "network"}), prepare
     (a list of {"upload": {"path", "text" or "base64" or "source"}} and {"exec": "make deps"}), environment, evaluator ({"kind",
     "options"}), budgets ({"agent_seconds", "prepare_seconds", "evaluation_seconds", "total_seconds"}), priority (0 to 100), labels,
-    early_stop_usable_samples, max_attempts, callback_url, metadata.
+    early_stop_usable_samples, max_attempts, echo_policy, callback_url, metadata.
 
     Lines that the service refuses are named with the reason, and the others are submitted all the same.
     """

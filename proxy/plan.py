@@ -29,6 +29,9 @@ _RENDERED = ("reasoning_effort", "chat_template", "documents")
 IDS_UNKNOWN = "ids_unknown"
 """Why a call does not extend its parent: the engine did not tell the ids of one of the two."""
 
+_MOST_COMPARED = 32
+"""Calls of one request, the newest first, that a reply without an id is compared with: a request may be sampled ten thousand times."""
+
 Render = Callable[[Rendering], Coroutine[Any, Any, Rendered]]
 T = TypeVar("T")
 
@@ -106,14 +109,16 @@ def _answered(tree: SessionTree, request: Request, position: int, fingerprints: 
     """The call whose reply is message number `position`, and the projection it is replayed under.
 
     Calls that the message itself names come first: by an id that was minted for them, where the history before them is theirs,
-    too. Such a message may differ from what was sent by a declared projection that the chain does not leave out.
+    too; then those that said the same. Last come others that were asked the same: the message may differ from what they said by a
+    declared projection that the chain does not leave out.
     """
     replayed = request.history[position]
     candidates = tree.forest.answered(fingerprints[position + 1])
     named = [call_id for call_id in replayed.minted if call_id in candidates]
     if not named:
-        asked_here = tree.forest.asked(fingerprints[position]) if replayed.minted else ()
-        named = [*(call_id for call_id in replayed.minted if call_id in asked_here), *reversed(candidates)]
+        asked_here = tree.forest.asked(fingerprints[position])
+        named = [call_id for call_id in replayed.minted if call_id in asked_here]
+        named += [*reversed(candidates), *asked_here[: -_MOST_COMPARED - 1 : -1]]
     for call_id in named:
         call = tree.forest.calls[call_id]
         used = tree.projection(call.call_id, replayed, request.schemas)

@@ -21,7 +21,17 @@ from proxy.store.session_store import SessionInfo
 from reconstruct.codec import decode
 from reconstruct.errors import ReconstructError
 from reconstruct.forest import Forest
-from reconstruct.messages import chain, digest_message, hash_bytes, minted_call_ids, projection, root_key, without_lines
+from reconstruct.messages import (
+    Digests,
+    chain,
+    digest_message,
+    edits,
+    hash_bytes,
+    minted_call_ids,
+    projection,
+    root_key,
+    without_lines,
+)
 from reconstruct.records import Call, Ids
 
 _decode = msgspec.json.decode
@@ -39,11 +49,12 @@ _RECENT_HISTORIES = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chained:
-    """A history under a root, and its fingerprints."""
+    """A history under a root, its fingerprints, and what counted as each of its messages."""
 
     root: bytes
     history: list[Seen]
     fingerprints: list[bytes]
+    counted: list[Digests]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +77,9 @@ class SessionTree:
         self.turn_ends: dict[bytes, Ids] = {}
         self.told: dict[str, tuple[int, str] | None] = {}
         """Of calls with a prompt instead of messages: what each added to the text, and after how many characters."""
+        self._by_id = info.echo_policy == "minted"
         self._replies: dict[str, dict[str, Any]] = {}
+        self._replied: dict[str, Digests] = {}
         self._seen: dict[tuple[Read, bytes], list[Seen]] = {}
         self._projections: dict[tuple[str, Seen], str | None] = {}
         self._recent: OrderedDict[str, Ids] = OrderedDict()
@@ -101,15 +114,39 @@ class SessionTree:
         return self._root[1]
 
     def fingerprints(self, root: bytes, history: list[Seen]) -> list[bytes]:
-        """The hash chain over `history` (see reconstruct.messages.chain), hashed only from where no recent history agrees."""
+        """The hash chain over `history` (see reconstruct.messages.chain), hashed only from where no recent history agrees. Where ids
+        prove replies, a message that names the one call whose request is the history before it counts as that call's reply."""
         known = max(
             (item for item in self._chains if item.root == root and _begins(history, item.history)), key=_length, default=None
         )
         if known is not None and len(known.history) == len(history):
             return known.fingerprints
-        made = chain(root, [seen.digests for seen in history], known.fingerprints if known else ())
-        self._chains.append(Chained(root, history, made))
+        counted = list(known.counted) if known is not None else []
+        counted += [seen.digests for seen in history[len(counted) :]]
+        settled = True
+
+        def counts(at: int, before: bytes) -> Digests:
+            nonlocal settled
+            seen = history[at]
+            named = set(seen.minted) if seen.digests.is_assistant else set()
+            if len(named) != 1:
+                return seen.digests
+            call = self.forest.calls.get(named.pop())
+            # Of a call that this process is still to hear of: next time it may count.
+            settled = settled and call is not None
+            return self._sent(call) if call is not None and call.fingerprint == before else seen.digests
+
+        made = chain(root, counted, known.fingerprints if known else (), counts if self._by_id else None)
+        if settled:
+            self._chains.append(Chained(root, history, made, counted))
         return made
+
+    def _sent(self, call: Call) -> Digests:
+        """The digests of the call's reply as it was sent."""
+        digests = self._replied.get(call.call_id)
+        if digests is None:
+            digests = self._replied[call.call_id] = digest_message(self.reply(call.call_id))
+        return digests
 
     def replay(self, call_id: str, history: list[Seen]) -> Replay | None:
         """How `history` replays the call, if that was looked at before: the very same messages up to its reply."""
@@ -122,10 +159,14 @@ class SessionTree:
             self._replays.popitem(last=False)
 
     def projection(self, call_id: str, seen: Seen, schemas: Mapping[str, Any]) -> str | None:
-        """How a replayed message shows the call's reply; see reconstruct.messages.projection. Compared once per pair."""
+        """How a replayed message shows the call's reply; see reconstruct.messages.projection, and `edits` for what an id proves where
+        that is the session's echo policy. Compared once per pair."""
         key = (call_id, seen)
         if key not in self._projections:
-            self._projections[key] = projection(self.reply(call_id), seen.message, schemas)
+            used = projection(self.reply(call_id), seen.message, schemas)
+            if used is None and self._by_id and set(seen.minted) == {call_id}:
+                used = edits(self.reply(call_id), seen.message)
+            self._projections[key] = used
         return self._projections[key]
 
     def known_ids(self, call_id: str) -> Ids | None:

@@ -162,6 +162,10 @@ class Settings(BaseSettings):
     thinking: Literal["template", "retain"] = "template"
     """When the chat template drops earlier thinking at a new user turn: branch there as the deployed model would see it
     (template), or keep the sampled tokens in context (retain)."""
+    echo_policy: Literal["strict", "minted"] = "strict"
+    """What becomes of a reply that its harness replays with an edit: branch there (strict), or go on from what was sampled where an id
+    that was minted into the reply proves which one is meant, and record the edit as the call's projection (minted). A session may say
+    otherwise."""
     volatile_lines: list[Expression] = Field(default_factory=lambda: [r"^x-anthropic-billing-header:.*$"])
     """Regular expressions for lines of system prompts that change with every request and mean nothing to the model; they are
     taken out before anything else sees the prompt."""

@@ -12,7 +12,8 @@ their position in the turn. Equal chains mean equal histories under equal tools,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from re import Pattern
@@ -190,15 +191,23 @@ def digest_messages(messages: Iterable[Message]) -> list[Digests]:
     return [digest_message(message) for message in messages]
 
 
-def chain(root: bytes, digests: Sequence[Digests], known: Sequence[bytes] = ()) -> list[bytes]:
+Counts = Callable[[int, bytes], Digests]
+"""What counts as the message at a position, after the fingerprint of those before it."""
+
+
+def chain(root: bytes, digests: list[Digests], known: Sequence[bytes] = (), counts: Counts | None = None) -> list[bytes]:
     """h[0..n]: the fingerprint before the first message and after each of the n, tool-call ids resolved turn by turn.
 
-    `known` is the beginning of the result, where it was made before for the same root and the same first digests.
+    `known` is the beginning of the result, where it was made before for the same root and the same first digests. `counts` may put
+    others into the place of those after it, in `digests` itself.
     """
     fingerprints = list(known) or [root]
     start = len(fingerprints) - 1
     positions = _positions(next((item.call_ids for item in reversed(digests[:start]) if item.call_ids), ()))
-    for item in digests[start:]:
+    for at in range(start, len(digests)):
+        if counts is not None:
+            digests[at] = counts(at, fingerprints[-1])
+        item = digests[at]
         place = b""
         if item.answers:
             position = positions.get(item.answers)
@@ -228,20 +237,26 @@ def projection(sent: Message, replayed: Message, schemas: Mapping[str, Any] | No
     is an edit.
 
     Declared: "arguments" (order or spacing of tool arguments), "defaults" (arguments left out by the model are filled in with the
-    defaults of their tool's JSON schema, `schemas` by tool name), "trimmed" (outer white space), "reasoning_dropped",
-    "reasoning_trimmed", "fields" (added provider fields are not compared at all and need no name).
+    defaults of their tool's JSON schema, `schemas` by tool name), "trimmed" (outer white space), "reencoded" (see `reencoded`),
+    "reasoning_dropped", "reasoning_trimmed", "fields" (added provider fields are not compared at all and need no name).
     """
     losses = []
     sent_content, content = plain_content(sent.get("content")), plain_content(replayed.get("content"))
     if content != sent_content:
-        if not (isinstance(content, str) and isinstance(sent_content, str) and content.strip() == sent_content.strip()):
+        if not (isinstance(content, str) and isinstance(sent_content, str)):
             return None
-        losses.append("trimmed")
+        if content.strip() != sent_content.strip():
+            if reencoded(content.strip()) != reencoded(sent_content.strip()):
+                return None
+            losses.append("reencoded")
+        else:
+            losses.append("trimmed")
     sent_calls, calls = call_names(sent), call_names(replayed)
     if canonical_json(sent_calls) != canonical_json(calls):
-        if not _filled_in(sent_calls, calls, schemas or {}):
+        found = _calls_projection(sent_calls, calls, schemas or {})
+        if found is None:
             return None
-        losses.append("defaults")
+        losses += [loss for loss in found if loss not in losses]
     elif _raw_arguments(sent) != _raw_arguments(replayed):
         losses.append("arguments")
     sent_reasoning, reasoning = reasoning_of(sent), reasoning_of(replayed)
@@ -253,6 +268,48 @@ def projection(sent: Message, replayed: Message, schemas: Mapping[str, Any] | No
         else:
             return None
     return ",".join(losses) or "exact"
+
+
+def _calls_projection(
+    sent: list[tuple[str, Any]], replayed: list[tuple[str, Any]], schemas: Mapping[str, Any]
+) -> list[str] | None:
+    """How tool calls that are not the same as those sent show them all the same."""
+    if _filled_in(sent, replayed, schemas):
+        return ["defaults"]
+    sent, replayed = [(name, reencoded(told)) for name, told in sent], [(name, reencoded(told)) for name, told in replayed]
+    if canonical_json(sent) == canonical_json(replayed):
+        return ["reencoded"]
+    return ["defaults", "reencoded"] if _filled_in(sent, replayed, schemas) else None
+
+
+def reencoded(value: Any) -> Any:
+    """One value for all that a text's or a number's own standard calls the same: texts of one canonical form (Unicode's NFC) and with
+    line feeds alone for line ends; integers as a double holds them, which is all that JSON promises of them (RFC 8259, 6) and all
+    that JavaScript reads."""
+    if isinstance(value, str):
+        return unicodedata.normalize("NFC", value.replace("\r\n", "\n"))
+    if isinstance(value, Mapping):
+        return {reencoded(key): reencoded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [reencoded(item) for item in value]
+    if type(value) is int and abs(value) > _EXACT and abs(value) < _BEYOND_DOUBLES:
+        return int(float(value))
+    return value
+
+
+_EXACT = 2**53
+_BEYOND_DOUBLES = 2**1023
+"""Integers between the two have a neighbour among the doubles."""
+
+
+def edits(sent: Message, replayed: Message) -> str:
+    """What of a reply that was `sent` the `replayed` message changes, as the names of a projection that only an id proves."""
+    changed = {
+        "minted_content": plain_content(sent.get("content")) != plain_content(replayed.get("content")),
+        "minted_calls": canonical_json(call_names(sent)) != canonical_json(call_names(replayed)),
+        "minted_reasoning": reasoning_of(sent) != reasoning_of(replayed),
+    }
+    return ",".join(name for name, differs in changed.items() if differs)
 
 
 def _filled_in(sent: list[tuple[str, Any]], replayed: list[tuple[str, Any]], schemas: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ async def open_member(sessions: Sessions, task: Task, index: int, session_id: st
         sampling=task.sampling or None,
         group=task.group,
         replacements=False,
+        echo_policy=task.echo_policy,
     )
 
 

@@ -79,6 +79,7 @@ class Sessions:
         group: GroupRule | None = None,
         replacements: bool = True,
         trained: bool = True,
+        echo_policy: str | None = None,
     ) -> OpenSession:
         """A new session of that id. Waits as long as the service holds new sessions back (429). `replacements`: whether other sessions
         may take the place of failed members of its group. One that is not `trained` is no trainer's, and never held back.
@@ -89,9 +90,10 @@ class Sessions:
         body |= {"metadata": dict(metadata or {}), "sampling": dict(sampling) if sampling else None}
         if group is not None:
             body |= {"group_policy": group.policy, "group_minimum": group.minimum, "zero_variance": group.zero_variance}
-        # Said only where it is so: a service of an earlier build knows neither.
+        # Said only where it is so: a service of an earlier build knows none of these.
         body |= {} if replacements else {"group_replacements": False}
         body |= {} if trained else {"trained": False}
+        body |= {} if echo_policy is None else {"echo_policy": echo_policy}
         lost = False
 
         async def attempt() -> httpx.Response:

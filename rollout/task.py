@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Network = Literal["proxy", "full"]
+EchoPolicy = Literal["strict", "minted"]
 LostNode = Literal["retry", "fail"]
 AgentTimeout = Literal["reward", "evaluate", "fail"]
 
@@ -145,6 +146,8 @@ class Task:
     agent_timeout_reward: float = 0.0
     """With `reward`: what a rollout gets whose agent ran out of its own budget."""
     group: GroupRule = GroupRule()
+    echo_policy: EchoPolicy | None = None
+    """What becomes of a reply that the harness replays with an edit; None: the service's setting."""
     callback_url: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 

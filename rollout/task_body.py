@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat,
 from rollout.task import (
     AgentTimeout,
     Budgets,
+    EchoPolicy,
     EvaluatorSpec,
     Exec,
     GroupRule,
@@ -225,6 +226,7 @@ class TaskBody(Body):
     on_agent_timeout: AgentTimeout = TASK.on_agent_timeout
     agent_timeout_reward: FiniteFloat = TASK.agent_timeout_reward
     group: GroupBody = Field(default_factory=GroupBody)
+    echo_policy: EchoPolicy | None = None
     callback_url: Annotated[str | None, BeforeValidator(_callable_back)] = None
     metadata: Json = Field(default_factory=dict)
 
@@ -266,6 +268,7 @@ class TaskBody(Body):
             on_agent_timeout=self.on_agent_timeout,
             agent_timeout_reward=self.agent_timeout_reward,
             group=self._group(),
+            echo_policy=self.echo_policy,
             callback_url=self.callback_url,
             metadata=self.metadata,
         )

@@ -5,7 +5,7 @@
      "prepare"? [{"upload": {"path": …, "text" | "base64" | "source": …}} | {"exec": "make" | {"command": …, "retries": …}}],
      "environment"?, "evaluator"? ("pytest" | {"kind": …, "options": …, …}), "budgets"? {"agent_seconds": …, …}, "priority"?,
      "labels"?, "early_stop_usable_samples"?, "max_attempts"?, "on_lost_node"?, "on_agent_timeout"?, "agent_timeout_reward"?,
-     "group"? {"policy": …, "minimum": …, "zero_variance": …}, "callback_url"?, "metadata"?}
+     "group"? {"policy": …, "minimum": …, "zero_variance": …}, "echo_policy"?, "callback_url"?, "metadata"?}
 
 What a field means, and what it is when left out, is said at the types of `rollout.task`.
 """

@@ -58,6 +58,7 @@ def body_as_wire(task: Task) -> dict[str, Any]:
         "on_agent_timeout": task.on_agent_timeout,
         "agent_timeout_reward": task.agent_timeout_reward,
         "group": asdict(task.group),
+        "echo_policy": task.echo_policy,
         "callback_url": task.callback_url,
         "metadata": dict(task.metadata),
     }

@@ -11,7 +11,17 @@ from proxy.store.session_store import SessionState
 
 # Named one by one: a field that comes to be must not be shown by itself, and key_hash never. group_rule is the group's and not shown,
 # nor is unserved, which matters only while a session is open.
-INFO_FIELDS = ("session_id", "created_at", "task_id", "group_id", "group_size", "metadata", "sampling", "trained")
+INFO_FIELDS = (
+    "session_id",
+    "created_at",
+    "task_id",
+    "group_id",
+    "group_size",
+    "metadata",
+    "sampling",
+    "trained",
+    "echo_policy",
+)
 STATE_FIELDS = (
     "status",
     "calls",
@@ -32,8 +42,8 @@ def session_as_wire(state: SessionState) -> dict[str, Any]:
 
 def session_of_wire(wire: Mapping[str, Any]) -> SessionState:
     """The session that was shown so; no key opens it. Raises msgspec.ValidationError when a field is missing or of a wrong type."""
-    # What was shown by an earlier build does not say it.
-    wire = {"trained": True, **wire}
+    # What was shown by an earlier build does not say these.
+    wire = {"trained": True, "echo_policy": "strict", **wire}
     if missing := [name for name in (*INFO_FIELDS, *STATE_FIELDS) if name not in wire]:
         raise msgspec.ValidationError(f"session: {', '.join(missing)} missing")
     info = {"key_hash": b"", **{name: wire[name] for name in INFO_FIELDS}}

@@ -69,6 +69,8 @@ class NewSession(Body):
     """Kept with the session and its rows."""
     sampling: SamplingOverrides | None = None
     """Wins over what the harness sends."""
+    echo_policy: Literal["strict", "minted"] | None = None
+    """What becomes of a reply that its harness replays with an edit; left out: as the service is set."""
 
     @model_validator(mode="after")
     def _whole(self) -> NewSession:
@@ -118,6 +120,7 @@ async def create(request: Request, services: Served, body: Annotated[NewSession,
         sampling=body.sampling.model_dump(exclude_none=True) if body.sampling else {},
         group_rule=body.rule(),
         trained=body.trained,
+        echo_policy=body.echo_policy or services.settings.echo_policy,
     )
     if not await open_session(services, info, request.is_disconnected):
         raise Conflict(f"there is a session {session_id} already", param="session_id")

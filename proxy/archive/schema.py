@@ -59,6 +59,7 @@ SESSIONS = {
     "group_id": "string",
     "group_size": "int32",
     "trained": "bool",
+    "echo_policy": "string",
     "reward": "float64",
     "per_call": "json",
     "per_branch": "json",

@@ -78,6 +78,7 @@ def session_of(row: Row, records: Sequence[Row]) -> ArchivedSession:
     state = {name: row[name] for name in _PLAIN} | {name: json.loads(row[name]) for name in _JSON}
     # Not in archives of earlier versions.
     state["trained"] = row.get("trained") is not False
+    state["echo_policy"] = row.get("echo_policy") or "strict"
     ordered = sorted(records, key=lambda record: record["position"])
     return ArchivedSession(
         state={name: value for name, value in state.items() if name != "intents"},
@@ -92,8 +93,9 @@ def _session_row(session: ArchivedSession) -> Row:
     return {
         **{name: state[name] for name in _PLAIN},
         **{name: _text(state[name]) for name in _JSON if name != "intents"},
-        # A service of an earlier build does not say it.
+        # A service of an earlier build does not say these.
         "trained": state.get("trained"),
+        "echo_policy": state.get("echo_policy"),
         "intents": _text(list(session.intents)),
         "delivered": sorted(session.delivered),
         "sampled_tokens": accounting.get("sampled_tokens"),

@@ -121,8 +121,10 @@ def _archived(info: SessionInfo) -> SessionInfo:
 
 
 def _comparable(state: SessionState) -> SessionState:
-    """Without what may differ: a reward of the same value may have been given again, and old archives do not tell who is trained."""
-    return replace(state, info=replace(_archived(state.info), trained=True), updated_at=0.0, unserved=None)
+    """Without what may differ: a reward of the same value may have been given again, and old archives do not tell who is
+    trained, nor the echo policy."""
+    info = replace(_archived(state.info), trained=True, echo_policy="strict")
+    return replace(state, info=info, updated_at=0.0, unserved=None)
 
 
 def _digest(record: bytes) -> bytes:

@@ -28,6 +28,9 @@ class SessionInfo:
     group_rule: GroupRule | None = None
     trained: bool = True
     """False: no trainer ever gets it, whatever its reward, and nobody counts it among the groups that wait for one."""
+    echo_policy: str = "strict"
+    """What becomes of a reply that its harness replays with an edit: strict: a branch; minted: the reply as it was sampled, where an id
+    that was minted into it proves which one is meant."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,18 @@ FAULTS = (
         "tests/proxy/test_session_tree.py -k 'whose_id_the_reply_carries'",
     ),
     Fault(
+        "An id proves which reply is meant whatever stands before it.",
+        "            return self._sent(call) if call is not None and call.fingerprint == before else seen.digests\n",
+        "            return self._sent(call) if call is not None else seen.digests\n",
+        "tests/proxy/test_echo_policies.py",
+    ),
+    Fault(
+        "A message with the ids of two replies stands for one of them.",
+        "            if used is None and self._by_id and set(seen.minted) == {call_id}:\n",
+        "            if used is None and self._by_id and call_id in seen.minted:\n",
+        "tests/proxy/test_echo_policies.py",
+    ),
+    Fault(
         "A history whose reasoning was edited goes on in the row of the original.",
         "        if tree.projection(old.call_id, history[old.message_count], request.schemas) is None:\n            return None\n",
         "",

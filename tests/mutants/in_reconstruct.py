@@ -222,8 +222,7 @@ FAULTS = (
     ),
     Fault(
         "An edited reply passes for the one that was sampled.",
-        "        if not (isinstance(content, str) and isinstance(sent_content, str) "
-        "and content.strip() == sent_content.strip()):\n            return None\n",
+        "            if reencoded(content.strip()) != reencoded(sent_content.strip()):\n                return None\n",
         "",
         _MESSAGES,
     ),

@@ -868,20 +868,20 @@ def edit_turns(
     return session.calls
 
 
-def test_a_call_replayed_with_its_defaults_is_the_call_that_its_id_names(
-    engine: ScriptedEngine, token_service: RunningService
+@pytest.mark.parametrize("minted", [True, False], ids=["as minted", "ids of its own"])
+def test_a_call_replayed_with_its_defaults_is_the_call_that_was_sent(
+    engine: ScriptedEngine, token_service: RunningService, minted: bool
 ) -> None:
+    """Named by its id, or the one that was asked the same and said the same but for the defaults."""
     session = token_service.session()
-    calls = edit_turns(session, engine, {"all": False, "path": "a"})
+    calls = edit_turns(session, engine, {"all": False, "path": "a"}, minted=minted)
     assert [call["projection"] for call in calls[1:]] == ["defaults", "defaults"]
     assert [call["branch_reason"] for call in calls] == [None] * 3
     assert len(session.trajectories()[0]) == 1
 
 
-@pytest.mark.parametrize(("arguments", "minted"), [({"all": True, "path": "a"}, True), ({"all": False, "path": "a"}, False)])
-def test_another_value_or_another_id_is_an_edit(
-    engine: ScriptedEngine, token_service: RunningService, arguments: dict[str, Any], minted: bool
-) -> None:
-    calls = edit_turns(token_service.session(), engine, arguments, minted=minted)
+@pytest.mark.parametrize("minted", [True, False], ids=["as minted", "ids of its own"])
+def test_another_value_is_an_edit(engine: ScriptedEngine, token_service: RunningService, minted: bool) -> None:
+    calls = edit_turns(token_service.session(), engine, {"all": True, "path": "a"}, minted=minted)
     assert calls[1]["parent_id"] is None
     assert calls[1]["branch_reason"] == "edited"

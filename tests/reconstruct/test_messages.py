@@ -544,3 +544,40 @@ def test_arguments_of_many_flat_brackets_are_compared_by_what_they_say() -> None
     assert fingerprint([assistant(calls=[tool_call(arguments=spaced)])]) == fingerprint(
         [assistant(calls=[tool_call(arguments=tight)])]
     )
+
+
+@pytest.mark.parametrize(
+    ("sent", "replayed", "used"),
+    [
+        ("a\r\nb", "a\nb", "reencoded"),
+        ("caf\u00e9", "cafe\u0301", "reencoded"),
+        ("a \nb", "a\nb", None),
+        ("a\rb", "a\nb", None),
+        ("\ufb01sh", "fish", None),
+        (" a\r\nb", "a\nb", "reencoded"),
+    ],
+)
+def test_texts_that_unicode_or_line_ends_tell_apart_are_one(sent: str, replayed: str, used: str | None) -> None:
+    """Canonical forms alone: a ligature and its letters are two texts, and so are lines with and without blanks at their ends."""
+    assert projection({"role": "assistant", "content": sent}, {"role": "assistant", "content": replayed}) == used
+
+
+@pytest.mark.parametrize(
+    ("sent", "replayed", "used"),
+    [
+        ("9007199254740993", "9007199254740992", "reencoded"),
+        ("9007199254740993", "9007199254740994", None),
+        ("12345678901234567891", "12345678901234567000", "reencoded"),
+        ('[1, {"a": 9007199254740993}]', '[1, {"a": 9007199254740992}]', "reencoded"),
+        ("9007199254740991", "9007199254740992", None),
+        ("1" + "0" * 400 + "1", "1" + "0" * 401, None),
+        ('"9007199254740993"', '"9007199254740992"', None),
+    ],
+)
+def test_integers_are_one_that_a_double_holds_as_one(sent: str, replayed: str, used: str | None) -> None:
+    """9007199254740993 is 2^53 + 1: a double holds it as 2^53."""
+
+    def called(value: str) -> dict[str, Any]:
+        return {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": f'{{"n": {value}}}'}}]}
+
+    assert projection(called(sent), called(replayed)) == used

@@ -37,6 +37,8 @@ class SessionShape(Shape):
     """What wins over what the harness sends."""
     trained: bool
     """False: no trainer gets it."""
+    echo_policy: Literal["strict", "minted"]
+    """What becomes of a reply that its harness replays with an edit."""
     status: Status
     calls: int
     """Recorded calls."""
@@ -76,6 +78,7 @@ SESSION: dict[str, Any] = {
     "metadata": {},
     "sampling": {},
     "trained": True,
+    "echo_policy": "strict",
     "status": "completed",
     "calls": 2,
     "reward": 1.0,
