@@ -114,12 +114,11 @@ class Flow:
         if not self._planner.plans(turn):
             return
         try:
-            found = turn.found
-            await self._unless_cut(turn, self._planner.plan(turn))
+            planned_for = await self._unless_cut(turn, self._planner.plan(turn))
             turn.times.begin(INTENT)
             with Waiting(STORE):
                 await intent.written()
-            if turn.found is not found:
+            if turn.found is not planned_for:
                 turn.times.begin(PLAN)
                 await self._unless_cut(turn, self._planner.plan(turn))
         except VerbatimError:

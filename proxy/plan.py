@@ -8,8 +8,8 @@ rendering with the reason. `place` says where a prompt's ids hang in the forest,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,11 +20,11 @@ from proxy.errors import RequestError
 from proxy.session_tree import Replay, SessionTree
 from reconstruct.bridge import Bridge, Refusal, Rendering, Reply, derive, turn_end
 from reconstruct.forest import shared_length
-from reconstruct.messages import Message
+from reconstruct.messages import Message, dress
 from reconstruct.records import Call, Ids, pack_ids
 
 _RENDERED = ("reasoning_effort", "chat_template", "documents")
-"""Fields of a chat body that the template sees, beside its kwargs: under other values a history reads otherwise."""
+"""Fields of a chat body that the template may look at, beside its kwargs: under other values a history may read otherwise."""
 
 IDS_UNKNOWN = "ids_unknown"
 """Why a call does not extend its parent: the engine did not tell the ids of one of the two."""
@@ -40,6 +40,9 @@ T = TypeVar("T")
 class Continuation:
     """Where a request stands: its chain, and the call whose reply is its message number `reply_at` (None: a root).
 
+    `dress` is what the rendering of the request depends on beside its messages (see reconstruct.messages.dress). `redressed`: the
+    parent's was another, so that a rendering is to prove that it makes no difference.
+
     `near` is the call whose whole request is the longest known beginning of this one, and `near_at` how many messages that is: a
     retry or another sample when it is all of them, an edited history when it goes on otherwise.
     """
@@ -51,6 +54,8 @@ class Continuation:
     projection: str = ""
     near: str | None = None
     near_at: int = 0
+    dress: bytes = b""
+    redressed: bool = False
 
     @property
     def fingerprint(self) -> bytes:
@@ -90,35 +95,52 @@ class TokenPlan:
 def continuation(tree: SessionTree, request: Request, policy: str = "") -> Continuation:
     """The call that `request`, which `policy` is to answer, continues, found from the last message backwards."""
     rendered = {name: request.forward[name] for name in _RENDERED if name in request.forward}
-    root = tree.root(request.model, request.tools, {**request.template_kwargs, **rendered}, policy)
-    fingerprints = tree.fingerprints(root, request.history)
-    near, near_at = None, 0
-    for position in range(len(request.history) - 1, -1, -1):
+    root, chained = tree.roots(request.model, request.tools, {**request.template_kwargs, **rendered}, policy)
+    history = request.history
+    fingerprints = tree.fingerprints(chained, history)
+    names = tree.names(history)
+
+    def dress_of(length: int) -> bytes:
+        return dress(root, [name for name in names if name[0] < length]) if names else root
+
+    near, near_at, whole = None, 0, dress_of(len(history))
+    for position in range(len(history) - 1, -1, -1):
         asked = tree.forest.asked(fingerprints[position + 1])
         if asked and near is None:
-            near, near_at = asked[0], position + 1
-        if request.history[position].digests.is_assistant:
-            found = _answered(tree, request, position, fingerprints)
+            near = _dressed_so(tree, asked, dress_of(position + 1))
+            near_at = position + 1 if near is not None else 0
+        if history[position].digests.is_assistant:
+            found = _answered(tree, request, position, fingerprints, dress_of(position))
             if found is not None:
                 parent, used = found
-                return Continuation(root, fingerprints, parent, position, used, near, near_at)
-    return Continuation(root, fingerprints, near=near, near_at=near_at)
+                redressed = parent.root_key != dress_of(position)
+                return Continuation(root, fingerprints, parent, position, used, near, near_at, whole, redressed)
+    return Continuation(root, fingerprints, near=near, near_at=near_at, dress=whole)
 
 
-def _answered(tree: SessionTree, request: Request, position: int, fingerprints: Sequence[bytes]) -> tuple[Call, str] | None:
+def _dressed_so(tree: SessionTree, call_ids: Iterable[str], dressed: bytes) -> str | None:
+    """The first of the calls that has that dress."""
+    return next((call_id for call_id in call_ids if tree.forest.calls[call_id].root_key == dressed), None)
+
+
+def _answered(
+    tree: SessionTree, request: Request, position: int, fingerprints: Sequence[bytes], dressed: bytes
+) -> tuple[Call, str] | None:
     """The call whose reply is message number `position`, and the projection it is replayed under.
 
     Calls that the message itself names come first: by an id that was minted for them, where the history before them is theirs,
-    too; then those that said the same. Last come others that were asked the same: the message may differ from what they said by a
-    declared projection that the chain does not leave out.
+    too; then those that said the same, and of these such as have the dress of the history here. Last come others that were asked the
+    same: the message may differ from what they said by a declared projection that the chain does not leave out.
     """
     replayed = request.history[position]
     candidates = tree.forest.answered(fingerprints[position + 1])
-    named = [call_id for call_id in replayed.minted if call_id in candidates]
+    named: Iterable[str] = [call_id for call_id in replayed.minted if call_id in candidates]
     if not named:
         asked_here = tree.forest.asked(fingerprints[position])
-        named = [call_id for call_id in replayed.minted if call_id in asked_here]
-        named += [*reversed(candidates), *asked_here[: -_MOST_COMPARED - 1 : -1]]
+        by_id = [call_id for call_id in replayed.minted if call_id in asked_here]
+        alike = _dressed_so(tree, reversed(candidates), dressed)
+        first = [] if alike is None else [alike]
+        named = (*by_id, *first, *reversed(candidates), *asked_here[: -_MOST_COMPARED - 1 : -1])
     for call_id in named:
         call = tree.forest.calls[call_id]
         used = tree.projection(call.call_id, replayed, request.schemas)
@@ -153,6 +175,37 @@ def restored(tree: SessionTree, parent: Call, request: Request) -> list[Message]
     replay = _replay(tree, parent, request)
     assert replay is not None, "a parent is found by the history that replays it"
     return list(replay.messages)
+
+
+def as_root(found: Continuation) -> Continuation:
+    """The same request, that goes on from nothing."""
+    return replace(found, parent=None, reply_at=-1, projection="", redressed=False)
+
+
+async def confirm(tree: SessionTree, found: Continuation, request: Request, render: Render) -> Continuation:
+    """`found`, or the request as a root where it was found below a call of another dress and the template shows the difference: where
+    the parent's history, rendered in this dress, is not what the parent's prompt began with before its generation prompt."""
+    parent = found.parent
+    if parent is None or not found.redressed or not parent.ids_known:
+        return found
+    then = tree.rendering(parent.call_id)
+    if then is None:
+        # Other than its rendering where sampled ids are not those of their text: then it is a root, for want of proof.
+        then = tree.forest.prompt_ids(parent.call_id)
+    now = (await _tolerant(render)(Rendering(restored(tree, parent, request)[:-1], False))).ids
+    alike = len(now) and shared_length(then, now) == len(now)
+    return replace(found, redressed=False) if alike else as_root(found)
+
+
+def confirm_by_ids(tree: SessionTree, found: Continuation, prompt_ids: Ids | None) -> Continuation:
+    """The same for an engine that renders by itself: its prompt begins with the parent's prompt, or the request is a root."""
+    parent = found.parent
+    if parent is None or not found.redressed:
+        return found
+    if prompt_ids is None or not parent.ids_known:
+        return as_root(found)
+    before = tree.forest.prompt_ids(parent.call_id)
+    return replace(found, redressed=False) if shared_length(before, prompt_ids) == len(before) else as_root(found)
 
 
 async def plan_tokens(
@@ -272,7 +325,7 @@ def _asked_before(tree: SessionTree, found: Continuation, parent_id: str | None)
     """Whether the same request stands below the same parent by now: its twin may have been recorded while this one was sampled."""
     asked = (tree.forest.calls[call_id] for call_id in reversed(tree.forest.asked(found.fingerprint)))
     # The chain leaves reasoning out: a request of the same fingerprint below another parent is of an edited history.
-    return any(call.node.parent_id == parent_id for call in asked)
+    return any(call.node.parent_id == parent_id and call.root_key == found.dress for call in asked)
 
 
 def _closed(call: Call) -> bool:

@@ -11,7 +11,7 @@ import time
 from proxy.engine.apis import EngineApis
 from proxy.engine.base import Rendered
 from proxy.engine.replica import Replica
-from proxy.plan import Continuation, TokenPlan, continuation, plan_tokens
+from proxy.plan import Continuation, TokenPlan, confirm, continuation, plan_tokens
 from proxy.prompts import plan_prompt, prompt_continuation
 from proxy.steps import PLAN
 from proxy.turn import Turn, fit_window, refuse_media
@@ -41,30 +41,36 @@ class Planner:
         assert turn.replica is not None
         return turn.replica.api not in (None, "chat")
 
-    async def plan(self, turn: Turn) -> None:
-        """Where it plans, make the prompt's ids after what was found, and the sampling that fits the window."""
+    async def plan(self, turn: Turn) -> Continuation:
+        """Where it plans, make the prompt's ids after what was found, and the sampling that fits the window. Returns what it is planned
+        for: meanwhile something else may have been found."""
         assert turn.replica is not None and turn.found is not None
-        clock = time.perf_counter()
+        clock, found = time.perf_counter(), turn.found
         if turn.request.prompt is None:
-            turn.plan = await self._of_messages(turn, turn.found, turn.replica)
+            found, turn.plan = await self._of_messages(turn, found, turn.replica)
         else:
             tokenizer = self._apis.tokenizer(turn.replica, turn.request, turn.session_id)
-            turn.plan = await plan_prompt(turn.tree, turn.found, turn.request, tokenizer)
+            turn.plan = await plan_prompt(turn.tree, found, turn.request, tokenizer)
         turn.engine_seconds += time.perf_counter() - clock
         fit_window(turn, len(turn.plan.prompt_ids))
+        return found
 
-    async def _of_messages(self, turn: Turn, found: Continuation, replica: Replica) -> TokenPlan:
+    async def _of_messages(self, turn: Turn, found: Continuation, replica: Replica) -> tuple[Continuation, TokenPlan]:
         refuse_media(turn.request, found)
         renderer, id_text = self._apis.renderer(replica), self._apis.id_text(turn.session_id)
 
         async def render(rendering: Rendering) -> Rendered:
             return await renderer.render(replica, turn.request, rendering, id_text)
 
+        confirmed = await confirm(turn.tree, found, turn.request, render)
+        if turn.found is found:
+            turn.found = confirmed
+        found = confirmed
         known = turn.tree.turn_ends.get(found.root)
         plan, close = await plan_tokens(turn.tree, found, turn.request, render, known, self._retain_thinking)
         if close is not None:
             turn.tree.turn_ends[found.root] = close
-        return plan
+        return found, plan
 
 
 def _found(turn: Turn) -> Continuation:

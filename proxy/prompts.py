@@ -44,7 +44,7 @@ def prompt_continuation(tree: SessionTree, request: Request, policy: str = "") -
     chain = tree.fingerprints(root, request.history)
     asked = tree.forest.asked(chain[-1])
     near, near_at = (asked[0], len(chain) - 1) if asked else (None, 0)
-    return Continuation(root, chain, parent, len(before) - 1, "exact" if parent else "", near, near_at)
+    return Continuation(root, chain, parent, len(before) - 1, "exact" if parent else "", near, near_at, root)
 
 
 async def plan_prompt(tree: SessionTree, found: Continuation, request: Request, tokenizer: Tokenizer) -> TokenPlan:

@@ -10,7 +10,7 @@ import msgspec
 
 from proxy.dialects.base import Choice, Request
 from proxy.engine.base import Outcome, Sampled
-from proxy.plan import Place, place
+from proxy.plan import Place, confirm_by_ids, place
 from proxy.turn import Turn
 from reconstruct.messages import chain, digest_message
 from reconstruct.records import NO_TOKEN_IDS, Call, Ids, Node, Sampling, pack_ids, pack_logprobs
@@ -50,7 +50,9 @@ def call_records(turn: Turn, outcome: Outcome, choices: Sequence[Choice], *, fro
     `choices` are the outcome's as the harness gets them. `frozen`: what was sampled is never trained. `logprob_mode`: the engine's."""
     assert turn.found is not None
     own_seconds = time.perf_counter() - turn.clock - turn.engine_seconds
-    where = place(turn.tree, turn.found, *prompt_of(turn, outcome))
+    prompt_ids, branch_reason = prompt_of(turn, outcome)
+    turn.found = confirm_by_ids(turn.tree, turn.found, prompt_ids)
+    where = place(turn.tree, turn.found, prompt_ids, branch_reason)
     asked = {**turn.request.forward, **turn.sampling}
     sampling = effective_sampling(asked, turn.plan.body if turn.plan else None, logprob_mode)
     calls: list[Call] = []
@@ -94,7 +96,7 @@ def _call_record(
         finish_reason=sampled.finish_reason if aborted else choice.finish_reason,
         stop_reason=sampled.stop_reason,
         sampling=sampling,
-        root_key=found.root,
+        root_key=found.dress,
         fingerprint=found.fingerprint,
         reply_fingerprint=chain(found.fingerprint, [digest_message(choice.message)])[-1],
         message_count=len(request.messages),

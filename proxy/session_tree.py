@@ -49,12 +49,13 @@ _RECENT_HISTORIES = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chained:
-    """A history under a root, its fingerprints, and what counted as each of its messages."""
+    """A history under a root, its fingerprints, what counted as each of its messages, and its names by position."""
 
     root: bytes
     history: list[Seen]
     fingerprints: list[bytes]
     counted: list[Digests]
+    names: Sequence[tuple[int, str]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +87,7 @@ class SessionTree:
         self._renderings: OrderedDict[str, Ids] = OrderedDict()
         self._replays: OrderedDict[str, Replay] = OrderedDict()
         self._histories: OrderedDict[str, list[Seen]] = OrderedDict()
-        self._root = (b"", b"")
+        self._roots = (b"", b"", b"")
         self._chains: deque[Chained] = deque(maxlen=_RECENT_HISTORIES)
 
     def see(self, raw: bytes, read: Read) -> list[Seen]:
@@ -105,13 +106,15 @@ class SessionTree:
         named = minted_call_ids(message)
         return Seen(message, digest_message(message), (*named, heard.minted) if heard.minted else tuple(named))
 
-    def root(self, model: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any], policy: str) -> bytes:
-        """`root_key` of the same, made only where a call does not bring the values of the one before: all of a harness's tools go
-        with every call."""
+    def roots(self, model: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any], policy: str) -> tuple[bytes, bytes]:
+        """`root_key` of the same, and that without template kwargs, made only where a call does not bring the values of the one before:
+        all of a harness's tools go with every call."""
         told = hash_bytes(_encode((model, tools, template_kwargs, policy)))
-        if told != self._root[0]:
-            self._root = (told, root_key(model, tools, template_kwargs, policy))
-        return self._root[1]
+        if told != self._roots[0]:
+            chained = root_key(model, tools, {}, policy)
+            own = root_key(model, tools, template_kwargs, policy) if template_kwargs else chained
+            self._roots = (told, own, chained)
+        return self._roots[1:]
 
     def fingerprints(self, root: bytes, history: list[Seen]) -> list[bytes]:
         """The hash chain over `history` (see reconstruct.messages.chain), hashed only from where no recent history agrees. Where ids
@@ -138,8 +141,16 @@ class SessionTree:
 
         made = chain(root, counted, known.fingerprints if known else (), counts if self._by_id else None)
         if settled:
-            self._chains.append(Chained(root, history, made, counted))
+            names = _names(history, len(known.history), known.names) if known is not None else _names(history)
+            self._chains.append(Chained(root, history, made, counted, names))
         return made
+
+    def names(self, history: list[Seen]) -> Sequence[tuple[int, str]]:
+        """(position, name) of the messages that have one and are not the assistant's."""
+        for known in reversed(self._chains):
+            if known.history == history:
+                return known.names
+        return _names(history)
 
     def _sent(self, call: Call) -> Digests:
         """The digests of the call's reply as it was sent."""
@@ -251,6 +262,11 @@ class SessionTree:
 def _begins(history: list[Seen], known: list[Seen]) -> bool:
     """Whether `history` begins with the very messages of `known`: compared by identity, a session decodes each but once."""
     return history[: len(known)] == known
+
+
+def _names(history: list[Seen], start: int = 0, known: Sequence[tuple[int, str]] = ()) -> Sequence[tuple[int, str]]:
+    new = [(start + at, seen.digests.name) for at, seen in enumerate(history[start:]) if seen.digests.name]
+    return [*known, *new] if new else known
 
 
 def _length(chained: Chained) -> int:

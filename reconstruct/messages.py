@@ -6,7 +6,8 @@ history to be the same. Canonical: parsed tool arguments with sorted keys; a str
 harnesses drop and trim them; what was dropped is checked against the call (`projection`) and recorded.
 
 The chain is h[0] = root key, h[i] = H(h[i-1], digest of message i, which call of its turn it answers): tool-call ids count by
-their position in the turn. Equal chains mean equal histories under equal tools, model and template kwargs.
+their position in the turn. Equal chains mean equal histories under equal tools and model. Whether template kwargs, or the
+names of messages, make another prompt of them only a rendering can tell: they are the call's `dress`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ DIGEST_BYTES = 16
 DEEPEST = 100
 """Levels of nesting that are followed."""
 
-_IGNORED_FIELDS = frozenset({"cache_control", "index", "role", "content", "tool_calls", "tool_call_id"})
+_IGNORED_FIELDS = frozenset({"cache_control", "index", "role", "content", "tool_calls", "tool_call_id", "name"})
+"""Not part of a message's digest by themselves: they count in a way of their own, or not at all."""
 
 Message = Mapping[str, Any]
 
@@ -58,21 +60,30 @@ def _without_volatile(value: Any) -> Any:
 
 
 def root_key(model: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any], policy: str = "") -> bytes:
-    """The identity of a tree's root: calls under other tools, model or template kwargs never share one, nor calls that one name took
-    to two policies, whose tokens need not even be of one vocabulary."""
+    """The identity of a tree's root: calls under other tools or model never share one, nor calls that one name took to two policies,
+    whose tokens need not even be of one vocabulary. Without template kwargs: the root of the chain, which calls that are rendered
+    alike share."""
     parts = [model.encode(), canonical_json(list(tools or ())), canonical_json(dict(template_kwargs or {}))]
     return hash_bytes(*parts, *([policy.encode()] if policy else []))
+
+
+def dress(root: bytes, names: Sequence[tuple[int, str]]) -> bytes:
+    """What a template may show of a request beside its canonical messages: the root's key, tools and template kwargs in it, and the
+    `names` of messages by their position. Calls of equal history and dress are rendered alike; of another dress they may be."""
+    return hash_bytes(root, canonical_json([list(name) for name in names])) if names else root
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
     """What the chain needs of one message, whatever stands around it. `call_ids` are the ids of the tool calls it makes,
-    `answers` the id of the one it answers ("" for none): the chain turns them into positions."""
+    `answers` the id of the one it answers ("" for none): the chain turns them into positions. `name` is that of a message which is
+    not the assistant's: hardly a template shows it, so it is no part of the digest, and of the call's dress (see `dress`)."""
 
     digest: bytes
     is_assistant: bool
     call_ids: tuple[str, ...] = ()
     answers: str = ""
+    name: str = ""
 
 
 def plain_content(content: Any) -> Any:
@@ -184,7 +195,7 @@ def digest_message(message: Message) -> Digests:
         return Digests(hash_bytes(b"prompt", json.dumps(message.get("content")).encode()), False)
     rest = {key: value for key, value in message.items() if key not in _IGNORED_FIELDS and value not in (None, "", [])}
     digest = hash_bytes(b"message", canonical_json([role, plain_content(message.get("content")), rest]))
-    return Digests(digest, False, answers=str(message.get("tool_call_id") or ""))
+    return Digests(digest, False, answers=str(message.get("tool_call_id") or ""), name=str(message.get("name") or ""))
 
 
 def digest_messages(messages: Iterable[Message]) -> list[Digests]:

@@ -141,7 +141,8 @@ class Call:
     """One LLM request and its reply, as written to the store in one piece.
 
     `messages` is the JSON array of the request's messages from index `messages_from` on; the ones before are the
-    parent's messages and its reply. `fingerprint` is the hash chain over the request's canonical messages,
+    parent's messages and its reply. `root_key` is what its rendering depends on beside its canonical messages (messages.dress).
+    `fingerprint` is the hash chain over the request's canonical messages,
     `reply_fingerprint` the chain after the reply: what a continuing call's history hashes to (see messages.py).
     `preamble` (roots only) is the JSON object of model, tools and template kwargs. `marks` are what the harness itself said of the
     call in its headers: "retry" (the attempt's number) and what the role was derived from; and the "policy" that sampled it, unless

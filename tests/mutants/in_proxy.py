@@ -68,9 +68,15 @@ FAULTS = (
     ),
     Fault(
         "A message whose ids name a call is matched with another call that said the same.",
-        "    named = [call_id for call_id in replayed.minted if call_id in candidates]\n    if not named:\n",
-        "    named = list(reversed(candidates))\n    if not named:\n",
+        "    named: Iterable[str] = [call_id for call_id in replayed.minted if call_id in candidates]\n    if not named:\n",
+        "    named: Iterable[str] = list(reversed(candidates))\n    if not named:\n",
         "tests/proxy/test_session_tree.py -k 'whose_id_the_reply_carries'",
+    ),
+    Fault(
+        "A call at another effort goes on from one that the template renders otherwise.",
+        "    return replace(found, redressed=False) if alike else as_root(found)\n",
+        "    return replace(found, redressed=False)\n",
+        "tests/proxy/test_echo_policies.py -k 'shows'",
     ),
     Fault(
         "An id proves which reply is meant whatever stands before it.",

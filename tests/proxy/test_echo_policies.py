@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ import pytest
 from tests import ROOT
 from tests.proxy.test_flow import tool_result, turn
 from tests.support.engine.scripted_engine import ScriptedEngine, logprobs_of
+from tests.support.engine.template_families import FAMILIES, Family
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
 
@@ -75,6 +76,40 @@ def as_javascript_reads(value: Any) -> Any:
     return {key: int(float(item)) if isinstance(item, int) and item > 2**53 else item for key, item in value.items()}
 
 
+def as_it_is(number: int, messages: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    return messages, {}
+
+
+def named_later(number: int, messages: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Messages have their names from the second turn on."""
+    names = {"user": "ann", "tool": "lookup"} if number else {}
+    return [{**message, "name": names[message["role"]]} if message["role"] in names else message for message in messages], {}
+
+
+def another_effort(number: int, messages: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    return messages, {"reasoning_effort": ("low", "high", "medium")[number]}
+
+
+def as_sent(message: Message) -> Message:
+    return message
+
+
+@dataclass(frozen=True)
+class Showing(Family):
+    """A template that tells the model how hard to think, and who speaks."""
+
+    def render_text(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **kwargs: Any) -> str:
+        effort = kwargs.pop("reasoning_effort", None)
+        told = [
+            {**each, "content": f"{each['name']}: {each['content']}"}
+            if each.get("name") and each["role"] != "assistant"
+            else each
+            for each in messages
+        ]
+        head = [{"role": "system", "content": f"effort {effort}"}] if effort else []
+        return super().render_text([*head, *told], tools, **kwargs)
+
+
 @dataclass(frozen=True)
 class Behaviour:
     """What a harness makes of a reply before it replays it, and the rows of three turns by policy. `said`: the projection that the
@@ -85,6 +120,10 @@ class Behaviour:
     strict: int
     minted: int
     said: str
+    ask: Callable[[int, list[Any]], tuple[list[Any], dict[str, Any]]] = as_it_is
+    """What it makes of the messages of turn number n, and further fields of the request."""
+    shown: bool = False
+    """Whether the template shows names and efforts."""
 
 
 def dropped_text(message: Message) -> Message:
@@ -100,7 +139,7 @@ def second_call(message: Message) -> Message:
 
 
 BEHAVIOURS = [
-    Behaviour("replays it as it was sent", lambda message: message, 1, 1, "exact"),
+    Behaviour("replays it as it was sent", as_sent, 1, 1, "exact"),
     Behaviour(
         "writes the arguments anew",
         lambda message: with_arguments(message, lambda told: dict(reversed(told.items()))),
@@ -157,6 +196,10 @@ BEHAVIOURS = [
         1,
         "minted_calls",
     ),
+    Behaviour("gives messages names that the template ignores", as_sent, 1, 1, "exact", named_later),
+    Behaviour("gives messages names that the template shows", as_sent, 2, 2, "exact", named_later, shown=True),
+    Behaviour("changes a reasoning effort that the template ignores", as_sent, 1, 1, "exact", another_effort),
+    Behaviour("changes a reasoning effort that the template shows", as_sent, TURNS, TURNS, "", another_effort, shown=True),
     Behaviour(
         "drops the text, and gives the calls ids of its own", lambda message: with_ids(dropped_text(message)), TURNS, TURNS, ""
     ),
@@ -170,10 +213,28 @@ def engine() -> Iterator[ScriptedEngine]:
 
 
 @pytest.fixture(scope="module")
-def service(engine: ScriptedEngine, redis_server: RedisServer) -> Iterator[RunningService]:
+def showing() -> Iterator[ScriptedEngine]:
+    plain = FAMILIES["qwen3"]
+    with ScriptedEngine(Showing(**{each.name: getattr(plain, each.name) for each in fields(plain)})) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def services(
+    engine: ScriptedEngine, showing: ScriptedEngine, redis_server: RedisServer
+) -> Iterator[dict[bool, RunningService]]:
+    """By whether the template shows names and efforts."""
     redis_server.flushall()
-    with RunningService(engine.url, redis_server.url, engine_api="token") as service:
-        yield service
+    with (
+        RunningService(engine.url, redis_server.url, engine_api="token") as hidden,
+        RunningService(showing.url, redis_server.url, engine_api="token") as shown,
+    ):
+        yield {False: hidden, True: shown}
+
+
+@pytest.fixture
+def service(services: dict[bool, RunningService]) -> RunningService:
+    return services[False]
 
 
 def speak(engine: ScriptedEngine, turns: int = TURNS) -> None:
@@ -185,12 +246,13 @@ def speak(engine: ScriptedEngine, turns: int = TURNS) -> None:
     engine.reset().say(*said, "it is sunny")
 
 
-def play(session: Session, replay: Callable[[Message], Message], turns: int = TURNS) -> None:
+def play(session: Session, behaviour: Behaviour, turns: int = TURNS) -> None:
     messages: list[Any] = [turn("user", "Find alpha.")]
-    for _ in range(turns):
-        reply = session.answer(messages, tools=TOOLS)
+    for number in range(turns):
+        asked, more = behaviour.ask(number, messages)
+        reply = session.answer(asked, tools=TOOLS, **more)
         if reply.get("tool_calls"):
-            shown = replay(reply)
+            shown = behaviour.replay(reply)
             messages += [shown, *(tool_result(shown, "7", at) for at in range(len(shown["tool_calls"])))]
 
 
@@ -217,18 +279,27 @@ def check_truth(engine: ScriptedEngine, session: Session) -> list[dict[str, Any]
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.does)
-def test_rows_of_a_harness_that(engine: ScriptedEngine, service: RunningService, behaviour: Behaviour, policy: str) -> None:
-    session = service.session(echo_policy=policy)
-    speak(engine)
-    play(session, behaviour.replay)
-    rows = check_truth(engine, session)
+def test_rows_of_a_harness_that(
+    engine: ScriptedEngine,
+    showing: ScriptedEngine,
+    services: dict[bool, RunningService],
+    behaviour: Behaviour,
+    policy: str,
+) -> None:
+    asked = showing if behaviour.shown else engine
+    session = services[behaviour.shown].session(echo_policy=policy)
+    speak(asked)
+    play(session, behaviour)
+    rows = check_truth(asked, session)
     assert len(rows) == getattr(behaviour, policy)
     later = session.calls[1:]
     if len(rows) == 1:
         assert {call["projection"] for call in later} == {behaviour.said}
         assert [call["branch_reason"] for call in later] == [None, None]
     else:
-        assert {call["branch_reason"] for call in later} == {"edited"}
+        # One that goes on from a root is no branch.
+        reason = "new_root" if behaviour.shown else "edited"
+        assert [call["branch_reason"] for call in later if call["branch_reason"]] == [reason] * (len(rows) - 1)
 
 
 def test_an_earlier_reply_that_changes_later_stays_the_one_its_id_names(
@@ -304,6 +375,37 @@ def test_the_policy_lasts_when_another_process_goes_on(
             if reply.get("tool_calls"):
                 messages += [dropped_text(reply), *(tool_result(reply, "7", at) for at in range(2))]
         assert len(check_truth(engine, session)) == 1
+
+
+def test_an_effort_that_changes_in_another_process_is_held_against_the_ids(
+    engine: ScriptedEngine, redis_server: RedisServer, service: RunningService
+) -> None:
+    """How the parent was rendered is remembered where it was planned alone; what it was sampled after every process knows."""
+    session = service.session()
+    speak(engine)
+    reply = session.answer("Find alpha.", tools=TOOLS, reasoning_effort="low")
+    messages: list[Any] = [turn("user", "Find alpha."), reply, *(tool_result(reply, "7", at) for at in range(2))]
+    with RunningService(engine.url, redis_server.url, engine_api="token") as other:
+        client = session.client.with_options(base_url=f"{other.url}/s/{session.session_id}/v1")
+        client.chat.completions.create(model="policy", messages=messages, tools=TOOLS, reasoning_effort="high")
+    assert len(check_truth(engine, session)) == 1
+
+
+@pytest.mark.parametrize("api", ["token", "chat"])
+def test_the_same_question_at_another_effort_is_no_repetition(
+    showing: ScriptedEngine, redis_server: RedisServer, api: Any
+) -> None:
+    with RunningService(showing.url, redis_server.url, engine_api=api) as service:
+        session = service.session()
+        showing.reset().say(*["it is sunny"] * 4)
+        for effort in ("low", "high", "low"):
+            reply = session.answer("q", reasoning_effort=effort)
+        session.ask([turn("user", "q"), reply, turn("user", "more")], reasoning_effort="high")
+        calls = session.calls
+        assert [call["branch_reason"] for call in calls] == [None, "new_root", "repeated", None]
+        # All three said the same: it goes on from the one that was asked so.
+        assert [call["parent_id"] for call in calls] == [None, None, None, calls[1]["call_id"]]
+        check_truth(showing, session)
 
 
 def test_the_page_has_what_is_tested() -> None:

@@ -109,7 +109,8 @@ def test_the_root_of_a_call_is_that_of_its_own_tools_whatever_was_offered_before
         for policy in ("", "p")
     ]
     for asked in [*values, *values, *(value for value in values for _ in range(2))]:
-        assert session.root(*asked) == root_key(*asked)
+        model, tools, _, policy = asked
+        assert session.roots(*asked) == (root_key(*asked), root_key(model, tools, {}, policy))
 
 
 @pytest.mark.parametrize("named", ["a" * 24, "b" * 24])
@@ -121,7 +122,7 @@ def test_of_two_calls_that_said_the_same_the_one_goes_on_whose_id_the_reply_carr
         return {"role": "assistant", "tool_calls": [{"id": f"call_{call_id}_0", "type": "function", "function": function}]}
 
     known, asked = tree(), {"role": "user", "content": "q"}
-    root = known.root("m", (), {}, "")
+    root = known.roots("m", (), {}, "")[1]
     _, fingerprint, reply_fingerprint = chain(root, digest_messages([asked, reply("of any")]))
     for call_id in ("a" * 24, "b" * 24):
         texts = {"messages": msgspec.json.encode([asked]), "reply": msgspec.json.encode(reply(call_id))}

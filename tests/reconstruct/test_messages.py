@@ -16,6 +16,7 @@ from reconstruct.messages import (
     chain,
     digest_message,
     digest_messages,
+    dress,
     hash_bytes,
     minted_call_ids,
     projection,
@@ -164,9 +165,15 @@ def test_null_and_empty_optional_fields_are_alike(empty: Any) -> None:
     assert projection(assistant("yes", tool_calls=empty), assistant("yes", reasoning_content=empty)) == "exact"
 
 
-def test_a_name_given_to_a_message_matters() -> None:
-    assert not same([user(name="ann")], [user(name="bob")])
-    assert not same([user(name="ann")], [user()])
+def test_a_name_given_to_a_message_is_no_part_of_its_history_but_of_its_dress() -> None:
+    """Only a rendering tells whether a template shows it."""
+    plain, named = ({"role": "user", "content": "q", **name} for name in ({}, {"name": "ann"}))
+    assert digest_message(plain).digest == digest_message(named).digest
+    assert (digest_message(plain).name, digest_message(named).name) == ("", "ann")
+    dressed = [dress(b"root", names) for names in ([], [(0, "ann")], [(1, "ann")], [(0, "bob")], [(0, "ann"), (1, "ann")])]
+    assert dressed[0] == b"root"
+    assert len(set(dressed)) == len(dressed)
+    assert digest_message({"role": "assistant", "content": "q", "name": "ann"}).name == ""
 
 
 # Contents

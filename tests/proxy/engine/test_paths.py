@@ -122,14 +122,30 @@ def test_with_parallel_calls_all_of_them_come(engine: ScriptedEngine, service: R
     assert len(message["tool_calls"]) == 2
 
 
-def test_another_reasoning_effort_is_another_root(engine: ScriptedEngine, service: RunningService) -> None:
-    """The template sees it: the earlier turns would read otherwise."""
+def test_a_reasoning_effort_that_the_template_ignores_is_no_new_root(engine: ScriptedEngine, service: RunningService) -> None:
+    """On the token path its renderings say so, on the chat path the ids that the engine sampled after."""
     session = service.session()
+    engine.say("hello world", "it is sunny", "the number")
     history: list[Any] = [turn("user", "q")]
     for effort in ("low", "low", "high"):
         history += [session.answer(history, reasoning_effort=effort), turn("user", "more")]
-    parents = [call["parent_id"] for call in session.calls]
-    assert parents == [None, session.calls[0]["call_id"], None]
+    assert [call["parent_id"] for call in session.calls] == [None, *(call["call_id"] for call in session.calls[:2])]
+    assert len(session.trajectories()[0]) == 1
+
+
+def test_a_parameter_that_changes_how_a_reply_begins_is_no_new_root(engine: ScriptedEngine, service: RunningService) -> None:
+    """Without thinking, Qwen3's template begins the reply with an empty thought; the history reads the same."""
+    session = service.session()
+    engine.say("hello world", "it is sunny")
+    first = session.answer("q")
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    session.ask([turn("user", "q"), first, turn("user", "more")], extra_body=kwargs)
+    calls = session.calls
+    assert [call["parent_id"] for call in calls] == [None, calls[0]["call_id"]]
+    ((row,), _) = session.trajectories()
+    assert row["token_ids"] == [*calls[1]["prompt_ids"], *calls[1]["completion_ids"]]
+    assert row["token_ids"][: len(calls[0]["prompt_ids"])] == calls[0]["prompt_ids"]
+    assert engine.family.decode(calls[1]["prompt_ids"]).endswith("<think>\n\n</think>\n\n")
 
 
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -78,6 +78,8 @@ class SamplingCalls:
         check_model(body, self._engine.model)
         self._check_asked(body.get("max_completion_tokens") or body.get("max_tokens") or 0)
         kwargs = {"add_generation_prompt": body.get("add_generation_prompt", True), **(body.get("chat_template_kwargs") or {})}
+        if body.get("reasoning_effort") is not None:
+            kwargs.setdefault("reasoning_effort", body["reasoning_effort"])
         try:
             ids = self._family.render(body["messages"], body.get("tools"), **kwargs)
         except jinja2.TemplateError as error:
