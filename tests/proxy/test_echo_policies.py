@@ -19,6 +19,7 @@ from tests import ROOT
 from tests.proxy.test_flow import tool_result, turn
 from tests.support.engine.scripted_engine import ScriptedEngine, logprobs_of
 from tests.support.engine.template_families import FAMILIES, Family
+from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
 
@@ -375,6 +376,64 @@ def test_the_policy_lasts_when_another_process_goes_on(
             if reply.get("tool_calls"):
                 messages += [dropped_text(reply), *(tool_result(reply, "7", at) for at in range(2))]
         assert len(check_truth(engine, session)) == 1
+
+
+def post(session: Session, path: str, body: dict[str, Any]) -> Any:
+    root = session.base_url.removesuffix("/v1")
+    answer = plain_http.post(root + path, json=body, headers={"Authorization": f"Bearer {session.api_key}"})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def two_turns_of_messages(session: Session) -> None:
+    tool = {"name": "lookup", "input_schema": TOOLS[0]["function"]["parameters"]}
+    body = {"model": "policy", "max_tokens": 200, "tools": [tool], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    asked: list[Any] = [turn("user", "Find alpha.")]
+    content = [
+        block for block in post(session, "/v1/messages", {**body, "messages": asked})["content"] if block["type"] != "text"
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": each["id"], "content": "7"} for each in content if each["type"] == "tool_use"
+    ]
+    post(session, "/v1/messages", {**body, "messages": [*asked, turn("assistant", content), turn("user", results)]})
+
+
+def two_turns_of_responses(session: Session) -> None:
+    tool = {"type": "function", **TOOLS[0]["function"]}
+    items: list[Any] = [turn("user", "Find alpha.")]
+    told = post(session, "/v1/responses", {"model": "policy", "input": items, "tools": [tool]})["output"]
+    items += [item for item in told if item["type"] != "message"]
+    calls = [item for item in told if item["type"] == "function_call"]
+    items += [{"type": "function_call_output", "call_id": item["call_id"], "output": "7"} for item in calls]
+    post(session, "/v1/responses", {"model": "policy", "input": items, "tools": [tool]})
+
+
+def two_turns_of_gemini(session: Session) -> None:
+    tools = [{"functionDeclarations": [{"name": "lookup", "parametersJsonSchema": TOOLS[0]["function"]["parameters"]}]}]
+    path = "/v1beta/models/policy:generateContent"
+    contents: list[Any] = [{"role": "user", "parts": [{"text": "Find alpha."}]}]
+    told = post(session, path, {"contents": contents, "tools": tools})["candidates"][0]["content"]
+    parts = [part for part in told["parts"] if "functionCall" in part]
+    results = [
+        {"functionResponse": {"name": "lookup", "id": part["functionCall"].get("id"), "response": {"output": "7"}}}
+        for part in parts
+    ]
+    contents += [{**told, "parts": parts}, {"role": "user", "parts": results}]
+    post(session, path, {"contents": contents, "tools": tools})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("play_dialect", [two_turns_of_messages, two_turns_of_responses, two_turns_of_gemini])
+def test_text_dropped_beside_tool_calls_in_every_dialect(
+    engine: ScriptedEngine, service: RunningService, play_dialect: Callable[[Session], None], policy: str
+) -> None:
+    session = service.session(echo_policy=policy)
+    speak(engine, 2)
+    play_dialect(session)
+    rows = check_truth(engine, session)
+    assert len(rows) == {"strict": 2, "minted": 1}[policy]
+    if policy == "minted":
+        assert "minted_content" in session.calls[1]["projection"]
 
 
 def test_an_effort_that_changes_in_another_process_is_held_against_the_ids(

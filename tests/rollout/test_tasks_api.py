@@ -213,6 +213,22 @@ def status_of(service: RunningService, session_id: str) -> str | None:
     return str(answer.json()["status"]) if answer.status_code == 200 else None
 
 
+async def test_a_tasks_echo_policy_is_that_of_its_sessions(redis_server: RedisServer) -> None:
+    """Left out, it is the service's own; an unknown one is refused by name."""
+    redis_server.flushall()
+    with serving_tasks(redis_server.url, echo_policy="minted") as running:
+        for task_id, said in (("own", {"echo_policy": "strict"}), ("services", {})):
+            assert submit(running, task_id=task_id, **said)["task"]["echo_policy"] == said.get("echo_policy")
+        async with at(redis_server) as stores, Sessions(running.url, ADMIN) as sessions:
+            for _ in range(2):
+                taken = await stores.node("a").must_take()
+                await open_member(sessions, taken.task, 0, taken.attempt.session_id)
+        shown = {name: running.request("GET", f"/sessions/{name}.0.1").json()["echo_policy"] for name in ("own", "services")}
+        assert shown == {"own": "strict", "services": "minted"}
+        refused = running.request("POST", "/tasks", json={"instruction": "x", "harness": "pi", "echo_policy": "loose"})
+        assert refused.status_code == 400 and "echo_policy" in refused.json()["error"]["message"]
+
+
 async def test_a_task_that_is_stopped_early_gives_a_trainer_the_samples_it_wanted(redis_server: RedisServer) -> None:
     """Of four rollouts two do well, one runs and one has not begun: the trainer gets the two, though the service's own rule is to
     wait for all."""
