@@ -83,9 +83,15 @@ class Node:
             await self._parts.work.leave(self._parts.name)
 
     async def _sweep(self) -> None:
-        """Remove what an earlier process of this node's name left behind."""
+        """Remove what an earlier process of this node's name left behind. What cannot be removed keeps no node from its work: names of
+        runtimes are never used again."""
         for kind in self._parts.kinds.values():
-            if swept := await kind.sweep(node_prefix(self._parts.name)):
+            try:
+                swept = await kind.sweep(node_prefix(self._parts.name))
+            except Exception:
+                log.exception("runtimes of kind %s that this node had left behind cannot be removed", kind.name)
+                continue
+            if swept:
                 log.warning("removed %d runtimes of kind %s that this node had left behind", swept, kind.name)
 
     # Taking

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 from rollout.runtimes.base import RuntimeFailed
+
+_ENTERED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def owned(folder: Path, variable: str) -> None:
@@ -19,11 +23,45 @@ def owned(folder: Path, variable: str) -> None:
 
 
 def deleted(folder: Path) -> None:
-    """Removes it with all that is in it, also with folders that their owner may not enter. Nothing of the runtime runs any more."""
-    for root, names, _ in os.walk(folder):
-        for name in names:
-            path = os.path.join(root, name)
-            if not os.path.islink(path):
-                with suppress(OSError):
-                    os.chmod(path, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Removes it with all that is in it, also with folders that their owner may not enter. Nothing of the runtime runs any more.
+
+    An agent may nest folders deeper than a path is long, a stack high or descriptors are many. So each folder below is moved to the top
+    before it is looked into. What cannot be removed stays."""
+    with suppress(OSError):
+        top = os.open(folder, _ENTERED)
+        names = (f"{uuid4().hex}-{number}" for number in itertools.count())
+        try:
+            while _moved_or_removed(top, top, names):
+                pass
+        finally:
+            os.close(top)
+        folder.rmdir()
+
+
+def _moved_or_removed(top: int, place: int, names: Iterator[str]) -> bool:
+    """Whether anything was: of the folder open at `place`, its folders to the one open at `top`, with others of these `names`, and all
+    else for good. Those that are at the top already are emptied and removed."""
+    any_was = False
+    with os.scandir(place) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.name, dir_fd=place)
+                else:
+                    # Who may not write into a folder cannot move it either.
+                    os.chmod(entry.name, 0o700, dir_fd=place)
+                    if place != top:
+                        os.rename(entry.name, next(names), src_dir_fd=place, dst_dir_fd=top)
+                    else:
+                        any_was |= _emptied(top, entry.name, names)
+                        os.rmdir(entry.name, dir_fd=top)
+                any_was = True
+    return any_was
+
+
+def _emptied(top: int, name: str, names: Iterator[str]) -> bool:
+    place = os.open(name, _ENTERED, dir_fd=top)
+    try:
+        return _moved_or_removed(top, place, names)
+    finally:
+        os.close(place)

@@ -14,6 +14,8 @@ import pytest
 from rollout import preparing
 from rollout.attempts import RolloutState
 from rollout.failures import Failure
+from rollout.runtimes.base import RuntimeFailed
+from rollout.runtimes.local import LocalKind
 from rollout.stages import Slots
 from rollout.task import Budgets, EvaluatorSpec, Exec, HarnessSpec, McpServer, RuntimeSpec, Upload
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
@@ -195,6 +197,22 @@ async def test_a_node_prepares_ahead_no_more_than_its_ready_buffer(world: World)
         assert await counted()
         gate.touch()
         await world.ended(task)
+
+
+async def test_a_node_that_cannot_sweep_what_it_left_says_so_and_works(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended, and so did every later one of its name."""
+
+    async def refused(self: LocalKind, prefix: str) -> int:
+        raise RuntimeFailed("the file system is broken")
+
+    monkeypatch.setattr(LocalKind, "sweep", refused)
+    task = await world.submit(a_task())
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert state.status == "completed", state.verdict
+    assert "runtimes of kind local that this node had left behind cannot be removed" in caplog.text
 
 
 async def test_enough_usable_samples_stop_the_others(world: World) -> None:

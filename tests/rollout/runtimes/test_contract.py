@@ -577,6 +577,19 @@ async def _worked(place: Place, word: str) -> None:
     await python(runtime, DETACHED, word, "600", timeout_seconds=600)
 
 
+async def test_folders_nested_deeper_than_a_path_is_long_go_with_their_runtime(place: Place) -> None:
+    """Their removal broke on Python's limit of recursion, at the end of the rollout and at every later start of the node. They are as
+    many here as break on that, on the length of a path and on the number of open descriptors."""
+    place = apart(place)
+    runtime = place.runtime(NOWHERE)
+    await runtime.start()
+    done = await python(runtime, "import os\nfor _ in range(1100): os.mkdir('nested'), os.chdir('nested')")
+    assert done.exit_code == 0, done
+    assert await place.kind.sweep(place.names) == 1
+    assert await place.kind.sweep(place.names) == 0
+    await runtime.stop()
+
+
 async def test_a_name_is_used_by_one_runtime(place: Place, runtime: Runtime) -> None:
     await runtime.upload("file", b"of the first")
     twin = place.kind.make(place.spec, _name(runtime), NOWHERE)
