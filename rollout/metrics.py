@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,6 +15,7 @@ from prometheus_client.registry import Collector
 from rollout.store.tasks import RedisTaskStore
 
 ALIVE_SECONDS = 60.0
+STAGES = ("prepare", "ready", "run", "evaluate")
 QUEUE_LABELS = ("priority", "runtimes", "cpus", "memory_mb", "labels")
 LABELLED = (
     ("verbatim_tasks", "Tasks that ended.", "status", "task:"),
@@ -34,13 +36,17 @@ class RolloutNumbers(Collector):
         self._store = store
         self._totals: Mapping[str, int] = {}
         self._depths: Mapping[str, int] = {}
+        self._running: Counter[str] = Counter()
         self._nodes = 0
 
     async def refresh(self) -> int:
         """0: there is no more to do now. Raises `StoreUnavailable`."""
         self._totals, self._depths = await self._store.totals(), await self._store.depths()
         earliest = time.time() - ALIVE_SECONDS
-        self._nodes = sum(node.seen_at >= earliest for node in await self._store.nodes())
+        alive = [node for node in await self._store.nodes() if node.seen_at >= earliest]
+        self._nodes = len(alive)
+        # What a draining node has ends there: its slots are nobody's any more.
+        self._running = sum((Counter(node.busy) for node in alive if not node.draining), Counter())
         return 0
 
     def collect(self) -> Iterator[Metric]:
@@ -53,6 +59,10 @@ class RolloutNumbers(Collector):
         for name, text, what in PLAIN:
             yield CounterMetricFamily(name, text, value=self._totals.get(what, 0))
         yield self._waiting()
+        running = GaugeMetricFamily("verbatim_rollouts_running", "Rollouts that nodes have, by stage.", labels=["stage"])
+        for stage in STAGES:
+            running.add_metric([stage], self._running[stage])
+        yield running
         yield GaugeMetricFamily("verbatim_nodes", "Nodes that live.", value=self._nodes)
 
     def _waiting(self) -> Metric:

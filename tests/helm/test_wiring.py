@@ -27,7 +27,7 @@ from proxy.engine.vllm_launch import Device, vllm_command
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 from proxy.store.address import Address
-from rollout.metrics import QUEUE_LABELS
+from rollout.metrics import QUEUE_LABELS, STAGES
 from rollout.node import STOP_SECONDS
 from rollout.runtimes import cluster
 from tests.support.documents.helm_chart import (
@@ -198,27 +198,47 @@ def test_pods_are_scaled_by_metrics_that_there_are() -> None:
         and "replicas" not in the(values, "Deployment", "-node")["spec"]
     )
     (trigger,) = the(values, "ScaledObject", "-node")["spec"]["triggers"]
-    labels = re.search(r"by \(([\w, ]+)\) \((\w+)\{", trigger["metadata"]["query"])
-    assert labels and labels[2] == "verbatim_rollouts_waiting" and tuple(labels[1].split(", ")) == QUEUE_LABELS
+    shown = re.findall(r"by \(([\w, ]+)\) \((\w+)\{", trigger["metadata"]["query"])
+    assert shown == [(", ".join(QUEUE_LABELS), "verbatim_rollouts_waiting"), ("stage", "verbatim_rollouts_running")]
+    assert re.search(r'stage!="(\w+)"', trigger["metadata"]["query"])[1] in STAGES  # type: ignore[index]
 
 
-def test_nodes_are_scaled_by_the_queue_of_their_own_release(tmp_path: Path) -> None:
-    """Two releases in one namespace; each has two proxies, which show the same queue."""
+def test_nodes_are_scaled_by_what_waits_and_runs_in_their_own_release(tmp_path: Path) -> None:
+    """Two releases in one namespace; each has two proxies, which show the same numbers. Only what waited was counted, so that nodes
+    were taken away from work that filled them."""
     values = MATRIX["everything"]
     (trigger,) = the(values, "ScaledObject", "-node")["spec"]["triggers"]
     own = the(values, "Deployment", "-proxy")["metadata"]["name"]
-    queue = (
+    assert trigger["metadata"]["threshold"] == "16", "the run slots of a node"
+    waiting = (
         'verbatim_rollouts_waiting{{namespace="{}", pod="{}-6d4cf56db6-{}", priority="{}", runtimes="", cpus="", labels=""}}'
     )
+    running = 'verbatim_rollouts_running{{namespace="{}", pod="{}-6d4cf56db6-{}", stage="{}"}}'
+    releases = ((NAMESPACE, own, 7), (NAMESPACE, "other-verbatim-proxy", 50), ("elsewhere", own, 90))
     series = [
-        {"series": queue.format(namespace, name, pod, priority), "values": f"{waiting}x5"}
-        for namespace, name, waiting in ((NAMESPACE, own, 7), (NAMESPACE, "other-verbatim-proxy", 50), ("elsewhere", own, 90))
+        {"series": queue.format(namespace, name, pod, by), "values": f"{count}x5"}
+        for namespace, name, count in releases
         for pod in ("abcde", "fghij")
-        for priority in (0, 1)
+        for queue, each in ((waiting, (0, 1)), (running, STAGES))
+        for by in each
     ]
-    expected = {"expr": trigger["metadata"]["query"], "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": 14}]}
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": given,
+            "promql_expr_test": [
+                {"expr": trigger["metadata"]["query"], "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": value}]}
+            ],
+        }
+        for given, value in (
+            (series, 7 * 2 + 7 * 3),
+            ([each for each in series if "running" in each["series"]], 7 * 3),
+            ([each for each in series if "waiting" in each["series"]], 7 * 2),
+            ([], 0),
+        )
+    ]
     case = tmp_path / "case.yaml"
-    case.write_text(yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": [expected]}]}))
+    case.write_text(yaml.safe_dump({"tests": tests}))
     done = promtool("test", "rules", str(case))
     assert done.returncode == 0, done.stdout + done.stderr
 

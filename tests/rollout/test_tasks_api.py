@@ -84,6 +84,7 @@ def test_metrics_count_what_waits_and_what_failed(redis_server: RedisServer, mon
             'verbatim_rollouts_waiting{cpus="1",labels="zone=a",memory_mb="1024",priority="7",runtimes="local"} 3.0',
             'verbatim_rollout_failures_total{failure="cancelled"} 2.0',
             'verbatim_tasks_total{status="cancelled"} 1.0',
+            'verbatim_rollouts_running{stage="run"} 0.0',
             "verbatim_nodes 0.0",
         )
         wait_until(
