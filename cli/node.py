@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from rollout.node_parts import NodeParts
     from rollout.runtimes.base import Route, RuntimeKind
     from rollout.stages import Slots
+
+log = logging.getLogger(__name__)
 
 REDIS_SECONDS = 10.0
 """How long a command of the store is offered again while Redis restarts or fails over."""
@@ -133,6 +136,8 @@ async def _serve(
 
     route = route_of(control.url)
     kinds = await kinds_here(wanted)
+    for kind in kinds.values():
+        log.info("runtimes of kind %s: %s", kind.name, kind.limits())
     logs = logs_folder(data_dir)
     connection = await connected(redis)
     sessions = Sessions(control.url, control.token)

@@ -123,6 +123,9 @@ class ApptainerKind(ContainerKind):
             return f"VERBATIM_APPTAINER_WRITABLE cannot be {self.settings.apptainer_writable!r}: choose {' or '.join(WRITABLE)}"
         return None
 
+    def limits(self) -> str:
+        return f"memory, CPUs and {PIDS} processes are held by apptainer's control groups"
+
     def make(self, spec: RuntimeSpec, name: str, route: Route) -> ApptainerRuntime:
         return ApptainerRuntime(self, spec, name, route)
 

@@ -150,6 +150,9 @@ class RuntimeKind(Protocol):
     async def missing(self) -> str | None:
         """What this machine lacks for it, in one sentence, or None."""
 
+    def limits(self) -> str:
+        """How runtimes are held to their limits on this machine, in one sentence; for whoever starts a node."""
+
     def make(self, spec: RuntimeSpec, name: str, route: Route) -> Runtime:
         """Not started yet. `name` is unique among runtimes, at most 63 characters of [a-z0-9-], and names whose it is: what `sweep`
         finds again."""

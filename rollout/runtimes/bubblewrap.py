@@ -1,8 +1,10 @@
-"""One command in a sandbox of bubblewrap (0.5 or newer): namespaces of its own, a read-only system, no privileges.
+"""One command in a sandbox of bubblewrap (0.5 or newer): namespaces of its own, a read-only system, no privileges, and of the kernel only
+the calls that `seccomp` leaves.
 
 It sees the system's programs and libraries, /etc without what only its owner may read, what the machine's settings add, and of its own:
-home, workdir and /tmp, which stay from command to command. /var, /run and everything else are empty. All its processes end with it:
-they are in a process namespace whose first process the kernel ends with bubblewrap's, and that with the node's.
+home, workdir, /tmp and /dev/shm, which stay from command to command. /var, /run and everything else are empty and cannot be written:
+nothing that it can write lies in memory. All its processes end with it: they are in a process namespace whose first process the kernel
+ends with bubblewrap's, and that with the node's.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class View:
         words += ["--share-net"] if network else []
         for name in SYSTEM:
             words += _system(Path("/", name))
-        words += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/run", "--dir", "/var", "--symlink", "../tmp", "/var/tmp"]
+        words += ["--proc", "/proc", "--dev", "/dev", "--dir", "/run", "--dir", "/var", "--symlink", "../tmp", "/var/tmp"]
         # Where names are looked up, /etc/resolv.conf may be a link into /run.
         words += ["--ro-bind-try", "/run/systemd/resolve", "/run/systemd/resolve"] if network else []
         for path in self.hidden:
@@ -56,7 +58,7 @@ class View:
         # What is below another comes after it, or would be hidden by it.
         for flag, outside, inside in sorted(binds, key=lambda bind: bind[2].count("/")):
             words += [flag, str(outside), inside]
-        return [*words, "--remount-ro", "/"]
+        return [*words, "--remount-ro", "/dev", "--remount-ro", "/"]
 
 
 def _system(path: Path) -> list[str]:
@@ -86,21 +88,32 @@ def private(folder: Path) -> list[Path]:
 
 @asynccontextmanager
 async def sandboxed(
-    program: str, arguments: Sequence[str], argv: Sequence[str], env: Mapping[str, str], owner: Mapping[str, str]
+    program: str,
+    arguments: Sequence[str],
+    calls: bytes | None,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    owner: Mapping[str, str],
 ) -> AsyncIterator[Held]:
-    """The command, held before its start. `owner` is the environment of bubblewrap itself, by which it is found again. Raises
-    `RuntimeFailed` where there can be no sandbox."""
+    """The command, held before its start. `calls` is the filter of its system calls; `owner` is the environment of bubblewrap itself, by
+    which it is found again. Raises `RuntimeFailed` where there can be no sandbox."""
     words = [*arguments, "--chdir", "/"]
     for name, value in env.items():
         words += ["--setenv", name, value]
     status, told = os.pipe()
     block, go = os.pipe()
-    given = _file_of(words)
-    ends = [status, told, block, go, given]
+    ends = [status, told, block, go]
     try:
+        passed = [told, block]
+        if calls is not None:
+            passed.append(_file_of(calls))
+            words += ["--seccomp", str(passed[-1])]
+        given = _file_of(b"".join(os.fsencode(word) + b"\0" for word in words))
+        passed.append(given)
+        ends += passed[2:]
         line = [program, "--args", str(given), "--json-status-fd", str(told), "--block-fd", str(block), "--", *argv]
-        async with started(line, env=owner, pass_fds=(given, told, block)) as process:
-            for end in (told, block, given):
+        async with started(line, env=owner, pass_fds=passed) as process:
+            for end in passed:
                 os.close(end)
                 ends.remove(end)
             ends.remove(status)
@@ -114,11 +127,11 @@ async def sandboxed(
             os.close(end)
 
 
-def _file_of(words: Sequence[str]) -> int:
-    """A descriptor from which bubblewrap reads the words. As arguments every user of the machine could list them."""
-    descriptor = os.memfd_create("arguments")
+def _file_of(content: bytes) -> int:
+    """A descriptor from which bubblewrap reads it. Given as arguments, words could be listed by every user of the machine."""
+    descriptor = os.memfd_create("given")
     with open(descriptor, "wb", closefd=False) as file:
-        file.write(b"".join(os.fsencode(word) + b"\0" for word in words))
+        file.write(content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
 

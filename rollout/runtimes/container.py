@@ -91,6 +91,9 @@ class ContainerKind:
             return str(error)
         return None
 
+    def limits(self) -> str:
+        return f"memory, CPUs and {PIDS} processes are held by the container engine"
+
     def make(self, spec: RuntimeSpec, name: str, route: Route) -> ContainerRuntime:
         return ContainerRuntime(self, spec, name, route)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import posixpath
 import shutil
 import signal
@@ -16,7 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from rollout.runtimes import local_installs, processes, resources, route
+from rollout.runtimes import local_installs, processes, resources, route, seccomp
 from rollout.runtimes.base import (
     GRACE_SECONDS,
     BadRuntime,
@@ -88,6 +89,12 @@ class LocalKind:
         _, told = await process.communicate()
         return f"bubblewrap does not work here: {told.decode(errors='replace').strip()}" if process.returncode else None
 
+    def limits(self) -> str:
+        sentences = [resources.held_by(resources.hierarchies(self.settings.cgroup))]
+        if seccomp.own() is None:
+            sentences.append(f"system calls are not filtered on {platform.machine()}")
+        return "; ".join(sentences)
+
     def make(self, spec: RuntimeSpec, name: str, route: Route) -> LocalRuntime:
         return LocalRuntime(self, spec, name, route)
 
@@ -143,7 +150,7 @@ class LocalRuntime(FilesByCommand):
             raise (DiskFull if no_room(error) else RuntimeFailed)(f"the runtime {self.name} cannot be made: {error}") from error
 
     def _make_folders(self) -> None:
-        for name in ("home", "work", "tmp", "etc"):
+        for name in ("home", "work", "tmp", "shm", "etc"):
             (self._folder / name).mkdir()
         etc = self._folder / "etc"
         (etc / "hosts").write_text(route.hosts(self._route))
@@ -229,12 +236,14 @@ class LocalRuntime(FilesByCommand):
         if program is None:
             raise RuntimeFailed("bubblewrap (bwrap) is not installed: there is no sandbox for the command")
         view = await asyncio.to_thread(self._view)
-        async with sandboxed(program, view.arguments(network=network == "full"), line, env, owner) as held:
+        machine = seccomp.own()
+        calls = seccomp.compiled(machine, shared_memory=self._resources.by_the_kernel) if machine else None
+        async with sandboxed(program, view.arguments(network=network == "full"), calls, line, env, owner) as held:
             yield held
 
     def _view(self) -> View:
         folder = self._folder
-        own = [(folder / "home", HOME), (folder / "tmp", "/tmp"), (folder / "work", self.workdir)]
+        own = [(folder / "home", HOME), (folder / "tmp", "/tmp"), (folder / "shm", "/dev/shm"), (folder / "work", self.workdir)]
         readable = [(Path(each), each) for each in self._kind.settings.local_readable]
         readable += local_installs.readable_of(self._spec)
         readable += [(folder / "etc" / name, f"/etc/{name}") for name in ("hosts", "passwd", "group")]

@@ -70,6 +70,9 @@ class KubernetesKind:
             self._cluster = opened(self.settings)
         return self._cluster
 
+    def limits(self) -> str:
+        return "memory, CPUs and disks are held by the cluster; the number of processes where its nodes limit it"
+
     def make(self, spec: RuntimeSpec, name: str, route: Route) -> PodRuntime:
         return PodRuntime(self, spec, name, route)
 

@@ -7,13 +7,15 @@ import signal
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
 _PROC = Path("/proc")
 _BECOMING_SECONDS, _LOOK_SECONDS = 0.3, 0.001
 _STOPPED_TRIES = 1000
+_MEMORY_FILE = "/memfd:"
+"""What the names of files begin with that memfd_create made."""
 
 
 def running() -> list[int]:
@@ -125,15 +127,59 @@ def namespace(pid: int, kind: str) -> str | None:
     return None
 
 
-def resident_bytes(pids: Iterable[int]) -> int:
-    """Memory that is theirs: pages that several share count once in sum."""
+def threads(pids: Iterable[int]) -> int:
+    """How many they have together, each process at least one."""
     total = 0
     for pid in pids:
-        with suppress(OSError, StopIteration, ValueError):
-            lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
-            fields = dict(line.split()[:2] for line in lines[1:])
-            total += 1024 * (int(fields["Pss_Anon:"]) + int(fields["Pss_Shmem:"]))
+        with suppress(OSError), open(f"{_PROC}/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            total += int(file.read().rpartition(")")[2].split()[17])
     return total
+
+
+def memory_bytes(pids: Sequence[int]) -> int:
+    """Memory that is theirs: of their processes, where pages that several share count once in sum, and of files in memory that they have
+    open, mapped or not."""
+    files: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        files |= _files_in_memory(pid)
+    return sum(_own_bytes(pid, files=bool(files)) for pid in pids) + sum(files.values())
+
+
+def _own_bytes(pid: int, *, files: bool) -> int:
+    """`files`: those in memory are counted elsewhere."""
+    with suppress(OSError, StopIteration, ValueError, KeyError):
+        lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
+        fields = dict(line.split()[:2] for line in lines[1:])
+        mapped = _mapped_bytes(pid) if files else 0
+        return max(0, 1024 * (int(fields["Pss_Anon:"]) + int(fields["Pss_Shmem:"])) - mapped)
+    return 0
+
+
+def _mapped_bytes(pid: int) -> int:
+    """Of files in memory, as a part of the process's shared memory."""
+    total, counted = 0, False
+    with open(f"{_PROC}/{pid}/smaps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if not line[0].isupper():
+                counted = _MEMORY_FILE in line
+            elif counted and line.startswith("Pss:"):
+                total += 1024 * int(line.split()[1])
+            elif counted and line.startswith("Anonymous:"):
+                # Pages of a private mapping that it has changed are its own.
+                total -= 1024 * int(line.split()[1])
+    return total
+
+
+def _files_in_memory(pid: int) -> dict[tuple[int, int], int]:
+    """Bytes of each that it has open, by its device and number."""
+    found = {}
+    with suppress(OSError), os.scandir(f"{_PROC}/{pid}/fd") as entries:
+        for entry in entries:
+            if _opened(entry.path).startswith(_MEMORY_FILE):
+                with suppress(OSError):
+                    told = os.stat(entry.path)
+                    found[told.st_dev, told.st_ino] = 512 * told.st_blocks
+    return found
 
 
 def send(pids: Iterable[int], number: int = signal.SIGKILL) -> None:

@@ -1,9 +1,10 @@
 """What the commands of a local runtime may use together, and how they are held to it.
 
 A control group of the runtime's own where the node may make one (version 2 below `VERBATIM_CGROUP` or the root group, version 1 below
-the node's own groups): then the kernel holds memory, CPU time and the number of processes. Elsewhere the node looks at the memory every
-`WATCH_SECONDS` and kills what passes it, and the commands are kept on as many cores as they may use. The size of one file is held to
-`disk_mb` either way; the sum of all files is not.
+the node's own groups): then the kernel holds memory, CPU time and the number of processes. Elsewhere the node looks at each command's
+memory and number of processes every `WATCH_SECONDS` and kills what passes them, and the commands are kept on as many cores as they may
+use. Such a look sees memory of processes, shared or not, and files in memory that they have open; whoever hides memory from it on
+purpose is held by a control group alone. The size of one file is held to `disk_mb` either way; the sum of all files is not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rollout.task import RuntimeSpec
 
 WATCH_SECONDS = 0.25
 PIDS = 4096
-"""Processes and threads of one runtime, where a control group counts them."""
+"""Processes and threads of one runtime; of one command, where no control group counts them."""
 _PERIOD_MICROSECONDS = 100_000
 _REMOVAL_SECONDS = 5.0
 _turn = itertools.count()
@@ -82,12 +83,27 @@ def hierarchies(given: Path | None, root: Path = Path("/sys/fs/cgroup")) -> list
     return found if len(found) == len(_VERSION_1) else []
 
 
+def held_by(where: Sequence[Hierarchy]) -> str:
+    """How limits are held, in one sentence."""
+    if where:
+        return f"memory, CPUs and {PIDS} processes are held by control groups below {', '.join(str(each.folder) for each in where)}"
+    return (
+        f"memory and {PIDS} processes are looked at every {WATCH_SECONDS:g} s, and what is hidden from a look is not held: no control "
+        "group with memory, cpu and pids can be made here (VERBATIM_CGROUP)"
+    )
+
+
 class Resources:
     """Of one runtime. `name` is the runtime's."""
 
     def __init__(self, spec: RuntimeSpec, name: str, where: Sequence[Hierarchy]) -> None:
         self._spec = spec
         self._groups = [(hierarchy, hierarchy.folder / name) for hierarchy in where]
+
+    @property
+    def by_the_kernel(self) -> bool:
+        """Whether it counts what is used, all commands together."""
+        return bool(self._groups)
 
     def make(self) -> None:
         """Raises `OSError`."""
@@ -119,9 +135,14 @@ class Resources:
         while not self._groups:
             await asyncio.sleep(WATCH_SECONDS)
             # On a machine with many processes a look takes longer than the rest of a node may wait.
-            if await asyncio.to_thread(lambda: processes.resident_bytes(pids())) > self._spec.memory_mb << 20:
+            if await asyncio.to_thread(self._passed, pids):
                 kill()
                 return
+
+    def _passed(self, pids: Callable[[], Iterable[int]]) -> bool:
+        """Whether what runs takes too much. Their number is looked at first: the memory of very many takes long to see."""
+        running = list(pids())
+        return processes.threads(running) > PIDS or processes.memory_bytes(running) > self._spec.memory_mb << 20
 
     async def remove(self) -> None:
         await removed([group for _, group in self._groups])

@@ -16,6 +16,7 @@ from cli.introduction import let_in, seen
 from cli.refusal import Refusal
 from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
+from rollout.runtimes.local import LocalKind
 from rollout.store.base import NodeState
 from rollout.store.work import RedisWorkStore
 from tests.support.runtimes.rollout_nodes import SECONDS
@@ -76,6 +77,7 @@ def test_a_node_writes_its_log_as_json_where_it_is_told_to(redis_server: RedisSe
             node.kill()
     told = [json.loads(line) for line in log.read_text().splitlines()]
     assert told and all({"time", "level", "logger", "message"} <= line.keys() for line in told)
+    assert f"runtimes of kind local: {LocalKind().limits()}" in [line["message"] for line in told]
 
 
 async def test_what_is_no_service_is_not_waited_for() -> None:

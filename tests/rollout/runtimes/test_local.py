@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.runtimes import catalogue, resources, route
+from rollout.runtimes import catalogue, processes, resources, route
 from rollout.runtimes.apptainer import ApptainerKind
 from rollout.runtimes.base import BadRuntime, DiskFull, RuntimeFailed
 from rollout.runtimes.container import ContainerKind
@@ -22,6 +23,28 @@ from rollout.task import RuntimeSpec
 from tests.support.machine import unavailable
 from tests.support.runtimes.runtime_places import NOWHERE, answering, out, python, sandboxed, shell, unconfined
 
+IN_A_MEMORY_FILE = """
+import os, time
+fd = os.memfd_create("x")
+for _ in range(512): os.write(fd, bytes(1 << 20))
+time.sleep(600)
+"""
+IN_SHARED_PAGES = "import mmap, time; m = mmap.mmap(-1, 1 << 29); m[::4096] = b'x' * (1 << 17); time.sleep(600)"
+MANY_PROCESSES = """
+import os, time
+for _ in range(6):
+    for _ in range(1000):
+        if os.fork() == 0:
+            time.sleep(600)
+    time.sleep(0.1)
+time.sleep(600)
+"""
+MANY_THREADS = """
+import threading, time
+threading.stack_size(1 << 16)
+for _ in range(5000): threading.Thread(target=time.sleep, args=(600,)).start()
+time.sleep(600)
+"""
 GREEDY = "import time; x = bytearray(1 << 29); x[::4096] = b'x' * len(x[::4096]); time.sleep(600)"
 
 
@@ -151,13 +174,49 @@ async def test_a_machine_without_bubblewrap_says_so(tmp_path: Path, monkeypatch:
     assert await LocalKind(RuntimeSettings(local_dir=tmp_path, local_sandbox="none")).missing() is None
 
 
-async def test_without_a_control_group_the_node_watches_the_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", [GREEDY, IN_A_MEMORY_FILE, IN_SHARED_PAGES, MANY_PROCESSES, MANY_THREADS])
+async def test_without_a_control_group_the_node_watches_memory_and_processes(program: str, tmp_path: Path) -> None:
+    """Memory that no process has mapped was not seen, and processes were not counted."""
     place = sandboxed(tmp_path / "runtimes", cgroup=tmp_path / "no" / "group")
     assert "VERBATIM_CGROUP" in (await place.kind.missing() or "")
+    assert "looked at every 0.25 s" in place.kind.limits()
     async with place.started() as runtime:
-        done = await python(runtime, GREEDY)
-        assert (done.exit_code, done.timed_out) == (137, False)
+        done = await python(runtime, program)
+        assert (done.exit_code, done.timed_out) == (137, False), done
         assert await out(runtime, "echo alive") == "alive\n"
+
+
+def test_a_file_in_memory_counts_once_however_many_map_it() -> None:
+    """32 MiB, open and mapped by two processes, beside 16 MiB that one has for itself."""
+    program = (
+        "import mmap, os, sys; own = bytearray(b'x') * (16 << 20); fd = os.memfd_create('x'); os.write(fd, bytes(32 << 20))\n"
+        "m = mmap.mmap(fd, 32 << 20); child = os.fork()\n"
+        "sum(m[::4096]); print(os.getpid(), flush=True); sys.stdin.read()"
+    )
+    running = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with running as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in "ab"]
+        used = processes.memory_bytes(pids)
+        assert 48 << 20 <= used < 64 << 20, used
+        assert processes.threads(pids) == 2
+
+
+async def test_nothing_that_a_command_can_write_lies_in_memory(tmp_path: Path) -> None:
+    """What is in a tmpfs was in no process, and so in no account."""
+    async with sandboxed(tmp_path).started() as runtime:
+        program = (
+            "while read -r _ path kind options _; do case $options in ro*) ;; *) echo $kind $path;; esac; done < /proc/mounts"
+        )
+        writable = [line.split() for line in (await out(runtime, program)).splitlines()]
+        # These lie where the machine says, on a disk or not.
+        own = {"/tmp", "/dev/shm", runtime.home, runtime.workdir}
+        assert {path for _, path in writable} >= own
+        assert {path for kind, path in writable if kind == "tmpfs"} <= own
+        for folder in ("/run", "/dev", "/var", "/sys"):
+            assert (await shell(runtime, f"touch {folder}/x")).exit_code != 0, folder
+        await out(runtime, "echo x > /dev/shm/x; echo x > /dev/null; script -qec true /dev/null")
+        assert await out(runtime, "cat /dev/shm/x") == "x\n"
 
 
 async def test_without_a_sandbox_too(tmp_path: Path) -> None:
