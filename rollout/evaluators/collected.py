@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import tarfile
 from collections.abc import Sequence
 from posixpath import join, normpath, relpath
 
 from rollout.evaluators.base import EvaluationFailed
-from rollout.runtimes.base import Runtime
+from rollout.runtimes.base import Runtime, RuntimeFailed
+from rollout.runtimes.files import entries
 
 BOUND_BYTES = 256 << 20
 """Of what is taken out at once."""
@@ -59,17 +58,19 @@ def _contents(archive: bytes, bound_bytes: int) -> dict[str, bytes]:
     contents: dict[str, bytes] = {}
     left = bound_bytes
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            for member in tar:
-                # An entry that is another name of an earlier file says of itself that it has no size.
-                linked = contents.get(_name(member.linkname)) if member.islnk() else None
-                if linked is None and not member.isreg():
-                    continue
-                left -= member.size if linked is None else len(linked)
-                if left < 0:
-                    raise EvaluationFailed(f"the collected files are greater than {bound_bytes} bytes")
-                found = tar.extractfile(member) if linked is None else None
-                contents[_name(member.name)] = found.read() if found else linked or b""
-    except (tarfile.TarError, KeyError, OSError, EOFError) as error:
+        for entry, file in entries(archive):
+            # An entry that is another name of an earlier file says of itself that it has no size.
+            linked = contents.get(_name(entry.linkname)) if entry.islnk() else None
+            if linked is None and not entry.isreg():
+                continue
+            if entry.issparse():
+                raise EvaluationFailed(f"the collected file {entry.name!r} is stored with holes, as no runtime stores it")
+            left -= entry.size if linked is None else len(linked)
+            if left < 0:
+                raise EvaluationFailed(f"the collected files are greater than {bound_bytes} bytes")
+            contents[_name(entry.name)] = file.read(entry.size) if linked is None else linked
+            if linked is None and len(contents[_name(entry.name)]) != entry.size:
+                raise EvaluationFailed(f"the archive of the collected files ends within {entry.name!r}")
+    except RuntimeFailed as error:
         raise EvaluationFailed(f"the archive of the collected files cannot be read: {error}") from error
     return contents

@@ -6,13 +6,15 @@ The runtime needs `sh`, `mkdir`, `rm`, `cat`, `chmod`, and for archives `tar` (G
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import posixpath
 import tarfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from pathlib import PurePosixPath
+from typing import IO, cast
 
 from rollout.runtimes.base import DiskFull, Executed, RuntimeFailed
 from rollout.runtimes.command import Limits
@@ -22,6 +24,8 @@ TIMEOUT_SECONDS = 600.0
 _FULL = (b"No space left on device", b"Disk quota exceeded", b"File too large", b"File size limit exceeded", b": Wrote only")
 _FILE_TOO_LARGE = 128 + 25
 _GZIP = b"\x1f\x8b"
+HEADER_BYTES, ENTRIES, UNPACKED_BYTES, PATH_BYTES = 1 << 17, 1_000_000, 16 << 30, 4096
+"""Of an archive, at most: what describes one entry, their number, all of it unpacked, and a name."""
 
 _UPLOAD = 'mkdir -p "$1" && rm -f "$2" && (umask 077; cat > "$2") && chmod "$3" "$2"'
 _UNPACK = 'mkdir -p "$1" && exec tar "$2" - -C "$1"'
@@ -110,22 +114,70 @@ class Gzipped:
             raise RuntimeFailed(f"the archive is greater than {self._bound_bytes} bytes")
 
 
-def check_archive(archive: bytes) -> None:
-    """Raises `RuntimeFailed` when it is no tar archive (plain or gzip), when an entry leads out of the folder it is unpacked in, by its
-    name or through a link, and when one is a device. A link itself may name any place: what an agent leaves is full of links to the
-    system's programs, and in the runtime they lead to the runtime's own files."""
+class _Headers:
+    """An archive's bytes for tarfile, which reads what describes an entry and seeks over what is in it. Of the first no more may come for
+    one entry than `HEADER_BYTES`: tarfile holds it all, and an archive of a megabyte can describe a gigabyte."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._left = HEADER_BYTES
+
+    def next_entry(self) -> None:
+        self._left = HEADER_BYTES
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= self._left:
+            raise RuntimeFailed(f"an entry of the archive has more than {HEADER_BYTES} bytes of headers")
+        self._left -= size
+        return self._file.read(size)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+def entries(archive: bytes) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
+    """What is in a tar archive, plain or gzip, one entry after the other, with a file that stands at its content. The archive may be made
+    by anyone: what is held of it is what one entry's headers may be. Raises `RuntimeFailed` when it is no archive, and for more than
+    `ENTRIES` or `UNPACKED_BYTES`."""
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz" if archive.startswith(_GZIP) else "r:") as opened:
-            outward: set[PurePosixPath] = set()
-            for member in opened:
-                if _leads_out(member.name, outward) or (member.islnk() and _leads_out(member.linkname, outward)):
-                    raise RuntimeFailed(f"the archive's entry {member.name!r} leads out of where it is unpacked")
-                if member.isdev() and not member.isfifo():
-                    raise RuntimeFailed(f"the archive's entry {member.name!r} is a device")
-                if member.issym() and _leads_out(_target(member), outward):
-                    outward.add(PurePosixPath(member.name))
+        whole = io.BytesIO(archive)
+        file = cast(IO[bytes], gzip.GzipFile(fileobj=whole) if archive.startswith(_GZIP) else whole)
+        headers = _Headers(file)
+        with tarfile.open(fileobj=cast(IO[bytes], headers), mode="r:") as opened:
+            for _ in range(ENTRIES):
+                if (entry := opened.next()) is None:
+                    return
+                # What it has read it would keep.
+                opened.members = []  # type: ignore[attr-defined]
+                if not 0 <= entry.offset_data + entry.size <= UNPACKED_BYTES or entry.size < 0:
+                    raise RuntimeFailed(f"the archive is greater than {UNPACKED_BYTES} bytes when it is unpacked")
+                if len(entry.name) > PATH_BYTES or len(entry.linkname) > PATH_BYTES:
+                    raise RuntimeFailed(
+                        f"the archive's entry {entry.name[:100]!r}... has a name of more than {PATH_BYTES} bytes"
+                    )
+                file.seek(entry.offset_data)
+                yield entry, file
+                headers.next_entry()
+            raise RuntimeFailed(f"the archive has more than {ENTRIES} entries")
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise RuntimeFailed(f"the archive cannot be read: {error}") from error
+
+
+def check_archive(archive: bytes) -> None:
+    """Raises `RuntimeFailed` as `entries` does, when an entry leads out of the folder it is unpacked in, by its name or through a link, and
+    when one is a device. A link itself may name any place: what an agent leaves is full of links to the system's programs, and in the
+    runtime they lead to the runtime's own files."""
+    outward: set[str] = set()
+    for entry, _ in entries(archive):
+        if _leads_out(entry.name, outward) or (entry.islnk() and _leads_out(entry.linkname, outward)):
+            raise RuntimeFailed(f"the archive's entry {entry.name!r} leads out of where it is unpacked")
+        if entry.isdev() and not entry.isfifo():
+            raise RuntimeFailed(f"the archive's entry {entry.name!r} is a device")
+        if entry.issym() and _leads_out(_target(entry), outward):
+            outward.add(posixpath.normpath(entry.name))
 
 
 def _target(link: tarfile.TarInfo) -> str:
@@ -133,10 +185,12 @@ def _target(link: tarfile.TarInfo) -> str:
     return posixpath.normpath(posixpath.join(posixpath.dirname(link.name), link.linkname))
 
 
-def _leads_out(name: str, outward: Set[PurePosixPath]) -> bool:
-    """Whether it does from the archive's root, also through one of the links of `outward`."""
-    path = PurePosixPath(name)
-    return path.is_absolute() or ".." in path.parts or (bool(outward) and any(parent in outward for parent in path.parents))
+def _leads_out(name: str, outward: Set[str]) -> bool:
+    """Whether it does from the archive's root, also through one of the links of `outward`, which are normal paths."""
+    if name.startswith("/") or ".." in name.split("/"):
+        return True
+    path = posixpath.normpath(name)
+    return bool(outward) and any(path[:at] in outward for at, letter in enumerate(path) if letter == "/")
 
 
 def is_full(stderr: bytes) -> bool:

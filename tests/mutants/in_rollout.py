@@ -135,8 +135,8 @@ FAULTS = (
     ),
     Fault(
         "An archive that an agent made writes outside of where it is unpacked.",
-        '    return path.is_absolute() or ".." in path.parts or',
-        "    return",
+        '    if name.startswith("/") or ".." in name.split("/"):\n',
+        "    if False:\n",
         _LOCAL + "'bwrap and leads_out'",
     ),
     Fault(
