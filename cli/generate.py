@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -126,12 +127,14 @@ class Generated:
         from cli.generation.api import GenerationApi
         from cli.generation.own_service import OwnService
         from cli.generation.screen import Screen
+        from cli.generation.trial import try_harnesses
 
         with ExitStack() as stack:
             screen = stack.enter_context(Screen())
             if url is None:
                 kinds = sorted({kind for given in self._inputs for kind in kinds_of(given.body)})
                 data, logs = self._folder.data, self._folder.logs
+                asyncio.run(try_harnesses(self._inputs, kinds, data / "trial", screen.say))
                 own = stack.enter_context(OwnService(engines, data, logs, at_once, kinds, self._stop.wait, screen.say))
                 api = stack.enter_context(GenerationApi(own.url, own.token))
                 self._attempt(api, screen, own.check)

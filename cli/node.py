@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import typer
 
 from cli.harness_options import ServiceUrl
+from cli.installed import check_installed
 from cli.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDS = ("msgspec", "pydantic", "redis")
 REDIS_SECONDS = 10.0
 """How long a command of the store is offered again while Redis restarts or fails over."""
 
@@ -87,6 +89,7 @@ def node(
 
     The first SIGTERM or Ctrl-C lets running rollouts end, for --drain-seconds, and puts the others back; a second one stops all.
     """
+    check_installed("node", NEEDS, "rollout")
     from cli import logs
     from cli.control import Control
     from rollout.node import NodeSettings

@@ -14,6 +14,7 @@ from cli.generation.accept import Accept
 from cli.refusal import Refusal
 from rollout.evaluators import catalogue as evaluators
 from rollout.runtimes import catalogue as runtimes
+from rollout.task import Task
 from rollout.task_wire import BadTask, Known, submitted
 
 KNOWN = Known(runtimes.names, runtimes.load, evaluators.names, evaluators.kind)
@@ -45,6 +46,11 @@ class Input:
     def task(self, generation: str, number: int, samples: int) -> dict[str, Any]:
         """The body of its task of that round (from 1)."""
         return {**self.body, "task_id": self.task_id(generation, number), "num_samples": samples}
+
+    def parsed(self) -> Task:
+        """As a service takes it. Raises `BadTask`."""
+        # Ids of its tasks are this much longer than its own.
+        return submitted(json.dumps(self.task("0" * 8, 1000, 1)).encode(), KNOWN)[0]
 
 
 def input_of(task_id: str) -> str:
@@ -93,8 +99,7 @@ def _body(number: int, line: dict[str, Any], over: Over, harness: dict[str, Any]
 
 def _check(given: Input, accept: Accept) -> None:
     try:
-        # Ids of its tasks are this much longer than its own.
-        submitted(json.dumps(given.task("0" * 8, 1000, 1)).encode(), KNOWN)
+        given.parsed()
     except BadTask as error:
         raise Refusal(f"line {given.number}: {error.message}") from error
     if "reward" in accept.names and not given.body.get("evaluator"):

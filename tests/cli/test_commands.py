@@ -94,6 +94,14 @@ def test_serve_where_only_the_trainers_part_is_installed_says_what_to_install() 
     )
 
 
+def test_node_where_only_the_trainers_part_is_installed_says_what_to_install() -> None:
+    """It ended in a traceback."""
+    program = "import sys; sys.modules['msgspec'] = None; sys.argv[1:] = ['node']; import cli.main; cli.main.main()"
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "verbatim: verbatim node needs msgspec: pip install 'verbatim-rl[rollout]'"
+
+
 def test_an_unknown_flag_is_a_usage_error() -> None:
     done = verbatim("serve", "--engines", "http://127.0.0.1:9")
     assert done.returncode == 2

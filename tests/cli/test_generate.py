@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -17,7 +18,9 @@ from proxy.archive.files import read_table
 from proxy.archive.folder import ArchiveReader
 from proxy.store.connection import StoreConnection
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
+from tests.support.machine import unavailable
 from tests.support.runtimes.rollout_nodes import ASK, World
+from tests.support.runtimes.runtime_places import no_sandbox
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.rollout_service import serving_tasks
 from tests.support.service.running_service import ADMIN, RunningService
@@ -221,6 +224,60 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     done = verbatim("generate", *given, timeout_seconds=SECONDS)
     assert done.returncode == code and says in done.stderr, done.stderr
     assert not (tmp_path / "out").exists()
+
+
+MISSING = {
+    "description": "is nowhere",
+    "dialect": "chat",
+    "argv": ["no-such-harness", "{prompt}"],
+    "env": {"OPENAI_BASE_URL": "{openai}", "OPENAI_API_KEY": "{api_key}"},
+}
+
+
+@pytest.mark.parametrize(
+    ("install", "told"),
+    [
+        ([], "line 2: mine: there is no 'no-such-harness' in the runtime, and is not to be installed here"),
+        (["echo no package of that name >&2; exit 3"], "ended with exit code 3: no package of that name"),
+    ],
+)
+def test_a_harness_that_is_missing_is_told_once_before_anything_is_started(
+    install: list[str], told: str, tmp_path: Path
+) -> None:
+    """Every attempt failed of it, one after the other, for minutes."""
+    harness = {"name": "mine", "definition": {**MISSING, "install": install}, "install": bool(install)}
+    file = written(
+        tmp_path / "tasks.jsonl", {**task("a"), "harness": "shell"}, task("b", harness=harness), task("c", harness=harness)
+    )
+    given = ("--tasks", file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), "--samples", "8")
+    done = verbatim("generate", *given, timeout_seconds=SECONDS, **variables(tmp_path))
+    assert done.returncode == 1 and "waiting" not in done.stderr, done.stderr
+    assert done.stderr.count(told) == done.stderr.count("no-such-harness' in the runtime") == 1, done.stderr
+    assert not processes_using(tmp_path / "out") and not list((tmp_path / "runtimes").glob("trial*"))
+
+
+def test_a_harness_that_a_sandbox_does_not_see_is_told_with_where_it_is(tmp_path: Path) -> None:
+    if (reason := no_sandbox()) is not None:
+        unavailable(reason)
+    program = tmp_path / "bin" / "no-such-harness"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    harness = {"name": "mine", "definition": MISSING, "install": False}
+    file = written(tmp_path / "tasks.jsonl", {**task("a"), "harness": harness, "runtime": "local"})
+    given = ("--tasks", file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"))
+    path = f"{program.parent}:{os.environ['PATH']}"
+    done = verbatim("generate", *given, timeout_seconds=SECONDS, **{**variables(tmp_path), "PATH": path})
+    assert done.returncode == 1 and f"this machine has {program}: name what it needs in VERBATIM_LOCAL_READABLE" in done.stderr
+
+
+def test_what_runtimes_of_its_node_need_is_told_before_anything_is_started(tmp_path: Path) -> None:
+    file = written(tmp_path / "tasks.jsonl", {**task("a"), "runtime": "local"})
+    given = ("--tasks", file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), "--harness", "shell")
+    done = verbatim("generate", *given, timeout_seconds=SECONDS, **variables(tmp_path), VERBATIM_CGROUP=str(tmp_path / "none"))
+    assert done.returncode == 1 and "this machine lacks what its runtimes need: local: VERBATIM_CGROUP" in done.stderr, (
+        done.stderr
+    )
+    assert not processes_using(tmp_path / "out")
 
 
 def test_an_engine_that_is_not_there_is_named_while_it_is_waited_for(tmp_path: Path) -> None:
