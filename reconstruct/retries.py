@@ -1,8 +1,9 @@
-"""Retries: a call is superseded by a later one only on proof, otherwise both stand.
+"""Retries: an attempt is superseded by a later one only on proof that its reply was not delivered; otherwise both stand.
 
-Proof is the same request (equal digests of equal bodies, below the same parent) and either the retry's own mark or that the
-earlier reply was never delivered. A call that something continues was delivered, whatever the marks say. Choices of one request
-(n > 1) are not retries of each other: they started together.
+Two calls are attempts at the same when they have the same request (equal digests of equal bodies) below the same parent. What a
+later request says of itself proves nothing about an earlier reply: of identical requests at once, one that the engine failed comes
+again with the mark of a retry, while the replies to the others were read. A call that something continues was delivered, whatever
+was noted. Choices of one request (n > 1) are not retries of each other: they started together.
 """
 
 from __future__ import annotations
@@ -29,10 +30,7 @@ def superseded(forest: Forest, delivered: Container[str]) -> set[str]:
 
 def _lost(forest: Forest, calls: list[Call], delivered: Container[str]) -> Iterable[str]:
     latest = calls[-1].started_at
-    latest_marked = max((call.started_at for call in calls if call.marks.get("retry")), default=float("-inf"))
     for call in calls:
-        if forest.children(call.call_id):
-            continue
-        undelivered = call.call_id not in delivered and call.started_at < latest
-        if undelivered or call.started_at < latest_marked:
+        undelivered = call.call_id not in delivered and not forest.children(call.call_id)
+        if undelivered and call.started_at < latest:
             yield call.call_id

@@ -12,7 +12,9 @@ _BRIDGE = (
     "-k 'turn_end or newline or doubled or cut or refused or dropped or rewritten or repeated or never_shows'"
 )
 _MESSAGES = "tests/reconstruct/test_messages.py -k 'not any_order and not under_a_projection'"
-_RETRIES = "tests/reconstruct/test_roles_and_retries.py -k 'superseded or supersedes_what or both_kept or last_attempt or choices_of_one'"
+_RETRIES = (
+    "tests/reconstruct/test_roles_and_retries.py -k 'superseded or supersedes or both_kept or last_attempt or choices_of_one'"
+)
 _CODEC = "tests/reconstruct/test_codec.py -k 'flipped or truncation or schema or written or every_field'"
 
 FAULTS = (
@@ -154,20 +156,20 @@ FAULTS = (
     # Retries
     Fault(
         "A reply that never arrived and was asked for again is trained beside the one that did.",
-        "        if undelivered or call.started_at < latest_marked:\n",
-        "        if call.started_at < latest_marked:\n",
+        "        if undelivered and call.started_at < latest:\n",
+        "        if False:\n",
         _RETRIES,
     ),
     Fault(
-        "Best-of-n samples that were all delivered are thrown away but for the last.",
-        "        undelivered = call.call_id not in delivered and call.started_at < latest\n",
-        "        undelivered = call.started_at < latest\n",
+        "Samples of one prompt that were all delivered are thrown away but for the last.",
+        "        undelivered = call.call_id not in delivered and not forest.children(call.call_id)\n",
+        "        undelivered = not forest.children(call.call_id)\n",
         _RETRIES,
     ),
     Fault(
         "A reply that the harness went on from is thrown away as superseded.",
-        "        if forest.children(call.call_id):\n            continue\n",
-        "",
+        "        undelivered = call.call_id not in delivered and not forest.children(call.call_id)\n",
+        "        undelivered = call.call_id not in delivered\n",
         _RETRIES,
     ),
     # The bridge
