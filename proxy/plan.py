@@ -280,7 +280,8 @@ def place(tree: SessionTree, found: Continuation, prompt_ids: Ids | None, branch
     """Where `prompt_ids` (None: not known) hang: on the parent where they begin with all of its ids, else on the call that probably
     shares most.
 
-    `branch_reason` is why the prompt is a fresh rendering, None when it was made to extend the parent.
+    `branch_reason` is why the prompt is a fresh rendering, None when it was made to extend the parent. It is the place's where the
+    prompt does not extend the parent.
     """
     parent_id = found.parent.call_id if found.parent else None
     if prompt_ids is None:
@@ -295,7 +296,8 @@ def place(tree: SessionTree, found: Continuation, prompt_ids: Ids | None, branch
     elif shared < tree.forest.full_length(parent_id):
         reason = branch_reason or "retokenized"
     else:
-        reason = branch_reason or _fork_reason(tree, found, parent_id)
+        # Also where nothing proved it beforehand: a fresh rendering may begin with all of the parent's ids.
+        reason = _fork_reason(tree, found, parent_id)
     return Place(parent_id, reason, base if shared else None, shared, prompt_ids[shared:])
 
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from proxy.dialects.base import Request
 from proxy.history import Heard, Seen
-from proxy.plan import continuation
+from proxy.plan import Continuation, continuation, place
 from proxy.session_tree import SessionTree
 from proxy.store.session_store import SessionInfo
 from reconstruct.codec import encode
 from reconstruct.messages import chain, digest_message, digest_messages, root_key
+from reconstruct.records import pack_ids
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
@@ -131,6 +132,24 @@ def test_of_two_calls_that_said_the_same_the_one_goes_on_whose_id_the_reply_carr
     result = {"role": "tool", "tool_call_id": f"call_{named}_0", "content": "x"}
     found = continuation(known, Request("chat", "m", seen_by(known, [asked, reply(named), result])))
     assert found.parent is not None and found.parent.call_id == named
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [([1, 2, 3], None), ([1, 9, 3], "history_rewritten"), ([1, 2], None)],
+    ids=["extends", "differs", "same"],
+)
+def test_a_fresh_rendering_that_begins_with_all_of_its_parents_ids_extends_it_and_has_no_reason_to_branch(
+    prompt: list[int], reason: str | None
+) -> None:
+    """c1 was asked 1 and said 2; what follows was rendered afresh, since nothing proved beforehand that it goes on from 1 2."""
+    known = tree()
+    known.forest.add(call("c1", delta=[1], said=[2]))
+    found = Continuation(b"root", [b"start", b"asked again"], known.call("c1"), reply_at=0)
+    where = place(known, found, pack_ids(prompt), "history_rewritten")
+    assert (where.parent_id, where.branch_reason) == ("c1", reason)
+    known.forest.add(call("c2", parent="c1", base="c1", base_length=where.base_length, delta=prompt[where.base_length :]))
+    assert known.forest.extends("c2") == (reason is None)
 
 
 @pytest.fixture(scope="module")
