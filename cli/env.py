@@ -56,7 +56,7 @@ def env(
         raise Refusal(f"--format cannot be {output!r}: choose one of {', '.join(FORMATS)}", exit_code=2)
     if home is not None and home.resolve() == Path.home().resolve():
         raise Refusal(f"--home {home} is your own home, whose files would be replaced: name another folder", exit_code=2)
-    session = open_session(Control(url), session_id=session_id, metadata={"harness": definition.name})
+    session = open_session(Control(url), definition, session_id=session_id)
     try:
         given = describe(definition, session, model, home)
     except BaseException as error:

@@ -14,6 +14,7 @@ from cli.control import TIMEOUT_SECONDS, Control, HeldBack
 from cli.refusal import Refusal
 from cli.sessions import accounting_line
 from cli.stop_signals import StopSignals
+from reconstruct.roles import rule_as_wire
 from rollout.harnesses.catalogue import load
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.errors import HarnessError
@@ -31,19 +32,24 @@ def chosen(name_or_path: str) -> Harness:
         raise Refusal(str(error), exit_code=2) from error
 
 
-def open_session(control: Control, **fields: Any) -> OpenedSession:
-    """A new session; fields that are None are left out. Raises `Refusal`."""
+def open_session(control: Control, definition: Harness, **fields: Any) -> OpenedSession:
+    """A new session for that harness; fields that are None are left out. Raises `Refusal`."""
+    fields |= {"metadata": {"harness": definition.name}}
+    # A service of an earlier build does not know them.
+    fields |= {"role_rules": [rule_as_wire(rule) for rule in definition.roles]} if definition.roles else {}
     created = control.post("/sessions", {name: value for name, value in fields.items() if value is not None})
     return OpenedSession(control, created["session_id"], Endpoint(created["base_urls"], created["api_key"]))
 
 
-def open_when_let_in(control: Control, stop: StopSignals, show: Callable[[str], object], **fields: Any) -> OpenedSession:
+def open_when_let_in(
+    control: Control, stop: StopSignals, show: Callable[[str], object], definition: Harness, **fields: Any
+) -> OpenedSession:
     """As `open_session`, and asks again while the service holds new sessions back, which it lets `show` say.
 
     Raises `Refusal`, when it is stopped while it waits with the signal's exit code."""
     while True:
         try:
-            return open_session(control, **fields)
+            return open_session(control, definition, **fields)
         except HeldBack as held:
             show(f"waiting until the service takes a new session: {held}")
             if stop.wait(held.retry_after_seconds):

@@ -89,7 +89,7 @@ def run(
     fields = {"session_id": session_id, "task_id": task_id, "group_id": group_id, "group_size": group_size}
     with StopSignals() as stop:
         with Waiting() as waiting:
-            session = open_when_let_in(control, stop, waiting.show, **fields, metadata={"harness": definition.name})
+            session = open_when_let_in(control, stop, waiting.show, definition, **fields)
         outcome = Outcome("failed", 1, "verbatim run broke off")
         try:
             with temporary_home(keep_home) as home:

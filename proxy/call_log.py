@@ -63,7 +63,7 @@ def attributes_of(notes: CallNotes) -> dict[str, str | int | float | list[str]]:
     found: dict[str, str | int | float | list[str]] = {name: value for name, value in named.items() if value is not None}
     if notes.turn is not None:
         info = notes.turn.tree.info
-        kept = {"verbatim.group_id": info.group_id, "verbatim.task_id": info.task_id, "verbatim.role": notes.turn.role}
+        kept = {"verbatim.group_id": info.group_id, "verbatim.task_id": info.task_id, "verbatim.role": notes.turn.purpose.role}
         found |= {name: value for name, value in kept.items() if value}
         found["gen_ai.operation.name"] = "text_completion" if notes.dialect == "completions" else "chat"
     if notes.reply is not None:

@@ -32,7 +32,6 @@ from proxy.turn import Turn
 from proxy.wanted import logprob_mode, overrides, wanted_of
 from reconstruct.codec import encode
 from reconstruct.messages import hash_bytes
-from reconstruct.roles import BUILT_IN
 
 T = TypeVar("T")
 
@@ -46,7 +45,7 @@ _ABORT_SECONDS = 5.0
 class Flow:
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._rules = (*services.settings.role_rules, *BUILT_IN)
+        self._rules = services.settings.role_rules
         self._apis = EngineApis(services.pool, services.renderer)
         self._planner = Planner(self._apis, retain_thinking=services.settings.thinking == "retain")
 
@@ -173,7 +172,7 @@ class Flow:
             job.line.before = partial(self._written, turn, intent, job.line)
         turn.running.ask_engine = partial(self._end, turn, engine, job)
         # As soon as the engine was asked, since the record is to have it.
-        asyncio.get_running_loop().call_soon(turn.find_role)
+        asyncio.get_running_loop().call_soon(lambda: turn.purpose)
         clock = time.perf_counter()
         try:
             if turn.running.cut.is_set():

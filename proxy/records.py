@@ -91,8 +91,8 @@ def _call_record(
         dialect=request.dialect,
         api=turn.replica.api or "chat",
         status="failed" if outcome.broken is not None else "aborted" if aborted else "finished",
-        role=turn.role,
-        agent=turn.agent,
+        role=turn.purpose.role,
+        agent=turn.purpose.agent,
         finish_reason=sampled.finish_reason if aborted else choice.finish_reason,
         stop_reason=sampled.stop_reason,
         sampling=sampling,
@@ -113,6 +113,7 @@ def _call_record(
         trainable=not quarantine_reason,
         quarantine_reason=quarantine_reason,
         marks={**turn.marks, "policy": turn.replica.policy} if turn.replica.policy else turn.marks,
+        role_source=turn.purpose.source,
     )
 
 

@@ -28,6 +28,7 @@ _BLANK: Mapping[str, Any] = dict.fromkeys(
     (
         "branch_reason",
         "role",
+        "role_source",
         "dialect",
         "api",
         "finish_reason",
@@ -66,7 +67,7 @@ def build_rows(
         raise RequestError(str(error), param="builder") from error
     calls, damaged = _decoded(records)
     roles, modes = frozenset(settings.train_roles), frozenset(settings.train_logprob_modes)
-    settled = settle(calls, delivered=delivered, train_roles=roles, logprob_modes=modes)
+    settled = settle(calls, delivered=delivered, train_roles=roles, train_inferred=settings.train_inferred, logprob_modes=modes)
     info = state.info
     rows = build(
         settled,
@@ -140,9 +141,11 @@ def _left(intents: Sequence[Intent], calls: Sequence[Call]) -> list[tuple[tuple[
 
 
 def _recorded(calls: Sequence[Call], settled: Settled, delivered: Container[str], arrays: str) -> Iterator[dict[str, Any]]:
-    strays = {call.call_id for call in settled.stray}
+    strays = {call.call_id: call for call in settled.stray}
     for call in calls:
-        yield _call(call, Forest() if call.call_id in strays else settled.forest, call.call_id in delivered, arrays)
+        stray = strays.get(call.call_id)
+        known, forest = (stray, Forest()) if stray else (settled.forest.calls[call.call_id], settled.forest)
+        yield _call(known, forest, call.call_id in delivered, arrays)
 
 
 def _call(call: Call, forest: Forest, delivered: bool, arrays: str) -> dict[str, Any]:
@@ -154,6 +157,7 @@ def _call(call: Call, forest: Forest, delivered: bool, arrays: str) -> dict[str,
         "parent_id": node.parent_id,
         "branch_reason": node.branch_reason,
         "role": call.role,
+        "role_source": call.role_source,
         "dialect": call.dialect,
         "api": call.api,
         "status": call.status,

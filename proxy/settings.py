@@ -173,9 +173,12 @@ class Settings(BaseSettings):
     """The role under which a system or developer message that is not at the head of a Responses or Messages history is rendered:
     many chat templates refuse a later system message."""
     role_rules: list[RoleRule] = Field(default_factory=list)
-    """More rules for the role of a call, tried before the built-in ones; see reconstruct/roles.py."""
+    """Rules for the role of a call, tried before those of the session's harness and the built-in ones; see reconstruct/roles.py."""
     train_roles: list[Role] = Field(default_factory=lambda: list[Role](("main", "subagent")))
     """Roles whose tokens are trained; calls of other roles are exported with their role and quarantined."""
+    train_inferred: bool = True
+    """Whether a call is trained that is only inferred to be a side call: one that offers no tools and begins a conversation of its own,
+    beside one with tools. False: as `train_roles` says of `side`."""
     keepalive_seconds: float = 10.0
     """Longest silence towards a streaming harness before a typed keep-alive event."""
     drain_seconds: float = 20.0

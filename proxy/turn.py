@@ -14,7 +14,7 @@ from proxy.plan import Continuation, TokenPlan
 from proxy.session_tree import SessionTree
 from proxy.steps import CallClock
 from reconstruct.messages import plain_content
-from reconstruct.roles import Marks, RoleRule, role_of
+from reconstruct.roles import Marks, Purpose, RoleRule, purpose_of
 
 
 @dataclass(slots=True)
@@ -38,27 +38,19 @@ class Turn:
     sampling: dict[str, Any] = field(default_factory=dict)
     asked: dict[str, Any] | None = None
     marks: dict[str, str] = field(default_factory=dict)
-    _role: tuple[str, str] | None = None
+    _purpose: Purpose | None = None
 
     @property
     def session_id(self) -> str:
         return self.tree.info.session_id
 
     @property
-    def role(self) -> str:
-        """What the call is for."""
-        return self.find_role()[0]
-
-    @property
-    def agent(self) -> str:
-        """Whose it is, as the harness names its agents; "" where it does not."""
-        return self.find_role()[1]
-
-    def find_role(self) -> tuple[str, str]:
-        """(role, agent), by rules that search the call's texts when it is first asked."""
-        if self._role is None:
-            self._role = role_of(_marks_of(self.request, self.headers), self.rules)
-        return self._role
+    def purpose(self) -> Purpose:
+        """What the call is for, by rules that may search its texts when it is first asked."""
+        if self._purpose is None:
+            marks = _marks_of(self.request, self.headers)
+            self._purpose = purpose_of(marks, self.rules, self.tree.info.role_rules)
+        return self._purpose
 
     def go_to(self, replica: Replica) -> None:
         """The call begins at this replica; what was planned for another one does not hold."""

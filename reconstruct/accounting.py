@@ -18,6 +18,7 @@ from reconstruct.forest import Forest, order_key
 from reconstruct.records import NO_LOGPROBS, Call
 from reconstruct.retries import REASON as SUPERSEDED
 from reconstruct.retries import superseded
+from reconstruct.roles import credited_role, infer_side_calls
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
 from reconstruct.verification import verify
 
@@ -39,14 +40,16 @@ def settle(
     *,
     delivered: Container[str] | None = None,
     train_roles: Container[str] | None = None,
+    train_inferred: bool = True,
     logprob_modes: Container[str] | None = None,
 ) -> Settled:
     """Plant the forest from calls in any order and find what must not be trained. Never raises for one bad record.
 
     `delivered` holds the ids of calls whose answer went out whole (None: all of them); `train_roles` the roles that are
-    trained (None: every role); `logprob_modes` the modes in which a call's logprobs may be (None: all but logits).
+    trained (None: every role), and `train_inferred` says whether calls are that are side calls by inference alone (see
+    `reconstruct.roles`); `logprob_modes` the modes in which a call's logprobs may be (None: all but logits).
     """
-    ordered = sorted({call.call_id: call for call in calls}.values(), key=order_key)
+    ordered = infer_side_calls(sorted({call.call_id: call for call in calls}.values(), key=order_key))
     forest, refused = _plant(ordered)
     stray = [call for call in ordered if call.call_id in refused]
     unsound = _out_of_range(forest)
@@ -61,16 +64,20 @@ def settle(
     if delivered is not None:
         for call_id in superseded(forest, delivered):
             refused.setdefault(call_id, SUPERSEDED)
-    shown = _not_trained(forest, refused, train_roles)
+    shown = {} if train_roles is None else _not_trained(forest, refused, train_roles, train_inferred)
     return Settled(forest, {**refused, **shown}, stray, frozenset(shown))
 
 
-def _not_trained(forest: Forest, refused: Mapping[str, str], train_roles: Container[str] | None) -> dict[str, str]:
+def _not_trained(
+    forest: Forest, refused: Mapping[str, str], train_roles: Container[str], train_inferred: bool
+) -> dict[str, str]:
     """Sound calls of roles that are not trained, and the reason."""
-    if train_roles is None:
-        return {}
-    others = [call for call in forest.calls.values() if call.role not in train_roles and call.call_id not in refused]
-    return {call.call_id: f"role_{call.role}" for call in others}
+    credited = {
+        call_id: credited_role(call, train_inferred=train_inferred)
+        for call_id, call in forest.calls.items()
+        if call_id not in refused
+    }
+    return {call_id: f"role_{role}" for call_id, role in credited.items() if role not in train_roles}
 
 
 def _refusal(call: Call, forest: Forest) -> str:

@@ -130,6 +130,7 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
         logprob_mode=_logprob_mode(forest, list(places) or path),
         details=row_details(forest, last.call_id, list(places)),
         policy=last.policy,
+        role_source=last.role_source,
     )
 
 

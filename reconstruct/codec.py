@@ -5,8 +5,9 @@ would otherwise be trained unseen. Ids are little-endian int32, logprobs little-
 JSON where that is shorter. A version once released stays readable: a new field means a new version and a branch in `decode`;
 the golden bytes in tests/reconstruct/golden hold that.
 
-Version 2 is version 1 with the call's details behind it. A call without details is written as version 1, which builds that do not
-know of details read as well.
+Version 2 is version 1 with the call's details behind it, version 3 is version 2, its details or null, with the source of its role
+behind them. A call is written as the earliest version that tells all of it, which earlier builds read as well: as version 1 where it
+has no details, and as 1 or 2 where its role's source is what those versions meant: inferred for main, else declared.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import numpy as np
 
 from reconstruct.details_codec import details_fields, details_of
 from reconstruct.errors import DecodeError
-from reconstruct.records import Call, Ids, Logprobs, Node, Sampling, Span
+from reconstruct.records import DECLARED, INFERRED, Call, Ids, Logprobs, Node, Sampling, Span
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """The newest that this build reads; it reads all before, too."""
 
 _COMPRESS_FROM_BYTES = 128
@@ -38,10 +39,10 @@ _SURROGATES = "surrogatepass"
 
 def encode(call: Call) -> bytes:
     """`call` as the bytes of one record."""
-    details = call.node.details
+    version, behind = _version_of(call)
     packed: bytes = msgpack.packb(
         (
-            1 if details is None else 2,
+            version,
             call.call_id,
             call.session_id,
             _node_fields(call.node),
@@ -70,11 +71,19 @@ def encode(call: Call) -> bytes:
             call.trainable,
             call.quarantine_reason,
             dict(call.marks),
-            *(() if details is None else (details_fields(details),)),
+            *behind,
         ),
         unicode_errors=_SURROGATES,
     )
     return packed + _crc(packed)
+
+
+def _version_of(call: Call) -> tuple[int, tuple[Any, ...]]:
+    """The earliest version that tells all of the call, and what that has behind the fields of version 1."""
+    details = None if call.node.details is None else details_fields(call.node.details)
+    if call.role_source != _source_before_3(call.role):
+        return 3, (details, call.role_source)
+    return (1, ()) if details is None else (2, (details,))
 
 
 def decode(data: bytes) -> Call:
@@ -95,11 +104,18 @@ def decode(data: bytes) -> Call:
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         raise DecodeError(f"schema version {version!r} is unknown to this build (it reads up to {SCHEMA_VERSION})")
     try:
-        return _decode_v1(fields) if version == 1 else _decode_v2(fields)
+        return _DECODERS[version](fields)
     except DecodeError:
         raise
     except (ValueError, TypeError, IndexError, KeyError, zlib.error) as error:
         raise DecodeError(f"a version-{version} record is damaged: {error}") from error
+
+
+def _decode_v3(fields: list[Any]) -> Call:
+    *before, details, role_source = fields
+    _require((role_source,), str)
+    call = _decode_v1(before) if details is None else _decode_v2([*before, details])
+    return replace(call, role_source=role_source)
 
 
 def _decode_v2(fields: list[Any]) -> Call:
@@ -178,7 +194,16 @@ def _decode_v1(fields: list[Any]) -> Call:
         trainable=trainable,
         quarantine_reason=quarantine_reason,
         marks=marks,
+        role_source=_source_before_3(role),
     )
+
+
+_DECODERS = {1: _decode_v1, 2: _decode_v2, 3: _decode_v3}
+
+
+def _source_before_3(role: str) -> str:
+    """A role other than main left its call out of training, or named an agent: those of earlier builds are taken at their word."""
+    return INFERRED if role == "main" else DECLARED
 
 
 def _require(values: Iterable[Any], *types: type) -> None:

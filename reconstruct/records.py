@@ -31,6 +31,9 @@ NO_LOGPROBS = ("raw_logits", "processed_logits")
 NO_TOKEN_IDS = "no_token_ids"
 """Why a call is not trained whose engine did not tell the ids of its prompt and of its reply."""
 
+DECLARED, RULE, INFERRED = "declared", "rule", "inferred"
+"""Who says what role a call has: the harness or its definition, a rule of the operator, or nobody."""
+
 Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 
@@ -145,8 +148,8 @@ class Call:
     `fingerprint` is the hash chain over the request's canonical messages,
     `reply_fingerprint` the chain after the reply: what a continuing call's history hashes to (see messages.py).
     `preamble` (roots only) is the JSON object of model, tools and template kwargs. `marks` are what the harness itself said of the
-    call in its headers: "retry" (the attempt's number) and what the role was derived from; and the "policy" that sampled it, unless
-    it was the default one.
+    call in its headers: "retry" (the attempt's number); and the "policy" that sampled it, unless it was the default one.
+    `role_source` says who says so of the role: DECLARED, RULE or INFERRED.
     """
 
     call_id: str
@@ -177,6 +180,7 @@ class Call:
     trainable: bool = True
     quarantine_reason: str = ""
     marks: Mapping[str, str] = field(default_factory=dict)
+    role_source: str = INFERRED
 
     @property
     def ids_known(self) -> bool:

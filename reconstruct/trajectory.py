@@ -4,6 +4,8 @@
 sampled tokens only, in the row's own positions. `trajectory_id` depends on the session and the calls in the row alone, so
 that a redelivered row has the id it had before.
 
+`role` is its last call's, and `role_source` says who says so: declared, rule or inferred (see `reconstruct.roles`).
+
 `policy` is the named model that sampled the row, "" the default one: the versions of the row's spans are that policy's.
 
 One rollout may become several rows. `rollout_id` says which belong together, and `row_weight` is 1 / the number of rows of the
@@ -24,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.details import NAMES, RowDetails
-from reconstruct.records import UNKNOWN_MODE, Ids, Logprobs, Span
+from reconstruct.records import INFERRED, UNKNOWN_MODE, Ids, Logprobs, Span
 
 Mask = NDArray[np.int8]
 
@@ -53,6 +55,7 @@ class Trajectory:
     logprob_mode: str = UNKNOWN_MODE
     details: RowDetails | None = None
     policy: str = ""
+    role_source: str = INFERRED
 
     @property
     def rollout_id(self) -> str:
@@ -95,6 +98,7 @@ def as_wire(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
         "group_id": row.group_id,
         "task_id": row.task_id,
         "role": row.role,
+        "role_source": row.role_source,
         "agent": row.agent,
         "token_ids": _array(row.token_ids, arrays),
         "loss_mask": _array(row.loss_mask, arrays),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
+from reconstruct.roles import RoleRule
 from rollout.attempts import Verdict
 from rollout.session_failures import NoSession, SessionConflict, SessionRefused
 from rollout.sessions import OpenSession, Sessions
@@ -12,8 +14,11 @@ from rollout.task import Task
 log = logging.getLogger(__name__)
 
 
-async def open_member(sessions: Sessions, task: Task, index: int, session_id: str) -> OpenSession:
-    """A new session that is a member of the task's group. Waits while the service holds new sessions back. Raises `SessionFailed`."""
+async def open_member(
+    sessions: Sessions, task: Task, index: int, session_id: str, roles: Sequence[RoleRule] = ()
+) -> OpenSession:
+    """A new session that is a member of the task's group; `roles` are those of its harness's definition. Waits while the service holds
+    new sessions back. Raises `SessionFailed`."""
     return await sessions.create(
         session_id,
         task_id=task.task_id,
@@ -24,6 +29,7 @@ async def open_member(sessions: Sessions, task: Task, index: int, session_id: st
         group=task.group,
         replacements=False,
         echo_policy=task.echo_policy,
+        roles=roles,
     )
 
 

@@ -20,6 +20,7 @@ from rollout.evaluation import Evaluation
 from rollout.evaluators.base import Run
 from rollout.failures import RETRIED, Failure, FailureRecord, RolloutFailed
 from rollout.harness_run import HarnessRun, definition_of
+from rollout.harnesses.definition import Harness
 from rollout.installing import with_harness
 from rollout.node_parts import NodeParts
 from rollout.preparing import carry_out
@@ -136,7 +137,7 @@ class Course:
             evaluation.begin()
             stack.push_async_callback(evaluation.drop)
         self.begun = True
-        opened = await self._opened(budget)
+        opened = await self._opened(harness.harness, budget)
         run = await run_agent(self._parts, harness, opened, self.attempt, lambda act: self._patiently(budget, act))
         if run.timed_out and self._task.on_agent_timeout != "evaluate":
             return self._agent_timed_out()
@@ -146,7 +147,7 @@ class Course:
             self._ahead.leave()
             return await self._evaluated(run, evaluation, harness.runtime, budget)
 
-    async def _opened(self, budget: Budget) -> OpenSession:
+    async def _opened(self, definition: Harness, budget: Budget) -> OpenSession:
         """Its session, and the rollout is running. A session that came to be too late is taken away: whoever has the rollout by now
         looked for it before it was there."""
         session_id = self.attempt.session_id
@@ -155,7 +156,7 @@ class Course:
         async def open_it() -> OpenSession:
             nonlocal lost
             try:
-                return await open_member(sessions, self._task, self.attempt.index, session_id)
+                return await open_member(sessions, self._task, self.attempt.index, session_id, definition.roles)
             except NoAnswer:
                 lost = True
                 raise

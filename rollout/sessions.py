@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +19,7 @@ import httpx
 import msgpack
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_before_delay, wait_random_exponential
 
+from reconstruct.roles import RoleRule, rule_as_wire
 from rollout.attempts import Ended
 from rollout.session_failures import HeldBack, NoAnswer, NoSession, SessionConflict, SessionFailed, SessionRefused, failure_of
 from rollout.task import GroupRule
@@ -80,9 +81,11 @@ class Sessions:
         replacements: bool = True,
         trained: bool = True,
         echo_policy: str | None = None,
+        roles: Sequence[RoleRule] = (),
     ) -> OpenSession:
         """A new session of that id. Waits as long as the service holds new sessions back (429). `replacements`: whether other sessions
-        may take the place of failed members of its group. One that is not `trained` is no trainer's, and never held back.
+        may take the place of failed members of its group. One that is not `trained` is no trainer's, and never held back. `roles`: what
+        its harness's definition declares of the roles of its calls.
 
         Where the answer to an earlier try was lost, the session that it made is taken away first: its key is told only once, so
         nobody can have used it. Raises `SessionConflict` for one that was there before, and `SessionFailed`."""
@@ -94,6 +97,7 @@ class Sessions:
         body |= {} if replacements else {"group_replacements": False}
         body |= {} if trained else {"trained": False}
         body |= {} if echo_policy is None else {"echo_policy": echo_policy}
+        body |= {"role_rules": [rule_as_wire(rule) for rule in roles]} if roles else {}
         lost = False
 
         async def attempt() -> httpx.Response:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.details import NAMES, RowDetails, of_one_shape
-from reconstruct.records import UNKNOWN_MODE, Span, pack_ids, pack_logprobs
+from reconstruct.records import INFERRED, UNKNOWN_MODE, Span, pack_ids, pack_logprobs
 from reconstruct.trajectory import Trajectory
 from trainer_client.errors import InvalidAnswer
 
@@ -110,6 +110,7 @@ def trajectory_of(row: Mapping[str, Any], row_weight: float = 1.0) -> Trajectory
             logprob_mode=str(row.get("logprob_mode", UNKNOWN_MODE)),
             details=_details(row),
             policy=str(row.get("policy", "")),
+            role_source=str(row.get("role_source", INFERRED)),
         )
         _check(trajectory)
     except (KeyError, TypeError, ValueError) as error:

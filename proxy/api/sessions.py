@@ -24,6 +24,7 @@ from proxy.errors import Conflict, NotFound
 from proxy.services import Services
 from proxy.store.groups import GroupRule
 from proxy.store.session_store import SessionInfo, SessionState
+from reconstruct.roles import RoleRule
 from reconstruct.trajectory import accounting_as_wire, as_wire
 
 router = APIRouter(prefix="/sessions", dependencies=[Depends(admin_only)])
@@ -67,6 +68,8 @@ class NewSession(Body):
     """False: no trainer ever gets it, and it is never held back, as for judges."""
     metadata: Metadata = Field(default_factory=dict)
     """Kept with the session and its rows."""
+    role_rules: list[RoleRule] = Field(default_factory=list, max_length=64)
+    """What its harness's definition declares of the roles of its calls; the service's own rules come first."""
     sampling: SamplingOverrides | None = None
     """Wins over what the harness sends."""
     echo_policy: Literal["strict", "minted"] | None = None
@@ -121,6 +124,7 @@ async def create(request: Request, services: Served, body: Annotated[NewSession,
         group_rule=body.rule(),
         trained=body.trained,
         echo_policy=body.echo_policy or services.settings.echo_policy,
+        role_rules=tuple(body.role_rules),
     )
     if not await open_session(services, info, request.is_disconnected):
         raise Conflict(f"there is a session {session_id} already", param="session_id")

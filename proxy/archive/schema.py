@@ -24,6 +24,7 @@ TRAJECTORIES = {
     "group_id": "string",
     "task_id": "string",
     "role": "string",
+    "role_source": "string",
     "agent": "string",
     "token_ids": "list<int32>",
     "loss_mask": "list<int8>",

@@ -116,8 +116,9 @@ def _packed(info: SessionInfo) -> bytes:
 
 
 def _archived(info: SessionInfo) -> SessionInfo:
-    """What an archive holds of it: not the key, and not its group's rule. A group that is imported is the service's to decide on."""
-    return replace(info, key_hash=NO_KEY, group_rule=None)
+    """What an archive holds of it: not the key, and not its group's rule. A group that is imported is the service's to decide on. Its
+    calls have their roles."""
+    return replace(info, key_hash=NO_KEY, group_rule=None, role_rules=())
 
 
 def _comparable(state: SessionState) -> SessionState:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from proxy.store.groups import GroupRule
+from reconstruct.roles import RoleRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class SessionInfo:
     echo_policy: str = "strict"
     """What becomes of a reply that its harness replays with an edit: strict: a branch; minted: the reply as it was sampled, where an id
     that was minted into it proves which one is meant."""
+    role_rules: tuple[RoleRule, ...] = ()
+    """What its harness's definition declares of the roles of its calls."""
 
 
 @dataclass(frozen=True, slots=True)

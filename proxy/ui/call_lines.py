@@ -31,6 +31,7 @@ class CallLine:
     parent_id: str | None
     branch_reason: str
     role: str
+    role_source: str
     agent: str
     dialect: str
     api: str
@@ -112,6 +113,7 @@ def _line(number: int, call: Call, forest: Forest, delivered: bool, refused: str
         parent_id=node.parent_id,
         branch_reason=node.branch_reason or "",
         role=call.role,
+        role_source=call.role_source,
         agent=call.agent,
         dialect=call.dialect,
         api=call.api,

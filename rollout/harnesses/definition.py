@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from reconstruct.roles import RoleRule
 from rollout.harnesses.errors import BadDefinition, OutsideHome, PromptTooLong, UnknownField
 from rollout.harnesses.mcp import McpForm, parsed_form
 from rollout.harnesses.placeholders import check, fill, fill_file, uses
@@ -55,6 +56,8 @@ class Harness:
     """How it is told of MCP servers; None: it takes none."""
     skills: str = ""
     """Folder below the home in which it looks for skills, each a folder with a SKILL.md; empty: it takes none."""
+    roles: tuple[RoleRule, ...] = ()
+    """What its calls are for, where they do not say so in headers that the service knows: the first rule that fits a call."""
 
     def __post_init__(self) -> None:
         if not _NAME.match(self.name):
@@ -172,6 +175,18 @@ def _typed(name: str, key: str, value: Any) -> Any:
         return value
     if key == "mcp":
         return parsed_form(value)
+    if key == "roles":
+        return _role_rules(name, value)
     if not isinstance(value, str):
         raise BadDefinition(f"{name}: {key} must be a string")
     return value
+
+
+def _role_rules(name: str, value: Any) -> tuple[RoleRule, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise BadDefinition(f"{name}: roles must be a list of tables")
+    try:
+        return tuple(RoleRule(**item) for item in value)
+    except (TypeError, ValueError, AttributeError) as error:
+        known = ", ".join(each.name for each in fields(RoleRule))
+        raise BadDefinition(f"{name}: roles: {error} (a rule has a role, and any of {known})") from error

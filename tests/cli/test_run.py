@@ -443,6 +443,22 @@ def test_a_definition_of_the_user_is_run_with_its_files_and_the_prompt_word_for_
     assert f"the harness's home is {home}" in done.stderr and (home / ".agent/config.json").is_file()
 
 
+def test_the_roles_of_a_definition_go_with_its_session(service: Serving, scratch: Path) -> None:
+    program = (
+        "import json, os, urllib.request as web; "
+        "body = json.dumps({'model': 'policy', 'messages': [{'role': 'user', 'content': 'q'}]}).encode(); "
+        "head = {'Authorization': 'Bearer ' + os.environ['KEY'], 'Content-Type': 'application/json'}; "
+        "web.urlopen(web.Request(os.environ['URL'] + '/chat/completions', body, head)).read()"
+    )
+    text = f"argv = {json.dumps([sys.executable, '-c', program])}\nroles = [{{role = 'side', tools = false}}]\n"
+    write_definition("aside", text + '[env]\nURL = "{openai}"\nKEY = "{api_key}"')
+    done = run(service, "--harness", "aside", VERBATIM_HARNESSES=str(scratch))
+    assert done.returncode == 0, done.stderr
+    session = session_of(service, done.stderr)["session_id"]
+    (made,) = service.request("GET", f"/sessions/{session}/calls").json()["calls"]
+    assert (made["role"], made["role_source"]) == ("side", "declared")
+
+
 def in_a_shell(script: str, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["sh", "-c", script, *args], env=environment(**variables), capture_output=True, text=True, input="")
 

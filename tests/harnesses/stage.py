@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from reconstruct.roles import rule_as_wire
+from rollout.harnesses.catalogue import load
 from tests.harnesses.agent_run import Cli, Ended, run
 from tests.harnesses.breaking_wire import BreakingWire
 from tests.harnesses.outside import Outside
@@ -114,7 +116,7 @@ class Stage:
         prepare(workdir)
         player = Player(self.family, acts, cli.side, task=prompt, helper=helper)
         self._engine.reset().script = player
-        session = self._service.session()
+        session = self._service.session(role_rules=[rule_as_wire(rule) for rule in load(cli.harness).roles])
         address = session.base_url.removesuffix("/v1")
         with ExitStack() as stack:
             outside, unknown = stack.enter_context(Outside()), stack.enter_context(Unknown())

@@ -68,6 +68,7 @@ GOLDEN_CALL = Call(
     trainable=False,
     quarantine_reason="superseded",
     marks={"retry": "2"},
+    role_source="declared",
 )
 
 
@@ -79,6 +80,7 @@ GOLDEN_DETAILS = CallDetails(
     routed_from=2,
 )
 GOLDEN_CALL_2 = replace(GOLDEN_CALL, node=replace(GOLDEN_CALL.node, details=GOLDEN_DETAILS))
+GOLDEN_CALL_3 = replace(GOLDEN_CALL_2, role_source="rule")
 
 
 def plain(value: Any) -> Any:
@@ -97,7 +99,11 @@ def sealed(packed: bytes) -> bytes:
     return packed + zlib.crc32(packed).to_bytes(4, "little")
 
 
-VERSIONS = pytest.mark.parametrize(("version", "call"), [(1, GOLDEN_CALL), (2, GOLDEN_CALL_2)], ids=["version 1", "version 2"])
+VERSIONS = pytest.mark.parametrize(
+    ("version", "call"),
+    [(1, GOLDEN_CALL), (2, GOLDEN_CALL_2), (3, GOLDEN_CALL_3)],
+    ids=["version 1", "version 2", "version 3"],
+)
 
 
 @VERSIONS
@@ -113,9 +119,24 @@ def test_every_version_is_still_written_to_the_byte(version: int, call: Call) ->
     assert encode(replace(call, messages=b"[]")) == golden
 
 
-def test_a_call_without_details_is_written_as_version_1_which_earlier_builds_read() -> None:
-    assert msgpack.unpackb(encode(GOLDEN_CALL)[:-4])[0] == 1
-    assert msgpack.unpackb(encode(GOLDEN_CALL_2)[:-4])[0] == 2
+@pytest.mark.parametrize(
+    ("role", "source", "version"),
+    [
+        ("main", "inferred", 1),
+        ("subagent", "declared", 1),
+        ("compaction", "declared", 1),
+        ("compaction", "inferred", 3),
+        ("main", "rule", 3),
+    ],
+)
+def test_a_call_is_written_as_the_earliest_version_that_tells_all_of_it_and_earlier_builds_read(
+    role: str, source: str, version: int
+) -> None:
+    """A record that was written before roles had a source is read as what it was taken for then."""
+    for made, details in ((GOLDEN_CALL, 1), (GOLDEN_CALL_2, 2)):
+        written = encode(replace(made, role=role, role_source=source))
+        assert msgpack.unpackb(written[:-4])[0] == max(version, details)
+        assert (decode(written).role, decode(written).role_source) == (role, source)
 
 
 texts = st.text(max_size=20)
@@ -191,7 +212,7 @@ samplings = st.builds(
 records = st.builds(
     Call,
     **dict.fromkeys(("call_id", "session_id", "dialect", "api", "status", "role", "agent", "finish_reason"), any_text),
-    **dict.fromkeys(("projection", "replica", "quarantine_reason"), any_text),
+    **dict.fromkeys(("projection", "replica", "quarantine_reason", "role_source"), any_text),
     **dict.fromkeys(("root_key", "fingerprint", "reply_fingerprint", "messages", "reply", "preamble", "digest"), blobs),
     **dict.fromkeys(("message_count", "messages_from"), counts),
     **dict.fromkeys(("started_at", "engine_seconds", "own_seconds"), numbers),
@@ -332,7 +353,7 @@ def test_details_with_a_field_of_another_type_are_a_decode_error(data: st.DataOb
         decode(sealed(msgpack.packb(items)))
 
 
-@pytest.mark.parametrize("version", [0, 3, 99, "1", None, 1.0, True])
+@pytest.mark.parametrize("version", [0, 4, 99, "1", None, 1.0, True])
 def test_an_unknown_schema_version_is_a_decode_error_that_names_it(version: Any) -> None:
     items = msgpack.unpackb(encode(GOLDEN_CALL)[:-4])
     with pytest.raises(

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -26,7 +27,7 @@ from proxy.settings import Settings
 from reconstruct.forest import Forest
 from reconstruct.records import Call
 from reconstruct.retries import superseded
-from reconstruct.roles import BUILT_IN, Marks, RoleRule, role_of, small_letters
+from reconstruct.roles import LABELS, Marks, RoleRule, infer_side_calls, purpose_of, small_letters
 from tests.support.engine.scripted_engine import Fail, Generation, Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running
 from tests.support.service.redis_server import RedisServer
@@ -63,8 +64,9 @@ def running(redis_server: RedisServer) -> Iterator[Running]:
         RunningService(
             engine.url, redis_server.url, engine_api="token", role_rules=RULES, train_roles=["main"], volatile_lines=STAMPS
         ) as ruled,
+        RunningService(engine.url, redis_server.url, engine_api="token", train_inferred=False) as untrained,
     ):
-        yield engine, {"plain": plain, "ruled": ruled}
+        yield engine, {"plain": plain, "ruled": ruled, "untrained": untrained}
 
 
 @pytest.fixture
@@ -76,6 +78,12 @@ def service(running: Running) -> RunningService:
 def ruled(running: Running) -> RunningService:
     """A service with a user's own rules, which trains the role main alone."""
     return running[1]["ruled"]
+
+
+@pytest.fixture
+def untrained(running: Running) -> RunningService:
+    """A service that does not train what it infers to be side calls."""
+    return running[1]["untrained"]
 
 
 def turn(role: str, content: Any) -> dict[str, Any]:
@@ -130,31 +138,27 @@ def trained(session: Session) -> set[str]:
     ],
 )
 def test_a_harness_names_its_sub_agents_in_its_headers(headers: dict[str, str], role: str, agent: str) -> None:
-    assert role_of(Marks(headers, tools=True)) == (role, agent)
+    source = "inferred" if role == "main" else "declared"
+    assert purpose_of(Marks(headers, tools=True)) == (role, agent, source)
 
 
-@pytest.mark.parametrize(
-    ("system", "last", "role"),
-    [
-        (TITLE, "Generate a title for this conversation:\n", "side"),
-        ("Generate a concise, sentence-case title (3-7 words).", "fix the bug", "side"),
-        ("You are an expert software engineer that generates concise, one-line Git commit messages.", "diff", "side"),
-        ("You are a specialized Task Routing AI.", "fix the bug", "side"),
-        (SYSTEM, "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a handoff summary.", "compaction"),
-        (SYSTEM, "Your task is to create a detailed summary of the conversation so far.", "compaction"),
-        ("You summarize internal chat history into a <state_snapshot>.", "go", "compaction"),
-        (SYSTEM, "Fix the bug.", "main"),
-    ],
+COMPACTIONS = (
+    "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a handoff summary.",
+    "Your task is to create a detailed summary of the conversation so far.",
 )
-def test_calls_beside_the_work_are_known_by_their_prompts_and_offer_no_tools(system: str, last: str, role: str) -> None:
-    assert role_of(Marks({}, False, system, last)) == (role, "")
-    assert role_of(Marks({}, True, system, last)) == ("main", "")
+
+
+@pytest.mark.parametrize("text", [*COMPACTIONS, "You summarize internal chat history into a <state_snapshot>."])
+def test_a_prompt_that_reads_like_a_compaction_is_labelled_so_and_nobody_said_it(text: str) -> None:
+    for marks in (Marks({}, False, SYSTEM, text), Marks({}, False, text, "go")):
+        assert purpose_of(marks) == ("compaction", "", "inferred")
+    assert purpose_of(Marks({}, True, SYSTEM, text)) == ("main", "", "inferred")
 
 
 def test_claude_codes_compaction_offers_tools_and_is_known_by_its_first_words() -> None:
     asked = "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.\n\nYour task is to create a detailed summary of the conversation."
-    assert role_of(Marks({}, True, SYSTEM, asked)) == ("compaction", "")
-    assert role_of(Marks({}, True, SYSTEM, f"The user wrote: {asked}")) == ("main", "")
+    assert purpose_of(Marks({}, True, SYSTEM, asked)) == ("compaction", "", "inferred")
+    assert purpose_of(Marks({}, True, SYSTEM, f"The user wrote: {asked}")) == ("main", "", "inferred")
 
 
 @pytest.mark.parametrize(
@@ -163,34 +167,20 @@ def test_claude_codes_compaction_offers_tools_and_is_known_by_its_first_words() 
         "Write a script that generates commit messages from a diff.",
         "Write a function that will generate a short title for each blog post.",
         "Our web server should route the user request to the nearest region.",
+        TITLE,
     ],
 )
-def test_a_task_that_reads_like_a_side_call_is_still_the_agents_own_work(task: str) -> None:
+def test_no_prompt_makes_a_side_call(task: str) -> None:
     """A harness that speaks in text alone (aider, mini-swe-agent) never offers tools: its task must not decide the role."""
-    assert role_of(Marks({}, False, SYSTEM, task)) == ("main", "")
+    for marks in (Marks({}, False, SYSTEM, task), Marks({}, False, task, "go")):
+        assert purpose_of(marks) == ("main", "", "inferred")
 
 
 PIECES = ("context checkpoint compaction", "detailed summary of ", "the conversation", "this conversation", "summarize the ")
-PIECES += ("summari\u017fe our ", "chat", "session title", "title generator", "T\u0130TLE GENERATOR", "generate a nice title")
-PIECES += (
-    "generates concise, commit messages",
-    "task routing ai",
-    "route the user request",
-    "<state_snapshot>",
-    "\u212aey",
-    " ",
-)
-PIECES += (
-    "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.",
-    " detailed summary of th",
-    "\n",
-    "stra\u00dfe",
-    "plain text",
-)
-WITHOUT_WORDS = tuple(
-    replace(rule, system=rule.system and rule.system + "(?:)", text=rule.text and rule.text + "(?:)") for rule in BUILT_IN
-)
-"""The built-in rules, by expressions that mean the same and are always looked for in full."""
+PIECES += ("summari\u017fe our ", "chat", "CONTEXT CHECKPO\u0130NT COMPACTION", "<state_snapshot>", "\u212aey", " ", "\n")
+PIECES += ("CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.", " detailed summary of th", "stra\u00dfe", "plain text")
+WITHOUT_WORDS = tuple(replace(rule, text=rule.text + "(?:)") for rule in LABELS)
+"""The labels' rules, by expressions that mean the same and are always looked for in full."""
 
 texts = st.lists(
     st.sampled_from(PIECES).flatmap(lambda piece: st.sampled_from((piece, piece.upper(), piece.title()))), max_size=5
@@ -200,7 +190,7 @@ texts = st.lists(
 @given(texts.map("".join), texts.map("".join), st.booleans())
 def test_looking_for_words_first_changes_no_role(system: str, last: str, tools: bool) -> None:
     marks = Marks({}, tools, system, last)
-    assert role_of(marks) == role_of(marks, WITHOUT_WORDS)
+    assert purpose_of(marks)[:2] == purpose_of(marks, WITHOUT_WORDS)[:2]
 
 
 def test_whatever_an_expression_takes_for_a_letter_counts_as_that_letter_in_a_word() -> None:
@@ -212,22 +202,31 @@ def test_whatever_an_expression_takes_for_a_letter_counts_as_that_letter_in_a_wo
 
 
 def test_the_first_rule_that_fits_decides() -> None:
-    rules = (RoleRule("side", header="x-a"), RoleRule("subagent", header="x-a", value="^1$"), *BUILT_IN)
-    assert role_of(Marks({"x-a": "1"}, True), rules) == ("side", "")
-    assert role_of(Marks({"x-a": "1"}, True), rules[1:]) == ("subagent", "")
-    assert role_of(Marks({"x-a": "2"}, True), rules[1:]) == ("main", "")
+    rules = (RoleRule("side", header="x-a"), RoleRule("subagent", header="x-a", value="^1$"))
+    assert purpose_of(Marks({"x-a": "1"}, True), rules) == ("side", "", "rule")
+    assert purpose_of(Marks({"x-a": "1"}, True), rules[1:]) == ("subagent", "", "rule")
+    assert purpose_of(Marks({"x-a": "2"}, True), rules[1:]) == ("main", "", "inferred")
+
+
+def test_the_operators_rules_come_before_those_of_the_harness_and_these_before_the_built_in_ones() -> None:
+    marks = Marks({"x-openai-subagent": "compact"}, False, "", COMPACTIONS[0])
+    rules, declared = [RoleRule("main", tools=False)], [RoleRule("side", tools=False)]
+    assert purpose_of(marks, rules, declared) == ("main", "", "rule")
+    assert purpose_of(marks, declared=declared) == ("side", "", "declared")
+    assert purpose_of(marks) == ("compaction", "", "declared")
+    assert purpose_of(replace(marks, headers={})) == ("compaction", "", "inferred")
 
 
 def test_a_rule_may_ask_for_several_things_at_once() -> None:
     rule = RoleRule("side", header="X-Kind", value="^probe", tools=False, text="(?i)ping", agent_header="X-Who")
-    assert role_of(Marks({"x-kind": "probe-1", "x-who": "me"}, False, "", "PING"), (rule,)) == ("side", "me")
+    assert purpose_of(Marks({"x-kind": "probe-1", "x-who": "me"}, False, "", "PING"), (rule,)) == ("side", "me", "rule")
     for marks in (
         Marks({"x-kind": "a probe"}, False, "", "ping"),
         Marks({"x-kind": "probe"}, True, "", "ping"),
         Marks({"x-kind": "probe"}, False, "", "pong"),
         Marks({}, False, "", "ping"),
     ):
-        assert role_of(marks, (rule,)) == ("main", "")
+        assert purpose_of(marks, (rule,)) == ("main", "", "inferred")
 
 
 def test_role_rules_and_volatile_lines_are_read_from_the_environment_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,19 +265,31 @@ def test_a_subagents_call_is_exported_and_trained_as_one(engine: ScriptedEngine,
     assert accounting["quarantined"] == []
 
 
+DECLARED: dict[str, Any] = {"role_rules": [{"role": "side", "tools": False}]}
+"""As a definition says of a harness whose own work always offers tools."""
+
+
 @pytest.mark.parametrize("builder", ["merged", "per_call"])
 def test_roles_that_are_not_trained_are_shown_with_an_all_zero_mask_and_quarantined(
     engine: ScriptedEngine, service: RunningService, builder: str
 ) -> None:
-    session = service.session()
+    session = service.session(**DECLARED)
     session.ask(asked("Generate a title for this conversation:", TITLE))
     session.ask(asked("fix the bug"), tools=TOOLS)
-    history = [*asked("fix the bug"), turn("assistant", "done")]
-    session.ask([*history, turn("user", "Create a detailed summary of the conversation so far.")])
+    history = [*asked("fix the bug"), turn("assistant", "done"), turn("user", "Sum it up.")]
+    session.ask(history, tools=TOOLS, extra_headers={"x-openai-subagent": "compact"})
     title, work, summary = session.calls
-    assert [call["role"] for call in (title, work, summary)] == ["side", "main", "compaction"]
+    assert [(call["role"], call["role_source"]) for call in (title, work, summary)] == [
+        ("side", "declared"),
+        ("main", "inferred"),
+        ("compaction", "declared"),
+    ]
     rows, accounting = session.trajectories(builder)
-    assert [(row["role"], any(row["loss_mask"])) for row in rows] == [("side", False), ("main", True), ("compaction", False)]
+    assert [(row["role"], row["role_source"], any(row["loss_mask"])) for row in rows] == [
+        ("side", "declared", False),
+        ("main", "inferred", True),
+        ("compaction", "declared", False),
+    ]
     for row, made in zip(rows, (title, work, summary), strict=True):
         assert row["token_ids"] == made["prompt_ids"] + made["completion_ids"]
     for row in (rows[0], rows[2]):
@@ -291,7 +302,7 @@ def test_roles_that_are_not_trained_are_shown_with_an_all_zero_mask_and_quaranti
 
 
 def test_rows_of_roles_that_are_not_trained_are_not_leased(engine: ScriptedEngine, service: RunningService) -> None:
-    session = service.session()
+    session = service.session(**DECLARED)
     session.ask(asked("Generate a title for this conversation:", TITLE))
     session.ask(asked("fix the bug"), tools=TOOLS)
     _, work = session.calls
@@ -304,12 +315,116 @@ def test_rows_of_roles_that_are_not_trained_are_not_leased(engine: ScriptedEngin
 
 
 def test_a_session_of_side_calls_alone_is_never_leased(engine: ScriptedEngine, service: RunningService) -> None:
-    session = service.session()
+    session = service.session(**DECLARED)
     session.ask(asked("Generate a title for this conversation:", TITLE))
     session.close(reward=1.0)
     lease = service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 100})
     groups = lease.json()["groups"] if lease.status_code == 200 else []
     assert session.session_id not in [group["group_id"] for group in groups]
+
+
+# What text says, and what the shape of a session says
+
+
+TEXTS = (
+    "Summarize the conversation below in one sentence: A: hello. B: hello.",
+    "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools. Write a detailed summary of the file.",
+    "context checkpoint compaction",
+    "You are a title generator. Generate a title for this conversation.",
+    "You are a specialized Task Routing AI: route the user request.",
+    "It generates concise, one-line git commit messages.",
+)
+
+
+@pytest.mark.parametrize("where", ["system", "user", "tool"])
+@pytest.mark.parametrize("tools", [[], TOOLS], ids=["without tools", "with tools"])
+def test_no_text_changes_whether_a_call_is_trained(
+    engine: ScriptedEngine, service: RunningService, where: str, tools: list[Any]
+) -> None:
+    """49. The old bug: a task to summarize a conversation had all its tokens quarantined as role_compaction."""
+    session = service.session()
+    offered = {"tools": tools} if tools else {}
+    for text in TEXTS:
+        used = {"role": "assistant", "tool_calls": [{"id": "t", "type": "function", "function": FUNCTION}]}
+        tool = [turn("system", SYSTEM), turn("user", "q"), used, {"role": "tool", "tool_call_id": "t", "content": text}]
+        session.ask({"system": asked("q", text), "user": asked(text), "tool": tool}[where], **offered)
+    assert session.trajectories()[1]["quarantined"] == []
+    assert len(trained(session)) == len(TEXTS)
+
+
+FUNCTION = {"name": "lookup", "arguments": '{"key": "a"}'}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["asked first", "asked last"])
+def test_a_call_without_tools_at_a_root_of_its_own_beside_a_conversation_with_tools_is_inferred_to_be_a_side_call(
+    engine: ScriptedEngine, service: RunningService, first: bool
+) -> None:
+    """gptme asks for a "2-4 word title" and says of it nothing that a service could know."""
+    session = service.session()
+    side = partial(session.ask, asked("Create a 2-4 word title.", "Name it."))
+    work = partial(session.ask, asked("fix the bug"), tools=TOOLS)
+    for ask in (side, work) if first else (work, side):
+        ask()
+    found = {call["role"]: call for call in session.calls}
+    assert {role: call["role_source"] for role, call in found.items()} == {"side": "inferred", "main": "inferred"}
+    assert not is_work(found["side"]) and is_work(found["main"])
+    rows, accounting = session.trajectories()
+    assert sorted((row["role"], row["role_source"], any(row["loss_mask"])) for row in rows) == [
+        ("main", "inferred", True),
+        ("side", "inferred", True),
+    ]
+    assert accounting["quarantined"] == []
+
+
+def is_work(made: dict[str, Any]) -> bool:
+    return "fix the bug" in str(made["messages"])
+
+
+def test_a_harness_that_never_offers_tools_does_its_own_work(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session()
+    for text in ("one", "two"):
+        session.ask(asked(text, f"You do {text}."))
+    assert {(call["role"], call["role_source"]) for call in session.calls} == {("main", "inferred")}
+
+
+def test_inferred_side_calls_are_left_out_where_the_operator_says_so_and_texts_change_nothing_of_it(
+    engine: ScriptedEngine, untrained: RunningService
+) -> None:
+    session = untrained.session()
+    session.ask(asked("Create a 2-4 word title."))
+    session.ask(asked(TEXTS[0]))
+    session.ask(asked("fix the bug"), tools=TOOLS)
+    session.ask(asked(TEXTS[1]), tools=TOOLS)
+    title, titled, *work = session.calls
+    assert reasons(session) == {title["call_id"]: "role_side", titled["call_id"]: "role_side"}
+    assert trained(session) == {call["call_id"] for call in work}
+    assert [call["role"] for call in work] == ["main", "compaction"]
+
+
+def test_a_side_call_is_inferred_beside_the_agents_own_work_alone() -> None:
+    """m is a conversation without tools; beside it is one with tools of each kind: another policy's, a sub-agent's, the agent's."""
+    with_tools = {"root_key": b"tools", "preamble": b'{"tools": [1]}'}
+    without = call("m1", delta=[1], said=[2], fields={"root_key": b"none", "preamble": b'{"tools": []}'})
+    goes_on = call("m2", parent="m1", base="m1", base_length=2, delta=[3], said=[4], fields={"root_key": b"named"})
+
+    def roles(**fields: Any) -> list[str]:
+        beside = call("m3", delta=[9], said=[9], fields={**with_tools, **fields})
+        return [found.role for found in infer_side_calls([without, goes_on, beside])][:2]
+
+    assert roles() == ["side", "side"]
+    assert roles(marks={"policy": "judge"}) == ["main", "main"]
+    assert roles(role="subagent", role_source="declared") == ["main", "main"]
+    assert roles(role="compaction", role_source="inferred") == ["side", "side"]
+    assert roles(preamble=b"") == ["side", "side"], "what is not known to offer none may be the agent's own"
+    assert [found.role for found in infer_side_calls([without, goes_on])] == ["main", "main"]
+
+
+def test_what_was_declared_is_not_inferred() -> None:
+    said = {"root_key": b"none", "preamble": b'{"tools": []}', "role_source": "rule"}
+    tools = call("c2", delta=[9], said=[9], fields={"root_key": b"tools", "preamble": b'{"tools": [1]}'})
+    for role in ("main", "subagent"):
+        calls = infer_side_calls([call("c1", delta=[1], said=[2], fields={**said, "role": role}), tools])
+        assert [found.role for found in calls] == [role, "main"]
 
 
 def test_a_users_own_rules_come_before_the_built_in_ones(engine: ScriptedEngine, ruled: RunningService) -> None:

@@ -15,6 +15,8 @@ class CallShape(Shape):
     branch_reason: str | None
     """Why it does not simply go on from its parent."""
     role: str | None
+    role_source: str | None
+    """Who says so: declared (the harness or its definition), rule (the operator's) or inferred."""
     dialect: str | None
     api: str | None
     """Which way of the engine it took: token, completions, sglang or chat."""
@@ -66,6 +68,7 @@ CALLS = (
                             "parent_id": None,
                             "branch_reason": None,
                             "role": "main",
+                            "role_source": "inferred",
                             "dialect": "chat",
                             "api": "token",
                             "status": "finished",

@@ -16,6 +16,8 @@ class Trajectory(Shape):
     group_id: str | None
     task_id: str | None
     role: Role
+    role_source: Literal["declared", "rule", "inferred"]
+    """Who says so: the harness or its definition, a rule of the operator, or nobody."""
     agent: str | None
     token_ids: list[int]
     """The first tokens are the first prompt."""
@@ -67,6 +69,7 @@ ROW: dict[str, Any] = {
     "group_id": "task-1",
     "task_id": None,
     "role": "main",
+    "role_source": "inferred",
     "agent": "",
     "token_ids": [101, 102, 7, 8],
     "loss_mask": [0, 0, 1, 1],

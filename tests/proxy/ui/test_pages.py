@@ -373,7 +373,7 @@ def test_what_else_could_have_been_sampled_is_told_with_each_token(service: Runn
 def line(number: int, parent: int | None, reason: str = "") -> CallLine:
     parent_id = None if parent is None else f"c{parent}"
     fields: dict[str, Any] = dict.fromkeys(
-        ("role", "agent", "dialect", "api", "status", "finish_reason", "refused", "said"), ""
+        ("role", "role_source", "agent", "dialect", "api", "status", "finish_reason", "refused", "said"), ""
     )
     numbers: dict[str, Any] = dict.fromkeys(("prompt_tokens", "sampled_tokens", "started_at", "engine_seconds"), 1)
     more: dict[str, Any] = {"versions": (), "logprob": None, "delivered": True, "tools": (), "in_tree": True}

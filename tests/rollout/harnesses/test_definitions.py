@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reconstruct.roles import RoleRule, rule_as_wire
 from rollout.harnesses.catalogue import BUILT_IN, VARIABLE, load, names
 from rollout.harnesses.definition import Harness, parsed
 from rollout.harnesses.errors import (
@@ -200,6 +201,11 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
         ({"files": {"/etc/passwd": ""}}, OutsideHome, "/etc/passwd"),
         ({"files": {"": ""}}, OutsideHome, "''"),
         ({"files": {"folder/": ""}}, OutsideHome, "folder/"),
+        ({"roles": {"role": "side"}}, BadDefinition, "roles must be a list of tables"),
+        ({"roles": [{"role": "aside"}]}, BadDefinition, "'aside' is none of main"),
+        ({"roles": [{"role": "side", "words": "x"}]}, BadDefinition, "'words'.*any of role, header"),
+        ({"roles": [{"role": "side", "system": "("}]}, BadDefinition, "is broken"),
+        ({"roles": [{"role": "side", "header": 1}]}, BadDefinition, "roles:"),
     ],
 )
 def test_a_definition_that_breaks_a_rule_is_refused_by_name(
@@ -214,6 +220,13 @@ def test_a_definition_that_breaks_a_rule_is_refused_by_name(
 def test_a_definition_without_a_needed_field_is_refused(missing: str) -> None:
     with pytest.raises(BadDefinition, match=f"{missing} is missing"):
         parsed({key: value for key, value in LEAST.items() if key != missing}, "mine")
+
+
+def test_the_roles_of_a_definition_are_rules_of_the_service() -> None:
+    roles = [{"role": "side", "tools": False}, {"role": "subagent", "header": "X-Agent", "agent_header": "X-Agent"}]
+    rules = (RoleRule("side", tools=False), RoleRule("subagent", header="x-agent", agent_header="x-agent"))
+    assert parsed({**LEAST, "roles": roles}, "mine").roles == rules
+    assert [RoleRule(**rule_as_wire(rule)) for rule in rules] == list(rules)
 
 
 def test_braces_that_are_no_placeholder_stay() -> None:

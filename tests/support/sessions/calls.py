@@ -30,7 +30,9 @@ def node(
 
 
 def call(call_id: str = "c1", *, session: str = "s", fields: dict[str, Any] | None = None, **of_node: Any) -> Call:
-    """A finished call; it started at the second its id ends in (c12 at 12.0). `fields` replaces the call's own fields."""
+    """A finished call; it started at the second its id ends in (c12 at 12.0). `fields` replaces the call's own fields.
+    A role other than main was declared, unless `fields` says otherwise."""
+    fields = {"role_source": "declared" if (fields or {}).get("role", "main") != "main" else "inferred", **(fields or {})}
     digits = "".join(character for character in call_id if character.isdigit())
     made = Call(
         call_id=call_id,
@@ -59,7 +61,7 @@ def call(call_id: str = "c1", *, session: str = "s", fields: dict[str, Any] | No
         engine_seconds=0.25,
         own_seconds=0.125,
     )
-    return replace(made, **(fields or {}))
+    return replace(made, **fields)
 
 
 class Talk:
