@@ -12,7 +12,7 @@ import httpx
 
 from cli.control import TIMEOUT_SECONDS, Control, HeldBack
 from cli.refusal import Refusal
-from cli.sessions import accounting_line
+from cli.sessions import accounting_line, rows_by_role
 from cli.stop_signals import StopSignals
 from reconstruct.roles import rule_as_wire
 from rollout.harnesses.catalogue import load
@@ -93,9 +93,12 @@ class OpenedSession:
                     raise Refusal(f"session {self.session_id} could not be closed as {status}: {refusal}") from refusal
                 time.sleep(1)
 
-    def summary(self) -> str:
-        """The session's state, its calls, and where its sampled tokens went, in one line. Raises `Refusal`."""
+    def summary(self) -> list[str]:
+        """A line with the session's state, its calls, and where its sampled tokens went, and one with its rows by role. Raises
+        `Refusal`."""
         session = self.control.get(self.path)
         exported = self.control.get(f"{self.path}/trajectories")
-        line = accounting_line(len(exported["trajectories"]), exported["accounting"])
-        return f"session {self.session_id} {session['status']}: {session['calls']} calls, {line}"
+        rows = exported["trajectories"]
+        line = accounting_line(len(rows), exported["accounting"])
+        told = [f"session {self.session_id} {session['status']}: {session['calls']} calls, {line}"]
+        return [*told, f"rows: {rows_by_role(rows)}"] if rows else told

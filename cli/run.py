@@ -10,7 +10,7 @@ import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -102,11 +102,12 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the run ended: the session's status, the command's exit code, and what went wrong."""
+    """How the run ended: the session's status, the command's exit code, what went wrong, and what may have."""
 
     status: str
     exit_code: int
     error: str | None = None
+    warning: str | None = None
 
 
 def passed_variables(given: list[str]) -> dict[str, str]:
@@ -182,7 +183,21 @@ def attempt(
         return Outcome("failed", 1, str(error))
     stop.watch(process)
     ended = process.wait(timeout_seconds)
-    return outcome_of(definition.name, ended.exit_code, timeout_seconds if ended.timed_out else None, stop.number)
+    outcome = outcome_of(definition.name, ended.exit_code, timeout_seconds if ended.timed_out else None, stop.number)
+    return outcome if stop.number is not None else replace(outcome, warning=untested(definition, env, workdir))
+
+
+def untested(definition: Harness, env: Mapping[str, str], workdir: Path) -> str | None:
+    """What to say where the harness is of another version than its definition was tested with."""
+    from rollout.harnesses.process import version_there
+
+    there = version_there(definition.version_argv, env, workdir) if definition.version_argv else None
+    if there is None or there == definition.version:
+        return None
+    return (
+        f"{definition.name} is version {there} here, and its definition was tested with {definition.version}: another version may "
+        "make other side calls, so compare the rows by role"
+    )
 
 
 def outcome_of(name: str, exit_code: int, timed_out_after: float | None, stopped_by: int | None) -> Outcome:
@@ -224,9 +239,12 @@ def report(session: OpenedSession, outcome: Outcome, reward: float | None) -> No
     if outcome.error:
         tell(outcome.error)
     try:
-        tell(session.summary())
+        for line in session.summary():
+            tell(line)
     except Refusal as refusal:
         tell(f"session {session.session_id} {outcome.status}; {refusal}")
+    if outcome.warning:
+        tell(outcome.warning)
     look = f"verbatim audit {shlex.quote(session.session_id)}, or GET {session.control.url}{session.path}/trajectories"
     tell(f"look at it: {look}")
     if outcome.status == "completed" and reward is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -116,6 +117,17 @@ def accounting_line(rows: int, accounting: dict[str, Any]) -> str:
     )
     reasons = sorted({item["reason"] for item in quarantined})
     return f"{line} ({', '.join(reasons)})" if reasons else line
+
+
+def rows_by_role(rows: list[dict[str, Any]]) -> str:
+    """How many rows there are of each role, those that nobody declared and those that train nothing told apart."""
+    found = Counter((row["role"], row.get("role_source"), any(row["loss_mask"])) for row in rows)
+    told = []
+    for (role, source, trained), count in sorted(found.items(), key=lambda item: -item[1]):
+        notes = ["inferred"] if source == "inferred" and role != "main" else []
+        notes += [] if trained else ["not trained"]
+        told.append(f"{count} {role}" + (f" ({', '.join(notes)})" if notes else ""))
+    return ", ".join(told)
 
 
 def _number(value: float | None) -> str:

@@ -43,6 +43,8 @@ class Harness:
     """The command. Empty: the words given in place of a prompt are the command."""
     version: str = ""
     """The version the definition was tested with."""
+    version_argv: tuple[str, ...] = ()
+    """The command that prints which version is there. Empty: nobody asks."""
     install: tuple[str, ...] = ()
     """Shell lines that a user types to install it."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -165,7 +167,7 @@ def parsed(data: Mapping[str, Any], name: str) -> Harness:
 
 
 def _typed(name: str, key: str, value: Any) -> Any:
-    if key in ("argv", "install", "unset"):
+    if key in ("argv", "version_argv", "install", "unset"):
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise BadDefinition(f"{name}: {key} must be a list of strings")
         return tuple(value)

@@ -7,6 +7,7 @@ the terminal's Ctrl-C, so that whoever started it decides what it is told.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,9 @@ from rollout.harnesses.errors import CannotStart, MissingExecutable
 GRACE_SECONDS = 10.0
 """What a harness has for ending on its own after it was told to."""
 POLL_SECONDS = 0.02
+VERSION_SECONDS = 30.0
+
+_VERSION = re.compile(rb"\d+(?:\.\d+)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,19 @@ class HarnessProcess:
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
+
+
+def version_there(argv: Sequence[str], env: Mapping[str, str], workdir: Path) -> str | None:
+    """The version that the command prints; None where it prints none, cannot be run, or takes longer than VERSION_SECONDS."""
+    try:
+        command = [executable(argv[0], env), *argv[1:]]
+        done = subprocess.run(
+            command, env=dict(env), cwd=workdir, stdin=subprocess.DEVNULL, capture_output=True, timeout=VERSION_SECONDS
+        )
+    except (MissingExecutable, OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    found = _VERSION.search(done.stdout + done.stderr)
+    return found[0].decode() if found else None
 
 
 def executable(command: str, env: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from cli.sessions import rows_by_role
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer
@@ -457,6 +458,35 @@ def test_the_roles_of_a_definition_go_with_its_session(service: Serving, scratch
     session = session_of(service, done.stderr)["session_id"]
     (made,) = service.request("GET", f"/sessions/{session}/calls").json()["calls"]
     assert (made["role"], made["role_source"]) == ("side", "declared")
+    assert "rows: 1 side (not trained)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("prints", "warns"),
+    [("mine 2.0.30 (a build)", True), ("mine 1.2.3", False), ("no number", False)],
+    ids=["another", "the tested one", "none told"],
+)
+def test_a_harness_of_another_version_than_the_tested_one_is_told(
+    service: Serving, scratch: Path, prints: str, warns: bool
+) -> None:
+    lines = (f"argv = {json.dumps([sys.executable, '-c', ''])}", 'version = "1.2.3"')
+    write_definition("mine", "\n".join([*lines, f"version_argv = {json.dumps(['echo', prints])}"]))
+    done = run(service, "--harness", "mine", VERBATIM_HARNESSES=str(scratch))
+    assert done.returncode == 0, done.stderr
+    assert ("mine is version 2.0.30 here, and its definition was tested with 1.2.3" in done.stderr) == warns
+    assert ("tested with" in done.stderr) == warns
+
+
+def test_rows_are_told_by_role_and_by_who_says_so() -> None:
+    made = [
+        ("main", "inferred", 1),
+        ("main", "inferred", 1),
+        ("side", "inferred", 1),
+        ("subagent", "declared", 1),
+        ("side", "rule", 0),
+    ]
+    rows = [{"role": role, "role_source": source, "loss_mask": [0, mask]} for role, source, mask in made]
+    assert rows_by_role(rows) == "2 main, 1 side (inferred), 1 subagent, 1 side (not trained)"
 
 
 def in_a_shell(script: str, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
