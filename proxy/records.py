@@ -12,13 +12,11 @@ from proxy.dialects.base import Choice, Request
 from proxy.engine.base import Outcome, Sampled
 from proxy.plan import Place, confirm_by_ids, place
 from proxy.turn import Turn
+from reconstruct.accounting import FROZEN
 from reconstruct.messages import chain, digest_message
 from reconstruct.records import NO_TOKEN_IDS, Call, Ids, Node, Sampling, pack_ids, pack_logprobs
 
 _encode = msgspec.json.Encoder().encode
-
-FROZEN = "frozen_model"
-"""Why a call of a model that is never trained is quarantined."""
 
 _NOTED = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
 """Engine parameters that bend the distribution and are kept with the call when they are not neutral."""

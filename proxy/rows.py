@@ -14,8 +14,8 @@ from proxy.errors import RequestError
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.session_store import Intent, SessionState
-from reconstruct.accounting import Settled, account, settle
-from reconstruct.builders import RowContext, builder_named
+from reconstruct.accounting import DANGLING, Settled, account, settle
+from reconstruct.builders import Builder, RowContext, builder_named
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError, ReconstructError
 from reconstruct.forest import Forest
@@ -54,17 +54,14 @@ def build_rows(
     records: Sequence[bytes],
     intents: Sequence[Intent],
     delivered: Container[str],
-    builder: str = "merged",
+    builder: str | None = None,
 ) -> Built:
     """The session's training rows and what became of every sampled token, with what the settings say is trained.
 
     `delivered` holds the ids of calls whose answer went out whole. Intents without a result are dangling calls: they are
-    accounted for with no tokens. Raises RequestError for an unknown builder.
+    accounted for with no tokens. `builder` None: the service's. Raises RequestError for one that there is not.
     """
-    try:
-        build = builder_named(builder)
-    except ReconstructError as error:
-        raise RequestError(str(error), param="builder") from error
+    build = find_builder(builder or settings.builder)
     calls, damaged = _decoded(records)
     roles, modes = frozenset(settings.train_roles), frozenset(settings.train_logprob_modes)
     settled = settle(calls, delivered=delivered, train_roles=roles, train_inferred=settings.train_inferred, logprob_modes=modes)
@@ -82,8 +79,16 @@ def build_rows(
         ),
     )
     finished = {call.call_id for call in calls}
-    untold = {intent.call_id: "dangling" for intent in intents if intent.call_id not in finished} | damaged
+    untold = {intent.call_id: DANGLING for intent in intents if intent.call_id not in finished} | damaged
     return Built(weighed(rows), account(settled, rows, untold), settled)
+
+
+def find_builder(name: str) -> Builder:
+    """Raises RequestError naming the known ones."""
+    try:
+        return builder_named(name)
+    except ReconstructError as error:
+        raise RequestError(str(error), param="builder") from error
 
 
 def _decoded(records: Sequence[bytes]) -> tuple[list[Call], dict[str, str]]:
@@ -221,7 +226,7 @@ def _unfinished(intent: Intent, in_flight: Container[str]) -> dict[str, Any]:
     }
 
 
-async def session_rows(services: Services, state: SessionState, builder: str = "merged") -> Built:
+async def session_rows(services: Services, state: SessionState, builder: str | None = None) -> Built:
     """`build_rows` on what the store holds of the session, off the event loop."""
     session_id = state.info.session_id
     records, intents, delivered = await asyncio.gather(

@@ -16,6 +16,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from proxy.loopback import is_loopback
 from proxy.token_file import check_token, tokens_in
+from reconstruct.builders import builder_named
+from reconstruct.errors import ReconstructError
 from reconstruct.roles import RoleRule
 
 Role = Literal["main", "subagent", "compaction", "side"]
@@ -186,6 +188,9 @@ class Settings(BaseSettings):
     session_cache: int = 4096
     """Sessions whose trees are kept in memory; others are read back from the store when needed."""
 
+    builder: str = Field("merged", validate_default=True)
+    """How sessions are made into rows for trainers: merged (one row per branch), per_call (one per call), or one of your own, of the
+    entry-point group verbatim.builders. Groups are counted by its rows; a lease may ask for another one."""
     session_idle_seconds: float = Field(0.0, ge=0)
     """Sessions without a call for so long are closed as timeout, so that their groups need not wait; 0: never."""
     close_wait_seconds: float = Field(10.0, ge=0)
@@ -197,6 +202,9 @@ class Settings(BaseSettings):
     """Usable members that allow_partial asks for."""
     zero_variance: Literal["keep", "drop"] = "keep"
     """Whether groups whose rewards are all equal are delivered."""
+    max_quarantined_share: float | None = Field(None, ge=0, le=1)
+    """The most of a session's sampled tokens that may be in quarantine, those of roles and models that are not trained left out, for it to
+    be usable in its group; a session may say otherwise for itself. None: any."""
     group_timeout_seconds: float = Field(86400.0, ge=0, allow_inf_nan=False)
     """How long an incomplete group waits for its next member; 0: for ever. Then require_all makes it a dead letter, drop drops
     it, and allow_partial delivers the members that have come if `group_minimum` of them are usable."""
@@ -258,6 +266,15 @@ class Settings(BaseSettings):
         if model is not None and find_spec("renderers") is None:
             raise ValueError("the renderers package is missing: pip install 'verbatim-rl[renderers]'")
         return model
+
+    @field_validator("builder")
+    @classmethod
+    def _can_build(cls, name: str) -> str:
+        try:
+            builder_named(name)
+        except ReconstructError as error:
+            raise ValueError(str(error)) from error
+        return name
 
     @field_validator("trace_endpoint")
     @classmethod

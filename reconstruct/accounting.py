@@ -22,6 +22,13 @@ from reconstruct.roles import credited_role, infer_side_calls
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
 from reconstruct.verification import verify
 
+DANGLING = "dangling"
+"""Why a call without a record is quarantined whose process died while the engine sampled."""
+FROZEN = "frozen_model"
+"""Why a call of a model that is never trained is quarantined."""
+_ATTEMPTS = (SUPERSEDED, "aborted", "not_answered")
+"""Reasons of calls whose reply nobody used."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settled:
@@ -166,9 +173,26 @@ def account(settled: Settled, rows: Sequence[Trajectory], untold: Mapping[str, s
         for call in sorted((call for call in calls if call.call_id in settled.refused), key=order_key)
     ]
     quarantined += [Quarantined(call_id, 0, reason) for call_id, reason in (untold or {}).items()]
-    accounting = Accounting(sampled, trained, tuple(quarantined))
+    dangling = sum(reason == DANGLING for reason in (untold or {}).values())
+    accounting = Accounting(sampled, trained, tuple(quarantined), dangling, not untold and _is_complete(settled))
     check(accounting)
     return accounting
+
+
+def _is_complete(settled: Settled) -> bool:
+    """Whether every call that the session's outcome rests on can be trained, or is left out by choice."""
+    return not settled.stray and all(
+        call_id in settled.shown or reason == FROZEN or (reason in _ATTEMPTS and not settled.forest.children(call_id))
+        for call_id, reason in settled.refused.items()
+    )
+
+
+def lost_share(settled: Settled, accounting: Accounting) -> float:
+    """How much of what was sampled is in quarantine, 0 to 1, but for what is left out by choice: of roles and models that are not
+    trained."""
+    chosen = [item for item in accounting.quarantined if item.call_id in settled.shown or item.reason == FROZEN]
+    lost = accounting.sampled_tokens - accounting.exported_tokens - sum(item.tokens for item in chosen)
+    return lost / accounting.sampled_tokens if accounting.sampled_tokens else 0.0
 
 
 def check(accounting: Accounting) -> None:

@@ -171,14 +171,29 @@ _BUILT_IN: dict[str, Builder] = {"merged": merged, "per_call": per_call}
 
 
 def builder_named(name: str) -> Builder:
-    """The builder of that name, built in or from the entry-point group `verbatim.builders`.
+    """The builder of that name, built in or from the entry-point group `verbatim.builders`. Of the latter whatever goes wrong is a
+    ReconstructError that names it.
 
-    Raises ReconstructError naming the known ones.
+    Raises ReconstructError naming the known ones, or for one that cannot be loaded.
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     added = {entry.name: entry for entry in entry_points(group="verbatim.builders")}
     if name in added:
-        found: Builder = added[name].load()
-        return found
+        try:
+            return _named(name, added[name].load())
+        except Exception as error:
+            raise ReconstructError(f"the builder {name!r} cannot be loaded: {error!r}") from error
     raise ReconstructError(f"no builder is named {name!r}; known: {', '.join(sorted([*_BUILT_IN, *added]))}")
+
+
+def _named(name: str, build: Builder) -> Builder:
+    def built(settled: Settled, context: RowContext) -> list[Trajectory]:
+        try:
+            return build(settled, context)
+        except ReconstructError:
+            raise
+        except Exception as error:
+            raise ReconstructError(f"the builder {name!r} failed on session {context.session_id}: {error!r}") from error
+
+    return built

@@ -80,11 +80,17 @@ class Quarantined:
 
 @dataclass(frozen=True, slots=True)
 class Accounting:
-    """sampled_tokens == exported_tokens + the quarantined tokens, always."""
+    """sampled_tokens == exported_tokens + the quarantined tokens, always.
+
+    `dangling_calls` are those whose process died while the engine sampled: what they said is not known. `complete`: none dangles, no
+    record is damaged or missing, and no call is in quarantine that something went on from or that is unsound. What is left out because its
+    role or model is not trained, and an attempt that nothing went on from, leaves a session complete."""
 
     sampled_tokens: int
     exported_tokens: int
     quarantined: Sequence[Quarantined]
+    dangling_calls: int = 0
+    complete: bool = True
 
 
 def as_wire(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
@@ -144,4 +150,6 @@ def accounting_as_wire(accounting: Accounting) -> dict[str, Any]:
         "quarantined": [
             {"call_id": item.call_id, "tokens": item.tokens, "reason": item.reason} for item in accounting.quarantined
         ],
+        "dangling_calls": accounting.dangling_calls,
+        "complete": accounting.complete,
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -63,6 +63,9 @@ class TrainerClient:
         max_trajectories: int | None = None,
         max_staleness: int | None = None,
         policy: str | None = None,
+        roles: Sequence[str] | None = None,
+        builder: str | None = None,
+        complete_only: bool = False,
         wait_seconds: float = 30.0,
         lease_seconds: float = 600.0,
         keep: bool = True,
@@ -73,7 +76,17 @@ class TrainerClient:
         Ends once `stop()` is true or the client is closed. Both are looked at between requests, each of which waits for at
         most `wait_seconds`; a batch that arrives after that is given back. Arguments and errors as for `lease`.
         """
-        wanted = self._wanted(max_groups, max_trajectories, max_staleness, policy, wait_seconds, lease_seconds)
+        wanted = self._wanted(
+            wait_seconds,
+            lease_seconds,
+            max_groups=max_groups,
+            max_trajectories=max_trajectories,
+            max_staleness=max_staleness,
+            policy=policy,
+            roles=None if roles is None else list(roles),
+            builder=builder,
+            complete_only=complete_only or None,
+        )
 
         def ended() -> bool:
             return self._transport.closing.is_set() or bool(stop and stop())
@@ -99,6 +112,9 @@ class TrainerClient:
         max_trajectories: int | None = None,
         max_staleness: int | None = None,
         policy: str | None = None,
+        roles: Sequence[str] | None = None,
+        builder: str | None = None,
+        complete_only: bool = False,
         wait_seconds: float = 0.0,
         lease_seconds: float = 600.0,
         keep: bool = True,
@@ -108,11 +124,24 @@ class TrainerClient:
         Whole groups only: at most `max_groups` of them, or as many as fit into `max_trajectories` (one at least), or one without
         either, and no more than this consumer's share while others wait; none with a token sampled more than `max_staleness`
         versions of its policy ago, unless the service is set to mark such groups (`group.stale`). `policy`: rows of that model
-        alone, "" being the default one; None: of all. With `keep`, its `with` block extends the lease. When the answer is lost on
-        the way, the request is repeated and what was leased first comes back when that lease expires.
+        alone, "" being the default one; None: of all. `roles`: only rows of these, else of all that are trained; a group without any
+        comes without rows, and what is left out is nobody's once the batch is acknowledged. `builder`: how sessions are made into rows;
+        None: as the service is set. `complete_only`: only groups all of whose sessions are complete (`group.sessions`). With `keep`, its
+        `with` block extends the lease. When the answer is lost on the way, the request is repeated and what was leased first comes back
+        when that lease expires.
         Raises: InvalidAnswer (the batch is given back first), Unauthorized, Unavailable, ConnectionFailed, ClientClosed.
         """
-        wanted = self._wanted(max_groups, max_trajectories, max_staleness, policy, wait_seconds, lease_seconds)
+        wanted = self._wanted(
+            wait_seconds,
+            lease_seconds,
+            max_groups=max_groups,
+            max_trajectories=max_trajectories,
+            max_staleness=max_staleness,
+            policy=policy,
+            roles=None if roles is None else list(roles),
+            builder=builder,
+            complete_only=complete_only or None,
+        )
         return self._lease(wanted, keep, until=self._transport.closing.is_set)
 
     def held(self, lease_id: str, *, lease_seconds: float = 600.0) -> Lease:
@@ -187,23 +216,10 @@ class TrainerClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
-    def _wanted(
-        self,
-        max_groups: int | None,
-        max_trajectories: int | None,
-        max_staleness: int | None,
-        policy: str | None,
-        wait_seconds: float,
-        lease_seconds: float,
-    ) -> dict[str, Any]:
-        limits = {
-            "max_groups": max_groups,
-            "max_trajectories": max_trajectories,
-            "max_staleness": max_staleness,
-            "policy": policy,
-        }
+    def _wanted(self, wait_seconds: float, lease_seconds: float, **terms: Any) -> dict[str, Any]:
+        """What is asked for; a term that is None is left out."""
         wanted = {"wait_seconds": wait_seconds, "lease_seconds": lease_seconds, "consumer": self.consumer}
-        return wanted | {name: limit for name, limit in limits.items() if limit is not None}
+        return wanted | {name: limit for name, limit in terms.items() if limit is not None}
 
     def _lease(self, wanted: Mapping[str, Any], keep: bool, *, until: Callable[[], bool]) -> Batch | None:
         response = self._transport.request(

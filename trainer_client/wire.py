@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from reconstruct.details import NAMES, RowDetails, of_one_shape
 from reconstruct.records import INFERRED, UNKNOWN_MODE, Span, pack_ids, pack_logprobs
-from reconstruct.trajectory import Trajectory
+from reconstruct.trajectory import Quarantined, Trajectory
 from trainer_client.errors import InvalidAnswer
 
 ACCEPT = "application/msgpack;arrays=packed"
@@ -37,13 +37,26 @@ _INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
+class LeasedSession:
+    """What became of all that was sampled in a session, whichever rows of it were asked for: see `reconstruct.trajectory.Accounting`."""
+
+    session_id: str
+    sampled_tokens: int
+    exported_tokens: int
+    quarantined: tuple[Quarantined, ...]
+    dangling_calls: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """The rollouts of one task that are compared with each other; several rows may belong to one rollout. `stale`: the service
-    gives groups older than `max_staleness` too, and this is one."""
+    gives groups older than `max_staleness` too, and this is one. `sessions` are its rollouts; a service of an earlier build tells none."""
 
     group_id: str
     trajectories: tuple[Trajectory, ...]
     stale: bool = False
+    sessions: tuple[LeasedSession, ...] = ()
 
 
 def body_of(response: httpx.Response) -> Any:
@@ -68,6 +81,7 @@ def groups_of(body: Mapping[str, Any]) -> tuple[Group, ...]:
                 group["group_id"],
                 tuple(trajectory_of(row, 1 / rows[_session(row)]) for row in group["trajectories"]),
                 stale=group.get("stale") is True,
+                sessions=tuple(_leased_session(told) for told in group.get("sessions", ())),
             )
             for group in body["groups"]
         )
@@ -77,6 +91,26 @@ def groups_of(body: Mapping[str, Any]) -> tuple[Group, ...]:
         if times > 1:
             raise InvalidAnswer(f"trajectory {name!r} is in one batch {times} times")
     return groups
+
+
+def _leased_session(told: Mapping[str, Any]) -> LeasedSession:
+    """Raises KeyError or TypeError, and InvalidAnswer where its tokens do not add up."""
+    quarantined = tuple(Quarantined(item["call_id"], int(item["tokens"]), item["reason"]) for item in told["quarantined"])
+    session = LeasedSession(
+        session_id=told["session_id"],
+        sampled_tokens=int(told["sampled_tokens"]),
+        exported_tokens=int(told["exported_tokens"]),
+        quarantined=quarantined,
+        dangling_calls=int(told["dangling_calls"]),
+        complete=told["complete"] is True,
+    )
+    lost = sum(item.tokens for item in quarantined)
+    if session.sampled_tokens != session.exported_tokens + lost:
+        raise InvalidAnswer(
+            f"session {session.session_id!r}: {session.sampled_tokens} tokens were sampled, but {session.exported_tokens} are "
+            f"exported and {lost} quarantined"
+        )
+    return session
 
 
 def versions_of(body: Mapping[str, Any]) -> dict[str, int]:

@@ -16,10 +16,12 @@ from proxy.api.answers import Form, form_of, json_response
 from proxy.api.bodies import Body, body_of
 from proxy.api.closing import group_name
 from proxy.api.dead_letters import letter_as_wire
-from proxy.api.leased_groups import Batch, encode_groups
+from proxy.api.leased_groups import Batch, RowTerms, encode_groups
 from proxy.api.version_lines import DEFAULT, current_versions
 from proxy.errors import NotFound, VerbatimError
+from proxy.rows import find_builder
 from proxy.services import Services
+from proxy.settings import Role
 from proxy.store.delivery_store import LeaseTerms
 from proxy.store.groups import Nothing, PolicyLine
 
@@ -47,6 +49,13 @@ class LeaseRequest(Body):
     """Who asks: ready groups are shared among consumers."""
     policy: str | None = Field(None, max_length=200)
     """Only rows of this model; left out: of all."""
+    roles: list[Role] | None = Field(None, min_length=1)
+    """Only rows of these roles; left out: of all that are trained. The others of the same groups are nobody's any more once it is
+    acknowledged."""
+    builder: str | None = Field(None, min_length=1, max_length=200)
+    """How sessions are made into rows; left out: as the service is set, by whose rows groups are counted."""
+    complete_only: bool = False
+    """Only groups all of whose sessions are complete; the others stay for who takes them."""
 
 
 class ExtendRequest(Body):
@@ -150,6 +159,8 @@ def _seconds_until(due_at: float | None) -> float:
 
 async def _take(services: Services, body: LeaseRequest, form: Form, *, waits: bool) -> Batch | Nothing:
     """What is ready for this consumer, with its rows."""
+    if body.builder is not None:
+        await asyncio.to_thread(find_builder, body.builder)
     while True:
         versions, settings = await current_versions(services), services.settings
         if body.policy is not None and body.policy not in versions:
@@ -168,13 +179,14 @@ async def _take(services: Services, body: LeaseRequest, form: Form, *, waits: bo
             stale_groups=settings.stale_groups,
             version=line.version,
             policy=body.policy,
+            complete_only=body.complete_only,
             named=lines,
         )
         taken = await services.delivery.lease(terms)
         if isinstance(taken, Nothing):
             return taken
         try:
-            groups = await encode_groups(services, taken, form)
+            groups = await encode_groups(services, taken, RowTerms(form, body.roles, body.builder, body.complete_only))
         except BaseException:
             # Nobody gets these groups: the caller went away, which is a cancellation, or the store did.
             with contextlib.suppress(VerbatimError):

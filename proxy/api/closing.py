@@ -22,6 +22,7 @@ from proxy.store.delivery_store import Announced, CloseRequest
 from proxy.store.groups import GroupPolicy, Member, PolicyRows
 from proxy.store.packing import StoredValueError
 from proxy.store.session_store import SessionInfo, SessionState
+from reconstruct.accounting import lost_share
 from reconstruct.errors import ReconstructError
 from reconstruct.trajectory import Trajectory
 
@@ -182,11 +183,30 @@ async def _member(services: Services, state: SessionState) -> Member:
         built = await rows.session_rows(services, state)
     except ReconstructError as error:
         log.error("session %s has no usable trajectories: %s", session_id, error)
-        return Member(session_id, False, state.reward, 0, 0)
+        return Member(session_id, False, state.reward, 0, 0, complete=False)
     by_policy = _by_policy(built.rows)
-    usable = state.status in RUN_ENDED and state.reward is not None and bool(by_policy)
+    usable = (
+        state.status in RUN_ENDED and state.reward is not None and bool(by_policy) and _keeps_enough(services, state, built)
+    )
     default = by_policy.pop("", PolicyRows(0, 0))
-    return Member(session_id, usable, state.reward, default.rows, default.oldest_version, by_policy)
+    complete = built.accounting.complete
+    return Member(session_id, usable, state.reward, default.rows, default.oldest_version, by_policy, complete)
+
+
+def _keeps_enough(services: Services, state: SessionState, built: rows.Built) -> bool:
+    """Whether no more of what was sampled is lost than the session's group allows."""
+    own = state.info.group_rule.max_quarantined_share if state.info.group_rule else None
+    most = services.settings.max_quarantined_share if own is None else own
+    lost = lost_share(built.settled, built.accounting)
+    if most is None or lost <= most:
+        return True
+    log.warning(
+        "session %s is not usable: %.1f %% of its tokens are in quarantine, %.1f %% may be",
+        state.info.session_id,
+        100 * lost,
+        100 * most,
+    )
+    return False
 
 
 def _by_policy(built: Sequence[Trajectory]) -> dict[str, PolicyRows]:

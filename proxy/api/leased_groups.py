@@ -20,12 +20,13 @@ from fastapi.responses import StreamingResponse
 from proxy import rows
 from proxy.api.answers import Form
 from proxy.api.closing import group_name
-from proxy.errors import NotFound
+from proxy.errors import NotFound, RequestError
 from proxy.services import Services
 from proxy.store.groups import Lease, LeasedGroup
 from proxy.store.packing import StoredValueError
 from reconstruct.errors import ReconstructError
-from reconstruct.trajectory import Trajectory, as_wire
+from reconstruct.roles import is_wanted
+from reconstruct.trajectory import Trajectory, accounting_as_wire, as_wire, weighed
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +35,24 @@ CHUNK_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class EncodedGroup:
-    """`rows` are trajectories in the form of the answer. `stale` is said only when it is so."""
+    """`rows` are trajectories in the form of the answer, `sessions` what became of all that was sampled in each member. `stale` is said
+    only when it is so."""
 
     group_id: str
     stale: bool
+    sessions: Sequence[Mapping[str, Any]]
     rows: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class RowTerms:
+    """How rows are wanted: the answer's form, the roles (None: all that are trained), the builder (None: the service's), and whether
+    sessions must be complete."""
+
+    form: Form
+    roles: Container[str] | None = None
+    builder: str | None = None
+    complete_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,45 +90,61 @@ class Batch:
             yield from group.rows
 
 
-async def encode_groups(services: Services, taken: Lease, form: Form) -> list[EncodedGroup]:
+async def encode_groups(services: Services, taken: Lease, terms: RowTerms) -> list[EncodedGroup]:
     """The leased groups with their rows. One that cannot be read, by this build at least, goes to the dead letters, or it would
-    come up again and again."""
+    come up again and again. Raises RequestError where the builder that was asked for cannot make rows of one: others can."""
     groups = []
     for group in taken.groups:
         try:
-            encoded = await _encode_group(services, group, form)
+            groups.append(await _encode_group(services, group, terms))
         except (NotFound, ReconstructError, StoredValueError) as error:
+            if terms.builder is not None and isinstance(error, ReconstructError):
+                name = group_name(group.group_id)
+                raise RequestError(
+                    f"the builder {terms.builder!r} makes no rows of group {name}: {error}", param="builder"
+                ) from error
             log.error("group %s cannot be delivered: %s", group_name(group.group_id), error)
             await services.delivery.bury(taken.lease_id, group.reference, str(error), time.time())
-            continue
-        groups.append(EncodedGroup(group_name(group.group_id), group.stale, encoded))
     return groups
 
 
-async def _encode_group(services: Services, group: LeasedGroup, form: Form) -> list[bytes]:
+async def _encode_group(services: Services, group: LeasedGroup, terms: RowTerms) -> EncodedGroup:
     members = await asyncio.gather(
-        *(_encode_member(services, session_id, group.policies, form) for session_id in group.session_ids)
+        *(_encode_member(services, session_id, group.policies, terms) for session_id in group.session_ids)
     )
-    return [row for member in members for row in member]
+    sessions, encoded = [told for told, _ in members], [row for _, made in members for row in made]
+    return EncodedGroup(group_name(group.group_id), group.stale, sessions, encoded)
 
 
-async def _encode_member(services: Services, session_id: str, policies: Container[str], form: Form) -> list[bytes]:
+async def _encode_member(
+    services: Services, session_id: str, policies: Container[str], terms: RowTerms
+) -> tuple[dict[str, Any], list[bytes]]:
     state = await services.sessions.mark_leased(session_id)
     if state is None:
         raise NotFound(f"session {session_id} was deleted")
-    built = await rows.session_rows(services, state)
-    return await asyncio.to_thread(_encode_rows, [row for row in built.rows if row.policy in policies], form)
+    built = await rows.session_rows(services, state, terms.builder)
+    if terms.complete_only and not built.accounting.complete:
+        raise ReconstructError(f"session {session_id} was complete when it was closed, and is not any more")
+    told = {"session_id": session_id, **accounting_as_wire(built.accounting)}
+    return told, await asyncio.to_thread(_encode_rows, _wanted(built.rows, policies, terms.roles), terms.form)
 
 
-def _encode_rows(built: Sequence[Trajectory], form: Form) -> list[bytes]:
+def _wanted(built: Sequence[Trajectory], policies: Container[str], roles: Container[str] | None) -> list[Trajectory]:
+    """The rows that are given, their weights shared among them. Rows that are only shown, of roles that are not trained, stay with the
+    session."""
+    trained = [row for row in built if row.loss_mask.any() and row.policy in policies]
+    return weighed([row for row in trained if roles is None or is_wanted(row.role, row.role_source, roles)])
+
+
+def _encode_rows(given: Sequence[Trajectory], form: Form) -> list[bytes]:
     """One by one: an encoder keeps other threads from running until it returns."""
     encode: Callable[[Any], bytes] = msgspec.json.encode if form is Form.JSON else msgspec.msgpack.encode
-    # Rows that are only shown, of roles that are not trained, stay with the session.
-    return [encode(as_wire(row, arrays=form.arrays)) for row in built if row.loss_mask.any()]
+    return [encode(as_wire(row, arrays=form.arrays)) for row in given]
 
 
 def _group_head(group: EncodedGroup) -> dict[str, Any]:
-    return {"group_id": group.group_id, "stale": True} if group.stale else {"group_id": group.group_id}
+    stale = {"stale": True} if group.stale else {}
+    return {"group_id": group.group_id, **stale, "sessions": group.sessions}
 
 
 def _opened_map(head: dict[str, Any], key: str, items: int) -> bytes:

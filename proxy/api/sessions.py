@@ -64,6 +64,9 @@ class NewSession(Body):
     """Whether a group whose rewards are all equal is delivered."""
     group_replacements: bool | None = None
     """False: no session takes the place of a failed member."""
+    max_quarantined_share: float | None = Field(None, ge=0, le=1)
+    """The most of its sampled tokens that may be in quarantine for it to be usable in its group, those of roles and models that are not
+    trained left out."""
     trained: bool = True
     """False: no trainer ever gets it, and it is never held back, as for judges."""
     metadata: Metadata = Field(default_factory=dict)
@@ -87,7 +90,8 @@ class NewSession(Body):
 
     def rule(self) -> GroupRule | None:
         """What the session says of its group against the service's settings of the same names."""
-        rule = GroupRule(self.group_policy, self.group_minimum, self.zero_variance, self.group_replacements)
+        decision = (self.group_policy, self.group_minimum, self.zero_variance, self.group_replacements)
+        rule = GroupRule(*decision, max_quarantined_share=self.max_quarantined_share)
         return None if rule == GroupRule() else rule
 
 
@@ -180,7 +184,7 @@ async def calls(
 
 
 @router.get("/{session_id}/trajectories")
-async def trajectories(request: Request, services: Served, session_id: str, builder: str = "merged") -> Response:
+async def trajectories(request: Request, services: Served, session_id: str, builder: str | None = None) -> Response:
     state = await _load(services, session_id)
     built = await rows.session_rows(services, state, builder)
     form = form_of(request)

@@ -5,7 +5,8 @@ Columns of kind `json` hold JSON text: their objects differ from row to row, whi
 is a new SCHEMA_VERSION.
 
 Version 2 has the logprob mode, the details of tokens and the policy of a row beside version 1, version 3 whether a trainer gets the
-session. Nothing else of what is read back, sessions and records, differs.
+session, version 4 who says so of a row's role, and the session's echo policy, its dangling calls and whether it is complete. Nothing else of what is read
+back, sessions and records, differs.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import json
 from typing import Any
 
 SCHEMA = "verbatim-archive"
-SCHEMA_VERSION = 3
-READ_VERSIONS = (1, 2, 3)
+SCHEMA_VERSION = 4
+READ_VERSIONS = (1, 2, 3, 4)
 
 TRAJECTORIES = {
     "trajectory_id": "string",
@@ -74,6 +75,8 @@ SESSIONS = {
     "sampled_tokens": "int64",
     "exported_tokens": "int64",
     "quarantined": "json",
+    "dangling_calls": "int32",
+    "complete": "bool",
     "problem": "string",
 }
 RECORDS = {"session_id": "string", "position": "int32", "call_id": "string", "record": "binary"}

@@ -101,6 +101,8 @@ def _session_row(session: ArchivedSession) -> Row:
         "sampled_tokens": accounting.get("sampled_tokens"),
         "exported_tokens": accounting.get("exported_tokens"),
         "quarantined": _text(accounting.get("quarantined", [])),
+        "dangling_calls": accounting.get("dangling_calls"),
+        "complete": accounting.get("complete"),
         "problem": session.problem,
     }
 

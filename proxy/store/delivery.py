@@ -84,7 +84,7 @@ class RedisDeliveryStore:
         reward = "" if member.reward is None else repr(float(member.reward))
         entry = (member.session_id, int(member.usable), reward, member.rows, member.oldest_version)
         named = (each for name, rows in member.named.items() for each in (name, rows.rows, rows.oldest_version))
-        args = (group_id, group_size, *entry, repr(now), *_decision(policy), _said(rule), *named)
+        args = (group_id, group_size, *entry, repr(now), *_decision(policy), _said(rule), int(member.complete), *named)
         status: bytes = await self._run(FILL, *args, durable=True)
         return status.decode()
 
@@ -134,7 +134,7 @@ class RedisDeliveryStore:
         limits = (_or_none(limit) for limit in most)
         times = (repr(now + terms.lease_seconds), terms.max_deliveries, repr(now), REMEMBERED_SECONDS)
         claimed_until = repr(now + (WAITING_CLAIM_SECONDS if terms.waits else POLLED_CLAIM_SECONDS))
-        claim = (terms.stale_groups, claimed_until, int(terms.waits))
+        claim = (terms.stale_groups, claimed_until, int(terms.waits), int(terms.complete_only))
         lines = (each for name, line in terms.named.items() for each in (name, _or_none(line.oldest_version), line.version))
         whose = (_or_none(terms.version), ANY_POLICY if terms.policy is None else terms.policy, *lines)
         answer = await self._run(LEASE, lease_id, terms.consumer, *limits, *times, *claim, *whose)

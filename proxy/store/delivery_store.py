@@ -72,6 +72,7 @@ class LeaseTerms:
     stale_groups: str = "keep"
     version: int | None = None
     policy: str | None = None
+    complete_only: bool = False
     named: Mapping[str, PolicyLine] = field(default_factory=dict)
 
 
@@ -180,7 +181,9 @@ class DeliveryStore(Protocol):
 
         `version` and `oldest_version` are the default policy's; `named` has the other policies' (of `policies`): rows of one that it
         lacks are left for the next lease. With `policy` only that one's rows are taken, "" being the default one's; the others'
-        in the same group stay for their own lease, as a group of their own. A group is stale by any of the rows that are taken."""
+        in the same group stay for their own lease, as a group of their own. A group is stale by any of the rows that are taken.
+
+        With `complete_only` groups with a usable member that is not complete are left for others."""
         ...
 
     def watch(self) -> AbstractAsyncContextManager[Arrivals]:

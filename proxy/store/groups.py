@@ -17,7 +17,7 @@ class PolicyRows:
 @dataclass(frozen=True, slots=True)
 class Member:
     """A closed session's entry in its group. `usable`: completed or timed out, with a reward. `rows` are those of the default policy and
-    `oldest_version` that of their sampled tokens; `named` has the rows of other policies."""
+    `oldest_version` that of their sampled tokens; `named` has the rows of other policies. `complete`: as its accounting says."""
 
     session_id: str
     usable: bool
@@ -25,6 +25,7 @@ class Member:
     rows: int
     oldest_version: int
     named: Mapping[str, PolicyRows] = field(default_factory=dict)
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class GroupRule:
     zero_variance: str | None = None
     replacements: bool | None = None
     """False: no session takes the place of a failed member, so that with its last member the group is whole or never will be."""
+    max_quarantined_share: float | None = None
+    """How much of what a session sampled may be lost for it to be usable, 0 to 1; see `reconstruct.accounting.lost_share`."""
 
 
 @dataclass(frozen=True, slots=True)

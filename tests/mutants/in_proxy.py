@@ -190,14 +190,14 @@ FAULTS = (
     ),
     Fault(
         "Calls that a crash left without a record are missing in the accounting of their session.",
-        '    untold = {intent.call_id: "dangling" for intent in intents if intent.call_id not in finished} | damaged\n',
+        "    untold = {intent.call_id: DANGLING for intent in intents if intent.call_id not in finished} | damaged\n",
         "    untold = damaged\n",
         "tests/proxy/store/test_faults.py -k 'never_takes'",
     ),
     Fault(
         "Rows of side calls (titles, routing) are given to the trainer with nothing to train.",
-        "for row in built if row.loss_mask.any()]\n",
-        "for row in built]\n",
+        "[row for row in built if row.loss_mask.any() and row.policy in policies]\n",
+        "[row for row in built if row.policy in policies]\n",
         "tests/reconstruct/test_roles_and_retries.py -k 'are_not_leased'",
     ),
     Fault(
@@ -208,8 +208,8 @@ FAULTS = (
     ),
     Fault(
         "A session that failed is given to a trainer with the reward it had by then.",
-        "    usable = state.status in RUN_ENDED and state.reward is not None and bool(by_policy)\n",
-        "    usable = state.reward is not None and bool(by_policy)\n",
+        "state.status in RUN_ENDED and state.reward is not None",
+        "state.reward is not None",
         _CONTROL + "'no_usable_member'",
     ),
     # Who may ask

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reconstruct.accounting import Settled, account, check, count_reasons, settle
+from reconstruct.accounting import Settled, account, check, count_reasons, lost_share, settle
 from reconstruct.builders import RowContext, merged
 from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, ReconstructError, RecordError, SpanError
 from reconstruct.records import Call, Span
@@ -90,7 +90,7 @@ def test_a_missing_logprob_quarantines_its_call_alone_and_shifts_nothing() -> No
     mask  0 0 1 1 0 0 0 0 1     6 7 stay as context
     """
     settled, rows, accounting = built(three_turns(logprobs=[-0.5, None]))
-    assert accounting == Accounting(5, 3, (Quarantined("c2", 2, "missing_logprob"),))
+    assert accounting == Accounting(5, 3, (Quarantined("c2", 2, "missing_logprob"),), complete=False)
     assert [row.token_ids.tolist() for row in rows] == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
     assert rows[0].loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 1]
     assert rows[0].logprobs.tolist() == [0, 0, -0.5, -1.0, 0, 0, 0, 0, -0.5]
@@ -109,8 +109,40 @@ def test_a_missing_logprob_quarantines_its_call_alone_and_shifts_nothing() -> No
 )
 def test_a_flawed_call_in_mid_path_stays_as_masked_context(changed: dict[str, Any], reason: str) -> None:
     _, rows, accounting = built(three_turns(**changed))
-    assert accounting == Accounting(5, 3, (Quarantined("c2", 2, reason),))
+    assert accounting == Accounting(5, 3, (Quarantined("c2", 2, reason),), complete=False)
     assert [(row.call_ids, row.loss_mask.tolist()) for row in rows] == [(("c1", "c2", "c3"), [0, 0, 1, 1, 0, 0, 0, 0, 1])]
+
+
+@pytest.mark.parametrize(
+    ("reason", "at_the_end", "in_the_middle"),
+    [
+        ("superseded", True, False),
+        ("aborted", True, False),
+        ("not_answered", True, False),
+        ("frozen_model", True, True),
+        ("role_side", True, True),
+        ("no_token_ids", False, False),
+        ("missing_logprob", False, False),
+    ],
+)
+def test_a_session_is_complete_where_what_it_rests_on_is_trained_or_left_out_by_choice(
+    reason: str, at_the_end: bool, in_the_middle: bool
+) -> None:
+    """An attempt that nothing went on from takes nothing away; the last call is one that something went on to."""
+    if reason == "role_side":
+        flaw: dict[str, Any] = {"role": "side"}
+    else:
+        flaw = {"trainable": False, "quarantine_reason": reason}
+    for goes_on, complete in ((False, at_the_end), (True, in_the_middle)):
+        talk = Talk()
+        talk.say("c1", [1], [2])
+        talk.go_on("c2", "c1", [3], [4], fields=flaw)
+        if goes_on:
+            talk.say("c3", [9], [6], parent="c2")
+        settled = settle(talk.calls, train_roles=("main",))
+        accounting = account(settled, merged(settled, RowContext("s")))
+        assert accounting.complete == complete, (goes_on, accounting)
+        assert lost_share(settled, accounting) == (0 if reason in ("frozen_model", "role_side") else 1 / (2 + goes_on))
 
 
 def test_a_negative_id_quarantines_every_call_that_was_sampled_after_it() -> None:
@@ -177,7 +209,8 @@ def test_calls_whose_parent_is_missing_are_kept_apart_and_counted(order: Sequenc
     talk.go_on("c4", "c3", [8], [9, 9])
     kept = [talk.calls[0], *talk.calls[2:]]
     settled, rows, accounting = built([kept[at] for at in order])
-    assert accounting == Accounting(5, 2, (Quarantined("c3", 1, "unknown_parent"), Quarantined("c4", 2, "unknown_parent")))
+    lost = (Quarantined("c3", 1, "unknown_parent"), Quarantined("c4", 2, "unknown_parent"))
+    assert accounting == Accounting(5, 2, lost, complete=False)
     assert [row.call_ids for row in rows] == [("c1",)]
     assert [item.call_id for item in settled.stray] == ["c3", "c4"]
 
@@ -204,7 +237,7 @@ def test_a_call_that_asks_more_of_its_base_than_it_holds_is_kept_apart_with_its_
 def test_a_record_that_came_twice_is_counted_once() -> None:
     stray = call("c2", parent="c9", delta=[1], said=[2])
     good = call("c1", delta=[1], said=[2, 3])
-    assert built([good, stray, good, stray])[2] == Accounting(3, 2, (Quarantined("c2", 1, "unknown_parent"),))
+    assert built([good, stray, good, stray])[2] == Accounting(3, 2, (Quarantined("c2", 1, "unknown_parent"),), complete=False)
 
 
 def test_a_call_that_said_nothing_needs_no_row() -> None:
@@ -218,11 +251,13 @@ def test_a_session_without_calls_has_no_rows() -> None:
 def test_dangling_calls_are_listed_without_tokens() -> None:
     settled, rows, _ = built([call("c1", delta=[1], said=[2])])
     accounting = account(settled, rows, {"c2": "dangling"})
-    assert accounting == Accounting(1, 1, (Quarantined("c2", 0, "dangling"),))
+    assert accounting == Accounting(1, 1, (Quarantined("c2", 0, "dangling"),), 1, complete=False)
     assert accounting_as_wire(accounting) == {
         "sampled_tokens": 1,
         "exported_tokens": 1,
         "quarantined": [{"call_id": "c2", "tokens": 0, "reason": "dangling"}],
+        "dangling_calls": 1,
+        "complete": False,
     }
     assert count_reasons(accounting) == Counter({"dangling": 1})
 

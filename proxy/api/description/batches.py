@@ -6,13 +6,20 @@ from proxy.api.batches import ExtendRequest, LeaseRequest
 from proxy.api.description.dead_letters import DeadLetterShape
 from proxy.api.description.operation import MSGPACK, Answer, Operation
 from proxy.api.description.shape import Shape
-from proxy.api.description.trajectories import ROW, Trajectory
+from proxy.api.description.trajectories import ACCOUNTING, ROW, Accounting, Trajectory
+
+
+class LeasedSession(Accounting):
+    """What became of all that was sampled in a session, also of what is not given."""
+
+    session_id: str
 
 
 class LeasedGroupShape(Shape):
     group_id: str
     stale: bool = False
     """Only where it is so, with `stale_groups: flag`."""
+    sessions: list[LeasedSession]
     trajectories: list[Trajectory]
 
 
@@ -59,7 +66,9 @@ BATCHES = (
                     "expires_at": 1767226300.0,
                     "weight_version": 12,
                     "weight_versions": {"": 12},
-                    "groups": [{"group_id": "task-1", "trajectories": [ROW]}],
+                    "groups": [
+                        {"group_id": "task-1", "sessions": [{"session_id": "first", **ACCOUNTING}], "trajectories": [ROW]}
+                    ],
                 },
             ),
             204: Answer("nothing came in time", media=""),

@@ -56,6 +56,10 @@ class Accounting(Shape):
     sampled_tokens: int
     exported_tokens: int
     quarantined: list[Quarantined]
+    dangling_calls: int
+    """Calls whose process died while the engine sampled."""
+    complete: bool
+    """No call dangles, none is damaged, and none is in quarantine that the outcome rests on, but for roles and models not trained."""
 
 
 class Trajectories(Shape):
@@ -85,6 +89,13 @@ ROW: dict[str, Any] = {
     "logprob_mode": "raw_logprobs",
     "policy": "",
 }
+ACCOUNTING: dict[str, Any] = {
+    "sampled_tokens": 2,
+    "exported_tokens": 2,
+    "quarantined": [],
+    "dangling_calls": 0,
+    "complete": True,
+}
 TRAJECTORIES = (
     Operation(
         "get",
@@ -97,10 +108,13 @@ TRAJECTORIES = (
             200: Answer(
                 "the rows",
                 Trajectories,
-                {"trajectories": [ROW], "accounting": {"sampled_tokens": 2, "exported_tokens": 2, "quarantined": []}},
+                {"trajectories": [ROW], "accounting": ACCOUNTING},
             )
         },
         refusals=(404,),
-        parameters={**SESSION_ID, "builder": "`merged`: one row per branch; `per_call`: one row per call; or one of your own."},
+        parameters={
+            **SESSION_ID,
+            "builder": "`merged`: one row per branch; `per_call`: one row per call; or one of your own. Left out: as the service is set.",
+        },
     ),
 )

@@ -1,4 +1,5 @@
--- A group: {group_id, size, status, place, deliveries, lease, since, rule, members = {{id, usable, reward, rows, oldest, named}}, parts}
+-- A group: {group_id, size, status, place, deliveries, lease, since, rule, members = {{id, usable, reward, rows, oldest, complete,
+-- named}}, parts}
 -- status: filling, ready, dropped, leased, acked, dead. A ready group that was passed over sits in `stale`.
 -- `since` is when its last member came, `given_up` that no more are waited for, `stale` that its lease asked for newer rows,
 -- `leased_at` the weight version of each policy it was leased under, `passed` that it was counted as stale before, `final` that nothing

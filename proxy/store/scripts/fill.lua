@@ -1,6 +1,6 @@
 -- ARGV: group id, size, session id, usable, reward or '', rows, oldest version, now, policy, minimum, zero variance, what of
--- these three the session itself says (packed) or '', then the name of each other model that sampled in the session, its rows and their
--- oldest version. The status.
+-- these three the session itself says (packed) or '', whether the session is complete, then the name of each other model that sampled in
+-- the session, its rows and their oldest version. The status.
 local group_id, size, session_id, policy = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[9]
 local member = {
   id = session_id,
@@ -8,8 +8,9 @@ local member = {
   reward = tonumber(ARGV[5]),
   rows = tonumber(ARGV[6]),
   oldest = tonumber(ARGV[7]),
+  complete = ARGV[13] == '1',
 }
-for i = 13, #ARGV, 3 do
+for i = 14, #ARGV, 3 do
   member.named = member.named or {}
   member.named[ARGV[i]] = {rows = tonumber(ARGV[i + 1]), oldest = tonumber(ARGV[i + 2])}
   redis.call('SADD', policies, ARGV[i])

@@ -1,24 +1,37 @@
 -- ARGV: lease id, consumer, max groups or -1, max rows or -1, oldest version or -1, deadline, max deliveries, now,
 -- how long an ended lease is remembered, what becomes of stale groups, until when the claim of who gets nothing lives,
--- whether it waits, the weight version or -1, the one policy whose rows are wanted or '*', then each other policy, the oldest version
+-- whether it waits, whether it wants complete sessions only, the weight version or -1, the one policy whose rows are wanted or '*', then each other policy, the oldest version
 -- of it or -1, and its weight version.
 -- {'leased', deadline, {reference, group id, deliveries, oldest version, stale, {session ids}, {policies}}, ...}, or {'none', when
 -- something may be there by itself or ''}
 local lease_id, consumer, deadline, now = ARGV[1], ARGV[2], ARGV[6], tonumber(ARGV[8])
 local max_deliveries, stale_groups = tonumber(ARGV[7]), ARGV[10]
-local versions, oldest = {[''] = tonumber(ARGV[13])}, {[''] = tonumber(ARGV[5])}
-for i = 15, #ARGV, 3 do
+local versions, oldest = {[''] = tonumber(ARGV[14])}, {[''] = tonumber(ARGV[5])}
+for i = 16, #ARGV, 3 do
   oldest[ARGV[i]], versions[ARGV[i]] = tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
 end
 
 -- Who else wants groups, and the asker, in the order in which they began to want; with what each is dealt here.
 local me = {name = consumer, since = now, waits = ARGV[12] == '1', until_ = tonumber(ARGV[11])}
 me.max_groups, me.max_rows, me.oldest = tonumber(ARGV[3]), tonumber(ARGV[4]), oldest
-me.policy = ARGV[14] ~= '*' and ARGV[14] or nil
+me.complete_only, me.policy = ARGV[13] == '1', ARGV[15] ~= '*' and ARGV[15] or nil
+
+-- Of a member that was filled in by an earlier build it is not known.
+local function is_complete(group)
+  for _, member in ipairs(usable_members(group)) do
+    if not member.complete then
+      return false
+    end
+  end
+  return true
+end
 
 -- What of the group the claim is for: nil when nothing is.
 local function wanted_of(claim, group)
   local parts = parts_of(group)
+  if claim.complete_only and not is_complete(group) then
+    return nil
+  end
   if not claim.policy then
     return parts
   end

@@ -253,7 +253,13 @@ async def test_calls_and_trajectories_come_as_json_msgpack_and_packed(service: S
     assert (call["logprobs"], call["weight_versions"], call["delivered"]) == ([-0.5] * 3, [[4, 0, 3]], False)
 
     answer = (await service.admin.get(rows)).json()
-    assert answer["accounting"] == {"sampled_tokens": 3, "exported_tokens": 3, "quarantined": []}
+    assert answer["accounting"] == {
+        "sampled_tokens": 3,
+        "exported_tokens": 3,
+        "quarantined": [],
+        "dangling_calls": 0,
+        "complete": True,
+    }
     (row,) = answer["trajectories"]
     assert (row["token_ids"], row["loss_mask"]) == ([1, 2, 7, 8, 9], [0, 0, 1, 1, 1])
     assert (row["logprobs"], row["weight_versions"], row["task_id"]) == ([0, 0, -0.5, -0.5, -0.5], [[4, 2, 5]], "t")
