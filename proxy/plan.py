@@ -19,7 +19,7 @@ from proxy.engine.base import Rendered
 from proxy.errors import RequestError
 from proxy.session_tree import Replay, SessionTree
 from reconstruct.bridge import Bridge, Refusal, Rendering, Reply, derive, turn_end
-from reconstruct.forest import shared_length
+from reconstruct.forest import order_key, shared_length
 from reconstruct.messages import Message, dress
 from reconstruct.records import Call, Ids, pack_ids
 
@@ -129,8 +129,9 @@ def _answered(
     """The call whose reply is message number `position`, and the projection it is replayed under.
 
     Calls that the message itself names come first: by an id that was minted for them, where the history before them is theirs,
-    too; then those that said the same, and of these such as have the dress of the history here. Last come others that were asked the
-    same: the message may differ from what they said by a declared projection that the chain does not leave out.
+    too; then those that said the same, and of these such as have the dress of the history here, and that which began last: each process
+    has learned of them in an order of its own. Last come others that were asked the same: the message may differ from what they said
+    by a declared projection that the chain does not leave out.
     """
     replayed = request.history[position]
     candidates = tree.forest.answered(fingerprints[position + 1])
@@ -138,15 +139,22 @@ def _answered(
     if not named:
         asked_here = tree.forest.asked(fingerprints[position])
         by_id = [call_id for call_id in replayed.minted if call_id in asked_here]
-        alike = _dressed_so(tree, reversed(candidates), dressed)
+        latest = _latest_first(tree, candidates)
+        alike = _dressed_so(tree, latest, dressed)
         first = [] if alike is None else [alike]
-        named = (*by_id, *first, *reversed(candidates), *asked_here[: -_MOST_COMPARED - 1 : -1])
+        named = (*by_id, *first, *latest, *asked_here[: -_MOST_COMPARED - 1 : -1])
     for call_id in named:
         call = tree.forest.calls[call_id]
         used = tree.projection(call.call_id, replayed, request.schemas)
         if used is not None and _replay(tree, call, request) is not None:
             return call, used
     return None
+
+
+def _latest_first(tree: SessionTree, call_ids: Sequence[str]) -> Sequence[str]:
+    if len(call_ids) < 2:
+        return call_ids
+    return sorted(call_ids, key=lambda call_id: order_key(tree.forest.calls[call_id]), reverse=True)
 
 
 def _replay(tree: SessionTree, call: Call, request: Request) -> Replay | None:

@@ -20,7 +20,7 @@ from proxy.engine.text_api import Tokenizer
 from proxy.history import Seen
 from proxy.plan import IDS_UNKNOWN, Continuation, TokenPlan
 from proxy.session_tree import SessionTree
-from reconstruct.forest import shared_length
+from reconstruct.forest import order_key, shared_length
 from reconstruct.messages import digest_message, root_key
 from reconstruct.records import Call, Ids, pack_ids
 
@@ -127,7 +127,7 @@ def _longest_first(tree: SessionTree, root: bytes, most: int, length_of: Callabl
         length = length_of(call.call_id)
         if 0 < length <= most:
             found.append((length, call))
-    found.sort(key=lambda item: item[0])
+    found.sort(key=lambda item: (item[0], order_key(item[1])))
     return found[::-1]
 
 

@@ -134,6 +134,22 @@ def test_of_two_calls_that_said_the_same_the_one_goes_on_whose_id_the_reply_carr
     assert found.parent is not None and found.parent.call_id == named
 
 
+@pytest.mark.parametrize("learned", [("c1", "c2"), ("c2", "c1")], ids=["in order", "its own first"])
+def test_of_twins_that_said_the_same_words_every_process_goes_on_from_the_same_one(learned: tuple[str, str]) -> None:
+    """Each process knows the calls that it recorded itself before those of others. The old bug: two of them went on from different
+    twins, and a session had other rows than in one process."""
+    said = {"role": "assistant", "content": "yes"}
+    known, asked = tree(), {"role": "user", "content": "q"}
+    root = known.root("m", (), {}, "")
+    _, fingerprint, reply_fingerprint = chain(root, digest_messages([asked, said]))
+    texts = {"messages": msgspec.json.encode([asked]), "reply": msgspec.json.encode(said)}
+    prints = {"root_key": root, "fingerprint": fingerprint, "reply_fingerprint": reply_fingerprint}
+    for call_id in learned:
+        known.forest.add(call(call_id, fields={**texts, **prints}, delta=[1], said=[2]))
+    found = continuation(known, Request("chat", "m", seen_by(known, [asked, said, {"role": "user", "content": "r"}])))
+    assert found.parent is not None and found.parent.call_id == "c2"
+
+
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [([1, 2, 3], None), ([1, 9, 3], "history_rewritten"), ([1, 2], None)],
