@@ -8,8 +8,11 @@ import httpx
 import msgpack
 import pytest
 
+from reconstruct.roles import RoleRule
+from rollout.closing import open_member
 from rollout.session_failures import NoAnswer, NoSession, SessionConflict, SessionFailed
 from rollout.sessions import Sessions
+from rollout.task import HarnessSpec, Task
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service.redis_server import RedisServer
@@ -54,6 +57,22 @@ async def test_a_session_is_opened_called_rewarded_and_closed(token_service: Run
         assert await sessions.delete("life.0.1") and not await sessions.delete("life.0.1")
         with pytest.raises(NoSession):
             await sessions.load("life.0.1")
+
+
+async def test_what_a_definition_says_of_its_harness_goes_with_the_session_of_a_rollout(
+    token_service: RunningService, engine: ScriptedEngine
+) -> None:
+    task = Task("asides", "Do.", HarnessSpec("pi"))
+    async with Sessions(token_service.url, ADMIN) as sessions, httpx.AsyncClient(timeout=30) as harness:
+        opened = await open_member(sessions, task, 0, "asides.0.1", (RoleRule("side", tools=False),))
+        answer = await harness.post(
+            f"{opened.base_urls['openai']}/chat/completions",
+            headers={"authorization": f"Bearer {opened.api_key}"},
+            json={"model": "policy", "messages": [{"role": "user", "content": "hello"}]},
+        )
+        assert answer.status_code == 200
+        (call,) = await sessions.calls("asides.0.1")
+        assert (call["role"], call["role_source"]) == ("side", "declared")
 
 
 async def test_a_session_that_is_there_already_is_left_alone(token_service: RunningService) -> None:
