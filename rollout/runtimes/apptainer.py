@@ -139,6 +139,7 @@ class ApptainerRuntime(ContainerRuntime):
 
     def __init__(self, kind: ApptainerKind, spec: RuntimeSpec, name: str, route: Route) -> None:
         super().__init__(kind, spec, name, route)
+        self._user = 0
         self.home = HOME
 
     async def _begun(self, engine: Engine) -> int:
@@ -185,15 +186,18 @@ class ApptainerRuntime(ContainerRuntime):
         return [*words, *settings.apptainer_flags]
 
     @property
-    def _passed(self) -> Path:
-        return self._folder / "inside"
+    def _passes_on(self) -> bool:
+        return self._spec.network == "proxy"
+
+    async def _check_workdir(self) -> None:
+        """`_make` has."""
 
     def _first_lines(self) -> Sequence[str]:
         # In blocks of 512 bytes. The limit of files is the only one that is a command's and not the instance's.
         size = [f"ulimit -f {self._spec.disk_mb << 11}"] if self._spec.disk_mb is not None else []
         return [*size, " ".join(("unset", *_PROMPT, *(f"{own}_{end}" for own in _OWN for end in _TOLD)))]
 
-    def _client(self, engine: Engine, mark: str, network: Network) -> list[str]:
+    async def _client(self, engine: Engine, mark: str, network: Network) -> list[str]:
         if network != self._spec.network:
             raise RuntimeFailed(
                 f"an instance has one network, here {self._spec.network}: a command in it cannot have {network}"

@@ -6,7 +6,8 @@ The contract, which tests/rollout/runtimes/test_contract.py holds every kind to:
 - `exec` runs argv as it is, without a shell. Stdout and stderr are kept apart, whole up to a bound, and written to the given log
   files while the command runs. The exit code is the command's own, 128 + number where a signal ended it. When time is up, or when
   the caller is cancelled, everything the command started is ended, SIGTERM first, SIGKILL after `GRACE_SECONDS`.
-- `network="proxy"` reaches the address of `Route` (at the URL that `base_url` gives) and nothing else. "full" reaches what the node does.
+- `network="proxy"` reaches the address of `Route` (at the URL that `base_url` gives) and nothing else. "full" reaches what the
+  node does; a container has a network of its own then, from which it reaches the proxy at that URL, and not the node's loopback device.
 - The node's own environment never reaches a command.
 - CPU, memory and, where it can, disk are held to the spec. A command that is killed for its memory ends with 137.
 - `stop` ends and removes everything, and may be called at any time, repeatedly, and by another process than the one that started it

@@ -1,7 +1,12 @@
 """A container as a runtime, by the command line of docker or podman (kind `docker`).
 
 The engine runs on the node's machine and the node as root: the way to the proxy (`route`) and the end of what a command started need
-the container's processes. Commands run as root inside, with the image's own variables; it needs `sh`, `sleep` and what `files` needs.
+the container's processes. Commands have the image's own variables; it needs `sh`, `sleep` and what `files` needs. They run as root with
+the few capabilities by which packages are installed, or as option `user` says: then with none, and home and workdir are the node's to
+give. No program gives them more, and the engine's own filter of system calls holds them.
+
+The network of `full` is the engine's, not the node's; for a single step it is that of a container beside, in which nothing else happens.
+The proxy is reached over `route` in either.
 
 How a command gets its environment is said in `container_script`.
 """
@@ -19,7 +24,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from rollout.runtimes import container_script, processes
+from rollout.runtimes import container_script, processes, seccomp
 from rollout.runtimes.base import (
     GRACE_SECONDS,
     BadRuntime,
@@ -47,8 +52,12 @@ from rollout.runtimes.uses import Uses
 from rollout.task import Network, RuntimeSpec
 
 HOME, WORKDIR = "/root", "/workspace"
+USERS_HOME = "/home/agent"
 LABEL = "verbatim.runtime"
+USER_BESIDE = 65534
 _ENTER = Path(__file__).with_name("enter.py")
+ROOTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
+"""Capabilities of root inside: to install packages and to unpack as their owners."""
 _FIRST = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
 START_SECONDS = 60.0
 _CLIENT_SECONDS = 10.0
@@ -76,7 +85,10 @@ class ContainerKind:
 
     def check(self, spec: RuntimeSpec) -> None:
         check_common(spec)
-        check_options(spec, ())
+        check_options(spec, ("user",))
+        user = spec.options.get("user", 0)
+        if type(user) is not int or user < 0:
+            raise BadRuntime(f"options.user: {user!r} is not the number of a user")
         if not spec.image or spec.image.startswith("-"):
             raise BadRuntime(f"image: {spec.image!r} is not the name of an image, which a container needs")
         if spec.workdir is not None:
@@ -119,12 +131,16 @@ class ContainerRuntime(FilesByCommand):
         self.name = name
         self._route = route
         self._folder = kind.folder / name
+        self._user = int(spec.options.get("user", kind.settings.container_user))
         self._engine: Engine | None = None
+        self._beside: int | None = None
+        """The first process of the container beside, whose network is a step's."""
+        self._making_beside = asyncio.Lock()
         self._claimed = False
         self._passage: Passage | None = None
         self._processes: ContainerProcesses | None = None
         self._running: set[asyncio.Task[object]] = set()
-        self.home = HOME
+        self.home = USERS_HOME if self._user else HOME
         self.workdir = spec.workdir or WORKDIR
 
     async def start(self) -> None:
@@ -150,11 +166,23 @@ class ContainerRuntime(FilesByCommand):
         if namespace is None or namespace == processes.namespace(os.getpid(), "pid"):
             raise RuntimeFailed(f"the container {self.name} has ended, or its processes are not this machine's")
         self._processes = ContainerProcesses(first, namespace)
-        if self._spec.network == "proxy":
+        if self._passes_on:
             self._passage = await Passage(first, self._route).__aenter__()
         done = await self._run(["mkdir", "-p", self.workdir, self.home], b"", Limits(START_SECONDS), None, "/")
         if done.exit_code != 0:
             raise RuntimeFailed(f"{self.workdir} cannot be made: {done.stderr.decode(errors='replace').strip()}")
+        await self._check_workdir()
+
+    async def _check_workdir(self) -> None:
+        if self._user and (await self._run(["test", "-w", self.workdir], b"", Limits(START_SECONDS), None, "/")).exit_code:
+            raise RuntimeFailed(
+                f"the user {self._user} cannot write {self.workdir} of the image {self._spec.image}: say options.user 0, or another"
+            )
+
+    @property
+    def _passes_on(self) -> bool:
+        """Whether the node passes on to the proxy what connects in the container."""
+        return self._spec.network == "proxy" or self._kind.settings.container_network != "host"
 
     async def _begun(self, engine: Engine) -> int:
         """Makes the container; its first process as the node's machine counts it, 0 where there is none."""
@@ -162,30 +190,53 @@ class ContainerRuntime(FilesByCommand):
         assert image is not None
         if not await engine.has_image(image):
             await engine.pull(image)
-        await engine.run(*self._flags(), image, "-c", _FIRST)
-        told = await engine.told("inspect", "--format", "{{.State.Pid}}", self.name)
+        self._give_folders()
+        return await self._first_of(engine, self.name, *self._flags())
+
+    async def _first_of(self, engine: Engine, name: str, *flags: str) -> int:
+        """Makes a container of the image; its first process."""
+        assert self._spec.image is not None
+        await engine.run(*flags, self._spec.image, "-c", _FIRST)
+        told = await engine.told("inspect", "--format", "{{.State.Pid}}", name)
         return int(told) if told.isdigit() else 0
 
+    def _give_folders(self) -> None:
+        try:
+            for name in ("inside", "home", "work") if self._user else ("inside",):
+                (self._folder / name).mkdir()
+                os.chown(self._folder / name, self._user, self._user)
+        except OSError as error:
+            raise (DiskFull if no_room(error) else RuntimeFailed)(f"{self._folder} cannot be filled: {error}") from error
+
+    def _held_flags(self, name: str, user: int, network: str) -> list[str]:
+        """Of every container: whose it is, and what it may not."""
+        words = ["--detach", "--name", name, "--label", f"{LABEL}={name}", "--user", f"{user}:{user}", "--workdir", "/"]
+        words += ["--network", network, "--entrypoint", "/bin/sh", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        return words
+
     def _flags(self) -> list[str]:
-        spec = self._spec
+        spec, settings = self._spec, self._kind.settings
         memory = f"{spec.memory_mb}m"
-        words = ["--detach", "--name", self.name, "--label", f"{LABEL}={self.name}", "--user", "0", "--workdir", "/"]
-        words += ["--network", "none" if spec.network == "proxy" else "host", "--entrypoint", "/bin/sh"]
+        words = self._held_flags(self.name, self._user, "none" if spec.network == "proxy" else settings.container_network)
+        words += [] if self._user else [word for name in ROOTS for word in ("--cap-add", name)]
         words += ["--cpus", f"{spec.cpus:g}", "--memory", memory, "--memory-swap", memory, "--pids-limit", str(PIDS)]
         words += ["--volume", f"{self._passed}:{INSIDE}"]
+        if self._user:
+            words += ["--volume", f"{self._folder}/home:{USERS_HOME}"]
+            words += ["--volume", f"{self._folder}/work:{self.workdir}"] if spec.workdir is None else []
         if spec.disk_mb is not None:
             words += ["--ulimit", f"fsize={spec.disk_mb << 20}:{spec.disk_mb << 20}"]
-        if (name := named(self._route.host)) is not None and spec.network == "proxy":
+        if (name := named(self._route.host)) is not None and self._passes_on:
             words += ["--add-host", f"{name}:127.0.0.1"]
-        return [*words, *self._kind.settings.container_run_flags]
+        return [*words, *settings.container_run_flags]
 
     @property
     def _passed(self) -> Path:
         """The folder of the node that is mounted at `INSIDE`."""
-        return self._folder
+        return self._folder / "inside"
 
     def base_url(self, url: str) -> str:
-        return inside(self._route, url) if self._spec.network == "proxy" else url
+        return inside(self._route, url) if self._passes_on else url
 
     async def exec(
         self,
@@ -224,8 +275,8 @@ class ContainerRuntime(FilesByCommand):
         try:
             line = shell(place, argv)
             env = variables({"HOME": self.home, "LANG": "C.UTF-8", "PWD": place}, env)
-            container_script.write(script, env, *self._first_lines())
-            client = self._client(self._engine, f"{MARK}={command}", network or self._spec.network)
+            container_script.write(script, env, *self._first_lines(), owner=self._user)
+            client = await self._client(self._engine, f"{MARK}={command}", network or self._spec.network)
             whole = [*client, *container_script.reader(script), *line]
             async with started(whole, env=self._engine.environment()) as process:
                 within.commands[command] = processes.pipes(process.pid)
@@ -247,14 +298,42 @@ class ContainerRuntime(FilesByCommand):
         """Of a shell, for each command before it starts."""
         return ()
 
-    def _client(self, engine: Engine, mark: str, network: Network) -> list[str]:
+    async def _client(self, engine: Engine, mark: str, network: Network) -> list[str]:
         """What starts a command in the container."""
         if network == self._spec.network:
-            return [*engine.command, "exec", "--interactive", "--user", "0", "--env", mark, self.name]
+            return [*engine.command, "exec", "--interactive", "--user", f"{self._user}:{self._user}", "--env", mark, self.name]
         if network == "proxy":
             raise RuntimeFailed("a command cannot be kept from the network in a container that has it")
         assert self._processes is not None
-        return [sys.executable, "-I", "-S", str(_ENTER), str(self._processes.first), mark]
+        machine = seccomp.own()
+        calls = seccomp.compiled(machine, shared_memory=True).hex() if machine else ""
+        beside = await self._process_beside(engine)
+        return [sys.executable, "-I", "-S", str(_ENTER), str(self._processes.first), str(beside), str(self._user), calls, mark]
+
+    async def _process_beside(self, engine: Engine) -> int:
+        """A process that has the network of a step."""
+        network = self._kind.settings.container_network
+        if network == "host":
+            return os.getpid()
+        async with self._making_beside:
+            if self._beside is None:
+                flags = self._held_flags(self._name_beside, USER_BESIDE, network)
+                flags += ["--memory", "64m", "--pids-limit", "64", *self._kind.settings.container_run_flags]
+                self._beside = await self._first_of(engine, self._name_beside, *flags)
+                if not self._beside:
+                    raise RuntimeFailed(f"the container {self._name_beside} has ended: there is no network for a step")
+                await self._take_name_service(engine)
+            return self._beside
+
+    async def _take_name_service(self, engine: Engine) -> None:
+        """Where names are looked up: that of a container without network is the node's, which may be on its loopback device."""
+        found = await engine.told("exec", self._name_beside, "cat", "/etc/resolv.conf")
+        line = 'printf "%s\\n" "$1" > /etc/resolv.conf'
+        await engine.told("exec", "--user", "0", self.name, "/bin/sh", "-c", line, "sh", found)
+
+    @property
+    def _name_beside(self) -> str:
+        return f"{self.name}-n"
 
     @staticmethod
     def _send(within: ContainerProcesses, process: asyncio.subprocess.Process, script: Path, number: int) -> None:
@@ -276,6 +355,9 @@ class ContainerRuntime(FilesByCommand):
             await self._passage.close()
             self._passage = None
         if self._engine is not None and self._claimed:
+            if self._beside is not None:
+                await self._engine.removed(self._name_beside)
+                self._beside = None
             await self._engine.removed(self.name)
             await asyncio.to_thread(deleted, self._folder)
 

@@ -24,14 +24,17 @@ def reader(script: Path) -> list[str]:
     return ["/bin/sh", "-c", _READER, f"{INSIDE}/{script.name}"]
 
 
-def write(script: Path, env: Mapping[str, str], *lines: str) -> None:
-    """`lines` are run before the variables are set. Raises `RuntimeFailed`, `CannotPass`."""
+def write(script: Path, env: Mapping[str, str], *lines: str, owner: int = 0) -> None:
+    """`lines` are run before the variables are set; `owner` is the user of the container that reads it, 0 whose it is anyway. Raises
+    `RuntimeFailed`, `CannotPass`."""
     text = "".join(f"{line}\n" for line in (*lines, *exports(env)))
     try:
         # The container's root may put anything into the folder: what is there already is not followed.
         descriptor = os.open(script, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(os.fsencode(text))
+            if owner:
+                os.fchown(descriptor, owner, owner)
     except OSError as error:
         raise (DiskFull if no_room(error) else RuntimeFailed)(f"{script} cannot be written: {error}") from error
 

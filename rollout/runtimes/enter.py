@@ -1,9 +1,9 @@
-"""Runs one command in a container with the network of the node: `python enter.py PID NAME=VALUE ARGV...`. A program of its own, of the
-standard library only.
+"""Runs one command in a container with the network of another process: `python enter.py PID NETWORK_PID USER CALLS NAME=VALUE ARGV...`. A
+program of its own, of the standard library only.
 
-PID is a process of the container, NAME=VALUE a variable that is set beside the container's own. The command has the container's
-files, processes, control groups, limits (`ulimit`) and greatest capabilities; the engine's system call filter it has not, for which no
-engine has a word.
+PID is a process of the container, USER a number, CALLS the filter of system calls in hexadecimal digits (`seccomp`), empty where there
+is none, NAME=VALUE a variable that is set beside the container's own. The command has the container's files, processes, control groups,
+limits (`ulimit`) and greatest capabilities, of which those of a user other than root are none. No engine has a word for its own filter.
 
 Whoever the container belongs to must not get at the node through this program, which is the node's root. So its own executable stands
 on a mount that cannot be written (`guarded`), and once the container's files are entered nothing more is loaded from files: an error is
@@ -21,14 +21,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
-LIMITS = 16
-"""How many resources Linux knows limits of."""
 PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
-PR_CAPBSET_DROP = 24
+PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 24, 38, 22, 2
 SPACES = (("ipc", 0x08000000), ("uts", 0x04000000), ("cgroup", 0x02000000), ("pid", 0x20000000), ("mnt", 0x00020000))
-"""All but the network; the files last, after which nothing of the node's own can be opened."""
+"""All but the network, which is another's; the files last, after which nothing of the node's own can be opened."""
 CGROUPS = "/sys/fs/cgroup"
-CLONE_NEWNS = 0x00020000
+CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
@@ -70,9 +68,13 @@ def joined(pid: int) -> None:
 
 
 def limited(pid: int) -> None:
-    """Holds this process and what it starts to the limits of `pid`, of which the size of a file is one."""
-    for number in range(LIMITS):
-        resource.setrlimit(number, resource.prlimit(pid, number))
+    """Holds this process and what it starts to the limits of `pid`, of which the size of a file is one. Where root may not ask for those of
+    another user's process, it may still read them: a line each, in the order of their numbers, soft and hard in columns."""
+    with open(f"/proc/{pid}/limits", encoding="utf-8") as file:
+        lines = file.read().splitlines()[1:]
+    for number, line in enumerate(lines):
+        soft, hard = (resource.RLIM_INFINITY if word == "unlimited" else int(word) for word in line[26:].split()[:2])
+        resource.setrlimit(number, (soft, hard))
 
 
 def capabilities(pid: int) -> int:
@@ -86,7 +88,22 @@ def environment(pid: int) -> dict[bytes, bytes]:
         return dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
 
 
-def started(argv: list[str], env: dict[bytes, bytes], kept: int, libc: ctypes.CDLL) -> int:
+class Filter(ctypes.Structure):
+    """`struct sock_fprog`: how many instructions of 8 bytes, and where."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def filtered(calls: bytes, libc: ctypes.CDLL) -> None:
+    """Holds this process and what it starts to the filter. No program gives it more rights than it has from then on."""
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "new privileges cannot be refused")
+    given = Filter(len(calls) // 8, calls)
+    if calls and libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(given), 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "system calls cannot be filtered")
+
+
+def started(argv: list[str], env: dict[bytes, bytes], user: int, kept: int, calls: bytes, libc: ctypes.CDLL) -> int:
     """The exit code of the command, which has no more capabilities than `kept`."""
     child = os.fork()
     if child == 0:
@@ -96,6 +113,10 @@ def started(argv: list[str], env: dict[bytes, bytes], kept: int, libc: ctypes.CD
         for ignored in PYTHON_IGNORES:
             signal.signal(ignored, signal.SIG_DFL)
         os.chdir("/")
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+        filtered(calls, libc)
         os.execve(argv[0], argv, env)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return code if code >= 0 else 128 - code
@@ -103,23 +124,25 @@ def started(argv: list[str], env: dict[bytes, bytes], kept: int, libc: ctypes.CD
 
 def main() -> None:
     guarded()
-    pid = int(sys.argv[1])
-    name, _, value = sys.argv[2].partition("=")
+    pid, network_pid, user = (int(word) for word in sys.argv[1:4])
+    calls, argv = bytes.fromhex(sys.argv[4]), sys.argv[6:]
+    name, _, value = sys.argv[5].partition("=")
     libc = ctypes.CDLL(None, use_errno=True)
     joined(pid)
     limited(pid)
     kept, env = capabilities(pid), environment(pid)
     env[name.encode()] = value.encode()
-    spaces = [(os.open(f"/proc/{pid}/ns/{space}", os.O_RDONLY | os.O_CLOEXEC), kind) for space, kind in SPACES]
+    named = [(f"/proc/{network_pid}/ns/net", CLONE_NEWNET), *((f"/proc/{pid}/ns/{space}", kind) for space, kind in SPACES)]
+    spaces = [(os.open(path, os.O_RDONLY | os.O_CLOEXEC), kind) for path, kind in named]
     for space, kind in spaces:
         if libc.setns(space, kind) != 0:
             raise OSError(ctypes.get_errno(), f"a namespace of process {pid} cannot be entered")
     code = NOT_EXECUTABLE
     try:
-        code = started(sys.argv[3:], env, kept, libc)
+        code = started(argv, env, user, kept, calls, libc)
     except OSError as error:
         code = NOT_FOUND if error.errno == errno.ENOENT else NOT_EXECUTABLE
-        os.write(2, b"%s: %s\n" % (os.fsencode(sys.argv[3]), os.strerror(error.errno or 0).encode()))
+        os.write(2, b"%s: %s\n" % (os.fsencode(argv[0]), os.strerror(error.errno or 0).encode()))
     finally:
         # Before Python tells of an error or takes itself down.
         os._exit(code)

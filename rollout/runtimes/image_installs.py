@@ -62,7 +62,9 @@ class ImageInstalls:
         self, engine: ImageEngine, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs, layer: str
     ) -> None:
         memory_mb = max(spec.memory_mb, LEAST_MEMORY_MB)
-        runtime = self._make(replace(spec, network="full", memory_mb=memory_mb, disk_mb=None), name, route)
+        # Whatever user the layer is for: programs are installed by root.
+        options = {**spec.options, "user": 0}
+        runtime = self._make(replace(spec, network="full", memory_mb=memory_mb, disk_mb=None, options=options), name, route)
         try:
             await runtime.start()
             if await is_there(runtime, install):

@@ -32,6 +32,10 @@ class RuntimeSettings:
     """docker, podman or the path of either. None: the first of those whose engine answers."""
     container_dir: Path = Path("/var/tmp/verbatim-containers")
     """For what the node passes into containers, of which each has a folder."""
+    container_user: int = 0
+    """Number of the user that commands run as where the task does not say."""
+    container_network: str = "bridge"
+    """Of the engine, for runtimes and steps with the whole network. host: the node's own."""
     container_flags: tuple[str, ...] = ()
     """Of the container engine, before its subcommand, as a shell splits them."""
     container_run_flags: tuple[str, ...] = ()
@@ -87,6 +91,8 @@ def from_environment(env: Mapping[str, str] = os.environ) -> RuntimeSettings:
         cgroup=Path(given) if given else None,
         container_command=env.get("VERBATIM_CONTAINER_COMMAND") or None,
         container_dir=Path(env.get("VERBATIM_CONTAINER_DIR") or default.container_dir),
+        container_user=_number_of_user("VERBATIM_CONTAINER_USER", env.get("VERBATIM_CONTAINER_USER") or "0"),
+        container_network=env.get("VERBATIM_CONTAINER_NETWORK") or default.container_network,
         container_flags=tuple(shlex.split(env.get("VERBATIM_CONTAINER_FLAGS", ""))),
         container_run_flags=tuple(shlex.split(env.get("VERBATIM_CONTAINER_RUN_FLAGS", ""))),
         installs_kept=int(env.get("VERBATIM_INSTALLS_KEPT") or default.installs_kept),
@@ -117,10 +123,12 @@ def _of_user(folder: Path) -> Path:
 
 
 def _user_of(text: str) -> int | None:
-    if text == "image":
-        return None
+    return None if text == "image" else _number_of_user("VERBATIM_KUBERNETES_USER", text, " nor image")
+
+
+def _number_of_user(name: str, text: str, other: str = "") -> int:
     if not text.isdigit():
-        raise BadRuntime(f"VERBATIM_KUBERNETES_USER: {text!r} is neither the number of a user nor image")
+        raise BadRuntime(f"{name}: {text!r} is {'neither' if other else 'not'} the number of a user{other}")
     return int(text)
 
 

@@ -52,7 +52,7 @@ async def test_nothing_of_the_container_is_run_where_its_program_cannot_be(runti
     await runtime.upload(str(container._ENTER), b"# coding: taken\n" * 200)
     await runtime.upload(str(codecs / "taken.py"), CODEC.encode())
     first = runtime._processes.first  # type: ignore[attr-defined]
-    done = await run(str(container._ENTER), str(first), "MARK=x", program)
+    done = await run(str(container._ENTER), str(first), str(os.getpid()), "0", "", "MARK=x", program)
     assert await out(runtime, "cat /tmp/* 2>/dev/null || true") == ""
     assert (done.exit_code, done.stdout) == (code, b"")
     assert program.encode() in done.stderr and b"Traceback" not in done.stderr
@@ -65,6 +65,9 @@ async def test_a_step_with_the_nodes_network_is_held_to_the_limits_of_the_others
     done = await shell(runtime, "head -c 2000000 /dev/zero > great", network="full")
     assert done.exit_code != 0
     assert await out(runtime, "stat -c %s great") == f"{1 << 20}\n"
+    shown = "grep -E '^(Cap|NoNewPrivs|Seccomp:)' /proc/self/status"
+    status = [await out(runtime, shown, network=network) for network in ("proxy", "full")]
+    assert status[0] == status[1] and "NoNewPrivs:\t1\nSeccomp:\t2\n" in status[0]
     ignored = int((await out(runtime, "grep SigIgn /proc/self/status", network="full")).split()[1], 16)
     assert not any(ignored >> number - 1 & 1 for number in (signal.SIGPIPE, signal.SIGXFSZ))
 

@@ -99,8 +99,11 @@ async def out(runtime: Runtime, line: str, **options: Any) -> str:
 
 
 @asynccontextmanager
-async def answering(answer: bytes = ANSWER, at: Mapping[str, bytes] | None = None) -> AsyncIterator[Route]:
-    """A server that gives every connection one HTTP answer: the one that `at` has for its path, otherwise `answer`."""
+async def answering(
+    answer: bytes = ANSWER, at: Mapping[str, bytes] | None = None, *, host: str = "127.0.0.1"
+) -> AsyncIterator[Route]:
+    """A server that gives every connection one HTTP answer: the one that `at` has for its path, otherwise `answer`. The route is
+    its address on the loopback device."""
 
     async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
@@ -109,7 +112,7 @@ async def answering(answer: bytes = ANSWER, at: Mapping[str, bytes] | None = Non
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(answered, "127.0.0.1", 0)
+    server = await asyncio.start_server(answered, host, 0)
     try:
         yield Route("127.0.0.1", server.sockets[0].getsockname()[1])
     finally:
