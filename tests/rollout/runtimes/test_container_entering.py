@@ -1,4 +1,4 @@
-"""The program that starts a command in a container with the node's network: it is the node's root among files that are the agent's."""
+"""The program that starts a command in a container with a network: it is the node's root among files that are the agent's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_nothing_of_the_container_is_run_where_its_program_cannot_be(runti
     assert program.encode() in done.stderr and b"Traceback" not in done.stderr
 
 
-async def test_a_step_with_the_nodes_network_is_held_to_the_limits_of_the_others(runtime: Runtime) -> None:
+async def test_a_step_with_the_network_is_held_to_the_limits_of_the_others(runtime: Runtime) -> None:
     """Python ignores two signals, which what it starts is not to do."""
     limits = [await out(runtime, "ulimit -a", network=network) for network in ("proxy", "full")]
     assert limits[0] == limits[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest_asyncio
 
 from rollout.runtimes.base import BadRuntime, Install, Logs, Runtime, RuntimeFailed
 from rollout.runtimes.container import ROOTS, ContainerKind
+from rollout.runtimes.resources import PIDS
 from rollout.runtimes.settings import from_environment
 from rollout.task import RuntimeSpec
 from tests.support.runtimes.runtime_places import NOWHERE, Place, answering, contained, out, python, shell
@@ -45,6 +47,18 @@ async def user(place: Place) -> AsyncIterator[Runtime]:
 
 async def told(runtime: Runtime, field: str) -> int:
     return int((await out(runtime, f"grep ^{field}: /proc/self/status")).split()[1], 16)
+
+
+async def test_a_container_sees_nothing_of_the_machine(place: Place, root: Runtime, tmp_path: Path) -> None:
+    """Neither its files nor its processes; and what it may have of each is its own."""
+    (tmp_path / "secret").write_text("of the node")
+    assert (await shell(root, f"cat {tmp_path}/secret")).exit_code != 0
+    mounted = {line.split()[1] for line in (await out(root, "cat /proc/mounts")).splitlines()}
+    assert {path for path in mounted if not path.startswith(("/proc", "/dev", "/sys", "/etc", "/run"))} <= {"/"}
+    assert str(os.getpid()) not in (await out(root, "ls /proc")).split()
+    assert place.kind.limits() == f"memory, CPUs and {PIDS} processes are held by the container engine"
+    limit = "cat /sys/fs/cgroup/pids.max /sys/fs/cgroup/pids/pids.max 2> /dev/null || true"
+    assert (await out(root, limit)).split() == [str(PIDS)]
 
 
 async def test_root_inside_has_what_installing_packages_takes_and_no_program_gives_more(root: Runtime) -> None:

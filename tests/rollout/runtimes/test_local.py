@@ -226,6 +226,18 @@ async def test_without_a_sandbox_too(tmp_path: Path) -> None:
         assert (await python(runtime, GREEDY)).exit_code == 137
 
 
+async def test_without_a_sandbox_nothing_is_kept_from_a_command(tmp_path: Path) -> None:
+    """It may do what the node's user may, also among the files of others."""
+    (tmp_path / "secret").write_text("of the node")
+    place = unconfined(tmp_path / "runtimes")
+    async with place.started() as runtime, place.started() as other:
+        await other.upload("mine", b"of another")
+        assert (
+            await out(runtime, f"cat {tmp_path}/secret {other.workdir}/mine; id -u") == f"of the nodeof another{os.geteuid()}\n"
+        )
+        assert str(os.getpid()) in (await out(runtime, "ls /proc")).split()
+
+
 def test_a_group_of_version_2_holds_what_the_spec_says(tmp_path: Path) -> None:
     """As the kernel's documentation of control groups, version 2, names the files."""
     (tmp_path / "cgroup.subtree_control").write_text("cpu memory pids\n")
