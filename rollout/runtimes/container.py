@@ -134,7 +134,7 @@ class ContainerRuntime(FilesByCommand):
         self._user = int(spec.options.get("user", kind.settings.container_user))
         self._engine: Engine | None = None
         self._beside: int | None = None
-        """The first process of the container beside, whose network is a step's."""
+        """The first process of the container beside, whose network is a step's; 0: it is being made. None: nobody has asked for it."""
         self._making_beside = asyncio.Lock()
         self._claimed = False
         self._passage: Passage | None = None
@@ -316,7 +316,9 @@ class ContainerRuntime(FilesByCommand):
         if network == "host":
             return os.getpid()
         async with self._making_beside:
-            if self._beside is None:
+            if not self._beside:
+                # It may be there also where its making is broken off: then `stop` has to know.
+                self._beside = 0
                 flags = self._held_flags(self._name_beside, USER_BESIDE, network)
                 flags += ["--memory", "64m", "--pids-limit", "64", *self._kind.settings.container_run_flags]
                 self._beside = await self._first_of(engine, self._name_beside, *flags)

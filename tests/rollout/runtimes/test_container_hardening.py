@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -12,7 +13,8 @@ import pytest
 import pytest_asyncio
 
 from rollout.runtimes.base import BadRuntime, Install, Logs, Runtime, RuntimeFailed
-from rollout.runtimes.container import ROOTS, ContainerKind
+from rollout.runtimes.container import ROOTS, ContainerKind, ContainerRuntime
+from rollout.runtimes.engine import Engine
 from rollout.runtimes.resources import PIDS
 from rollout.runtimes.settings import from_environment
 from rollout.task import RuntimeSpec
@@ -104,6 +106,25 @@ async def test_a_container_beside_is_swept_with_the_runtime(place: Place) -> Non
         await out(runtime, "true", network="full")
         assert await apart.kind.sweep(apart.names) == 2
         assert await apart.kind.sweep(apart.names) == 0
+
+
+async def test_a_container_beside_goes_also_where_its_making_was_broken_off(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart = Place(place.kind, place.spec)
+    begun = ContainerRuntime._first_of
+
+    async def broken(self: ContainerRuntime, engine: Engine, name: str, *flags: str) -> int:
+        first = await begun(self, engine, name, *flags)
+        if name.endswith("-n"):
+            raise asyncio.CancelledError
+        return first
+
+    monkeypatch.setattr(ContainerRuntime, "_first_of", broken)
+    async with apart.started() as runtime:
+        with pytest.raises(asyncio.CancelledError):
+            await out(runtime, "true", network="full")
+    assert await apart.kind.sweep(apart.names) == 0
 
 
 async def test_the_nodes_own_network_is_had_where_its_settings_say_so(place: Place, tmp_path: Path) -> None:
