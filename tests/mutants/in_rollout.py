@@ -140,6 +140,24 @@ FAULTS = (
         _LOCAL + "'bwrap and leads_out'",
     ),
     Fault(
+        "A command in a sandbox makes namespaces, and mounts memory that nothing counts.",
+        '            words += ["--seccomp", str(passed[-1])]\n',
+        "",
+        "tests/rollout/runtimes/test_seccomp.py -k 'namespaces'",
+    ),
+    Fault(
+        "Files in memory that no process has mapped count for nothing.",
+        " + sum(files.values())\n",
+        "\n",
+        "tests/rollout/runtimes/test_local.py -k 'counts_once'",
+    ),
+    Fault(
+        "A step with the network has the node's own.",
+        '    named = [(f"/proc/{network_pid}/ns/net", CLONE_NEWNET), *(',
+        "    named = [*(",
+        "tests/rollout/runtimes/test_container_hardening.py -k 'not_the_nodes'",
+    ),
+    Fault(
         "A secret of the caller reaches the harness.",
         '    r"|(?:.*_)?(?:API_?KEY|TOKEN|SECRET|PASSWORD|ACCESS_KEY|CREDENTIALS)"\n',
         "",
