@@ -15,7 +15,8 @@ from rollout.harnesses.errors import UnknownPlaceholder
 NAMES = ("openai", "anthropic", "gemini", "api_key", "model", "prompt", "home", "workdir")
 
 _PLACEHOLDER = re.compile(r"\{\{(?P<literal>[a-z_]+)\}\}|(?<!\$)\{(?P<name>[a-z_]+)\}")
-_QUOTED_FORMATS = (".json", ".toml")
+_QUOTED_FORMATS = (".json", ".toml", ".yaml")
+_NO_ASCII = re.compile(r"[^ -~]")
 
 
 def check(text: str, where: str) -> None:
@@ -39,8 +40,14 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 
 
 def fill_file(path: str, text: str, values: Mapping[str, str]) -> str:
-    """`fill` for a file's text. In JSON and TOML files a placeholder stands inside a double-quoted string, so the value is
+    """`fill` for a file's text. In JSON, TOML and YAML files a placeholder stands inside a double-quoted string, so the value is
     escaped for one: a prompt with quotes or line ends leaves the file well formed."""
     if path.endswith(_QUOTED_FORMATS):
-        values = {name: json.dumps(value, ensure_ascii=False)[1:-1] for name, value in values.items()}
+        values = {name: _quoted(value, path) for name, value in values.items()}
     return fill(text, values)
+
+
+def _quoted(value: str, path: str) -> str:
+    escaped = json.dumps(value, ensure_ascii=False)[1:-1]
+    # TOML and YAML forbid some characters that JSON takes as they are, and YAML takes some for line ends.
+    return escaped if path.endswith(".json") else _NO_ASCII.sub(lambda found: f"\\U{ord(found[0]):08x}", escaped)
