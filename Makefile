@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/installed-$(ENGINE)
 WORKERS ?= 2
 # Command-line agents for the tests: those of npm in one folder, those of PyPI in an environment each.
 HARNESSES := .cache/harnesses
-HARNESS_STAMPS := $(addsuffix /installed,$(addprefix $(HARNESSES)/,npm mini-swe-agent aider))
+HARNESS_STAMPS := $(addsuffix /installed,$(addprefix $(HARNESSES)/,npm mini-swe-agent aider gptme llm))
 # What the benchmarks compare the service with, in an environment of its own.
 BENCH_PEERS := .cache/bench-peers
 DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -40,7 +40,7 @@ help:
 	@echo "make check           ruff, mypy --strict and the import rules"
 	@echo "make cost-baseline   count anew what a call costs, as the baseline that a test holds it to"
 	@echo "make install         only the environment of the others, in $(VENV)"
-	@echo "make harnesses       only the command-line agents of test-harnesses, in $(HARNESSES): 3 GB"
+	@echo "make harnesses       only the command-line agents of test-harnesses, in $(HARNESSES): 4 GB"
 	@echo "make dist            wheel and sdist, and the wheel of verbatim-rl-client, in dist/"
 	@echo "make pins            resolve the dependencies of the service anew and write pins.txt"
 	@echo "make sbom            dist/sbom.json, CycloneDX, of the wheel with its pins"
@@ -168,7 +168,7 @@ $(RELEASE)/tools/installed: pyproject.toml | $(VENV)/bin/python
 $(HARNESSES)/npm/installed: tests/harnesses/package.json
 	@node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 0)' || \
 		{ echo "Node.js 20 or newer is needed for the command-line agents, with npm" >&2; exit 1; }
-	@echo "installing the command-line agents of npm into $(@D): about 1.5 GB, once"
+	@echo "installing the command-line agents of npm into $(@D): about 2.4 GB, once"
 	@rm -rf $(@D) && mkdir -p $(@D) && cp $< $(@D)
 	cd $(@D) && npm install --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error
 	cd $(@D)/node_modules/opencode-ai && node postinstall.mjs
@@ -176,7 +176,7 @@ $(HARNESSES)/npm/installed: tests/harnesses/package.json
 	@touch $@
 
 $(HARNESSES)/%/installed: tests/harnesses/%.txt
-	@echo "installing $* into $(@D): about 0.7 GB, once"
+	@echo "installing $* into $(@D): up to 0.7 GB, once"
 	@$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $<
 	@touch $@

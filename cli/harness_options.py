@@ -10,8 +10,9 @@ HarnessName = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="aider, claude-code, codex, gemini-cli, mini-swe-agent, openai-agents, opencode, pi, qwen-code, shell, a "
-        "definition in the folder VERBATIM_HARNESSES, or the path of a .toml file.",
+        help="aider, claude-code, cline, codex, continue, copilot-cli, droid, gemini-cli, gptme, kilo, kimi-cli, llm, mini-swe-agent, "
+        "mistral-vibe, openai-agents, opencode, openhands, pi, qwen-code, shell, a definition in the folder VERBATIM_HARNESSES, or the "
+        "path of a .toml file.",
     ),
 ]
 SessionId = Annotated[str | None, typer.Option(metavar="ID", help="The new session's id. Default: a random one.")]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout.harnesses.catalogue import load
+from rollout.harnesses.placeholders import fill
 from rollout.harnesses.prepared import Endpoint
 from rollout.harnesses.surroundings import surroundings
 from tests.harnesses.installed import folder_of
@@ -58,7 +59,7 @@ class Cli:
     side: Mapping[str, str] = field(default_factory=dict)
     """Pattern of a side call's prompt -> what the model says to it."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Given to it beside what its definition says."""
+    """Given to it beside what its definition says; they may hold the placeholders of base URLs."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ def run(
     prepared.write(home)
     at_home(home)
     path = f"{folder_of(prepared.argv[0])}{os.pathsep}{os.environ['PATH']}"
-    passed = {"PATH": path, "PWD": str(workdir), **variables, **cli.variables}
+    given = {name: fill(text, endpoint.base_urls) for name, text in cli.variables.items()}
+    passed = {"PATH": path, "PWD": str(workdir), **variables, **given}
     env = surroundings(os.environ, prepared, home, passed)
     return _ended([*prepared.argv], env, workdir, timeout_seconds)
 

@@ -15,10 +15,11 @@ from tests.harnesses.agent_run import Cli, Ended, run
 from tests.harnesses.breaking_wire import BreakingWire
 from tests.harnesses.outside import Outside
 from tests.harnesses.player import Act, Player
+from tests.harnesses.recorded_run import WORKDIR, RecordedRun
 from tests.harnesses.scratch import TASK, make_repository
 from tests.support.engine.scripted_engine import Generation, ScriptedEngine
 from tests.support.engine.template_families import Family
-from tests.support.service.running_service import RunningService, wait_until
+from tests.support.service.running_service import RunningService, Session, wait_until
 
 Record = dict[str, Any]
 
@@ -95,7 +96,7 @@ class Stage:
 
     def workdir(self, cli: Cli, name: str) -> Path:
         """Where `play` puts the repository of that name: some agents' tools want whole paths."""
-        return self._folder / f"{cli.harness}-{name}" / "work"
+        return self._folder / f"{cli.harness}-{cli.dialect}-{name}" / "work"
 
     def play(
         self,
@@ -125,8 +126,19 @@ class Stage:
                 address = address.replace(self._service.url, wire.url)
             variables, options = outside.variables, {"timeout_seconds": timeout_seconds, "at_home": at_home}
             ended = run(cli, address, session.api_key, prompt, workdir, variables, **options)
+        return self._played(session, cli, ended, workdir, player, outside.asked, unknown.said, wire is not None and wire.broke)
+
+    def replay(self, cli: Cli, recorded: RecordedRun) -> Played:
+        """The agent's recorded run, while the engine samples what it did then: there are no files, and no agent that could fail."""
+        player = Player(self.family, cli.steps(WORKDIR))
+        self._engine.reset().script = player
+        session = self._service.session()
+        with Unknown() as unknown:
+            recorded.send(session.base_url, session.api_key)
+        return self._played(session, cli, Ended(0, "", "", 0.0), WORKDIR, player, [], unknown.said, False)
+
+    def _played(self, session: Session, cli: Cli, ended: Ended, workdir: Path, player: Player, *seen: Any) -> Played:
         # An agent that gives up a call is gone before the call has ended.
         wait_until(lambda: all(call["status"] != "dangling" for call in session.calls), 60, "every call has ended")
         rows, accounting = session.trajectories()
-        seen = (list(self._engine.generations), session.calls, rows, accounting)
-        return Played(cli, ended, workdir, player, *seen, outside.asked, unknown.said, broke=wire is not None and wire.broke)
+        return Played(cli, ended, workdir, player, list(self._engine.generations), session.calls, rows, accounting, *seen)

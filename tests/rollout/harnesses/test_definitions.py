@@ -39,11 +39,21 @@ DOCS = (ROOT / "docs" / "harnesses.md").read_text()
 EXPECTED = {
     "aider": "chat",
     "claude-code": "messages",
+    "cline": "chat",
     "codex": "responses",
+    "continue": "chat",
+    "copilot-cli": "chat",
+    "droid": "chat",
     "gemini-cli": "gemini",
+    "gptme": "chat",
+    "kilo": "chat",
+    "kimi-cli": "chat",
+    "llm": "chat",
     "mini-swe-agent": "chat",
+    "mistral-vibe": "chat",
     "openai-agents": "responses",
     "opencode": "chat",
+    "openhands": "chat",
     "pi": "chat",
     "qwen-code": "chat",
     "shell": "any",
@@ -108,13 +118,16 @@ def test_the_files_of_a_built_in_harness_are_well_formed_whatever_the_model_is_c
             json.loads(text)
         elif path.endswith(".toml"):
             tomllib.loads(text)
+        elif path.endswith(".yaml"):
+            assert json.dumps(model) in json.dumps(yaml.safe_load(text))
         else:
             ast.parse(text)
 
 
 def test_the_help_of_the_commands_names_every_built_in_harness() -> None:
     for command in ("run", "env"):
-        shown = " ".join(verbatim(command, "--help").stdout.split())
+        # Lines end at hyphens too.
+        shown = " ".join(verbatim(command, "--help").stdout.split()).replace("- ", "-")
         assert [name for name in EXPECTED if f" {name}," not in shown] == []
 
 
@@ -131,10 +144,10 @@ def test_the_definitions_name_the_versions_that_are_tested() -> None:
     pinned = [
         f"{name}@{version}" for name, version in json.loads((tested / "package.json").read_text())["dependencies"].items()
     ]
-    pinned += [(tested / f"{name}.txt").read_text().splitlines()[-1] for name in ("aider", "mini-swe-agent")]
+    pinned += [path.read_text().splitlines()[-1] for path in tested.glob("*.txt")]
     installs = " ".join(f"{line} " for name in names() for line in load(name).install)
     assert [each for each in pinned if f" {each} " not in installs] == []
-    assert len(pinned) == 8
+    assert len(pinned) == 14
 
 
 def test_the_page_about_harnesses_names_every_placeholder_and_every_field() -> None:
@@ -304,6 +317,7 @@ def test_a_link_that_leads_out_of_the_home_is_not_followed(tmp_path: Path) -> No
     [
         *("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_MODEL", "GEMINI_API_KEY", "GOOGLE_CLOUD_PROJECT", "CLAUDECODE"),
         *("HTTPS_PROXY", "http_proxy", "ALL_PROXY", "VERBATIM_ADMIN_TOKEN", "VERBATIM_URL", "HF_TOKEN", "GITHUB_TOKEN"),
+        *("COPILOT_MODEL", "CLINE_DIR", "CONTINUE_GLOBAL_DIR", "KILO_CONFIG", "LLM_BASE_URL", "VIBE_HOME", "KIMI_BASE_URL"),
         *("MY_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "XDG_CONFIG_HOME", "SSH_AUTH_SOCK", "CODEX_HOME", "PI_OFFLINE"),
     ],
 )

@@ -1,0 +1,77 @@
+"""Agents that are not installed for the tests: what they sent in a plain run is sent again, and recorded as if they were there."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.harnesses.catalogue import load
+from tests.harnesses.agent_run import Cli, Tools, with_tools
+from tests.harnesses.every_harness import (
+    test_each_turn_is_sampled_after_the_very_ids_of_the_turn_before,
+    test_every_call_of_the_engine_is_recorded_once,
+    test_every_endpoint_that_it_asks_for_is_there,
+    test_one_conversation_is_one_main_row,
+    test_replies_are_streamed_where_the_agent_asks_for_it,
+    test_sampled_tokens_are_exported_once_or_quarantined,
+    test_side_calls_have_roles_of_their_own,
+)
+from tests.harnesses.player import Step
+from tests.harnesses.recorded_run import RecordedRun
+from tests.harnesses.stage import Played, Stage
+
+__all__ = [
+    "test_each_turn_is_sampled_after_the_very_ids_of_the_turn_before",
+    "test_every_call_of_the_engine_is_recorded_once",
+    "test_every_endpoint_that_it_asks_for_is_there",
+    "test_one_conversation_is_one_main_row",
+    "test_replies_are_streamed_where_the_agent_asks_for_it",
+    "test_sampled_tokens_are_exported_once_or_quarantined",
+    "test_side_calls_have_roles_of_their_own",
+]
+
+KILO = Tools(
+    read=lambda path: ("read", {"filePath": str(path)}),
+    edit=lambda path, old, new: ("edit", {"filePath": str(path), "oldString": old, "newString": new}),
+    shell=lambda command: ("bash", {"command": command}),
+)
+KIMI = Tools(
+    read=lambda path: ("ReadFile", {"path": str(path)}),
+    edit=lambda path, old, new: ("StrReplaceFile", {"path": str(path), "edit": {"old": old, "new": new}}),
+    shell=lambda command: ("Shell", {"command": command}),
+)
+OPENHANDS = Tools(
+    read=lambda path: ("file_editor", {"command": "view", "path": str(path), "security_risk": "LOW"}),
+    edit=lambda path, old, new: (
+        "file_editor",
+        {"command": "str_replace", "path": str(path), "old_str": old, "new_str": new, "security_risk": "LOW"},
+    ),
+    shell=lambda command: ("terminal", {"command": command, "security_risk": "LOW"}),
+)
+FINISH = Step("", "All of it is done.", [("finish", {"message": "Done: the value is 42."})])
+VIBE = Tools(
+    read=lambda path: ("read_file", {"path": str(path)}),
+    edit=lambda path, old, new: ("edit", {"file_path": str(path), "old_string": old, "new_string": new}),
+    shell=lambda command: ("bash", {"command": command}),
+)
+AGENTS = [
+    Cli("kilo", "chat", with_tools(KILO), change_at=2, tools=KILO),
+    Cli("kimi-cli", "chat", with_tools(KIMI), change_at=2, tools=KIMI),
+    Cli("mistral-vibe", "chat", with_tools(VIBE), change_at=2, tools=VIBE),
+    Cli("openhands", "chat", with_tools(OPENHANDS, last=FINISH), change_at=2, tools=OPENHANDS, streams=False),
+]
+
+
+@pytest.fixture(scope="module", params=AGENTS, ids=lambda agent: agent.harness)
+def plain(request: pytest.FixtureRequest, stage: Stage) -> Played:
+    agent: Cli = request.param
+    return stage.replay(agent, RecordedRun.of(agent.harness))
+
+
+def test_the_run_was_recorded_from_the_tested_version(plain: Played) -> None:
+    harness = load(plain.cli.harness)
+    assert RecordedRun.of(harness.name).agent == f"{harness.name} {harness.version}"
+
+
+def test_every_reply_was_answered_as_it_was_recorded(plain: Played) -> None:
+    assert plain.player.surplus == plain.player.missing == []
+    assert plain.player.left == 0
