@@ -139,8 +139,6 @@ async def _serve(
 
     route = route_of(control.url)
     kinds = await kinds_here(wanted)
-    for kind in kinds.values():
-        log.info("runtimes of kind %s: %s", kind.name, kind.limits())
     logs = logs_folder(data_dir)
     connection = await connected(redis)
     sessions = Sessions(control.url, control.token)
@@ -176,6 +174,8 @@ async def _run(parts: NodeParts, settings: NodeSettings, control: Control) -> No
         f"node {parts.name}: takes rollouts of {parts.url} with {', '.join(sorted(parts.kinds))}; logs in {parts.logs}",
         err=True,
     )
+    for kind in parts.kinds.values():
+        log.info("runtimes of kind %s: %s", kind.name, kind.limits())
     looking = asyncio.create_task(seen(control, parts.name))
     try:
         await node.run()

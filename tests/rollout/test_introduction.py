@@ -42,6 +42,23 @@ def test_a_node_with_a_wrong_token_takes_nothing(redis_server: RedisServer, tmp_
     assert (rollout["status"], rollout["failures"]) == ("queued", [])
 
 
+def test_a_node_says_at_its_start_which_limits_hold(redis_server: RedisServer, tmp_path: Path) -> None:
+    redis_server.flushall()
+    told = f"runtimes of kind local: {LocalKind().limits()}"
+    log = tmp_path / "log"
+    with serving_tasks(redis_server.url) as service, log.open("w") as written:
+        given = ["--redis", redis_server.url, "--url", service.url, "--data-dir", str(tmp_path / "node"), "--runtime", "local"]
+        variables = environment(
+            VERBATIM_ADMIN_TOKEN=ADMIN, VERBATIM_LOCAL_SANDBOX="none", VERBATIM_LOCAL_DIR=str(tmp_path / "r")
+        )
+        with subprocess.Popen([*COMMAND, "node", *given], env=variables, stderr=written) as node:
+            try:
+                wait_until(lambda: told in log.read_text() or node.poll() is not None, SECONDS, "it says which limits hold")
+            finally:
+                node.kill()
+    assert told in log.read_text()
+
+
 async def test_a_service_that_is_away_is_waited_for(redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     with serving_tasks(redis_server.url) as first:
         url, adding = first.url, first.adding
@@ -77,7 +94,6 @@ def test_a_node_writes_its_log_as_json_where_it_is_told_to(redis_server: RedisSe
             node.kill()
     told = [json.loads(line) for line in log.read_text().splitlines()]
     assert told and all({"time", "level", "logger", "message"} <= line.keys() for line in told)
-    assert f"runtimes of kind local: {LocalKind().limits()}" in [line["message"] for line in told]
 
 
 async def test_what_is_no_service_is_not_waited_for() -> None:
