@@ -4,9 +4,9 @@
 Columns of kind `json` hold JSON text: their objects differ from row to row, which no column type survives. A change of a column
 is a new SCHEMA_VERSION.
 
-Version 2 has the logprob mode, the details of tokens and the policy of a row beside version 1, version 3 whether a trainer gets the
-session, version 4 who says so of a row's role, and the session's echo policy, its dangling calls and whether it is complete. Nothing else of what is read
-back, sessions and records, differs.
+Version 2 adds a row's logprob mode, its token details and its policy; version 3 whether a trainer gets the session; version 4 who says so
+of a row's role, and of a session its echo policy, its dangling calls and whether it is complete. Nothing else of what is read back,
+sessions and records, differs.
 """
 
 from __future__ import annotations
