@@ -120,7 +120,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         pool=pool,
         renderer=LocalRenderer(settings.renderer, settings.renderer_options),
         updater=WeightUpdater(pool, weights, settings, WeightMetrics(metrics.registry, lambda: pool.replicas)),
-        trees=SessionTrees(sessions, settings.session_cache, settings.volatile_lines),
+        trees=SessionTrees(sessions, settings.session_cache, settings.session_cache_bytes, settings.volatile_lines),
         inflight=inflight,
         peers=Peers(process, RedisPeerStore(store), sessions, inflight, settings.close_wait_seconds),
         metrics=metrics,

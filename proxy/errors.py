@@ -10,6 +10,7 @@ VerbatimError                        status  code
 │   ├── Conflict                     409     conflict             closed session, older version, duplicate id
 │   ├── RequestTimeout               408     request_timeout      the body did not come in time
 │   └── TooLarge                     413     request_too_large
+│       └── SessionFull              413     session_full         the session has recorded all the bytes that it may
 └── Unavailable                      503     unavailable          retryable; carries Retry-After
     ├── Backpressure                 429     backpressure         too many groups wait for a trainer: no new one is begun
     ├── TooManyCalls                 429     too_many_calls       the session or the process has as many under way as it may
@@ -85,6 +86,10 @@ class RequestTimeout(RequestError):
 class TooLarge(RequestError):
     status = 413
     code = "request_too_large"
+
+
+class SessionFull(TooLarge):
+    code = "session_full"
 
 
 class Unavailable(VerbatimError):

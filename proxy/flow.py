@@ -23,10 +23,11 @@ from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, St
 from proxy.inflight import Running
 from proxy.intents import WritingIntent
 from proxy.minting import minted_choice, minted_delta, new_call_id
+from proxy.plan import remember
 from proxy.planner import Planner
 from proxy.records import call_records, prompt_of
 from proxy.services import Services
-from proxy.session_tree import SessionTree
+from proxy.session_tree import Draft, SessionTree
 from proxy.steps import CLOCK, COMMIT, ENGINE, INTENT, PLAN, QUEUE, REPLY, SAMPLE, STORE, CallClock, Waiting, Within
 from proxy.turn import Turn
 from proxy.wanted import logprob_mode, overrides, wanted_of
@@ -49,14 +50,15 @@ class Flow:
         self._apis = EngineApis(services.pool, services.renderer)
         self._planner = Planner(self._apis, retain_thinking=services.settings.thinking == "retain")
 
-    def admit(self, tree: SessionTree, request: Request, body: bytes, headers: Mapping[str, str]) -> Turn:
+    def admit(self, draft: Draft, request: Request, body: bytes, headers: Mapping[str, str]) -> Turn:
         """The call enters: from here on closing the session or the service ends it properly. `leave` must follow."""
         call_ids = [new_call_id() for _ in range(request.n)]
-        running = Running(tree.info.session_id, call_ids[0])
+        info = draft.tree.info
+        running = Running(info.session_id, call_ids[0])
         times = CLOCK.get() or CallClock()
         now, clock = time.time(), time.perf_counter()
-        turn = Turn(tree, request, hash_bytes(body), call_ids, running, now, clock, times, headers, self._rules)
-        turn.sampling = {**request.sampling, **overrides(tree.info.sampling)}
+        turn = Turn(draft, request, hash_bytes(body), call_ids, running, now, clock, times, headers, self._rules)
+        turn.sampling = {**request.sampling, **overrides(info.sampling)}
         retry = headers.get("x-stainless-retry-count", "0")
         turn.marks = {**request.marks, "retry": retry} if retry != "0" else request.marks
         self._services.inflight.enter(running)
@@ -251,10 +253,14 @@ class Flow:
         calls = call_records(turn, outcome, choices, frozen=frozen, logprob_mode=mode)
         records = {call.call_id: encode(call) for call in calls}
         with Waiting(STORE):
-            total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records)
+            size = sum(call.size_bytes for call in calls)
+            total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records, size)
         turn.times.begin(REPLY)
         prompt_ids = prompt_of(turn, outcome)[0]
         turn.tree.committed(calls, prompt_ids, total)
+        turn.draft.keep()
+        remember(turn.tree, turn.found)
+        self._services.trees.weigh(turn.tree)
         if turn.plan is not None:
             turn.tree.rendered(turn.call_ids[0], turn.plan.rendering)
         self._services.metrics.recorded(calls, time.perf_counter() - turn.clock, turn.engine_seconds)

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 from proxy.answer import TOO_DEEP, Answering
 from proxy.asgi import JSON, Client, Receive, Scope, Send, headers_of, send_whole
 from proxy.auth import credential, key_opens, named_session, session_of_key
-from proxy.dialects.base import Asked, Request
+from proxy.dialects.base import Asked, Past, Request
 from proxy.dialects.catalogue import Dialects
 from proxy.errors import Conflict, NotFound, RequestError, Unauthorized, UnknownCall, VerbatimError
 from proxy.flow import Flow
@@ -23,7 +23,7 @@ from proxy.loopback import check_local
 from proxy.outward import refuse_remote_media, refuse_transfers
 from proxy.routes import Route, dialect_of, find, is_harness
 from proxy.services import Services
-from proxy.session_tree import SessionTree
+from proxy.session_tree import Draft, SessionTree
 from proxy.steps import CLOCK, HARNESS, PARSE, CallClock, Waiting
 from proxy.store.session_store import SessionInfo
 
@@ -119,8 +119,9 @@ class Harness:
     async def _looked_up(self, tree: SessionTree, route: Route) -> bytes:
         """The body that answers a question about what there is: models, and replies that are kept."""
         if route.action in ("stored", "items"):
+            past = Draft(tree)
             return await self._knowing(
-                tree, lambda: self._dialects.responses.stored(route.path["response"], route.action, tree)
+                tree, lambda: self._dialects.responses.stored(route.path["response"], route.action, past)
             )
         lists, created = self._dialects.lists(route.dialect), self._since
         models = self._services.pool.catalogue()
@@ -139,8 +140,8 @@ class Harness:
             await self._services.trees.refresh(tree)
             return work()
 
-    async def _parsed(self, tree: SessionTree, work: Callable[[], Request]) -> Request:
-        request = await self._knowing(tree, work)
+    async def _parsed(self, draft: Draft, read: Callable[[Asked, Past], Request], asked: Asked) -> Request:
+        request = await self._knowing(draft.tree, lambda: read(asked, draft))
         refuse_transfers(request)
         if not self._services.settings.remote_media:
             refuse_remote_media(request)
@@ -148,7 +149,7 @@ class Harness:
 
     async def _count(self, send: Send, tree: SessionTree, route: Route, asked: Asked) -> None:
         counts = self._dialects.counts(route.dialect)
-        request = await self._parsed(tree, lambda: counts.parse_count(asked, tree))
+        request = await self._parsed(Draft(tree), counts.parse_count, asked)
         tokens = await self._flow.count(tree, request)
         await send_whole(send, 200, JSON, counts.count(tokens))
 
@@ -170,10 +171,10 @@ class Harness:
         """Answer one model call."""
         if (clock := CLOCK.get()) is not None:
             clock.begin(PARSE)
-        dialect = self._dialects[route.dialect]
-        request = await self._parsed(tree, lambda: dialect.parse(asked, tree))
+        dialect, draft = self._dialects[route.dialect], Draft(tree)
+        request = await self._parsed(draft, dialect.parse, asked)
         self._services.metrics.dropped(request.dialect, request.dropped_tools)
-        turn = self._flow.admit(tree, request, asked.body, headers)
+        turn = self._flow.admit(draft, request, asked.body, headers)
         await self._answering.answer(client, dialect, turn)
 
     async def drain(self, seconds: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from reconstruct.messages import Digests
@@ -25,8 +25,10 @@ Read = Callable[[bytes], list[Heard]]
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
     """One message of the session's histories, decoded and digested once; requests share it. `minted`: the calls that ids in it
-    name."""
+    name. `projections`: how it shows the reply of a call, by the call's id (see reconstruct.messages.projection); kept here, so that
+    what was compared is forgotten with the message."""
 
     message: dict[str, Any]
     digests: Digests
     minted: tuple[str, ...] = ()
+    projections: dict[str, str | None] = field(default_factory=dict, repr=False)

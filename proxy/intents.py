@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from proxy.errors import Conflict, NotFound, Unavailable, VerbatimError
+from proxy.errors import Conflict, NotFound, SessionFull, Unavailable, VerbatimError
 from proxy.planner import Planner
 from proxy.services import Services
 from proxy.store.session_store import Intent
@@ -50,14 +50,23 @@ class WritingIntent:
             parent_id = turn.found.parent.call_id if turn.found.parent else None
             intent = Intent(turn.call_ids[0], parent_id, turn.digest, turn.replica.name, turn.started_at)
             known = turn.tree.known
-            begun = await sessions.begin(turn.session_id, known, intent)
+            begun = await sessions.begin(turn.session_id, known, intent, self._services.settings.max_session_bytes)
             if begun.status == "missing" or (begun.created_at and begun.created_at != turn.tree.info.created_at):
                 self._services.trees.forget(turn.session_id)
                 raise NotFound(f"session '{turn.session_id}' does not exist")
             if begun.accepted:
                 return
+            if begun.status == "full":
+                raise _full(turn.session_id, self._services.settings.max_session_bytes)
             if begun.status != "open":
                 raise Conflict(f"session '{turn.session_id}' is {begun.status}; it takes no more calls")
             if turn.tree.learn(begun.records, known):
                 self._planner.find_again(turn)
         raise Unavailable(f"session '{turn.session_id}' is too busy; try again")
+
+
+def _full(session_id: str, most_bytes: int) -> SessionFull:
+    return SessionFull(
+        f"session '{session_id}' has recorded all that one session may, {most_bytes} bytes: close it, or raise "
+        "VERBATIM_MAX_SESSION_BYTES"
+    )

@@ -18,7 +18,7 @@ from proxy.flow import Flow
 from proxy.harness import Harness
 from proxy.routes import Route, dialect_of, is_harness
 from proxy.services import Services
-from proxy.session_tree import SessionTree
+from proxy.session_tree import Draft, SessionTree
 from proxy.steps import ADMIT, INTERPRET, PLAN, SAMPLE, STEPS, CallClock
 from proxy.tracing import Tracing
 from proxy.turn import Turn
@@ -92,8 +92,8 @@ class ObservedHarness(Harness):
 
 
 class ObservedFlow(Flow):
-    def admit(self, tree: SessionTree, request: Request, body: bytes, headers: Mapping[str, str]) -> Turn:
-        turn = super().admit(tree, request, body, headers)
+    def admit(self, draft: Draft, request: Request, body: bytes, headers: Mapping[str, str]) -> Turn:
+        turn = super().admit(draft, request, body, headers)
         _notes().turn = turn
         return turn
 

@@ -17,7 +17,7 @@ import numpy as np
 from proxy.dialects.base import Request
 from proxy.engine.base import Rendered
 from proxy.errors import RequestError
-from proxy.session_tree import Replay, SessionTree
+from proxy.session_tree import Chained, Replay, SessionTree
 from reconstruct.bridge import Bridge, Refusal, Rendering, Reply, derive, turn_end
 from reconstruct.forest import order_key, shared_length
 from reconstruct.messages import Message, dress
@@ -48,7 +48,7 @@ class Continuation:
     """
 
     root: bytes
-    chain: Sequence[bytes]
+    chain: list[bytes]
     parent: Call | None = None
     reply_at: int = -1
     projection: str = ""
@@ -56,6 +56,9 @@ class Continuation:
     near_at: int = 0
     dress: bytes = b""
     redressed: bool = False
+    replay: Replay | None = None
+    """How the request replays the parent and all calls before it."""
+    chained: Chained | None = None
 
     @property
     def fingerprint(self) -> bytes:
@@ -95,10 +98,10 @@ class TokenPlan:
 def continuation(tree: SessionTree, request: Request, policy: str = "") -> Continuation:
     """The call that `request`, which `policy` is to answer, continues, found from the last message backwards."""
     rendered = {name: request.forward[name] for name in _RENDERED if name in request.forward}
-    root, chained = tree.roots(request.model, request.tools, {**request.template_kwargs, **rendered}, policy)
+    root, chained_root = tree.roots(request.model, request.tools, {**request.template_kwargs, **rendered}, policy)
     history = request.history
-    fingerprints = tree.fingerprints(chained, history)
-    names = tree.names(history)
+    chained = tree.chained(chained_root, history)
+    fingerprints, names = chained.fingerprints, chained.names
 
     def dress_of(length: int) -> bytes:
         return dress(root, [name for name in names if name[0] < length]) if names else root
@@ -112,10 +115,12 @@ def continuation(tree: SessionTree, request: Request, policy: str = "") -> Conti
         if history[position].digests.is_assistant:
             found = _answered(tree, request, position, fingerprints, dress_of(position))
             if found is not None:
-                parent, used = found
+                parent, used, replay = found
                 redressed = parent.root_key != dress_of(position)
-                return Continuation(root, fingerprints, parent, position, used, near, near_at, whole, redressed)
-    return Continuation(root, fingerprints, near=near, near_at=near_at, dress=whole)
+                return Continuation(
+                    root, fingerprints, parent, position, used, near, near_at, whole, redressed, replay, chained
+                )
+    return Continuation(root, fingerprints, near=near, near_at=near_at, dress=whole, chained=chained)
 
 
 def _dressed_so(tree: SessionTree, call_ids: Iterable[str], dressed: bytes) -> str | None:
@@ -125,8 +130,8 @@ def _dressed_so(tree: SessionTree, call_ids: Iterable[str], dressed: bytes) -> s
 
 def _answered(
     tree: SessionTree, request: Request, position: int, fingerprints: Sequence[bytes], dressed: bytes
-) -> tuple[Call, str] | None:
-    """The call whose reply is message number `position`, and the projection it is replayed under.
+) -> tuple[Call, str, Replay] | None:
+    """The call whose reply is message number `position`, the projection it is replayed under, and how all before it is.
 
     Calls that the message itself names come first: by an id that was minted for them, where the history before them is theirs,
     too; then those that said the same, and of these such as have the dress of the history here, and that which began last: each process
@@ -146,8 +151,8 @@ def _answered(
     for call_id in named:
         call = tree.forest.calls[call_id]
         used = tree.projection(call.call_id, replayed, request.schemas)
-        if used is not None and _replay(tree, call, request) is not None:
-            return call, used
+        if used is not None and (replay := _replay(tree, call, request)) is not None:
+            return call, used, replay
     return None
 
 
@@ -173,21 +178,20 @@ def _replay(tree: SessionTree, call: Call, request: Request) -> Replay | None:
     for old in reversed(new):
         messages += [seen.message for seen in history[len(messages) : old.message_count]]
         messages.append(tree.reply(old.call_id))
-    replay = Replay(history[: len(messages)], messages)
-    tree.replayed(call.call_id, replay)
-    return replay
+    return Replay(history[: len(messages)], messages)
 
 
-def restored(tree: SessionTree, parent: Call, request: Request) -> list[Message]:
-    """The messages up to the parent's reply with each replayed reply as it was sent, dropped reasoning included."""
-    replay = _replay(tree, parent, request)
-    assert replay is not None, "a parent is found by the history that replays it"
-    return list(replay.messages)
+def remember(tree: SessionTree, found: Continuation) -> None:
+    """The call is recorded: the next one mostly goes on from the same history."""
+    if found.chained is not None:
+        tree.remember(found.chained)
+    if found.parent is not None and found.replay is not None:
+        tree.replayed(found.parent.call_id, found.replay)
 
 
 def as_root(found: Continuation) -> Continuation:
     """The same request, that goes on from nothing."""
-    return replace(found, parent=None, reply_at=-1, projection="", redressed=False)
+    return replace(found, parent=None, reply_at=-1, projection="", redressed=False, replay=None)
 
 
 async def confirm(tree: SessionTree, found: Continuation, request: Request, render: Render) -> Continuation:
@@ -200,7 +204,8 @@ async def confirm(tree: SessionTree, found: Continuation, request: Request, rend
     if then is None:
         # Other than its rendering where sampled ids are not those of their text: then it is a root, for want of proof.
         then = tree.forest.prompt_ids(parent.call_id)
-    now = (await _tolerant(render)(Rendering(restored(tree, parent, request)[:-1], False))).ids
+    assert found.replay is not None, "a parent is found by the history that replays it"
+    now = (await _tolerant(render)(Rendering(found.replay.messages[:-1], False))).ids
     alike = len(now) and shared_length(then, now) == len(now)
     return replace(found, redressed=False) if alike else as_root(found)
 
@@ -231,7 +236,8 @@ async def plan_tokens(
         if not all(len(probe.ids) for probe in probes[0]):
             return await _afresh(request, render, "turn_end_unknown"), None
     assert close is not None
-    history = restored(tree, parent, request)
+    assert found.replay is not None, "a parent is found by the history that replays it"
+    history: list[Message] = list(found.replay.messages)
     tail = request.messages[found.reply_at + 1 :]
     reply = Reply(history[-1], parent.node.completion_ids, _closed(parent))
     asked = tree.rendering(parent.call_id)

@@ -41,10 +41,12 @@ def prompt_continuation(tree: SessionTree, request: Request, policy: str = "") -
     message = {"role": "prompt", "content": prompt[known:]}
     before = tree.history(parent.call_id) if parent is not None else []
     request.retell([*before, Seen(message, digest_message(message))])
-    chain = tree.fingerprints(root, request.history)
+    chained = tree.chained(root, request.history)
+    chain = chained.fingerprints
     asked = tree.forest.asked(chain[-1])
     near, near_at = (asked[0], len(chain) - 1) if asked else (None, 0)
-    return Continuation(root, chain, parent, len(before) - 1, "exact" if parent else "", near, near_at, root)
+    used = "exact" if parent else ""
+    return Continuation(root, chain, parent, len(before) - 1, used, near, near_at, root, chained=chained)
 
 
 async def plan_prompt(tree: SessionTree, found: Continuation, request: Request, tokenizer: Tokenizer) -> TokenPlan:

@@ -1,6 +1,9 @@
 """SessionTree: one session in memory, with what was decoded, digested and compared once.
 
 `known` says how many records of the session it has read; `begin` tells it of the ones that other processes wrote meanwhile.
+
+Only recorded calls leave anything here. What a request brings that is new stands in its `Draft`, and goes with it when the call is
+refused, fails or is not recorded.
 """
 
 from __future__ import annotations
@@ -47,6 +50,21 @@ _RECENT_HISTORIES = 4
 """Histories whose fingerprints and replays are kept: a request mostly goes on from one of them."""
 
 
+_SEEN_BYTES = 1536
+"""What one remembered message takes beside its content: measured for a short one, with its digests and its key."""
+
+_CALL_BYTES = 4096
+"""The same for a call: its record, and its places in the forest's indexes."""
+
+_VALUE_BYTES = 96
+"""The same for a JSON value within a message: those of an object of one member."""
+
+_MEMORY_PER_BYTE = 3
+"""Bytes of a message are there raw, decoded and, of some characters, twice as wide."""
+
+SeenKey = tuple[Read, bytes]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Chained:
     """A history under a root, its fingerprints, what counted as each of its messages, and its names by position."""
@@ -56,6 +74,9 @@ class Chained:
     fingerprints: list[bytes]
     counted: list[Digests]
     names: Sequence[tuple[int, str]]
+    """(position, name) of the messages that have one and are not the assistant's."""
+    settled: bool
+    """False: a message names a call that this process is still to hear of, and may count otherwise next time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,25 +102,32 @@ class SessionTree:
         self._by_id = info.echo_policy == "minted"
         self._replies: dict[str, dict[str, Any]] = {}
         self._replied: dict[str, Digests] = {}
-        self._seen: dict[tuple[Read, bytes], list[Seen]] = {}
-        self._projections: dict[tuple[str, Seen], str | None] = {}
+        self._seen: dict[SeenKey, list[Seen]] = {}
         self._recent: OrderedDict[str, Ids] = OrderedDict()
         self._renderings: OrderedDict[str, Ids] = OrderedDict()
         self._replays: OrderedDict[str, Replay] = OrderedDict()
         self._histories: OrderedDict[str, list[Seen]] = OrderedDict()
         self._roots = (b"", b"", b"")
         self._chains: deque[Chained] = deque(maxlen=_RECENT_HISTORIES)
+        self._bytes = 0
+        self._longest = 0
 
-    def see(self, raw: bytes, read: Read) -> list[Seen]:
-        """The messages that `read` makes of a raw item, from memory if the session has sent the item before."""
-        # The same bytes may mean another message in another dialect.
-        key = (read, raw if len(raw) <= _SHORT_BYTES else hash_bytes(raw))
-        seen = self._seen.get(key)
-        if seen is None:
-            seen = self._seen[key] = [self._digested(heard) for heard in read(raw)]
-        return seen
+    @property
+    def memory_bytes(self) -> int:
+        """About how much memory the session takes here: an estimate, of what its calls and messages brought."""
+        # The ids of recent calls are kept whole, their renderings beside them.
+        return self._bytes + 2 * _RECENT_PROMPTS * np.dtype(np.int32).itemsize * self._longest
 
-    def _digested(self, heard: Heard) -> Seen:
+    def seen(self, key: SeenKey) -> list[Seen] | None:
+        """The messages of a raw item that a recorded call of the session brought."""
+        return self._seen.get(key)
+
+    def keep(self, key: SeenKey, seen: list[Seen], size: int) -> None:
+        """Remember the messages of a raw item that a recorded call brought; `size` is about how much memory they take, in bytes."""
+        if self._seen.setdefault(key, seen) is seen:
+            self._bytes += size
+
+    def digest(self, heard: Heard) -> Seen:
         message = heard.message
         if self._volatile is not None:
             message = dict(without_lines(message, self._volatile))
@@ -116,14 +144,14 @@ class SessionTree:
             self._roots = (told, own, chained)
         return self._roots[1:]
 
-    def fingerprints(self, root: bytes, history: list[Seen]) -> list[bytes]:
+    def chained(self, root: bytes, history: list[Seen]) -> Chained:
         """The hash chain over `history` (see reconstruct.messages.chain), hashed only from where no recent history agrees. Where ids
         prove replies, a message that names the one call whose request is the history before it counts as that call's reply."""
         known = max(
             (item for item in self._chains if item.root == root and _begins(history, item.history)), key=_length, default=None
         )
         if known is not None and len(known.history) == len(history):
-            return known.fingerprints
+            return known
         counted = list(known.counted) if known is not None else []
         counted += [seen.digests for seen in history[len(counted) :]]
         settled = True
@@ -140,17 +168,13 @@ class SessionTree:
             return self._sent(call) if call is not None and call.fingerprint == before else seen.digests
 
         made = chain(root, counted, known.fingerprints if known else (), counts if self._by_id else None)
-        if settled:
-            names = _names(history, len(known.history), known.names) if known is not None else _names(history)
-            self._chains.append(Chained(root, history, made, counted, names))
-        return made
+        names = _names(history, len(known.history), known.names) if known is not None else _names(history)
+        return Chained(root, history, made, counted, names, settled)
 
-    def names(self, history: list[Seen]) -> Sequence[tuple[int, str]]:
-        """(position, name) of the messages that have one and are not the assistant's."""
-        for known in reversed(self._chains):
-            if known.history == history:
-                return known.names
-        return _names(history)
+    def remember(self, chained: Chained) -> None:
+        """A recorded call has this history."""
+        if chained.settled and chained not in self._chains:
+            self._chains.append(chained)
 
     def _sent(self, call: Call) -> Digests:
         """The digests of the call's reply as it was sent."""
@@ -172,13 +196,13 @@ class SessionTree:
     def projection(self, call_id: str, seen: Seen, schemas: Mapping[str, Any]) -> str | None:
         """How a replayed message shows the call's reply; see reconstruct.messages.projection, and `edits` for what an id proves where
         that is the session's echo policy. Compared once per pair."""
-        key = (call_id, seen)
-        if key not in self._projections:
+        known = seen.projections
+        if call_id not in known:
             used = projection(self.reply(call_id), seen.message, schemas)
             if used is None and self._by_id and set(seen.minted) == {call_id}:
                 used = edits(self.reply(call_id), seen.message)
-            self._projections[key] = used
-        return self._projections[key]
+            known[call_id] = used
+        return known[call_id]
 
     def known_ids(self, call_id: str) -> Ids | None:
         """The call's prompt and completion ids, int32; None where its engine did not tell them."""
@@ -245,18 +269,67 @@ class SessionTree:
         size = len(self.forest)
         for record in records:
             with contextlib.suppress(ReconstructError):
-                self.forest.add(decode(record))
+                self._add(decode(record))
         self.known = max(self.known, start + len(records))
         return len(self.forest) > size
 
     def committed(self, calls: Sequence[Call], prompt_ids: Ids | None, total: int) -> None:
         """This process appended `calls`, all sampled after `prompt_ids` (None: not known); the store now counts `total` records."""
         for call in calls:
-            self.forest.add(call)
+            self._add(call)
         if prompt_ids is not None and calls[0].ids_known:
             self._remember(calls[0].call_id, np.concatenate((prompt_ids, calls[0].node.completion_ids)))
         if total == self.known + len(calls):
             self.known = total
+
+    def _add(self, call: Call) -> None:
+        if call.call_id in self.forest:
+            return
+        self.forest.add(call)
+        self._longest = max(self._longest, self.forest.full_length(call.call_id))
+        # The reply is decoded when a request replays it.
+        self._bytes += _CALL_BYTES + call.size_bytes + _MEMORY_PER_BYTE * len(call.reply)
+
+
+class Draft:
+    """What one request adds to its session's memory, for as long as nobody knows whether its call is recorded. `keep` gives it to the
+    tree; without that it goes with the request, as whatever was refused does.
+
+    Implements `proxy.dialects.base.Past`."""
+
+    __slots__ = ("_new", "missed", "tree")
+
+    def __init__(self, tree: SessionTree) -> None:
+        self.tree = tree
+        self.missed: set[str] = set()
+        self._new: dict[SeenKey, tuple[list[Seen], int]] = {}
+
+    def see(self, raw: bytes, read: Read) -> list[Seen]:
+        # The same bytes may mean another message in another dialect.
+        key = (read, raw if len(raw) <= _SHORT_BYTES else hash_bytes(raw))
+        seen = self.tree.seen(key)
+        if seen is not None:
+            return seen
+        new = self._new.get(key)
+        if new is None:
+            size = _SEEN_BYTES + _MEMORY_PER_BYTE * len(raw) + _VALUE_BYTES * raw.count(b",")
+            new = self._new[key] = [self.tree.digest(heard) for heard in read(raw)], size
+        return new[0]
+
+    def keep(self) -> None:
+        """The call is recorded."""
+        for key, (seen, size) in self._new.items():
+            self.tree.keep(key, seen, size)
+        self._new = {}
+
+    def call(self, call_id: str) -> Call:
+        return self.tree.call(call_id)
+
+    def reply(self, call_id: str) -> dict[str, Any]:
+        return self.tree.reply(call_id)
+
+    def history(self, call_id: str) -> list[Seen]:
+        return self.tree.history(call_id)
 
 
 def _begins(history: list[Seen], known: list[Seen]) -> bool:

@@ -157,6 +157,9 @@ class Settings(BaseSettings):
     """Calls under way at once of one session in one process, beyond which it gets 429; 0: any number."""
     calls_per_second: float = Field(0.0, ge=0)
     """Calls that a session may begin per second in one process, beyond which it gets 429; 0: any number."""
+    max_session_bytes: int = Field(128 * 2**20, ge=0)
+    """What the calls of one session may hold, messages and tokens as they are before they are compressed; then its calls get 413. The
+    call that reaches it is still recorded. A process that works for the session needs up to four times as much. 0: any."""
     remote_media: bool = False
     """Take messages that name an image or other media by its address. The engine, not this service, then fetches it from its own
     network; otherwise media come as data URLs only."""
@@ -187,6 +190,9 @@ class Settings(BaseSettings):
     """At SIGTERM, how long calls in flight may finish; then they are cut and recorded as aborted."""
     session_cache: int = 4096
     """Sessions whose trees are kept in memory; others are read back from the store when needed."""
+    session_cache_bytes: int = Field(256 * 2**20, ge=0)
+    """The memory that these trees may take in one process, as estimated from what their calls brought; those used least recently go
+    first."""
 
     builder: str = Field("merged", validate_default=True)
     """How sessions are made into rows for trainers: merged (one row per branch), per_call (one per call), or one of your own, of the

@@ -11,7 +11,7 @@ from proxy.engine.replica import Replica
 from proxy.errors import ContextTooLong, RequestError
 from proxy.inflight import Running
 from proxy.plan import Continuation, TokenPlan
-from proxy.session_tree import SessionTree
+from proxy.session_tree import Draft, SessionTree
 from proxy.steps import CallClock
 from reconstruct.messages import plain_content
 from reconstruct.roles import Marks, Purpose, RoleRule, purpose_of
@@ -21,7 +21,7 @@ from reconstruct.roles import Marks, Purpose, RoleRule, purpose_of
 class Turn:
     """What is known of the call so far."""
 
-    tree: SessionTree
+    draft: Draft
     request: Request
     digest: bytes
     call_ids: list[str]
@@ -39,6 +39,10 @@ class Turn:
     asked: dict[str, Any] | None = None
     marks: dict[str, str] = field(default_factory=dict)
     _purpose: Purpose | None = None
+
+    @property
+    def tree(self) -> SessionTree:
+        return self.draft.tree
 
     @property
     def session_id(self) -> str:

@@ -46,6 +46,11 @@ class CallDetails:
     def empty(self) -> bool:
         return self.top_token_ids is None and self.prompt_logprobs is None and self.routed_experts is None
 
+    @property
+    def size_bytes(self) -> int:
+        arrays = (self.top_token_ids, self.top_logprobs, self.prompt_logprobs, self.routed_experts)
+        return sum(array.nbytes for array in arrays if array is not None)
+
     def check(self, delta: int, sampled: int, where: dict[str, Any]) -> None:
         """Raise LengthMismatch when they are not of `delta` given and `sampled` sampled tokens."""
         if not of_one_shape(self.top_token_ids, self.top_logprobs):

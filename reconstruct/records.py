@@ -192,3 +192,11 @@ class Call:
     def policy(self) -> str:
         """The named model that sampled the call, whose weights its spans count; "" is the default one."""
         return self.marks.get("policy", "")
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arrays and texts, as they are decoded: a record may be far smaller, for its texts are compressed."""
+        node = self.node
+        arrays = node.delta_ids.nbytes + node.completion_ids.nbytes + node.logprobs.nbytes
+        details = 0 if node.details is None else node.details.size_bytes
+        return arrays + details + len(self.messages) + len(self.reply) + len(self.preamble)

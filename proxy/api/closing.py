@@ -173,6 +173,7 @@ async def _finish_close(
     except NotFound:
         await services.delivery.retract(session_id)
         raise
+    services.trees.forget(session_id)
     await offer(services, state)
     return state
 

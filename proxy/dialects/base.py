@@ -30,7 +30,10 @@ class Asked:
 
 
 class Past(Protocol):
-    """What a dialect may know of the session: `SessionTree`."""
+    """What a dialect may know of the session while it reads one request: `proxy.session_tree.Draft`."""
+
+    missed: set[str]
+    """Calls that the request names and that were looked up in vain: asked for again they are not known to the store either."""
 
     def see(self, raw: bytes, read: Read) -> list[Seen]:
         """The messages that `read` makes of a raw item, from memory where the session has sent the item before. `read` must be

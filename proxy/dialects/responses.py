@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -48,7 +47,6 @@ class ResponsesDialect:
 
     def __init__(self, later_system_role: str = "user") -> None:
         self._later = ReadSystem(later_system_role)
-        self._missed: WeakKeyDictionary[Past, set[str]] = WeakKeyDictionary()
 
     def parse(self, asked: Asked, past: Past) -> Request:
         """The canonical request. Raises RequestError naming the field and the rule it broke, UnknownCall for a previous response
@@ -113,7 +111,7 @@ class ResponsesDialect:
         else:
             leading, found = _divided(found)
             pieces += [_system_text(past, section.raw) for section in leading]
-        read = ReadReply(past, self._missed.setdefault(past, set()))
+        read = ReadReply(past)
         new = [seen for section in found for seen in self._seen(past, section, read)]
         if previous is None and not new and not any(pieces[1:]):
             raise RequestError("'input' must hold a message", param="input")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from proxy.dialects.base import Past
 from proxy.dialects.body import decode
 from proxy.dialects.responses_calls import function_of, is_call_of
 from proxy.dialects.responses_ids import Named, named
@@ -80,11 +81,11 @@ class ReadReply:
     """Reads the items of one reply as an assistant message.
 
     Where an item does not carry the sampled arguments as they were, or is only a reference, they are looked up in `past`. A call
-    that is not known there raises UnknownCall, once: it may be known to the store. `missed` are those that were not.
+    that is not known there raises UnknownCall, once in a request: it may be known to the store.
     """
 
-    past: Any
-    missed: set[str] = field(compare=False)
+    past: Past = field(compare=False)
+    """Not compared: within one session all read alike."""
 
     def __call__(self, raw: bytes) -> list[Heard]:
         message: dict[str, Any] = {"role": "assistant", "content": ""}
@@ -123,9 +124,9 @@ class ReadReply:
         try:
             calls = self.past.reply(minted.call_id).get("tool_calls") or []
         except UnknownCall:
-            if minted.call_id in self.missed:
+            if minted.call_id in self.past.missed:
                 return None
-            self.missed.add(minted.call_id)
+            self.past.missed.add(minted.call_id)
             raise
         return calls[minted.position]["function"] if minted.position < len(calls) else None
 

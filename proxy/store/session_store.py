@@ -81,7 +81,7 @@ class Intent:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Answer of `begin`. `status` is the session's, or "missing". `accepted` is true when the intent was written:
+    """Answer of `begin`. `status` is the session's, or "missing", or "full". `accepted` is true when the intent was written:
     the session is open and `known_calls` was current. Otherwise `records` holds the calls the caller did not know.
 
     `created_at` is the session's: a cached tree of another `created_at` belongs to a deleted session of the same id.
@@ -112,10 +112,13 @@ class SessionStore(Protocol):
 
     async def delete(self, session_id: str) -> bool: ...
 
-    async def begin(self, session_id: str, known_calls: int, intent: Intent) -> Begun: ...
+    async def begin(self, session_id: str, known_calls: int, intent: Intent, most_bytes: int = 0) -> Begun:
+        """Write the intent. The status of a session whose calls hold `most_bytes` (0: any number) or more is "full"."""
+        ...
 
-    async def commit(self, session_id: str, intent_id: str, records: Mapping[str, bytes]) -> int:
-        """Append `records` (call_id -> bytes, all or none), drop the intent, return the session's number of calls.
+    async def commit(self, session_id: str, intent_id: str, records: Mapping[str, bytes], size_bytes: int = 0) -> int:
+        """Append `records` (call_id -> bytes, all or none), drop the intent, return the session's number of calls. `size_bytes` is what
+        they hold before they are compressed.
 
         Repeating a commit is a no-op. A call_id that exists with other bytes raises `Conflict`; a session frozen or deleted
         meanwhile raises `Conflict` ("closing" still takes the calls that were in flight)."""

@@ -74,14 +74,14 @@ class RedisSessionStore:
         await self.seen(session_id, None)
         return bool(removed)
 
-    async def begin(self, session_id: str, known_calls: int, intent: Intent) -> Begun:
+    async def begin(self, session_id: str, known_calls: int, intent: Intent, most_bytes: int = 0) -> Begun:
         signed = Intent(
             intent.call_id, intent.parent_id, intent.digest, intent.replica, intent.started_at, process=self._process
         )
         # Until the answer is here nobody knows whether the intent is.
         self._unsettled[intent.call_id] = _Unsettled(session_id, None)
         status, accepted, created_at, records = await self._redis.run(
-            BEGIN, _with_intents(session_id), (known_calls, intent.call_id, pack_versioned(signed))
+            BEGIN, _with_intents(session_id), (known_calls, intent.call_id, pack_versioned(signed), most_bytes)
         )
         if accepted:
             self._unsettled[intent.call_id] = _Unsettled(session_id, intent)
@@ -89,9 +89,9 @@ class RedisSessionStore:
             self._unsettled.pop(intent.call_id, None)
         return Begun(status.decode(), bool(accepted), records, float(created_at))
 
-    async def commit(self, session_id: str, intent_id: str, records: Mapping[str, bytes]) -> int:
+    async def commit(self, session_id: str, intent_id: str, records: Mapping[str, bytes], size_bytes: int = 0) -> int:
         parts = (*_both(session_id), keys.index(session_id), keys.intents(session_id))
-        args: list[bytes | str] = [intent_id, repr(self._clock())]
+        args: list[bytes | str] = [intent_id, repr(self._clock()), str(size_bytes)]
         for call_id, record in records.items():
             args += (call_id, hashlib.blake2b(record, digest_size=16).digest(), record)
         outcome, *detail = await self._redis.run(COMMIT, parts, args, durable=True, patient=True)

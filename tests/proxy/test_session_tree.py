@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from proxy.dialects.base import Request
 from proxy.history import Heard, Seen
 from proxy.plan import Continuation, continuation, place
-from proxy.session_tree import SessionTree
+from proxy.session_tree import Draft, SessionTree
 from proxy.store.session_store import SessionInfo
 from reconstruct.codec import encode
 from reconstruct.messages import chain, digest_message, digest_messages, root_key
@@ -59,7 +59,11 @@ def read(raw: bytes) -> list[Heard]:
 
 
 def seen_by(tree: SessionTree, messages: list[dict[str, Any]]) -> list[Seen]:
-    return [tree.see(msgspec.json.encode(message), read)[0] for message in messages]
+    """What a call brings that is recorded."""
+    draft = Draft(tree)
+    history = [draft.see(msgspec.json.encode(message), read)[0] for message in messages]
+    draft.keep()
+    return history
 
 
 @given(requests())
@@ -68,7 +72,10 @@ def test_fingerprints_are_those_of_the_whole_history_whatever_came_before(
 ) -> None:
     session = tree()
     for root, messages in made:
-        assert session.fingerprints(root, seen_by(session, messages)) == chain(root, digest_messages(messages))
+        history = seen_by(session, messages)
+        chained = session.chained(root, history)
+        assert chained.fingerprints == chain(root, digest_messages(messages))
+        session.remember(chained)
 
 
 @given(messages_lists, messages_lists)
@@ -86,8 +93,8 @@ def test_a_message_is_decoded_once_per_session_and_dialect() -> None:
 
     one, again = seen_by(session, [MESSAGES[0]]), seen_by(session, [MESSAGES[0]])
     assert one[0] is again[0]
-    assert [seen.message for seen in session.see(raw, read)] == [{"role": "user", "content": "q"}]
-    assert [seen.message for seen in session.see(raw, other_dialect)] == [{"role": "user", "content": "something else"}]
+    assert [seen.message for seen in Draft(session).see(raw, read)] == [{"role": "user", "content": "q"}]
+    assert [seen.message for seen in Draft(session).see(raw, other_dialect)] == [{"role": "user", "content": "something else"}]
 
 
 def test_how_a_message_replays_a_reply_is_not_believed_of_another_message_that_takes_its_place_in_memory() -> None:

@@ -1,13 +1,15 @@
--- KEYS: state, calls, intents. ARGV: known calls, call id, intent.
--- {status, accepted, created_at, records the caller does not know}
-local now = status()
+-- KEYS: state, calls, intents. ARGV: known calls, call id, intent, most bytes of the session's calls or 0.
+-- {status, accepted, created_at, records the caller does not know}; the status of one that has all the bytes it may is 'full'
+local now, created_at, bytes = unpack(redis.call('HMGET', KEYS[1], 'status', 'created_at', 'bytes'))
 if not now then
   return {'missing', 0, '0', {}}
 end
-local created_at = redis.call('HGET', KEYS[1], 'created_at')
 local known, calls = tonumber(ARGV[1]), redis.call('LLEN', KEYS[2])
 if known > calls then
   return {'missing', 0, created_at, {}}
+end
+if now == 'open' and ARGV[4] ~= '0' and tonumber(bytes or 0) >= tonumber(ARGV[4]) then
+  return {'full', 0, created_at, {}}
 end
 if now == 'open' and known == calls then
   redis.call('HSET', KEYS[3], ARGV[2], ARGV[3])

@@ -1,11 +1,11 @@
--- KEYS: state, calls, index, intents. ARGV: intent id, now, then call id, digest, record of each call.
+-- KEYS: state, calls, index, intents. ARGV: intent id, now, bytes of all calls, then call id, digest, record of each.
 -- {'ok', calls} or {'conflict', call id} or {'frozen', status} or {'missing'}
 local now = status()
 if not now then
   return {'missing'}
 end
 local fresh = {}
-for i = 3, #ARGV, 3 do
+for i = 4, #ARGV, 3 do
   local digest = redis.call('HGET', KEYS[3], ARGV[i])
   if not digest then
     fresh[#fresh + 1] = i
@@ -22,6 +22,9 @@ for _, i in ipairs(fresh) do
   redis.call('HSET', KEYS[3], ARGV[i], ARGV[i + 1])
 end
 redis.call('HDEL', KEYS[4], ARGV[1])
+if #fresh > 0 then
+  redis.call('HINCRBY', KEYS[1], 'bytes', ARGV[3])
+end
 -- Also a repetition writes: WAIT counts from the last write of the connection, which may be another one than the first time.
 redis.call('HSET', KEYS[1], 'updated_at', #fresh > 0 and ARGV[2] or redis.call('HGET', KEYS[1], 'updated_at'))
 return {'ok', redis.call('LLEN', KEYS[2])}

@@ -29,7 +29,7 @@ from proxy.errors import (
 )
 from proxy.minting import seal
 from proxy.routes import MethodNotAllowed, UpgradeRefused
-from proxy.session_tree import SessionTree
+from proxy.session_tree import Draft, SessionTree
 from proxy.store.session_store import SessionInfo
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service import plain_http
@@ -41,10 +41,10 @@ CALL_ID = "0123456789abcdef01234567"
 HI = [{"role": "user", "parts": [{"text": "hi"}]}]
 
 
-def parsed(body: Any, *, method: str = "generateContent", tree: SessionTree | None = None, **query: str) -> Request:
+def parsed(body: Any, *, method: str = "generateContent", tree: Draft | None = None, **query: str) -> Request:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     asked = Asked(content, {"model": "models/policy", "method": method}, query)
-    return DIALECT.parse(asked, tree or SessionTree(SessionInfo("s", b"", 0.0)))
+    return DIALECT.parse(asked, tree or Draft(SessionTree(SessionInfo("s", b"", 0.0))))
 
 
 def heard(contents: Any) -> list[dict[str, Any]]:
@@ -269,7 +269,7 @@ def test_contents_that_make_no_sense_are_refused(content: Any) -> None:
 
 
 def test_a_turn_is_read_once_however_long_the_history_grows() -> None:
-    tree = SessionTree(SessionInfo("s", b"", 0.0))
+    tree = Draft(SessionTree(SessionInfo("s", b"", 0.0)))
     contents = [*HI, model(call("f"), text("a")), user(response("f", {"output": "x"}))]
     first = parsed({"contents": contents}, tree=tree).history
     contents += [model(text("b")), model(text("c")), *HI]

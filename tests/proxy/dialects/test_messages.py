@@ -32,7 +32,7 @@ from proxy.errors import (
     VerbatimError,
 )
 from proxy.minting import seal, tool_call_id
-from proxy.session_tree import SessionTree
+from proxy.session_tree import Draft, SessionTree
 from proxy.store.session_store import SessionInfo
 from reconstruct.messages import projection
 from tests.support.engine.scripted_engine import ScriptedEngine
@@ -44,11 +44,11 @@ CALL = "0123456789abcdef01234567"
 DIALECT = MessagesDialect("user")
 
 
-def session() -> SessionTree:
-    return SessionTree(SessionInfo("s", b"", 0.0))
+def session() -> Draft:
+    return Draft(SessionTree(SessionInfo("s", b"", 0.0)))
 
 
-def parsed(tree: SessionTree | None = None, **fields: Any) -> Request:
+def parsed(tree: Draft | None = None, **fields: Any) -> Request:
     body = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "q"}], **fields}
     return DIALECT.parse(Asked(json.dumps(body).encode()), tree or session())
 

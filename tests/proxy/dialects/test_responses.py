@@ -48,6 +48,7 @@ class Remembered:
 
     def __init__(self, reply: dict[str, Any] | None = None) -> None:
         self._reply = reply
+        self.missed: set[str] = set()
 
     def see(self, raw: bytes, read: Read) -> list[Seen]:
         return [self._seen(heard) for heard in read(raw)]
@@ -235,11 +236,11 @@ def test_sealed_reasoning_alone_names_its_reply_and_holds_its_thought() -> None:
 
 
 def test_a_call_that_is_nowhere_known_is_looked_for_once() -> None:
-    dialect, past = ResponsesDialect(), Remembered()
+    past = Remembered()
     item = {"type": "custom_tool_call", "call_id": tool_call_id(CALL_ID, 0), "name": "apply_patch", "input": "x"}
     with pytest.raises(UnknownCall):
-        parse(past, dialect, input=[item])
-    (message,) = parse(past, dialect, input=[item]).messages
+        parse(past, input=[item])
+    (message,) = parse(past, input=[item]).messages
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"input": "x"}
 
 
