@@ -13,7 +13,6 @@ from fastapi import Request
 
 from cli.rollout_store import RolloutConnection
 from cli.task_operations import TASKS
-from proxy import limits
 from proxy.api.access import admin_only
 from proxy.api.bodies import read_body
 from proxy.app import Addition
@@ -21,6 +20,7 @@ from proxy.asgi import Application
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.connection import StoreConnection
+from proxy.structure import check_depth
 from proxy.token_file import tokens_in
 from rollout.api import task_router
 from rollout.callbacks import Callbacks
@@ -89,5 +89,5 @@ def admin_secret(settings: Settings) -> str:
 
 async def _body(request: Request) -> bytes:
     raw = await read_body(request, request.app.state.services.settings.max_body_bytes)
-    limits.check_depth(raw)
+    check_depth(raw)
     return raw

@@ -34,7 +34,7 @@ from proxy.engine.weight_metrics import WeightMetrics
 from proxy.errors import StoreUnavailable
 from proxy.harness import Harness
 from proxy.inflight import Inflight
-from proxy.limits import CallRate, CallSlots
+from proxy.limits import BodyRoom, CallRate, CallSlots
 from proxy.metrics import Metrics
 from proxy.observed import harness_of
 from proxy.peers import Peers
@@ -112,6 +112,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         tokens=Tokens(settings),
         slots=CallSlots(settings.max_calls, settings.max_calls_per_session),
         rate=CallRate(settings.calls_per_second),
+        body_room=BodyRoom(settings.body_room_bytes, settings.body_room_per_session_bytes),
         sessions=sessions,
         delivery=RedisDeliveryStore(store),
         weights=weights,

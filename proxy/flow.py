@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,10 +33,14 @@ from proxy.turn import Turn
 from proxy.wanted import logprob_mode, overrides, wanted_of
 from reconstruct.codec import encode
 from reconstruct.messages import hash_bytes
+from reconstruct.records import Call
 
 T = TypeVar("T")
 
 _CUT = "the call was cut before it was sampled"
+
+_LONG_BYTES = 2**20
+"""Records of more than this take a while to be compressed."""
 
 _ABORT_PATIENCE_SECONDS = 0.5
 _ABORT_SECONDS = 5.0
@@ -251,9 +255,10 @@ class Flow:
         frozen = self._services.pool.is_frozen(turn.replica, turn.request.model)
         mode = logprob_mode(turn.replica, self._services.settings)
         calls = call_records(turn, outcome, choices, frozen=frozen, logprob_mode=mode)
-        records = {call.call_id: encode(call) for call in calls}
+        size = sum(call.size_bytes for call in calls)
+        # A long text is compressed beside everybody else's calls.
+        records = _encoded(calls) if size <= _LONG_BYTES else await asyncio.to_thread(_encoded, calls)
         with Waiting(STORE):
-            size = sum(call.size_bytes for call in calls)
             total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records, size)
         turn.times.begin(REPLY)
         prompt_ids = prompt_of(turn, outcome)[0]
@@ -269,3 +274,7 @@ class Flow:
         if turn.request.wants_ids and prompt_ids is not None:
             reply.prompt_ids = prompt_ids.tolist()
         return reply
+
+
+def _encoded(calls: Sequence[Call]) -> dict[str, bytes]:
+    return {call.call_id: encode(call) for call in calls}

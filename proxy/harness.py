@@ -8,26 +8,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import parse_qsl
 
 from proxy.answer import TOO_DEEP, Answering
 from proxy.asgi import JSON, Client, Receive, Scope, Send, headers_of, send_whole
 from proxy.auth import credential, key_opens, named_session, session_of_key
-from proxy.dialects.base import Asked, Past, Request
+from proxy.dialects.base import Asked, Request
 from proxy.dialects.catalogue import Dialects
 from proxy.errors import Conflict, NotFound, RequestError, Unauthorized, UnknownCall, VerbatimError
 from proxy.flow import Flow
 from proxy.limits import read_body
 from proxy.loopback import check_local
-from proxy.outward import refuse_remote_media, refuse_transfers
+from proxy.parsing import Parsing, Read
 from proxy.routes import Route, dialect_of, find, is_harness
 from proxy.services import Services
 from proxy.session_tree import Draft, SessionTree
 from proxy.steps import CLOCK, HARNESS, PARSE, CallClock, Waiting
 from proxy.store.session_store import SessionInfo
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +40,7 @@ class Harness:
         """The service's OpenAPI document, once whoever made the application has said what it is."""
         self._flow = flow
         self._dialects = Dialects(services.settings)
+        self._parsing = Parsing(remote_media=services.settings.remote_media)
         self._answering = Answering(services, self._flow)
         self._since = int(time.time())
         """What models are told to have been created at: one time, for a model does not change from one look to the next."""
@@ -98,13 +97,16 @@ class Harness:
             await send_whole(client.send, 200, JSON, await self._looked_up(tree, route))
             return
         settings = self._services.settings
-        with Waiting(HARNESS):
-            body = await read_body(client.receive, settings.max_body_bytes, settings.body_timeout_seconds)
-        asked = Asked(body, route.path, query)
-        if route.action == "call":
-            await self._answer(client, tree, route, asked, headers)
-        else:
-            await self._count(client.send, tree, route, asked)
+        declared = headers.get("content-length", "")
+        length = int(declared) if declared.isdecimal() else None
+        with self._services.body_room.place(tree.info.session_id) as place:
+            with Waiting(HARNESS):
+                body = await read_body(client.receive, settings.max_body_bytes, settings.body_timeout_seconds, place, length)
+            asked = Asked(body, route.path, query)
+            if route.action == "call":
+                await self._answer(client, tree, route, asked, headers)
+            else:
+                await self._count(client.send, tree, route, asked)
 
     async def _check_life(self, tree: SessionTree) -> None:
         """A key lives as long as its session, also for what asks nothing else of the store. Raises NotFound and Conflict."""
@@ -119,10 +121,7 @@ class Harness:
     async def _looked_up(self, tree: SessionTree, route: Route) -> bytes:
         """The body that answers a question about what there is: models, and replies that are kept."""
         if route.action in ("stored", "items"):
-            past = Draft(tree)
-            return await self._knowing(
-                tree, lambda: self._dialects.responses.stored(route.path["response"], route.action, past)
-            )
+            return await self._stored(tree, route.path["response"], route.action)
         lists, created = self._dialects.lists(route.dialect), self._since
         models = self._services.pool.catalogue()
         if route.action == "models":
@@ -132,20 +131,20 @@ class Harness:
             raise NotFound(f"the model '{name}' does not exist; there are: {', '.join(models)}", param="model")
         return lists.model(name, models[name], created)
 
-    async def _knowing(self, tree: SessionTree, work: Callable[[], T]) -> T:
-        """`work` on what this process knows of the session; once more on what the store knows, where that is not enough."""
+    async def _stored(self, tree: SessionTree, response_id: str, what: str) -> bytes:
         try:
-            return work()
+            return self._dialects.responses.stored(response_id, what, Draft(tree))
         except UnknownCall:
             await self._services.trees.refresh(tree)
-            return work()
+            return self._dialects.responses.stored(response_id, what, Draft(tree))
 
-    async def _parsed(self, draft: Draft, read: Callable[[Asked, Past], Request], asked: Asked) -> Request:
-        request = await self._knowing(draft.tree, lambda: read(asked, draft))
-        refuse_transfers(request)
-        if not self._services.settings.remote_media:
-            refuse_remote_media(request)
-        return request
+    async def _parsed(self, draft: Draft, read: Read, asked: Asked) -> Request:
+        """Read with what this process knows of the session; once more with what the store knows, where that is not enough."""
+        try:
+            return await self._parsing.parse(draft, read, asked)
+        except UnknownCall:
+            await self._services.trees.refresh(draft.tree)
+            return await self._parsing.parse(draft, read, asked)
 
     async def _count(self, send: Send, tree: SessionTree, route: Route, asked: Asked) -> None:
         counts = self._dialects.counts(route.dialect)

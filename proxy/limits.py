@@ -1,61 +1,52 @@
-"""What one caller may take of the service: bytes and seconds of a request body, levels of its JSON, calls at one time and per second.
+"""What one caller may take of the service: bytes and seconds of a request body, calls at one time and per second.
 
 The head of a request is limited where the connection is (`cli.connection`); nothing of it comes here before it is whole.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from proxy.deadline import Deadline
 from proxy.errors import RequestError, RequestTimeout, TooLarge, TooManyCalls
 
-MAX_DEPTH = 100
-"""Levels of nesting that a JSON value may have. Templates, engines and this process recurse into it."""
-
-_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
-_NOT_STRUCTURE = bytes(byte for byte in range(256) if byte not in b'[]{}"')
-_STEPS = np.zeros(256, np.int8)
-_STEPS[list(b"[{")] = 1
-_STEPS[list(b"]}")] = -1
+SMALL_BYTES = 2**18
+"""Bodies up to this size find room always."""
 
 
-def check_depth(raw: bytes) -> None:
-    """Raise RequestError when the JSON text is nested more than `MAX_DEPTH` levels deep.
-
-    Brackets inside strings are looked at only when there is a suspicion: stripping the strings costs more than decoding. Who
-    hides depth behind them meets the recursion limit, which is answered in the same way.
-    """
-    brackets = raw.translate(None, _NOT_BRACKETS)
-    if len(brackets) <= MAX_DEPTH or _deepest(brackets) <= MAX_DEPTH:
-        return
-    bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NOT_STRUCTURE)
-    if _deepest(b"".join(bare.split(b'"')[::2])) > MAX_DEPTH:
-        raise RequestError(f"the body is nested too deeply: more than {MAX_DEPTH} levels")
-
-
-def _deepest(brackets: bytes) -> int:
-    steps = _STEPS[np.frombuffer(brackets, np.uint8)]
-    return int(np.cumsum(steps, dtype=np.int64).max(initial=0))
-
-
-async def read_body(receive: Callable[[], Awaitable[MutableMapping[str, Any]]], most_bytes: int, seconds: float) -> bytes:
-    """The request body. Raises TooLarge, RequestTimeout when it is not whole after `seconds` (0: any time), and RequestError when
-    the caller breaks off."""
+async def read_body(
+    receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
+    most_bytes: int,
+    seconds: float,
+    place: Place | None = None,
+    declared: int | None = None,
+) -> bytes:
+    """The request body. Raises TooLarge, RequestTimeout when it is not whole after `seconds` (0: any time), TooManyCalls when there was
+    no room for it as long, and RequestError when the caller breaks off. `declared`: its bytes, as its head says."""
+    if declared is not None and declared > most_bytes:
+        raise _too_large(most_bytes)
     try:
         async with Deadline(seconds):
-            return await _read(receive, most_bytes)
+            return await _read(receive, most_bytes, place, most_bytes if declared is None else declared)
     except TimeoutError as error:
+        if place is not None and place.waits:
+            raise TooManyCalls(f"there was no room for a large body within {seconds:g} seconds: try again shortly") from error
         raise RequestTimeout(f"the body was not whole after {seconds:g} seconds") from error
 
 
-async def _read(receive: Callable[[], Awaitable[MutableMapping[str, Any]]], most_bytes: int) -> bytes:
+def _too_large(most_bytes: int) -> TooLarge:
+    return TooLarge(f"the body is larger than {most_bytes} bytes")
+
+
+async def _read(
+    receive: Callable[[], Awaitable[MutableMapping[str, Any]]], most_bytes: int, place: Place | None, expected: int
+) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:
@@ -65,10 +56,88 @@ async def _read(receive: Callable[[], Awaitable[MutableMapping[str, Any]]], most
         part = message.get("body", b"")
         size += len(part)
         if size > most_bytes:
-            raise TooLarge(f"the body is larger than {most_bytes} bytes")
+            raise _too_large(most_bytes)
+        if size > SMALL_BYTES and place is not None:
+            # Before more is read: until then what the caller sends waits in its own system.
+            await place.take(expected)
         parts.append(part)
         if not message.get("more_body"):
             return b"".join(parts)
+
+
+class BodyRoom:
+    """Bytes that large bodies may take in this process, in all and per session, while their calls are under way. Who finds no room
+    waits; a body larger than all the room is let in when it is the only one."""
+
+    def __init__(self, per_process: int, per_session: int) -> None:
+        self._per_process = per_process
+        self._per_session = per_session
+        self._all = 0
+        self._taken: Counter[str] = Counter()
+        self._waiting: deque[tuple[Place, int, asyncio.Future[None]]] = deque()
+
+    @contextmanager
+    def place(self, session_id: str) -> Iterator[Place]:
+        """Where a call of the session may put its body, for as long as the block runs."""
+        place = Place(self, session_id)
+        try:
+            yield place
+        finally:
+            if place.taken:
+                self._give_back(place)
+
+    async def let_in(self, place: Place, size: int) -> None:
+        if self._fits(place.session_id, size):
+            self._put(place, size)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        entry = (place, size, turn)
+        self._waiting.append(entry)
+        try:
+            await turn
+        finally:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+
+    def _fits(self, session_id: str, size: int) -> bool:
+        session = self._taken.get(session_id, 0)
+        return (not self._all or self._all + size <= self._per_process) and (not session or session + size <= self._per_session)
+
+    def _put(self, place: Place, size: int) -> None:
+        place.taken = size
+        self._all += size
+        self._taken[place.session_id] += size
+
+    def _give_back(self, place: Place) -> None:
+        self._all -= place.taken
+        self._taken[place.session_id] -= place.taken
+        if not self._taken[place.session_id]:
+            del self._taken[place.session_id]
+        # In the order in which they came, but a session that has its share keeps nobody else waiting.
+        for entry in list(self._waiting):
+            waiting, size, turn = entry
+            if not turn.done() and self._fits(waiting.session_id, size):
+                self._waiting.remove(entry)
+                self._put(waiting, size)
+                turn.set_result(None)
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One call's place in the room; `taken`: the bytes it holds there."""
+
+    room: BodyRoom
+    session_id: str
+    taken: int = 0
+    waits: bool = False
+
+    async def take(self, size: int) -> None:
+        """Returns when there is room for `size` bytes, at once when they were taken before."""
+        if self.taken:
+            return
+        self.waits = True
+        await self.room.let_in(self, size)
+        self.waits = False
 
 
 class CallSlots:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from proxy.engine.pool import EnginePool
     from proxy.engine.updates import WeightUpdater
     from proxy.inflight import Inflight
-    from proxy.limits import CallRate, CallSlots
+    from proxy.limits import BodyRoom, CallRate, CallSlots
     from proxy.metrics import Metrics
     from proxy.peers import Peers
     from proxy.settings import Settings
@@ -30,6 +30,7 @@ class Services:
     tokens: Tokens
     slots: CallSlots
     rate: CallRate
+    body_room: BodyRoom
     sessions: SessionStore
     delivery: DeliveryStore
     weights: WeightStore

@@ -141,6 +141,11 @@ class Settings(BaseSettings):
 
     max_body_bytes: int = Field(64 * 2**20, ge=1)
     """Largest request body taken."""
+    body_room_bytes: int = Field(256 * 2**20, ge=1)
+    """Room in one process for the bodies of calls under way; further ones wait, and get 429 after `body_timeout_seconds`. Small ones, up
+    to 256 KiB, find room always."""
+    body_room_per_session_bytes: int = Field(64 * 2**20, ge=1)
+    """The same of one session."""
     max_header_bytes: int = Field(64 * 2**10, ge=1024)
     """Largest head of a request, all its headers together; beyond it 431."""
     max_headers: int = Field(128, ge=16)

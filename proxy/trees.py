@@ -6,6 +6,7 @@ recently used first, nor is one that would fill a quarter of it alone. All calls
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,6 +16,9 @@ from proxy.errors import Conflict, NotFound, Unauthorized
 from proxy.session_tree import SessionTree
 from proxy.steps import STORE, Waiting
 from proxy.store.session_store import SessionInfo, SessionStore
+
+LONG_BYTES = 2**20
+"""Records of more than this take a while to be decoded."""
 
 LARGEST_SHARE = 4
 """One session's tree is kept while it takes at most one part in so many of the memory for all."""
@@ -64,7 +68,11 @@ class SessionTrees:
         if state.calls:
             with Waiting(STORE):
                 records = await self._sessions.records(session_id)
-            tree.learn(records, 0)
+            # Of a long session beside everybody else's calls.
+            if sum(map(len, records)) > LONG_BYTES:
+                await asyncio.to_thread(tree.learn, records, 0)
+            else:
+                tree.learn(records, 0)
         # Another call may have opened it while the store was asked: one tree for all of them.
         tree = self._used.setdefault(session_id, tree)
         self.weigh(tree)

@@ -16,6 +16,7 @@ from proxy import limits
 from proxy.api.access import services_of
 from proxy.api.errors import describe
 from proxy.errors import RequestError
+from proxy.structure import check_depth
 
 
 class Body(BaseModel):
@@ -32,7 +33,7 @@ def body_of(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
 
     async def read(request: Request) -> T:
         raw = await read_body(request, services_of(request).settings.max_body_bytes)
-        limits.check_depth(raw)
+        check_depth(raw)
         try:
             return kind.model_validate_json(raw if raw.strip() else b"{}")
         except ValidationError as error:

@@ -18,11 +18,15 @@ from proxy.dialects.body import decode
 from proxy.dialects.chat import openai_error, openai_usage
 from proxy.errors import RequestError, VerbatimError
 from proxy.history import Seen
+from proxy.structure import MAX_VALUES, check_values
 from reconstruct.messages import Digests
 
 _encode = msgspec.json.Encoder().encode
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop")}
+
+MAX_PROMPT_VALUES = 8 * MAX_VALUES
+"""Values of a body here: those of a prompt of token ids, which cost less than parts of messages do."""
 
 _DEFAULT_MAX_TOKENS = 16
 """What the API says when a request does not."""
@@ -50,6 +54,7 @@ class CompletionsDialect:
     def parse(self, asked: Asked, past: Past) -> Request:
         """The canonical request, with the prompt beside its history: proxy.prompts tells that. Raises RequestError naming the
         field and the rule it broke."""
+        check_values(asked.body, MAX_PROMPT_VALUES, "the body")
         body = decode(asked.body)
         if not isinstance(body, dict):
             raise RequestError("the body must be a JSON object")

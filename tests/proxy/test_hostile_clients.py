@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
+import http.client
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from proxy import structure
+from proxy.dialects.base import Asked, Past, Request
+from proxy.errors import RequestError, TooManyCalls
+from proxy.history import Heard
+from proxy.limits import BodyRoom, read_body
+from proxy.parsing import LARGE_BYTES, SMALL_BYTES, Parsing
 from proxy.session_tree import Draft, SessionTree
+from proxy.store.session_store import SessionInfo
+from proxy.structure import MAX_DEPTH, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES, PIECE_BYTES, check_depth, check_values
 from proxy.trees import SessionTrees
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.service import plain_http
@@ -145,3 +159,169 @@ def test_a_session_that_holds_all_the_bytes_it_may_is_refused_in_its_dialects_sh
     assert (shown["calls"], len(session.calls)) == (1, 1)
     session.close(reward=1.0)
     assert session.trajectories()[1]["exported_tokens"] > 0
+
+
+# What a body may hold, and where it is read
+
+
+def many(path: str, what: str, count: int) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(json.dumps(BODIES[path]))
+    name = next(name for name in HISTORIES if name in body)
+    if what == "messages":
+        body[name] = body[name] * count
+    elif what == "tools":
+        tool = {"type": "function", "name": "f", "function": {"name": "f"}}
+        body["tools"] = [{"functionDeclarations": [{"name": "f"}] * count}] if name == "contents" else [tool] * count
+    elif name == "contents":
+        body[name] = [{"role": "user", "parts": [{"text": "q"}] * count}]
+    else:
+        body[name] = [{"role": "user", "content": [{"type": "text", "text": "q"}] * count}]
+    return body
+
+
+@pytest.mark.parametrize(("what", "count"), [("messages", MAX_MESSAGES + 1), ("tools", MAX_TOOLS + 1), ("parts", MAX_VALUES)])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_body_of_too_many_messages_tools_or_parts_is_refused_by_their_number(
+    service: RunningService, path: str, what: str, count: int
+) -> None:
+    """100,000 items of a history stopped the service for four seconds."""
+    session = service.session()
+    refused = post(service, session, path, many(path, what, count))
+    assert refused.status_code == 400, refused.text
+    assert "at most" in refused.text or "more than" in refused.text
+    assert tree_of(service, session)._seen == {}
+    assert session.calls == []
+
+
+def test_values_are_counted_outside_of_strings_and_only_there() -> None:
+    text = json.dumps([{"a": 'x,:[{\\"' * PIECE_BYTES, "b": ["\\", '"', "\\\\"]}] * 2).encode()
+    assert len(text) > 4 * PIECE_BYTES
+    marks = 2 * (1 + 3 + 1 + 2) + 2
+    check_values(text, marks, "it")
+    with pytest.raises(RequestError, match=f"it holds more than {marks - 1} values"):
+        check_values(text, marks - 1, "it")
+
+
+@given(
+    st.recursive(st.text('a"\\[,:', max_size=5) | st.integers(0, 9), lambda inner: st.lists(inner, max_size=4), max_leaves=20)
+)
+def test_what_stands_in_strings_is_told_from_the_rest_wherever_a_piece_ends(value: Any) -> None:
+    raw = json.dumps(value).encode()
+    marks = 0
+
+    def count(inner: Any) -> None:
+        nonlocal marks
+        if isinstance(inner, list):
+            marks += 1 + max(0, len(inner) - 1)
+            for each in inner:
+                count(each)
+
+    count(value)
+    for size in (1, 2, 3, 7):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(structure, "PIECE_BYTES", size)
+            outside = b"".join(piece.tobytes() for piece in structure._outside_strings(raw))
+        assert sum(outside.count(mark) for mark in (b"[", b",")) == marks
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1])
+def test_depth_is_found_in_a_text_of_several_pieces(depth: int) -> None:
+    raw = b'["' + b"[" * PIECE_BYTES + b'",' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"]"
+    if depth == MAX_DEPTH:
+        check_depth(raw)
+        return
+    with pytest.raises(RequestError, match="nested too deeply"):
+        check_depth(raw)
+
+
+async def test_what_is_long_is_parsed_beside_the_loop_and_one_body_at_a_time() -> None:
+    at_once, most, threads = 0, 0, set()
+
+    def read(asked: Asked, past: Past) -> Request:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        threads.add(threading.current_thread())
+        history = past.see(asked.body, lambda _: [Heard({"role": "user", "content": "q"})])
+        at_once -= 1
+        return Request("chat", "m", history)
+
+    parsing, trees = Parsing(remote_media=False), [SessionTree(SessionInfo(name, b"", 0.0)) for name in "ab"]
+    await parsing.parse(Draft(trees[0]), read, Asked(b" " * SMALL_BYTES))
+    await parsing.parse(Draft(trees[0]), read, Asked(b" " * LARGE_BYTES))
+    assert threads == {threading.current_thread()}
+    threads.clear()
+    long = [b" " * (LARGE_BYTES + 1), b"," * (SMALL_BYTES + 1)] * 4
+    await asyncio.gather(*(parsing.parse(Draft(tree), read, Asked(body)) for body in long for tree in trees))
+    assert threading.current_thread() not in threads
+    assert most == 1
+
+
+# Room for bodies
+
+
+class Sending:
+    """A client that sends a body of this size in parts, one whenever it is read from."""
+
+    def __init__(self, size: int, part: int = 2**18) -> None:
+        self.left, self._part = size, part
+
+    async def receive(self) -> dict[str, Any]:
+        part = min(self._part, self.left)
+        self.left -= part
+        return {"type": "http.request", "body": b" " * part, "more_body": self.left > 0}
+
+
+async def test_a_large_body_is_read_when_there_is_room_for_it() -> None:
+    large, most = 2**20, 2**22
+    room = BodyRoom(3 * large, 2 * large)
+
+    @contextlib.asynccontextmanager
+    async def being_read(session_id: str, declared: int | None = large) -> AsyncIterator[tuple[Sending, asyncio.Task[bytes]]]:
+        sending = Sending(large)
+        with room.place(session_id) as place:
+            reading = asyncio.create_task(read_body(sending.receive, most, 60.0, place, declared))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            yield sending, reading
+            reading.cancel()
+
+    async with contextlib.AsyncExitStack() as first, contextlib.AsyncExitStack() as second:
+        for _ in range(2):
+            _, reading = await first.enter_async_context(being_read("a"))
+            assert reading.done()
+        sending, third = await second.enter_async_context(being_read("a"))
+        assert not third.done(), "the session has its share"
+        assert sending.left >= large // 2, "what does not fit stays with the client"
+        _, other = await second.enter_async_context(being_read("b"))
+        assert other.done(), "a session that has its share keeps nobody else waiting"
+        _, unsaid = await second.enter_async_context(being_read("b", None))
+        assert not unsaid.done(), "a body that does not say its size may be of any"
+        await first.aclose()
+        assert len(await third) == large
+    assert room._all == 0
+    assert not room._taken
+    async with being_read("a", most) as (_, alone):
+        assert alone.done(), "a body larger than all the room comes in alone"
+
+
+async def test_who_waits_for_room_too_long_is_told_to_come_again() -> None:
+    room = BodyRoom(2**20, 2**20)
+    with room.place("a") as holding, room.place("b") as waiting:
+        await holding.take(2**20)
+        with pytest.raises(TooManyCalls, match="no room"):
+            await read_body(Sending(2**20).receive, 2**22, 0.01, waiting, 2**20)
+    assert room._all == 0
+    assert not room._waiting
+
+
+def test_a_body_that_says_it_is_too_large_is_not_read(service: RunningService) -> None:
+    session = service.session()
+    head = {"Authorization": f"Bearer {session.api_key}", "content-length": str(2**30)}
+    host, port = service.url.removeprefix("http://").split(":")
+    with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=30)) as connection:
+        connection.putrequest("POST", f"/s/{session.session_id}/v1/chat/completions")
+        for name, value in head.items():
+            connection.putheader(name, value)
+        connection.endheaders(b"{")
+        assert connection.getresponse().status == 413

@@ -18,8 +18,8 @@ import pytest
 
 from proxy import routes
 from proxy.app import create_app
-from proxy.limits import MAX_DEPTH
 from proxy.settings import Settings
+from proxy.structure import MAX_DEPTH
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
