@@ -144,7 +144,7 @@ class Harness:
             return await self._parsing.parse(draft, read, asked)
         except UnknownCall:
             await self._services.trees.refresh(draft.tree)
-            return await self._parsing.parse(draft, read, asked)
+            return await self._parsing.parse(draft, read, asked, again=True)
 
     async def _count(self, send: Send, tree: SessionTree, route: Route, asked: Asked) -> None:
         counts = self._dialects.counts(route.dialect)

@@ -1,17 +1,21 @@
 """Parsing: a body becomes a canonical request, on the event loop while it is small and in a thread when it is not.
 
 Everybody's calls wait while the loop parses one. What takes long is parsed in a thread, one body of a process at a time, so that memory
-is bounded as well; and one of a session at a time, so that a session with many of them keeps others waiting for one alone.
+is bounded as well; and one of a session at a time, so that a session with many of them keeps others waiting for one alone. What was
+refused took time for nothing: its session pays for it with its next request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from proxy.dialects.base import Asked, Past, Request
 from proxy.dialects.body import check_tools
+from proxy.errors import RequestError, UnknownCall
 from proxy.outward import refuse_remote_media, refuse_transfers
 from proxy.session_tree import Draft, SessionTree
 
@@ -24,19 +28,49 @@ a few milliseconds mostly, and tens of them where all of it is new parts of mess
 Read = Callable[[Asked, Past], Request]
 """`parse` or `parse_count` of a dialect."""
 
+RESTS = 10
+"""A session whose request was refused waits so many times as long as that took until its next one is read."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One session's turn to parse; `rests_until` in seconds of the loop's clock."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    rests_until: float = 0.0
+
 
 class Parsing:
     def __init__(self, *, remote_media: bool) -> None:
         self._remote_media = remote_media
-        self._turn = asyncio.Lock()
-        self._turns: WeakKeyDictionary[SessionTree, asyncio.Lock] = WeakKeyDictionary()
+        self._thread = asyncio.Lock()
+        self._turns: WeakKeyDictionary[SessionTree, _Turn] = WeakKeyDictionary()
+        """Of sessions that had something large or refused."""
 
-    async def parse(self, draft: Draft, read: Read, asked: Asked) -> Request:
-        """The request. Raises RequestError as the dialect does, and UnknownCall."""
-        if _is_quick(asked.body):
+    async def parse(self, draft: Draft, read: Read, asked: Asked, *, again: bool = False) -> Request:
+        """The request. Raises RequestError as the dialect does, and UnknownCall; `again`: what was unknown was asked of the store."""
+        quick, turn = _is_quick(asked.body), self._turns.get(draft.tree)
+        if quick and turn is None:
+            return self._timed(draft, read, asked, again)
+        if turn is None:
+            turn = self._turns.setdefault(draft.tree, _Turn())
+        async with turn.lock:
+            if (left := turn.rests_until - time.monotonic()) > 0:
+                await asyncio.sleep(left)
+            if quick:
+                return self._timed(draft, read, asked, again)
+            async with self._thread:
+                return await asyncio.to_thread(self._timed, draft, read, asked, again)
+
+    def _timed(self, draft: Draft, read: Read, asked: Asked, again: bool) -> Request:
+        began = time.monotonic()
+        try:
             return self._checked(draft, read, asked)
-        async with self._turns.setdefault(draft.tree, asyncio.Lock()), self._turn:
-            return await asyncio.to_thread(self._checked, draft, read, asked)
+        except (RequestError, RecursionError) as error:
+            if again or not isinstance(error, UnknownCall):
+                now = time.monotonic()
+                self._turns.setdefault(draft.tree, _Turn()).rests_until = now + RESTS * (now - began)
+            raise
 
     def _checked(self, draft: Draft, read: Read, asked: Asked) -> Request:
         request = read(asked, draft)

@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy import parsing as parsing_module
 from proxy import structure
 from proxy.dialects.base import Asked, Past, Request
 from proxy.errors import RequestError, TooManyCalls
 from proxy.history import Heard
 from proxy.limits import BodyRoom, read_body
-from proxy.parsing import LARGE_BYTES, SMALL_BYTES, Parsing
+from proxy.parsing import LARGE_BYTES, RESTS, SMALL_BYTES, Parsing
 from proxy.session_tree import Draft, SessionTree
 from proxy.store.session_store import SessionInfo
 from proxy.structure import MAX_DEPTH, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES, PIECE_BYTES, check_depth, check_values
@@ -255,6 +256,41 @@ async def test_what_is_long_is_parsed_beside_the_loop_and_one_body_at_a_time() -
     await asyncio.gather(*(parsing.parse(Draft(tree), read, Asked(body)) for body in long for tree in trees))
     assert threading.current_thread() not in threads
     assert most == 1
+
+
+async def test_a_session_that_was_refused_waits_and_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    clock = Clock()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock.now += seconds
+
+    def read(asked: Asked, past: Past) -> Request:
+        clock.now += 2.0
+        if asked.body != b"well":
+            raise RequestError("no")
+        return Request("chat", "m", [])
+
+    monkeypatch.setattr(parsing_module, "time", clock)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    parsing, tree, other = Parsing(remote_media=False), *(SessionTree(SessionInfo(name, b"", 0.0)) for name in "ab")
+    for body in (b"ill", b"ill"):
+        with pytest.raises(RequestError):
+            await parsing.parse(Draft(tree), read, Asked(body))
+        await parsing.parse(Draft(other), read, Asked(b"well"))
+    assert slept == [RESTS * 2.0 - 2.0], "the other session's request took two of its seconds"
+    clock.now += RESTS * 2.0
+    await parsing.parse(Draft(tree), read, Asked(b"well"))
+    await parsing.parse(Draft(tree), read, Asked(b"well"))
+    assert len(slept) == 1
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 # Room for bodies
