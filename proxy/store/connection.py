@@ -130,6 +130,17 @@ class StoreConnection:
         attempt = partial(self._guarded, lambda link: link.ping())
         await (self._patiently(attempt) if patient else attempt())
 
+    async def check_room(self) -> None:
+        """Returns when every server that holds keys answers and takes writes that need memory; raises `Lasting` where one is full."""
+        for facts in await self._guarded(lambda link: link.facts()):
+            most, used = int(facts.get("maxmemory", 0)), int(facts.get("used_memory", 0))
+            # As Redis itself calculates it, see INFO.
+            if most and used - int(facts.get("mem_not_counted_for_evict", 0)) > most:
+                raise Lasting(
+                    f"the Redis at {self.place} is full: it uses {used} bytes of memory, of at most {most} (maxmemory); raise that, or "
+                    "shorten retention"
+                )
+
     async def close(self) -> None:
         """For good: whoever still asks gets `Lasting`, and no connection is opened that nobody would close."""
         self._closed = True

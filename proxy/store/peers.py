@@ -16,6 +16,7 @@ BEGINNING = "0-0"
 
 BEAT = Script.read("beat")
 ALIVE = Script.read("alive")
+ASK_TO_CUT = Script.read("ask_to_cut")
 
 
 class RedisPeerStore:
@@ -36,7 +37,7 @@ class RedisPeerStore:
         return {process.decode() for process in await self._redis.run(ALIVE, (PROCESSES,), tuple(processes))}
 
     async def ask_to_cut(self, session_id: str) -> None:
-        await self._redis.execute("XADD", CUTS, "MAXLEN", "~", KEPT, "*", "s", session_id)
+        await self._redis.run(ASK_TO_CUT, (CUTS,), (session_id, KEPT))
 
     async def to_cut(self, after: str, wait_seconds: float) -> tuple[list[str], str]:
         wait = max(1, int(min(wait_seconds, self._redis.timeout_seconds / 2) * 1000))

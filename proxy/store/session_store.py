@@ -95,7 +95,7 @@ class Begun:
 
 class SessionStore(Protocol):
     async def ping(self) -> None:
-        """Returns when the store answers; raises `StoreUnavailable` otherwise."""
+        """Returns when the store answers and takes records; raises `StoreUnavailable` otherwise."""
         ...
 
     async def create(self, info: SessionInfo) -> bool:

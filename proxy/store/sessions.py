@@ -43,7 +43,7 @@ class RedisSessionStore:
         self._listing = SessionListing(connection, self.load)
 
     async def ping(self) -> None:
-        await self._redis.ping()
+        await self._redis.check_room()
 
     async def create(self, info: SessionInfo) -> bool:
         # The listing first: a session that is listed nowhere could never be found again, a listed one that does not

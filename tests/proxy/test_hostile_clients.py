@@ -29,8 +29,8 @@ from proxy.structure import MAX_DEPTH, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES, PIEC
 from proxy.trees import SessionTrees
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.service import plain_http
-from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import RunningService, Session
+from tests.support.service.redis_server import RedisServer, running_redis
+from tests.support.service.running_service import TRAINER, RunningService, Session
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "policy", "messages": [{"role": "user", "content": "q"}]},
@@ -361,3 +361,32 @@ def test_a_body_that_says_it_is_too_large_is_not_read(service: RunningService) -
             connection.putheader(name, value)
         connection.endheaders(b"{")
         assert connection.getresponse().status == 413
+
+
+# A full store
+
+
+def test_a_service_whose_store_is_full_is_not_ready_and_can_still_be_emptied(engine: ScriptedEngine) -> None:
+    """Every call got 503 while /readyz said ready; a session that was closed stayed `closing`, and none could be deleted."""
+    with running_redis() as redis, RunningService(engine.url, redis.url, engine_api="token", close_wait_seconds=1) as service:
+        trained, deleted = service.session(), service.session()
+        trained.ask("q")
+        deleted.ask("q")
+        assert service.request("GET", "/readyz").status_code == 200
+        with redis.client() as client:
+            client.config_set("maxmemory", 1)
+        answer = service.request("GET", "/readyz")
+        assert answer.status_code == 503
+        assert "maxmemory" in answer.json()["reason"]
+        assert service.request("GET", "/healthz").status_code == 200
+        trained.close(reward=1.0)
+        lease = service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1})
+        assert lease.status_code == 200, lease.text
+        acked = service.request("POST", f"/batches/{lease.json()['lease_id']}/ack", TRAINER)
+        assert acked.status_code == 200, acked.text
+        for session in (trained, deleted):
+            assert service.request("DELETE", f"/sessions/{session.session_id}").status_code in (200, 204)
+        with redis.client() as client:
+            client.config_set("maxmemory", 0)
+        assert service.request("GET", "/readyz").status_code == 200
+        service.session().ask("q")

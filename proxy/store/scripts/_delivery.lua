@@ -15,6 +15,12 @@ local counts, announced, requests = KEYS[10], KEYS[11], KEYS[12]
 local filling, claims, opening, admitted = KEYS[13], KEYS[14], KEYS[15], KEYS[16]
 local totals, arrivals, unseen, policies = KEYS[17], KEYS[18], KEYS[19], KEYS[20]
 
+-- For what ends or hands out something: a full Redis refuses the first write of a script alone, and never this one, which changes
+-- nothing. Only what is acknowledged, dropped or deleted makes room.
+local function go_on_when_full()
+  redis.call('HDEL', requests, '')
+end
+
 local function tally(what)
   redis.call('HINCRBY', totals, what, 1)
 end

@@ -1,4 +1,5 @@
 -- ARGV: session id, now, request or ''
+go_on_when_full()
 redis.call('ZADD', announced, ARGV[2], ARGV[1])
 if ARGV[3] == '' then
   redis.call('HDEL', requests, ARGV[1])

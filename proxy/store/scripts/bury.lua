@@ -1,4 +1,5 @@
 -- ARGV: lease id, reference, reason, now
+go_on_when_full()
 local lease_id, now = ARGV[1], tonumber(ARGV[4])
 local lease = active(lease_id, now)
 if not lease then

@@ -1,4 +1,5 @@
 -- ARGV: status, reward or '', error or '', closed_at. {'ok', snapshot}, {'frozen', status} or {'missing'}
+go_on_when_full()
 local now = status()
 if not now then
   return {'missing'}

@@ -1,5 +1,6 @@
 -- ARGV: retry or drop, now, policy, minimum, zero variance, then references or group ids.
 -- {'ok', {references of the dead groups that were meant}}, or {'superseded', reference} and nothing done.
+go_on_when_full()
 local action, now = ARGV[1], tonumber(ARGV[2])
 
 local function meant(name)

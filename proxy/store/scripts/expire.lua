@@ -1,5 +1,6 @@
 -- KEYS: state, calls, intents. ARGV: latest activity of an idle open session, the same of one that somebody left half closed,
 -- how many intents the caller knows, none of which is under way; now. 1 for the one caller who is to close the session.
+go_on_when_full()
 local now = status()
 local latest = now == 'open' and ARGV[1] or now == 'closing' and ARGV[2]
 if not latest or tonumber(redis.call('HGET', KEYS[1], 'updated_at')) > tonumber(latest) then

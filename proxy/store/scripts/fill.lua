@@ -1,6 +1,7 @@
 -- ARGV: group id, size, session id, usable, reward or '', rows, oldest version, now, policy, minimum, zero variance, what of
 -- these three the session itself says (packed) or '', whether the session is complete, then the name of each other model that sampled in
 -- the session, its rows and their oldest version. The status.
+go_on_when_full()
 local group_id, size, session_id, policy = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[9]
 local member = {
   id = session_id,

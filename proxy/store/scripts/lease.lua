@@ -4,6 +4,7 @@
 -- of it or -1, and its weight version.
 -- {'leased', deadline, {reference, group id, deliveries, oldest version, stale, {session ids}, {policies}}, ...}, or {'none', when
 -- something may be there by itself or ''}
+go_on_when_full()
 local lease_id, consumer, deadline, now = ARGV[1], ARGV[2], ARGV[6], tonumber(ARGV[8])
 local max_deliveries, stale_groups = tonumber(ARGV[7]), ARGV[10]
 local versions, oldest = {[''] = tonumber(ARGV[14])}, {[''] = tonumber(ARGV[5])}

@@ -5,6 +5,9 @@ end
 if redis.call('HEXISTS', KEYS[1], 'leased') == 1 then
   return {'leased'}
 end
+if #ARGV[4] <= 65536 then
+  go_on_when_full()
+end
 if ARGV[1] ~= '' then
   redis.call('HSET', KEYS[1], 'reward', ARGV[1])
 end

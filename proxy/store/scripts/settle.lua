@@ -1,4 +1,5 @@
 -- ARGV: lease id, acked or nacked, now, whether it never reached anyone. {status of the lease, group ids} or {'missing'}
+go_on_when_full()
 local lease_id, status, now = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local lease, otherwise = active(lease_id, now)
 if not lease then

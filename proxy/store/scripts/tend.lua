@@ -1,5 +1,6 @@
 -- ARGV: now, seconds after which a group is not waited for any more or 0, policy, minimum, zero variance.
 -- How many groups were given up.
+go_on_when_full()
 local now, patience, policy, minimum = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 
 local function why(group)

@@ -1,4 +1,5 @@
 -- ARGV: session id, policy, minimum, zero variance. 'gone', or 'leased' and nothing done.
+go_on_when_full()
 local session_id = ARGV[1]
 local ref = redis.call('HGET', members, session_id)
 local group = ref and load_packed(groups, ref)

@@ -30,12 +30,23 @@ WRITES: dict[str, Callable[[Store], Awaitable[object]]] = {
     "begin": lambda store: store.sessions.begin("s", 1, INTENT),
     "commit": lambda store: store.sessions.commit("s", "c9", {"c9": b"x" * 100}),
     "mark_delivered": lambda store: store.sessions.mark_delivered("s", ["c0"]),
-    "set_reward": lambda store: store.sessions.set_reward("s", 1.0, {}, {}, {}),
-    "close": lambda store: store.sessions.close("s", "completed", 1.0, None, 1.0),
-    "fill": lambda store: store.delivery.fill("g2", 1, Member("s2", True, 1.0, 1, 0), GroupPolicy(), 1.0),
-    "announce": lambda store: store.delivery.announce("s", None, 1.0),
+    "set_reward": lambda store: store.sessions.set_reward("s", 1.0, {}, {}, {"why": "x" * 65536}),
     "advance": lambda store: store.weights.advance(WeightState(7)),
 }
+ENDS: dict[str, Callable[[Store], Awaitable[object]]] = {
+    "drop_intent": lambda store: store.sessions.drop_intent("s", "c1"),
+    "ask_to_cut": lambda store: store.peers.ask_to_cut("s"),
+    "announce": lambda store: store.delivery.announce("s", None, 1.0),
+    "begin_close": lambda store: store.sessions.begin_close("s"),
+    "small set_reward": lambda store: store.sessions.set_reward("s", 1.0, {}, {}, {}),
+    "close": lambda store: store.sessions.close("s", "completed", 1.0, None, 1.0),
+    "fill": lambda store: store.delivery.fill("g2", 1, Member("s2", True, 1.0, 1, 0), GroupPolicy(), 1.0),
+    "mark_leased": lambda store: store.sessions.mark_leased("s"),
+    "tend": lambda store: store.delivery.tend(GroupPolicy(), 0.0, 1.0),
+    "withdraw": lambda store: store.delivery.withdraw("s2", GroupPolicy()),
+    "delete": lambda store: store.sessions.delete("s"),
+}
+"""What ends or frees something: refused by a Redis that is away, but not by one that is full."""
 READS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "ping": lambda store: store.sessions.ping(),
     "load": lambda store: store.sessions.load("s"),
@@ -64,7 +75,7 @@ async def test_a_stopped_redis_is_unavailable_at_once_and_used_again_when_it_is_
         async with filled(server, timeout_seconds=60.0) as store:
             server.stop()
             async with asyncio.timeout(30):
-                for act in (WRITES | READS).values():
+                for act in (WRITES | ENDS | READS).values():
                     with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{server.port}"):
                         await act(store)
             with running_redis(port=server.port):
@@ -93,8 +104,22 @@ async def test_a_full_redis_takes_no_write_and_none_is_half_done() -> None:
                     assert client.dbsize() == before, name
                 assert await store.sessions.records("s") == [b"zero"]
                 assert await store.sessions.intents("s") == []
+                with pytest.raises(StoreUnavailable, match="maxmemory"):
+                    await store.sessions.ping()
                 client.config_set("maxmemory", 0)
+            await store.sessions.ping()
             assert await store.sessions.commit("s", "c9", {"c9": b"x"}) == 2
+
+
+async def test_a_full_redis_takes_what_ends_or_frees_something() -> None:
+    """Sessions stayed `closing`, and nothing could be deleted to make room."""
+    with running_redis() as server:
+        async with filled(server) as store:
+            with server.client() as client:
+                client.config_set("maxmemory", 1)
+                for act in ENDS.values():
+                    await act(store)
+                assert await store.sessions.load("s") is None
 
 
 async def test_a_redis_that_cannot_write_to_its_disk_or_is_a_replica_is_unavailable() -> None:
