@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -42,6 +41,7 @@ from proxy.retention import Retention
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.archive import RedisArchiveStore
+from proxy.store.clock import RedisClock
 from proxy.store.connection import StoreConnection
 from proxy.store.delivery import RedisDeliveryStore
 from proxy.store.engines import RedisEngineStore
@@ -117,6 +117,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         delivery=RedisDeliveryStore(store),
         weights=weights,
         engines=engines,
+        clock=RedisClock(store),
         archive=RedisArchiveStore(store, sessions),
         pool=pool,
         renderer=LocalRenderer(settings.renderer, settings.renderer_options),
@@ -169,7 +170,7 @@ async def _sweep_forever(services: Services) -> None:
             await expire_idle(services)
             await reclaim_places(services)
             settings = services.settings
-            await services.delivery.tend(policy_of(settings), settings.group_timeout_seconds, time.time())
+            await services.delivery.tend(policy_of(settings), settings.group_timeout_seconds, await services.clock.now())
             services.metrics.swept("sessions")
         except StoreUnavailable as error:
             log.warning("the sweep of sessions waits: %s", error.message)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -94,7 +93,7 @@ class Retention:
     async def _due(self) -> AsyncIterator[list[SessionState]]:
         """Sessions that may go and should, oldest first, a batch at a time."""
         excess = await self._excess_bytes()
-        closed_before = time.time() - (self._settings.retain_seconds or float("inf"))
+        closed_before = await self._services.clock.now() - (self._settings.retain_seconds or float("inf"))
         cursor, batch = None, []
         while members := await self._store.oldest(cursor, LOOKED_AT):
             cursor = members[-1]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from proxy.peers import Peers
     from proxy.settings import Settings
     from proxy.store.archive import RedisArchiveStore
+    from proxy.store.clock import RedisClock
     from proxy.store.delivery_store import DeliveryStore
     from proxy.store.engines import EngineStore
     from proxy.store.session_store import SessionStore
@@ -32,6 +33,7 @@ class Services:
     rate: CallRate
     body_room: BodyRoom
     sessions: SessionStore
+    clock: RedisClock
     delivery: DeliveryStore
     weights: WeightStore
     engines: EngineStore

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Annotated, Any, Literal
 
@@ -75,7 +74,7 @@ def task_router(
     @router.post("/tasks")
     async def submit(request: Request) -> Response:
         task, digest = submitted(await read_body(request), known)
-        state, new = await store.submit(task, digest, time.time())
+        state, new = await store.submit(task, digest, await store.now())
         return _json(task_as_wire(state), 201 if new else 200)
 
     @router.get("/tasks")
@@ -93,7 +92,7 @@ def task_router(
 
     @router.delete("/tasks/{task_id}")
     async def cancel(task_id: str) -> Response:
-        ended = await store.cancel(task_id, time.time())
+        ended = await store.cancel(task_id, await store.now())
         state = await store.load(task_id)
         return _json(summary_as_wire(state) | {"cancelled_now": [rollout.index for rollout in ended]})
 

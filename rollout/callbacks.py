@@ -10,8 +10,6 @@ import asyncio
 import json
 import logging
 import random
-import time
-from collections.abc import Callable
 
 import httpx
 
@@ -31,14 +29,13 @@ SHOWN = 500
 
 
 class Callbacks:
-    def __init__(self, store: RedisTaskStore, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: RedisTaskStore) -> None:
         self._store = store
-        self._clock = clock
         self._http = httpx.AsyncClient(timeout=TIMEOUT_SECONDS, follow_redirects=False)
 
     async def deliver(self) -> int:
         """How many were due and were tried. Raises `StoreUnavailable`."""
-        due = await self._store.callbacks(AT_ONCE, self._clock())
+        due = await self._store.callbacks(AT_ONCE, await self._store.now())
         await asyncio.gather(*(self._deliver(state) for state in due))
         return len(due)
 
@@ -50,7 +47,7 @@ class Callbacks:
         if callback is None:
             return
         error = await self._post(callback.url, state)
-        now = self._clock()
+        now = await self._store.now()
         if error is None:
             await self._store.called_back(task_id, now)
             return

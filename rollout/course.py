@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, Literal, TypeVar
@@ -78,12 +77,12 @@ class Course:
             if await self._queued_again(failure):
                 return None
             verdict = Verdict("timeout" if failure.failure in TIMEOUTS else "failed", failure=failure)
-        await self._insist(lambda: self._parts.work.conclude(self.attempt, verdict, time.time()))
+        await self._insist(lambda now: self._parts.work.conclude(self.attempt, verdict, now))
         return verdict
 
     async def _queued_again(self, failure: FailureRecord) -> bool:
         retry = failure.failure in RETRIED
-        again = await self._insist(lambda: self._parts.work.give_up(self.attempt, failure, time.time(), retry=retry))
+        again = await self._insist(lambda now: self._parts.work.give_up(self.attempt, failure, now, retry=retry))
         if again:
             # The next attempt does it too, where this node cannot.
             with suppress(SessionFailed):
@@ -93,8 +92,8 @@ class Course:
     async def _conclude(self, verdict: Verdict) -> None:
         """The session is closed with the verdict, then the rollout ends. Both may be repeated, by another node too."""
         session_id = self.attempt.session_id
-        await self._insist(lambda: close_member(self._parts.sessions, self._task, self.attempt.index, session_id, verdict))
-        await self._insist(lambda: self._parts.work.finish(self.attempt, time.time()))
+        await self._insist(lambda _: close_member(self._parts.sessions, self._task, self.attempt.index, session_id, verdict))
+        await self._insist(lambda now: self._parts.work.finish(self.attempt, now))
 
     # The stages
 
@@ -214,7 +213,7 @@ class Course:
 
     async def _advance(self, status: Status, budget: Budget, **fields: Any) -> None:
         with budget.waiting():
-            await self._insist(lambda: self._parts.work.advance(self.attempt, status, time.time(), fields))
+            await self._insist(lambda now: self._parts.work.advance(self.attempt, status, now, fields))
 
     async def _patiently(self, budget: Budget, act: Callable[[], Awaitable[T]]) -> T:
         """What `act` gives, tried again for as long as the service does not answer: an attempt is not its to use up. Raises
@@ -227,13 +226,13 @@ class Course:
                     log.warning("rollout %s waits: %s", self.attempt.session_id, error)
                 await asyncio.sleep(LONGEST_PAUSE_SECONDS)
 
-    async def _insist(self, act: Callable[[], Awaitable[T]]) -> T:
-        """What `act` gives, tried again for as long as the store or the service is away: to stop here would lose the rollout's work.
-        Raises `Superseded` once another node has it."""
+    async def _insist(self, act: Callable[[float], Awaitable[T]]) -> T:
+        """What `act` gives at the store's time, tried again for as long as the store or the service is away: to stop here would lose
+        the rollout's work. Raises `Superseded` once another node has it."""
         pause = SHORTEST_PAUSE_SECONDS
         while True:
             try:
-                return await act()
+                return await act(await self._parts.work.now())
             except (StoreUnavailable, SessionFailed) as error:
                 log.warning("rollout %s waits: %s", self.attempt.session_id, error)
             await asyncio.sleep(pause)

@@ -5,7 +5,6 @@ They are counted in the store: every process shows the same, so take the max and
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -42,7 +41,7 @@ class RolloutNumbers(Collector):
     async def refresh(self) -> int:
         """0: there is no more to do now. Raises `StoreUnavailable`."""
         self._totals, self._depths = await self._store.totals(), await self._store.depths()
-        earliest = time.time() - ALIVE_SECONDS
+        earliest = await self._store.now() - ALIVE_SECONDS
         alive = [node for node in await self._store.nodes() if node.seen_at >= earliest]
         self._nodes = len(alive)
         # What a draining node has ends there: its slots are nobody's any more.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -54,7 +53,8 @@ class Node:
         self._hurrying = asyncio.Event()
         self._known = asyncio.Event()
         """Whether it gave a sign of life."""
-        self._started_at = time.time()
+        self._started_at: float | None = None
+        """When it gave its first sign of life, by the store's clock."""
 
     def drain(self) -> None:
         if self._draining.is_set():
@@ -118,7 +118,7 @@ class Node:
         room = self._room()
         if room.cpus <= 0 or room.memory_mb <= 0:
             return None
-        asking = asyncio.create_task(self._parts.work.take(self._parts.name, room, self._settings.lease_seconds, time.time()))
+        asking = asyncio.create_task(self._ask(room))
         try:
             return await asyncio.shield(asking)
         except StoreUnavailable as error:
@@ -132,12 +132,16 @@ class Node:
             await asyncio.sleep(LOOK_SECONDS)
         return None
 
+    async def _ask(self, room: Room) -> Taken | None:
+        work = self._parts.work
+        return await work.take(self._parts.name, room, self._settings.lease_seconds, await work.now())
+
     async def _decline(self, asking: asyncio.Task[Taken | None]) -> None:
         """What Redis gives a node that ends goes back: lost with the node, it would cost its rollout an attempt."""
         await asyncio.wait([asking], timeout=STOP_SECONDS)
         if asking.done() and not asking.cancelled() and asking.exception() is None and (taken := asking.result()) is not None:
             with suppress(Superseded, StoreUnavailable):
-                await self._parts.work.put_back(taken.attempt, time.time())
+                await self._parts.work.put_back(taken.attempt, await self._parts.work.now())
 
     async def _something_new(self) -> None:
         """Returns when there may be work that this node has room for."""
@@ -194,13 +198,15 @@ class Node:
             await asyncio.sleep(pause if self._known.is_set() else min(pause, LOOK_SECONDS))
 
     async def _beat(self) -> None:
+        now = await self._parts.work.now()
         held = list(self._courses)
-        for lost in await self._parts.work.beat(self._state(), held, time.time()):
+        for lost in await self._parts.work.beat(self._state(now), held, now):
             if lost in self._courses:
                 log.info("rollout %s is no longer this node's and is stopped", lost.session_id)
                 _cancel(self._courses[lost][1])
 
-    def _state(self) -> NodeState:
+    def _state(self, now: float) -> NodeState:
+        self._started_at = now if self._started_at is None else self._started_at
         stages, slots = self._parts.stages, self._parts.stages.slots
         return NodeState(
             name=self._parts.name,
@@ -214,7 +220,7 @@ class Node:
             free_memory_mb=stages.capacity.free_memory_mb,
             draining=self._draining.is_set(),
             started_at=self._started_at,
-            seen_at=time.time(),
+            seen_at=now,
             lease_seconds=self._settings.lease_seconds,
         )
 
@@ -226,7 +232,7 @@ class Node:
         async def put_back(attempt: AttemptId, task: asyncio.Task[None]) -> None:
             await _stopped(task)
             with suppress(Superseded, StoreUnavailable):
-                await self._parts.work.put_back(attempt, time.time())
+                await self._parts.work.put_back(attempt, await self._parts.work.now())
 
         waiting = [(attempt, task) for attempt, (course, task) in self._courses.items() if not course.begun]
         await asyncio.gather(*(put_back(*each) for each in waiting))
@@ -251,7 +257,7 @@ class Node:
         async def hand_over(attempt: AttemptId, task: asyncio.Task[None]) -> None:
             await _stopped(task)
             with suppress(Superseded, StoreUnavailable, SessionFailed):
-                if await self._parts.work.give_up(attempt, failure, time.time(), retry=True, spared=True):
+                if await self._parts.work.give_up(attempt, failure, await self._parts.work.now(), retry=True, spared=True):
                     await self._parts.sessions.delete(attempt.session_id)
 
         running = [(attempt, task) for attempt, (_, task) in self._courses.items()]

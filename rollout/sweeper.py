@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 
 from rollout.attempts import AttemptId, RolloutState, Superseded, Verdict
@@ -72,7 +71,7 @@ class Sweeper:
 
     async def close_ended(self) -> int:
         """How many rollouts that were ended from outside were looked at."""
-        ended = await self._store.to_close(AT_ONCE, time.time())
+        ended = await self._store.to_close(AT_ONCE, await self._store.now())
         for task, state in ended:
             if await self._done(_close(self._sessions, task, state), f"{task.task_id}.{state.index}"):
                 await self._store.closed(task.task_id, state.index)
@@ -80,7 +79,7 @@ class Sweeper:
 
     async def delete_abandoned(self) -> int:
         """How many sessions of attempts that lost their node were looked at."""
-        attempts = await self._store.abandoned(AT_ONCE, time.time())
+        attempts = await self._store.abandoned(AT_ONCE, await self._store.now())
         for attempt in attempts:
             if await self._done(_delete(self._sessions, attempt.session_id), attempt.session_id):
                 await self._store.deleted(attempt)
@@ -88,7 +87,7 @@ class Sweeper:
 
     async def finish_lost(self) -> int:
         """1 when a rollout whose verdict stood was finished in place of its node."""
-        taken = await self._work.recover(self._name, self._settings.lost_node_seconds, time.time())
+        taken = await self._work.recover(self._name, self._settings.lost_node_seconds, await self._store.now())
         if taken is None:
             return 0
         await self._done(self._finish(taken), taken.attempt.session_id)
@@ -98,18 +97,18 @@ class Sweeper:
         """How many tasks were deleted."""
         if not self._settings.task_retain_days:
             return 0
-        return await self._store.forget(time.time() - self._settings.task_retain_days * DAY_SECONDS, AT_ONCE)
+        return await self._store.forget(await self._store.now() - self._settings.task_retain_days * DAY_SECONDS, AT_ONCE)
 
     async def tell_stranded(self) -> int:
         """Always 0: the next look is as good as another one now."""
-        await self._store.tell_stranded(time.time())
+        await self._store.tell_stranded(await self._store.now())
         return 0
 
     async def _finish(self, taken: Taken) -> None:
         attempt, verdict = taken.attempt, taken.state.verdict
         assert verdict is not None, "it was concluded"
         await close_member(self._sessions, taken.task, attempt.index, attempt.session_id, verdict)
-        await self._work.finish(attempt, time.time())
+        await self._work.finish(attempt, await self._store.now())
 
     async def _repeat(self, part: Callable[[], Awaitable[int]]) -> None:
         name = part.__qualname__

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable
 
 from proxy.api.closing import SWEEP_AGE_SECONDS, group_ref, policy_of
@@ -44,7 +43,7 @@ async def open_session(services: Services, info: SessionInfo, hung_up: Callable[
 async def reclaim_places(services: Services, *, older_than_seconds: float = SWEEP_AGE_SECONDS, limit: int = 100) -> int:
     """Free what processes hold that died between letting a session in and opening it; how many places. Raises `StoreUnavailable`."""
     reclaimed = 0
-    for session_id in await services.delivery.unseen(time.time() - older_than_seconds, limit):
+    for session_id in await services.delivery.unseen(await services.clock.now() - older_than_seconds, limit):
         if await _is_there(services, session_id):
             await services.delivery.seen(session_id)
         else:
@@ -94,7 +93,9 @@ async def _ask(services: Services, info: SessionInfo, *, again: bool) -> Admissi
         version = versions.pop(DEFAULT)
         freshness = Freshness(version, settings.admission_staleness, settings.groups_per_version, versions)
     group, limit, policy = group_ref(info), settings.max_undelivered_groups, policy_of(settings)
-    return await services.delivery.admit(group, info.session_id, limit, policy, time.time(), freshness, again=again)
+    return await services.delivery.admit(
+        group, info.session_id, limit, policy, await services.clock.now(), freshness, again=again
+    )
 
 
 def _why(services: Services, admission: Admission) -> str:

@@ -6,7 +6,6 @@ Both speak msgpack, for records are bytes. A session's key is in neither: a sess
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
@@ -80,12 +79,12 @@ async def restore(request: Request, services: Served, session_id: str) -> Respon
 
 
 async def _keep(services: Services, part: Restore, state: SessionState) -> tuple[bool, str | None]:
-    return await services.archive.finish(state, part.delivered, part.stored_intents(), time.time()), None
+    return await services.archive.finish(state, part.delivered, part.stored_intents(), await services.clock.now()), None
 
 
 async def _deliver(services: Services, part: Restore, state: SessionState) -> tuple[bool, str | None]:
     """Announced before it is closed, as every session is, so that a crash in between is made good."""
-    await services.delivery.announce(state.info.session_id, None, time.time())
+    await services.delivery.announce(state.info.session_id, None, await services.clock.now())
     try:
         fresh = await services.archive.finish(state, part.delivered, part.stored_intents(), None)
     except RequestError:

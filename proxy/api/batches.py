@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Annotated, Any
 
@@ -71,24 +70,24 @@ async def lease(request: Request, services: Served, body: Annotated[LeaseRequest
         if isinstance(batch, Nothing) and body.wait_seconds > 0:
             batch = await _wait_for(services, body, form, gone)
         if isinstance(batch, Batch) and gone.done():
-            await services.delivery.give_back(batch.lease_id, time.time())
+            await _give_back(services, batch.lease_id)
     return batch.response(form) if isinstance(batch, Batch) else Response(status_code=204)
 
 
 @router.post("/{lease_id}/ack")
 async def ack(services: Served, lease_id: str) -> Response:
-    return _settled(lease_id, await services.delivery.ack(lease_id, time.time()))
+    return _settled(lease_id, await services.delivery.ack(lease_id, await services.clock.now()))
 
 
 @router.post("/{lease_id}/nack")
 async def nack(services: Served, lease_id: str) -> Response:
-    return _settled(lease_id, await services.delivery.nack(lease_id, time.time()))
+    return _settled(lease_id, await services.delivery.nack(lease_id, await services.clock.now()))
 
 
 @router.post("/{lease_id}/extend")
 async def extend(services: Served, lease_id: str, body: Annotated[ExtendRequest, Depends(body_of(ExtendRequest))]) -> Response:
     seconds = body.lease_seconds or services.settings.lease_seconds
-    expires_at = await services.delivery.extend(lease_id, seconds, time.time())
+    expires_at = await services.delivery.extend(lease_id, seconds, await services.clock.now())
     return json_response({"lease_id": lease_id, "expires_at": expires_at})
 
 
@@ -110,7 +109,7 @@ async def _wait_for(services: Services, body: LeaseRequest, form: Form, gone: as
             batch = await _take(services, body, form, waits=left > 0)
             if isinstance(batch, Batch) or left <= 0 or gone.done() or services.stopping.is_set():
                 return batch
-            pause = min(left, RECHECK_SECONDS, _seconds_until(batch.due_at))
+            pause = min(left, RECHECK_SECONDS, await _seconds_until(services, batch.due_at))
             await _first((arrivals.after(mark, pause), services.stopping.wait()), gone)
 
 
@@ -152,9 +151,13 @@ async def _hung_up(request: Request) -> AsyncIterator[asyncio.Task[None]]:
         task.cancel()
 
 
-def _seconds_until(due_at: float | None) -> float:
+async def _seconds_until(services: Services, due_at: float | None) -> float:
     """A little more than until then, so that it has come; a day when never."""
-    return 86400.0 if due_at is None else max(0.0, due_at - time.time()) + 0.01
+    return 86400.0 if due_at is None else max(0.0, due_at - await services.clock.now()) + 0.01
+
+
+async def _give_back(services: Services, lease_id: str) -> None:
+    await services.delivery.give_back(lease_id, await services.clock.now())
 
 
 async def _take(services: Services, body: LeaseRequest, form: Form, *, waits: bool) -> Batch | Nothing:
@@ -174,7 +177,7 @@ async def _take(services: Services, body: LeaseRequest, form: Form, *, waits: bo
             oldest_version=line.oldest_version,
             lease_seconds=body.lease_seconds or settings.lease_seconds,
             max_deliveries=settings.max_deliveries,
-            now=time.time(),
+            now=await services.clock.now(),
             waits=waits,
             stale_groups=settings.stale_groups,
             version=line.version,
@@ -190,7 +193,7 @@ async def _take(services: Services, body: LeaseRequest, form: Form, *, waits: bo
         except BaseException:
             # Nobody gets these groups: the caller went away, which is a cancellation, or the store did.
             with contextlib.suppress(VerbatimError):
-                await asyncio.shield(services.delivery.give_back(taken.lease_id, time.time()))
+                await asyncio.shield(_give_back(services, taken.lease_id))
             raise
         if groups:
             return Batch(taken.lease_id, taken.expires_at, line.version, versions, groups)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +42,7 @@ async def close_session(
     """The frozen session. Calls in flight, in whichever process, are cut and recorded first. Raises `NotFound`, or `Conflict` when
     it was closed with another status."""
     await _load(services, session_id)
-    await services.delivery.announce(session_id, CloseRequest(status, reward, error), time.time())
+    await services.delivery.announce(session_id, CloseRequest(status, reward, error), await services.clock.now())
     return await _finish_close(services, session_id, status, reward, error)
 
 
@@ -57,7 +56,7 @@ async def reward_session(
 ) -> SessionState:
     """The session with its reward; one that was closed before goes into its group now. Raises as `set_reward` does."""
     if (await _load(services, session_id)).status in CLOSED:
-        await services.delivery.announce(session_id, None, time.time())
+        await services.delivery.announce(session_id, None, await services.clock.now())
     state = await services.sessions.set_reward(session_id, reward, per_call, per_branch, metadata)
     if state.status in CLOSED:
         await offer(services, state)
@@ -67,7 +66,7 @@ async def reward_session(
 async def withdraw_session(services: Services, session_id: str) -> None:
     """Delete a session and free its place in its group. Raises `NotFound`, or `Conflict` while a trainer holds it."""
     created_at = (await _load(services, session_id)).info.created_at
-    await services.delivery.announce(session_id, CloseRequest(DELETED, created_at=created_at), time.time())
+    await services.delivery.announce(session_id, CloseRequest(DELETED, created_at=created_at), await services.clock.now())
     await _finish_withdrawal(services, session_id)
 
 
@@ -83,7 +82,7 @@ async def offer(services: Services, state: SessionState) -> str:
         state.info.group_size,
         member,
         policy_of(services.settings),
-        time.time(),
+        await services.clock.now(),
         state.info.group_rule,
     )
     if await services.sessions.load(session_id) is None:
@@ -93,7 +92,7 @@ async def offer(services: Services, state: SessionState) -> str:
 
 async def sweep(services: Services, *, older_than_seconds: float = SWEEP_AGE_SECONDS, limit: int = 100) -> int:
     """Finish what processes that died left announced; how many sessions that were. Raises `StoreUnavailable`."""
-    found = await services.delivery.announced(time.time() - older_than_seconds, limit)
+    found = await services.delivery.announced(await services.clock.now() - older_than_seconds, limit)
     for announced in found:
         try:
             await _resume(services, announced)
@@ -169,7 +168,7 @@ async def _finish_close(
     try:
         await services.sessions.begin_close(session_id)
         await services.peers.cut(session_id)
-        state = await services.sessions.close(session_id, status, reward, error, time.time())
+        state = await services.sessions.close(session_id, status, reward, error, await services.clock.now())
     except NotFound:
         await services.delivery.retract(session_id)
         raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Response
@@ -36,7 +35,7 @@ async def listing(
 @router.post("/{group:path}/retry")
 async def retry(services: Served, group: str) -> Response:
     """Ready again, as if never delivered; a group that was given up incomplete waits for its members again."""
-    done = await services.delivery.retry_dead(_names(group), policy_of(services.settings), time.time())
+    done = await services.delivery.retry_dead(_names(group), policy_of(services.settings), await services.clock.now())
     return _done(group, done)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 from proxy.api.closing import CLOSED, close_session
 from proxy.errors import StoreUnavailable, VerbatimError
@@ -29,7 +28,7 @@ async def expire_idle(services: Services, limit: int = 100) -> int:
     if not idle_seconds:
         return 0
     expired = 0
-    for session_id in await services.sessions.unclosed(time.time() - idle_seconds, limit):
+    for session_id in await services.sessions.unclosed(await services.clock.now() - idle_seconds, limit):
         try:
             expired += await _expire(services, session_id, idle_seconds)
         except StoreUnavailable:
@@ -45,7 +44,7 @@ async def _expire(services: Services, session_id: str, idle_seconds: float) -> b
     if state is None or state.status in CLOSED:
         await services.sessions.seen(session_id, None)
         return False
-    now = time.time()
+    now = await services.clock.now()
     intents = await services.sessions.intents(session_id)
     active_at = now if await services.peers.in_flight(intents) else state.updated_at
     idle_since = now - idle_seconds

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +103,7 @@ async def encode_groups(services: Services, taken: Lease, terms: RowTerms) -> li
                     f"the builder {terms.builder!r} makes no rows of group {name}: {error}", param="builder"
                 ) from error
             log.error("group %s cannot be delivered: %s", group_name(group.group_id), error)
-            await services.delivery.bury(taken.lease_id, group.reference, str(error), time.time())
+            await services.delivery.bury(taken.lease_id, group.reference, str(error), await services.clock.now())
     return groups
 
 

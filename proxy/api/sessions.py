@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from dataclasses import asdict
 from typing import Annotated, Literal
@@ -119,7 +118,7 @@ async def create(request: Request, services: Served, body: Annotated[NewSession,
     info = SessionInfo(
         session_id=session_id,
         key_hash=key_hash,
-        created_at=time.time(),
+        created_at=await services.clock.now(),
         task_id=body.task_id,
         group_id=body.group_id,
         group_size=body.group_size,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +32,9 @@ EXPIRE = Script.read("expire", "_session")
 
 
 class RedisSessionStore:
-    """Implements `proxy.store.session_store.SessionStore`. `process` is who signs the intents."""
+    """Implements `proxy.store.session_store.SessionStore`. `process` is who signs the intents. `clock`: in place of Redis's own."""
 
-    def __init__(self, connection: StoreConnection, process: str = "", clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, connection: StoreConnection, process: str = "", clock: Callable[[], float] | None = None) -> None:
         self._redis = connection
         self._process = process
         self._clock = clock
@@ -91,7 +90,7 @@ class RedisSessionStore:
 
     async def commit(self, session_id: str, intent_id: str, records: Mapping[str, bytes], size_bytes: int = 0) -> int:
         parts = (*_both(session_id), keys.index(session_id), keys.intents(session_id))
-        args: list[bytes | str] = [intent_id, repr(self._clock()), str(size_bytes)]
+        args: list[bytes | str] = [intent_id, self._now(), str(size_bytes)]
         for call_id, record in records.items():
             args += (call_id, hashlib.blake2b(record, digest_size=16).digest(), record)
         outcome, *detail = await self._redis.run(COMMIT, parts, args, durable=True, patient=True)
@@ -106,7 +105,7 @@ class RedisSessionStore:
 
     async def drop_intent(self, session_id: str, intent_id: str) -> None:
         self._unsettled[intent_id] = _Unsettled(session_id, None)
-        await self._redis.run(DROP_INTENT, _with_intents(session_id), (intent_id, repr(self._clock())))
+        await self._redis.run(DROP_INTENT, _with_intents(session_id), (intent_id, self._now()))
         self._unsettled.pop(intent_id, None)
 
     async def note_unserved(self, session_id: str, unserved: Unserved) -> None:
@@ -142,17 +141,17 @@ class RedisSessionStore:
         per_branch: Mapping[str, float],
         metadata: Mapping[str, Any],
     ) -> SessionState:
-        args = (_number(reward), pack(per_call), pack(per_branch), pack(metadata), repr(self._clock()))
+        args = (_number(reward), pack(per_call), pack(per_branch), pack(metadata), self._now())
         outcome, *answer = await self._redis.run(SET_REWARD, _both(session_id), args)
         if outcome == b"leased":
             raise Conflict(f"session {session_id} was handed to a trainer: its reward is fixed")
         return _found(session_id, answer[0] if answer else None)
 
     async def mark_leased(self, session_id: str) -> SessionState | None:
-        return _state(await self._redis.run(MARK_LEASED, _both(session_id), (repr(self._clock()),)))
+        return _state(await self._redis.run(MARK_LEASED, _both(session_id), (self._now(),)))
 
     async def begin_close(self, session_id: str) -> SessionState:
-        return _found(session_id, await self._redis.run(BEGIN_CLOSE, _both(session_id), (repr(self._clock()),)))
+        return _found(session_id, await self._redis.run(BEGIN_CLOSE, _both(session_id), (self._now(),)))
 
     async def close(
         self, session_id: str, status: str, reward: float | None, error: str | None, closed_at: float
@@ -176,8 +175,12 @@ class RedisSessionStore:
             await self._redis.execute("ZADD", keys.UNCLOSED, "XX", repr(at), session_id)
 
     async def expire(self, session_id: str, idle_since: float, closing_since: float, intents: int) -> bool:
-        args = (repr(idle_since), repr(closing_since), intents, repr(self._clock()))
+        args = (repr(idle_since), repr(closing_since), intents, self._now())
         return bool(await self._redis.run(EXPIRE, _with_intents(session_id), args))
+
+    def _now(self) -> str:
+        """What scripts are told of the time: "" that they look themselves."""
+        return "" if self._clock is None else repr(self._clock())
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,10 @@ class NodeState:
 class TaskStore(Protocol):
     """What servers need."""
 
+    async def now(self) -> float:
+        """The store's own time in epoch seconds, the only clock of leases and deadlines: nodes and servers have clocks of their own."""
+        ...
+
     async def submit(self, task: Task, digest: bytes, now: float) -> tuple[TaskState, bool]:
         """The task, and whether it is new: one of the same id and digest is left as it is. Raises `TaskConflict`."""
 
@@ -149,6 +153,10 @@ class TaskStore(Protocol):
 
 class WorkStore(Protocol):
     """What a node needs."""
+
+    async def now(self) -> float:
+        """The store's own time in epoch seconds, the only clock of leases and deadlines: nodes and servers have clocks of their own."""
+        ...
 
     async def take(self, node: str, room: Room, lease_seconds: float, now: float) -> Taken | None:
         """The waiting rollout of the greatest priority that the node has room for, or one whose node was lost: silent for

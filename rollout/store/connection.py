@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Protocol
 
+from rollout.store import keys
+
 Argument = bytes | str | int | float
 PRELUDE = "_rollout"
 
@@ -23,6 +25,12 @@ class Script:
         folder = files("rollout.store") / "scripts"
         source = b"\n".join((folder / f"{part}.lua").read_bytes() for part in (PRELUDE, name))
         return cls(source, hashlib.sha1(source, usedforsecurity=False).hexdigest())
+
+
+async def now(connection: Connection) -> float:
+    """Redis's time in epoch seconds, on the server that holds the rollouts."""
+    seconds, microseconds = await connection.execute("TIME", key=keys.ARRIVALS)
+    return int(seconds) + int(microseconds) / 1e6
 
 
 class Connection(Protocol):

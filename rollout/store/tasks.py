@@ -11,7 +11,7 @@ from rollout.codec import decode, encode, outline
 from rollout.placing import lacking
 from rollout.store import keys
 from rollout.store.base import Event, NodeState, NoSuchTask, TaskConflict, TaskState
-from rollout.store.connection import Argument, Connection, Script
+from rollout.store.connection import Argument, Connection, Script, now
 from rollout.store.records import LISTED, event, fields_of, rollout_state, task_state
 from rollout.task import Task
 
@@ -41,6 +41,9 @@ class RedisTaskStore:
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
+
+    async def now(self) -> float:
+        return await now(self._redis)
 
     async def submit(self, task: Task, digest: bytes, now: float) -> tuple[TaskState, bool]:
         blobs = (encode(task), encode(outline(task)), digest)

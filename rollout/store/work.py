@@ -15,7 +15,7 @@ from rollout.codec import decode, encode
 from rollout.failures import FailureRecord
 from rollout.store import keys
 from rollout.store.base import NodeState, Room, Taken
-from rollout.store.connection import Argument, Connection, Script
+from rollout.store.connection import Argument, Connection, Script, now
 from rollout.store.records import TOLD, fields_of, rollout_state
 from rollout.task import Task
 
@@ -43,6 +43,9 @@ class RedisWorkStore:
         self._redis = connection
         self._node = ""
         self._arrival: str | None = None
+
+    async def now(self) -> float:
+        return await now(self._redis)
 
     async def take(self, node: str, room: Room, lease_seconds: float, now: float) -> Taken | None:
         self._node = node

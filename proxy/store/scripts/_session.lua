@@ -10,6 +10,15 @@ local function snapshot()
   return {redis.call('HGETALL', KEYS[1]), redis.call('LLEN', KEYS[2])}
 end
 
+-- Redis's own time, in epoch seconds, where no other is `given`.
+local function clock(given)
+  if given ~= '' then
+    return given
+  end
+  local time = redis.call('TIME')
+  return time[1] .. '.' .. string.format('%06d', time[2])
+end
+
 -- For what ends or frees something: a full Redis refuses the first write of a script alone, and never this one, which changes nothing.
 local function go_on_when_full()
   redis.call('HDEL', KEYS[1], '')

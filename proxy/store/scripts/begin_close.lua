@@ -1,6 +1,6 @@
--- ARGV: now
+-- ARGV: now, or '' for Redis's own time
 go_on_when_full()
 if status() == 'open' then
-  redis.call('HSET', KEYS[1], 'status', 'closing', 'updated_at', ARGV[1])
+  redis.call('HSET', KEYS[1], 'status', 'closing', 'updated_at', clock(ARGV[1]))
 end
 return snapshot()

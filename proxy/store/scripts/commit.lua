@@ -1,4 +1,4 @@
--- KEYS: state, calls, index, intents. ARGV: intent id, now, bytes of all calls, then call id, digest, record of each.
+-- KEYS: state, calls, index, intents. ARGV: intent id, now or '', bytes of all calls, then call id, digest, record of each.
 -- {'ok', calls} or {'conflict', call id} or {'frozen', status} or {'missing'}
 local now = status()
 if not now then
@@ -26,5 +26,5 @@ if #fresh > 0 then
   redis.call('HINCRBY', KEYS[1], 'bytes', ARGV[3])
 end
 -- Also a repetition writes: WAIT counts from the last write of the connection, which may be another one than the first time.
-redis.call('HSET', KEYS[1], 'updated_at', #fresh > 0 and ARGV[2] or redis.call('HGET', KEYS[1], 'updated_at'))
+redis.call('HSET', KEYS[1], 'updated_at', #fresh > 0 and clock(ARGV[2]) or redis.call('HGET', KEYS[1], 'updated_at'))
 return {'ok', redis.call('LLEN', KEYS[2])}

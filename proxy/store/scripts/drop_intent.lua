@@ -1,7 +1,7 @@
--- KEYS: state, calls, intents. ARGV: call id, now. Trying is activity too: the session is not idle since its last record.
+-- KEYS: state, calls, intents. ARGV: call id, now or ''. Trying is activity too: the session is not idle since its last record.
 redis.call('HDEL', KEYS[3], ARGV[1])
 local now = status()
 if now and not frozen(now) then
-  redis.call('HSET', KEYS[1], 'updated_at', ARGV[2])
+  redis.call('HSET', KEYS[1], 'updated_at', clock(ARGV[2]))
 end
 return 1

@@ -1,5 +1,5 @@
 -- KEYS: state, calls, intents. ARGV: latest activity of an idle open session, the same of one that somebody left half closed,
--- how many intents the caller knows, none of which is under way; now. 1 for the one caller who is to close the session.
+-- how many intents the caller knows, none of which is under way; now or ''. 1 for the one caller who is to close the session.
 go_on_when_full()
 local now = status()
 local latest = now == 'open' and ARGV[1] or now == 'closing' and ARGV[2]
@@ -9,5 +9,5 @@ end
 if redis.call('HLEN', KEYS[3]) ~= tonumber(ARGV[3]) then
   return 0 -- a call began meanwhile
 end
-redis.call('HSET', KEYS[1], 'status', 'closing', 'updated_at', ARGV[4])
+redis.call('HSET', KEYS[1], 'status', 'closing', 'updated_at', clock(ARGV[4]))
 return 1

@@ -1,6 +1,6 @@
--- ARGV: now
+-- ARGV: now, or '' for Redis's own time
 go_on_when_full()
 if status() then
-  redis.call('HSETNX', KEYS[1], 'leased', ARGV[1])
+  redis.call('HSETNX', KEYS[1], 'leased', clock(ARGV[1]))
 end
 return snapshot()

@@ -1,4 +1,4 @@
--- ARGV: reward or '', per_call, per_branch, reward_metadata, now. {'ok', snapshot}, {'leased'} or {'missing'}
+-- ARGV: reward or '', per_call, per_branch, reward_metadata, now or ''. {'ok', snapshot}, {'leased'} or {'missing'}
 if not status() then
   return {'missing'}
 end
@@ -11,5 +11,5 @@ end
 if ARGV[1] ~= '' then
   redis.call('HSET', KEYS[1], 'reward', ARGV[1])
 end
-redis.call('HSET', KEYS[1], 'per_call', ARGV[2], 'per_branch', ARGV[3], 'reward_metadata', ARGV[4], 'updated_at', ARGV[5])
+redis.call('HSET', KEYS[1], 'per_call', ARGV[2], 'per_branch', ARGV[3], 'reward_metadata', ARGV[4], 'updated_at', clock(ARGV[5]))
 return {'ok', snapshot()}
