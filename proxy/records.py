@@ -13,6 +13,7 @@ from proxy.engine.base import Outcome, Sampled
 from proxy.plan import Place, confirm_by_ids, place
 from proxy.turn import Turn
 from reconstruct.accounting import FROZEN
+from reconstruct.control_tokens import CONTROL_TOKENS, control_tokens
 from reconstruct.messages import chain, digest_message
 from reconstruct.records import NO_TOKEN_IDS, Call, Ids, Node, Sampling, pack_ids, pack_logprobs
 
@@ -53,11 +54,12 @@ def call_records(turn: Turn, outcome: Outcome, choices: Sequence[Choice], *, fro
     where = place(turn.tree, turn.found, prompt_ids, branch_reason)
     asked = {**turn.request.forward, **turn.sampling}
     sampling = effective_sampling(asked, turn.plan.body if turn.plan else None, logprob_mode)
+    marks = _marks(turn)
     calls: list[Call] = []
     for sampled, choice in zip(outcome.choices, choices, strict=True):
         node = _node(where, calls[0] if calls else None, sampled)
         quarantine = _quarantine_reason(turn, outcome, sampled, frozen)
-        calls.append(_call_record(turn, outcome, sampled, choice, node, sampling, quarantine, own_seconds))
+        calls.append(_call_record(turn, outcome, sampled, choice, node, sampling, quarantine, own_seconds, marks))
     return calls
 
 
@@ -78,6 +80,7 @@ def _call_record(
     sampling: Sampling,
     quarantine_reason: str,
     own_seconds: float,
+    marks: Mapping[str, str],
 ) -> Call:
     assert turn.found is not None and turn.replica is not None
     request, found, aborted = turn.request, turn.found, sampled.finish_reason == "abort"
@@ -110,9 +113,23 @@ def _call_record(
         own_seconds=own_seconds,
         trainable=not quarantine_reason,
         quarantine_reason=quarantine_reason,
-        marks={**turn.marks, "policy": turn.replica.policy} if turn.replica.policy else turn.marks,
+        marks=marks,
         role_source=turn.purpose.source,
     )
+
+
+def _marks(turn: Turn) -> Mapping[str, str]:
+    """What the harness said of the call, who sampled it, and what its new messages hold that a text should not."""
+    assert turn.found is not None and turn.replica is not None
+    marks, request, found = turn.marks, turn.request, turn.found
+    if turn.replica.policy:
+        marks = {**marks, "policy": turn.replica.policy}
+    if request.prompt is not None:
+        # A prompt is written with its control tokens.
+        return marks
+    begin = found.reply_at + 1 if found.parent is not None else 0
+    controls = control_tokens(request.messages[begin:], () if begin else request.tools)
+    return {**marks, CONTROL_TOKENS: _encode(controls).decode()} if controls else marks
 
 
 def _quarantine_reason(turn: Turn, outcome: Outcome, sampled: Sampled, frozen: bool) -> str:

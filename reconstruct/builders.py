@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from reconstruct.accounting import Settled
+from reconstruct.control_tokens import CONTROL_TOKENS
 from reconstruct.details import row_details
 from reconstruct.errors import ReconstructError
 from reconstruct.forest import Forest, order_key
@@ -126,7 +127,7 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
         call_ids=tuple(path),
         finish_reason=last.finish_reason,
         truncated=last.finish_reason in ("length", "abort"),
-        metadata=_metadata(context, places),
+        metadata=_metadata(forest, context, places, last.call_id),
         logprob_mode=_logprob_mode(forest, list(places) or path),
         details=row_details(forest, last.call_id, list(places)),
         policy=last.policy,
@@ -152,14 +153,21 @@ def _reward(builder: str, context: RowContext, trajectory_id: str, last_call_id:
     return context.reward
 
 
-def _metadata(context: RowContext, places: Mapping[str, tuple[int, int]]) -> Mapping[str, Any]:
-    """The session's; with rewards per call, also those of the calls that this row trains, and where each of its trained calls
-    starts and ends: where rows share a call, one of them has its reward."""
+def _metadata(
+    forest: Forest, context: RowContext, places: Mapping[str, tuple[int, int]], last_call_id: str
+) -> Mapping[str, Any]:
+    """The session's; with the control tokens that stand in texts of its history, where any do; with rewards per call, also those of
+    the calls that this row trains, and where each of its trained calls starts and ends: where rows share a call, one of them has its
+    reward."""
+    metadata = context.metadata
+    if forest.controlled:
+        found = {token for call in forest.lineage(last_call_id) for token in call.control_tokens}
+        metadata = {**metadata, CONTROL_TOKENS: sorted(found)} if found else metadata
     given = {call_id: context.per_call[call_id] for call_id in places if call_id in context.per_call}
     if not given:
-        return context.metadata
+        return metadata
     spans = {call_id: list(place) for call_id, place in places.items()}
-    return {**context.metadata, "per_call_rewards": given, "per_call_spans": spans}
+    return {**metadata, "per_call_rewards": given, "per_call_spans": spans}
 
 
 def _trajectory_id(builder: str, session_id: str, path: Sequence[str]) -> str:

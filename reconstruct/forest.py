@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from reconstruct.control_tokens import CONTROL_TOKENS
 from reconstruct.errors import LengthMismatch, UnknownParent
 from reconstruct.records import Call, Ids, Node
 
@@ -22,7 +23,8 @@ def order_key(call: Call) -> tuple[float, str]:
 
 
 class Forest:
-    """The calls of one session in the order they were added, with the indexes that find a parent. `detailed`: one has details."""
+    """The calls of one session in the order they were added, with the indexes that find a parent. `detailed`: one has details;
+    `controlled`: one has control tokens in its messages."""
 
     def __init__(self, calls: Iterable[Call] = ()) -> None:
         self.calls: dict[str, Call] = {}
@@ -33,6 +35,7 @@ class Forest:
         self._owners: dict[str, str | None] = {}
         self._extending: set[str] = set()
         self.detailed = False
+        self.controlled = False
         for call in calls:
             self.add(call)
 
@@ -67,6 +70,7 @@ class Forest:
         self._by_prompt.setdefault(call.fingerprint, []).append(call.call_id)
         self._children.setdefault(node.parent_id, []).append(call.call_id)
         self.detailed = self.detailed or node.details is not None
+        self.controlled = self.controlled or CONTROL_TOKENS in call.marks
         if self._begins_with_parent(call):
             self._extending.add(call.call_id)
 

@@ -18,9 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from reconstruct.control_tokens import CONTROL_TOKENS
 from reconstruct.details import CallDetails
 from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, SpanError
 
@@ -148,8 +150,9 @@ class Call:
     `fingerprint` is the hash chain over the request's canonical messages,
     `reply_fingerprint` the chain after the reply: what a continuing call's history hashes to (see messages.py).
     `preamble` (roots only) is the JSON object of model, tools and template kwargs. `marks` are what the harness itself said of the
-    call in its headers: "retry" (the attempt's number); and the "policy" that sampled it, unless it was the default one.
-    `role_source` says who says so of the role: DECLARED, RULE or INFERRED.
+    call in its headers: "retry" (the attempt's number); the "policy" that sampled it, unless it was the default one; and the
+    "control_tokens" that its new messages hold (see control_tokens.py), a JSON list. `role_source` says who says so of the role: DECLARED,
+    RULE or INFERRED.
     """
 
     call_id: str
@@ -192,6 +195,12 @@ class Call:
     def policy(self) -> str:
         """The named model that sampled the call, whose weights its spans count; "" is the default one."""
         return self.marks.get("policy", "")
+
+    @property
+    def control_tokens(self) -> list[str]:
+        """Those that stand in its new messages, where any do."""
+        found: list[str] = msgspec.json.decode(self.marks.get(CONTROL_TOKENS, "[]"))
+        return found
 
     @property
     def size_bytes(self) -> int:

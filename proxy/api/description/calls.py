@@ -36,6 +36,8 @@ class CallShape(Shape):
     """Whether the answer went out whole."""
     projection: str | None = None
     """Under which declared equality its history was recognised."""
+    control_tokens: list[str] | None = None
+    """What opens or closes turns for a chat template and stands in texts of its new messages."""
     messages: list[dict[str, Any]] | None
     reply: dict[str, Any] | None
     replica: str | None
@@ -81,6 +83,7 @@ CALLS = (
                             "sampling": {"temperature": 1.0, "max_tokens": 32},
                             "delivered": True,
                             "projection": None,
+                            "control_tokens": [],
                             "messages": [{"role": "user", "content": "Say hello."}],
                             "reply": {"role": "assistant", "content": "Hello."},
                             "replica": "127.0.0.1:8000",
