@@ -7,6 +7,7 @@ times as long on a request in Python, and three of them stand in the way of ever
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 
@@ -77,10 +78,11 @@ class Channel(asyncio.Protocol):
                 self._in_request = True
                 self._transport.write(head + body[:-1])
                 await before()
-                if self.lost and not answer.status:
+                if not self.lost and not self._transport.is_closing():
+                    self._transport.write(body[-1:])
+                    self._in_request = False
+                elif not answer.status:
                     raise NotAsked("the engine closed the connection before it had the request")
-                self._transport.write(body[-1:])
-                self._in_request = False
             await answer.begun()
         except BaseException:
             self.close()
@@ -94,6 +96,11 @@ class Channel(asyncio.Protocol):
     def resume(self) -> None:
         if self._transport is not None and not self.lost:
             self._transport.resume_reading()
+
+    @property
+    def _unsent(self) -> bool:
+        """Whether some of the request still lies here."""
+        return self._transport is not None and self._transport.get_write_buffer_size() > 0
 
     def close(self) -> None:
         """Hang up."""
@@ -143,7 +150,7 @@ class Channel(asyncio.Protocol):
         self._answer = None
         answer.complete()
         # An engine may refuse a request that it knows but in part; another one cannot come behind that.
-        if self._parser.should_keep_alive() and not self.lost and not self._in_request:
+        if self._parser.should_keep_alive() and not self.lost and not self._in_request and not self._unsent:
             self.idle_since = self._loop.time()
             self._idle(self)
         else:
@@ -199,6 +206,14 @@ class Answer:
         taken: list[bytes] = []
         while piece := await self.piece():
             taken.append(piece)
+        return b"".join(taken)
+
+    async def read_refusal(self) -> bytes:
+        """As much of the body as comes: whoever refuses may hang up in the middle of it, and has refused all the same."""
+        taken: list[bytes] = []
+        with contextlib.suppress(BrokenOff, TimeoutError):
+            while piece := await self.piece():
+                taken.append(piece)
         return b"".join(taken)
 
     async def piece(self) -> bytes:

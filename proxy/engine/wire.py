@@ -94,9 +94,9 @@ class EngineHttp:
             async with await self._pool.channels.post(replica.url + path, data, headers or {}, before) as answer:
                 if line is not None:
                     line.connected(answer)
+                if answer.status != 200:
+                    raise refusal(replica, path, answer.status, await answer.read_refusal())
                 content = await answer.read()
-        if answer.status != 200:
-            raise refusal(replica, path, answer.status, content)
         replica.health.call_worked()
         return content
 
@@ -112,7 +112,7 @@ class EngineHttp:
             async with await self._pool.channels.post(replica.url + path, data, headers or {}, line.before) as answer:
                 line.connected(answer)
                 if answer.status != 200:
-                    raise refusal(replica, path, answer.status, await answer.read())
+                    raise refusal(replica, path, answer.status, await answer.read_refusal())
                 while piece := await answer.piece():
                     clock.waited(ENGINE)
                     for event in decoder.feed(piece):

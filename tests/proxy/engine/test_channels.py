@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvloop
 from aiohappyeyeballs import AddrInfoType
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -246,6 +247,65 @@ async def test_a_connection_on_which_a_request_was_refused_before_its_end_carrie
             assert (got.status, await got.read()) == (401, b"no")
         assert not made.idle
         await asyncio.wait_for(whole.wait(), 30)
+
+
+@asynccontextmanager
+async def refusing(told: bytes, *, read: int = 0) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """The address of a server that answers a request's head and `read` bytes of its body with `told`, and closes the connection; and
+    whether it has."""
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(read)
+        writer.write(told)
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        closed.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", closed
+
+
+REFUSED = b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nContent-Length: 4\r\n\r\nlate"
+CUT_REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 400\r\n\r\nlate"
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("told", [REFUSED, CUT_REFUSAL], ids=["whole", "cut"])
+@pytest.mark.parametrize("size", [2, 4 << 20], ids=["small", "large"])
+@pytest.mark.parametrize("waits", [True, False], ids=["before its end", "after it"])
+def test_an_engine_that_refuses_and_closes_before_a_request_ends_has_refused_it(
+    run: Callable[[Any], None], told: bytes, size: int, waits: bool
+) -> None:
+    """The end of the request was written to a connection that was closed, which uvloop raises as a RuntimeError: harnesses got a 500
+    instead of a 503 with Retry-After. Nginx refuses this way, at a request's head."""
+
+    async def ask() -> None:
+        async with refusing(told, read=0 if waits else 2) as (url, closed), channels() as made:
+            line = Line()
+
+            async def before() -> None:
+                await closed.wait()
+                # The loop has heard of it, too.
+                await asyncio.sleep(0.05)
+
+            line.before = before if waits else None
+            pool: Any = SimpleNamespace(channels=made, call_failed=lambda *_, **__: None)
+            with pytest.raises(EngineUnavailable, match=r"too busy \(HTTP 429\): late"):
+                await EngineHttp(pool).post(replica_at(url), "/v1/x", "x" * (size - 2), dict, line=line)
+            assert not made.idle
+
+    run(ask())
+
+
+async def test_a_connection_on_which_a_request_was_answered_before_it_was_sent_whole_carries_no_other() -> None:
+    """The rest of the first would be read as the second."""
+    async with refusing(measured(b"no")) as (url, _), channels() as made, await made.post(url, bytes(16 << 20), {}) as got:
+        assert (got.status, await got.read()) == (200, b"no")
+        assert not made.idle
 
 
 async def test_pieces_come_as_they_are_sent() -> None:
