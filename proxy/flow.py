@@ -78,8 +78,11 @@ class Flow:
         async for piece in self._reached(turn):
             if isinstance(piece, Outcome):
                 outcome = piece
+            elif isinstance(piece, Delta):
+                for part in minted_delta(piece, turn.call_ids).split():
+                    yield part
             else:
-                yield minted_delta(piece, turn.call_ids) if isinstance(piece, Delta) else piece
+                yield piece
         if outcome is None:
             raise EngineFailed("the engine ended without a reply")
         reply = await self._commit(turn, outcome)

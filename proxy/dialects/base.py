@@ -127,6 +127,19 @@ class Delta:
     logprobs: Sequence[Mapping[str, Any]] = ()
     token_ids: Sequence[int] = ()
 
+    def split(self) -> Sequence[Delta]:
+        """The same as deltas that tell one thing each: reasoning, text, or a piece of one tool call. Logprobs and ids go with the first.
+
+        There are clients that take the text of a chunk and pass over the calls beside it, or all calls of a chunk but one.
+        """
+        if bool(self.content) + bool(self.reasoning) + len(self.tool_calls) <= 1:
+            return (self,)
+        parts = [Delta(self.index, reasoning=self.reasoning)] if self.reasoning else []
+        parts += [Delta(self.index, self.content)] if self.content else []
+        parts += [Delta(self.index, tool_calls=(call,)) for call in self.tool_calls]
+        parts[0].logprobs, parts[0].token_ids = self.logprobs, self.token_ids
+        return parts
+
 
 @dataclass(slots=True)
 class Choice:

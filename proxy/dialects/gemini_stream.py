@@ -45,7 +45,8 @@ class GeminiStream:
 
     def close(self, reply: Reply) -> bytes:
         rest = [self._candidates[choice.index].rest(choice) for choice in reply.choices]
-        return self._chunk(rest, usageMetadata=usage(reply)) + (b"" if self._sse else b"]")
+        early = b"".join(self._chunk([piece]) for candidate in rest for piece in _taken_apart(candidate))
+        return early + self._chunk(rest, usageMetadata=usage(reply)) + (b"" if self._sse else b"]")
 
     def error(self, error: VerbatimError) -> bytes:
         """Without `data:`, as Google sends it: its JavaScript SDK raises what it finds so, and passes over an event."""
@@ -59,3 +60,11 @@ class GeminiStream:
     def _separator(self) -> bytes:
         begun, self._begun = self._begun, True
         return b",\n" if begun else b""
+
+
+def _taken_apart(candidate: dict[str, Any]) -> list[dict[str, Any]]:
+    """All parts but the last, which the candidate keeps, as a candidate each: a chunk tells one thing."""
+    content = candidate["content"]
+    *early, last = content["parts"]
+    content["parts"] = [last]
+    return [{"content": {"role": "model", "parts": [part]}, "index": candidate["index"]} for part in early]
