@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from proxy.dialects.base import Asked, Past, Request
 from proxy.dialects.body import check_tools
+from proxy.dialects.fields import check_recordable
 from proxy.errors import RequestError, UnknownCall
 from proxy.outward import refuse_remote_media, refuse_transfers
 from proxy.session_tree import Draft, SessionTree
@@ -75,6 +76,7 @@ class Parsing:
     def _checked(self, draft: Draft, read: Read, asked: Asked) -> Request:
         request = read(asked, draft)
         check_tools(request.tools)
+        check_recordable(request.forward)
         refuse_transfers(request)
         if not self._remote_media:
             refuse_remote_media(request)

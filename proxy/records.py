@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Choice, Request
+from proxy.dialects.fields import NOTED
 from proxy.engine.base import Outcome, Sampled
 from proxy.plan import Place, confirm_by_ids, place
 from proxy.turn import Turn
@@ -19,10 +20,9 @@ from reconstruct.records import NO_TOKEN_IDS, Call, Ids, Node, Sampling, pack_id
 
 _encode = msgspec.json.Encoder().encode
 
-_NOTED = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
-"""Engine parameters that bend the distribution and are kept with the call when they are not neutral."""
 
 _NEUTRAL: Mapping[str, Any] = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+"""Values of what is noted that bend nothing: they are left out."""
 
 
 def effective_sampling(asked: Mapping[str, Any], generate_body: Mapping[str, Any] | None, logprob_mode: str) -> Sampling:
@@ -30,7 +30,7 @@ def effective_sampling(asked: Mapping[str, Any], generate_body: Mapping[str, Any
     engine = (generate_body or {}).get("sampling_params") or {}
     effective = {**engine, **asked}
     stop = effective.get("stop") or ()
-    extra = {key: effective[key] for key in _NOTED if effective.get(key) not in (None, _NEUTRAL.get(key))}
+    extra = {key: effective[key] for key in NOTED if effective.get(key) not in (None, _NEUTRAL.get(key))}
     return Sampling(
         temperature=effective.get("temperature"),
         top_p=effective.get("top_p"),

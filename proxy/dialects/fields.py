@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+import msgpack
 
 from proxy.errors import RequestError
+
+N = TypeVar("N", int, float)
+
+NOTED = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
+"""Fields of a chat body that bend the distribution; they are kept with the call."""
 
 _MOST_CHOICES = 128
 
@@ -28,14 +35,14 @@ def number(body: Mapping[str, Any], key: str) -> float | None:
     value = body.get(key)
     if value is not None and not is_number(value):
         raise RequestError(f"'{key}' must be a number", param=key)
-    return value
+    return None if value is None else _bounded(value, key)
 
 
 def integer(body: Mapping[str, Any], key: str) -> int | None:
     value = body.get(key)
     if value is not None and not is_integer(value):
         raise RequestError(f"'{key}' must be an integer", param=key)
-    return value
+    return None if value is None else _bounded(value, key)
 
 
 def positive(body: Mapping[str, Any], key: str) -> int | None:
@@ -44,7 +51,7 @@ def positive(body: Mapping[str, Any], key: str) -> int | None:
         return None
     if not is_integer(value) or value < 1:
         raise RequestError(f"'{key}' must be a positive integer", param=key)
-    return int(value)
+    return _bounded(int(value), key)
 
 
 def flag(body: Mapping[str, Any], key: str) -> bool:
@@ -129,6 +136,23 @@ def sampling(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
         if value is not None:
             found[name] = value
     return found
+
+
+def check_recordable(forward: Mapping[str, Any]) -> None:
+    """Raises RequestError where a field that is kept with the call is more than a record can hold, as an integer of more than 64 bits:
+    once the reply is sampled it is too late."""
+    for key in NOTED:
+        if forward.get(key) is not None:
+            try:
+                msgpack.packb(forward[key])
+            except (OverflowError, ValueError) as error:
+                raise RequestError(f"'{key}' cannot be recorded: {error}", param=key) from error
+
+
+def _bounded(value: N, key: str) -> N:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise RequestError(f"'{key}' must be an integer of at most 64 bits", param=key)
+    return value
 
 
 def is_integer(value: Any) -> bool:

@@ -231,6 +231,46 @@ def test_what_is_no_request_is_400_and_leaves_no_record(token_service: RunningSe
     assert session.calls == []
 
 
+USER = [{"role": "user", "content": "q"}]
+NUMBERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "/v1/chat/completions": ({"messages": USER}, ("top_k", "seed", "temperature", "max_tokens", "logit_bias", "min_p")),
+    "/v1/completions": ({"prompt": "q"}, ("top_k", "max_tokens", "logit_bias")),
+    "/v1/responses": ({"input": "q"}, ("top_p", "max_output_tokens", "logit_bias", "repetition_penalty")),
+    "/v1/messages": ({"messages": USER, "max_tokens": 9}, ("top_k", "max_tokens", "temperature")),
+}
+GEMINI = "/v1beta/models/policy:generateContent"
+
+
+@pytest.mark.parametrize("number", [2**64, -(10**30)], ids=["65 bits", "low"])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        *((path, name) for path, (_, names) in NUMBERS.items() for name in names),
+        *((GEMINI, name) for name in ("seed", "topK", "maxOutputTokens", "presencePenalty")),
+    ],
+)
+def test_a_number_that_no_record_can_hold_is_refused_before_anything_is_sampled(
+    engine: ScriptedEngine, service: RunningService, path: str, field: str, number: int
+) -> None:
+    """The record was made after the reply was sampled, and could not be written: 500, and an intent without an end."""
+    session, value = service.session(), {"7": number} if field == "logit_bias" else number
+    if path == GEMINI:
+        body = {"contents": [{"parts": [{"text": "q"}]}], "generationConfig": {field: value}}
+    else:
+        body = {"model": "policy", **NUMBERS[path][0], field: value}
+    answer = send(session, path, body)
+    assert answer.status_code == 400 and f"'{field}'" in answer.text, answer.text
+    assert session.calls == [] and engine.generations == []
+
+
+def test_a_whole_number_that_google_writes_as_a_float_is_no_less_bounded(service: RunningService) -> None:
+    session = service.session()
+    body = {"contents": [{"parts": [{"text": "q"}]}], "generationConfig": {"seed": 1e308}}
+    answer = send(session, GEMINI, body)
+    assert answer.status_code == 400 and "'seed' must be an integer of at most 64 bits" in answer.text, answer.text
+    assert session.calls == []
+
+
 def value_for(dice: random.Random, schema: dict[str, Any], components: dict[str, Any]) -> Any:
     """Something that fits the schema, mostly."""
     if "$ref" in schema:
