@@ -127,9 +127,9 @@ class Harness:
         if route.action == "models":
             return lists.models(models, created)
         name = route.path["model"]
-        if name not in models:
-            raise NotFound(f"the model '{name}' does not exist; there are: {', '.join(models)}", param="model")
-        return lists.model(name, models[name], created)
+        # Not all that is answered is listed: see policies.
+        window = models[name] if name in models else self._services.pool.pick(tree.info.session_id, name).max_model_len
+        return lists.model(name, window, created)
 
     async def _stored(self, tree: SessionTree, response_id: str, what: str) -> bytes:
         try:

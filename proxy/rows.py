@@ -31,6 +31,7 @@ _BLANK: Mapping[str, Any] = dict.fromkeys(
         "role_source",
         "dialect",
         "api",
+        "model",
         "finish_reason",
         "sampling",
         "messages",
@@ -165,6 +166,7 @@ def _call(call: Call, forest: Forest, delivered: bool, arrays: str) -> dict[str,
         "role_source": call.role_source,
         "dialect": call.dialect,
         "api": call.api,
+        "model": _model(call, forest),
         "status": call.status,
         "prompt_ids": prompt_ids.tobytes() if packed else prompt_ids.tolist(),
         "completion_ids": node.completion_ids.tobytes() if packed else node.completion_ids.tolist(),
@@ -183,6 +185,16 @@ def _call(call: Call, forest: Forest, delivered: bool, arrays: str) -> dict[str,
         "engine_seconds": call.engine_seconds,
         "own_seconds": call.own_seconds,
     }
+
+
+class _Preamble(msgspec.Struct):
+    model: str | None = None
+
+
+def _model(call: Call, forest: Forest) -> str | None:
+    """The name that the harness asked for, which is the same down from a root."""
+    *_, root = (call, *forest.lineage(call.call_id if call.call_id in forest else None))
+    return msgspec.json.decode(root.preamble, type=_Preamble).model if root.preamble else None
 
 
 def messages_of(call: Call, forest: Forest) -> list[Any]:

@@ -53,6 +53,9 @@ class Settings(BaseSettings):
     policy_models: dict[str, list[str]] = Field(default_factory=dict)
     """Names under which the engines of a policy serve, by policy: {"judge": ["large"]}. Calls for them go to it also before any of its
     engines was reached. "" is the default policy."""
+    strict_models: bool = False
+    """Refuse with 404 the names of models that no policy or engine goes by. Otherwise the default policy answers to them, under the
+    name that was asked for."""
     engine_api: Literal["auto", "token", "completions", "sglang", "chat"] = "auto"
     """How to talk to them: token (vLLM with --enable-scale-out), completions (vLLM's /v1/completions with token ids), sglang
     (SGLang's /generate), chat (any OpenAI-compatible server), auto (probe). completions and sglang need `renderer`."""

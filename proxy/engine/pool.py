@@ -138,7 +138,8 @@ class EnginePool:
 
     def policy_for(self, model: str) -> str:
         """The policy that a call for `model` goes to. Raises as `policies.policy_for`."""
-        return policies.policy_for(model, self.replicas, self.policy_names, self.membership.declared)
+        strict = self._settings.strict_models
+        return policies.policy_for(model, self.replicas, self.policy_names, self.membership.declared, strict=strict)
 
     def pick(self, session_id: str, model: str = "") -> Replica:
         """The replica that serves this session, whether it has room or not. Raises EngineUnavailable with every replica's reason,

@@ -68,13 +68,14 @@ class Replica:
 
     def model_for(self, asked: str) -> str:
         """What to send as "model" when the harness asked for `asked`: the adapter in the place of its base model, which is not
-        what the replica's weight version speaks of. A name the engine does not know stays, for the engine to refuse."""
+        what the replica's weight version speaks of."""
         name = self.served_as(asked)
         return self.adapter if self.adapter and name in self.models else name
 
     def served_as(self, asked: str) -> str:
-        """The engine's own name for `asked`: the policy's name, where the engine does not know it, means the model it serves."""
-        if not asked or asked != self.policy or asked in self.names or not self.models:
+        """The engine's own name for `asked`: one that it does not know means the first model it serves. Where it does not say what it
+        serves the name stays, for the engine to take or refuse."""
+        if not asked or asked in self.names or not self.models:
             return asked
         return self.models[0]
 

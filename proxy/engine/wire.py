@@ -229,7 +229,7 @@ def _encoded(replica: Replica, body: Any) -> bytes:
 
 
 def _addressed(replica: Replica, body: Any) -> Any:
-    if not replica.policy or not isinstance(body, dict):
+    if not isinstance(body, dict) or replica.served_as(body.get("model", "")) == body.get("model", ""):
         return body
     named = {key: _addressed(replica, value) for key, value in body.items() if isinstance(value, dict) and "model" in value}
     if isinstance(body.get("model"), str):

@@ -135,16 +135,6 @@ def test_a_body_beyond_the_limit_is_refused(engine: ScriptedEngine, service: Run
     assert session.calls == []
 
 
-def test_an_unknown_model_is_not_found(engine: ScriptedEngine, service: RunningService) -> None:
-    session = service.session()
-    for stream in (False, True):
-        with pytest.raises(NotFoundError) as refused:
-            session.client.chat.completions.create(model="gpt-unknown", messages=QUESTION, stream=stream)
-        assert refused.value.param == "model"
-        assert "gpt-unknown" in refused.value.message
-    assert session.calls == []
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_context_that_is_too_long_says_so_in_a_way_clients_know(
     engine: ScriptedEngine, service: RunningService, stream: bool

@@ -20,6 +20,8 @@ class CallShape(Shape):
     dialect: str | None
     api: str | None
     """Which way of the engine it took: token, completions, sglang or chat."""
+    model: str | None
+    """The name that the harness asked for."""
     status: str
     """finished; aborted: it was cut; failed: its engine broke off; in_flight; or dangling: its process died."""
     prompt_ids: list[int]
@@ -73,6 +75,7 @@ CALLS = (
                             "role_source": "inferred",
                             "dialect": "chat",
                             "api": "token",
+                            "model": "policy",
                             "status": "finished",
                             "prompt_ids": [101, 102],
                             "completion_ids": [7, 8],

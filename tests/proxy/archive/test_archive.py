@@ -81,7 +81,7 @@ def other_redis() -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def running(engine: ScriptedEngine, redis_server: RedisServer) -> Iterator[RunningService]:
-    with RunningService(engine.url, redis_server.url) as service:
+    with RunningService(engine.url, redis_server.url, strict_models=True) as service:
         yield service
 
 

@@ -455,12 +455,6 @@ def test_an_id_the_model_does_not_have_is_refused(engine: ScriptedEngine, token_
     assert session.calls == []
 
 
-def test_a_model_it_does_not_serve_is_not_found(service: RunningService) -> None:
-    session = service.session()
-    with pytest.raises(openai.NotFoundError):
-        session.client.completions.create(model="other", prompt="a")
-
-
 def test_an_engine_that_fails_is_said_to(engine: ScriptedEngine, service: RunningService) -> None:
     session = service.session()
     engine.say(Fail(500))

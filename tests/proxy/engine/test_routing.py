@@ -107,6 +107,17 @@ def test_without_a_default_policy_an_unknown_model_is_refused_with_those_there_a
     assert refused.value.param == "model"
 
 
+def test_strictly_a_name_that_nobody_goes_by_is_refused_where_the_engines_say_theirs() -> None:
+    members = [serving("", "base"), serving("judge", "large")]
+    for model, policy in [("base", ""), ("judge", "judge"), ("large", "judge"), ("", "")]:
+        assert policy_for(model, members, {"", "judge"}, strict=True) == policy
+    assert policy_for("small", members, {"", "judge"}, {"small": ""}, strict=True) == "", "it was declared"
+    with pytest.raises(NotFound, match="'gpt-5' does not exist; there are: base, judge, large") as refused:
+        policy_for("gpt-5", members, {"", "judge"}, strict=True)
+    assert refused.value.param == "model"
+    assert policy_for("gpt-5", [serving("")], {""}, strict=True) == "", "the engine says no names, and refuses it itself"
+
+
 def test_the_catalogue_names_policies_and_what_their_engines_serve() -> None:
     members = [serving("", "base"), serving("judge", "large"), serving("off", "none", healthy=False)]
     members[1].max_model_len = 4096
@@ -121,7 +132,10 @@ def test_the_catalogue_names_policies_and_what_their_engines_serve() -> None:
         ("judge", ("large", "judge"), None, "judge", "judge"),
         ("judge", ("large",), "tuned", "judge", "tuned"),
         ("tuned", ("large",), "tuned", "tuned", "tuned"),
-        ("judge", ("large",), None, "other", "other"),
+        ("judge", ("large",), None, "other", "large"),
+        ("", ("base",), None, "gpt-5", "base"),
+        ("", ("base",), "tuned", "gpt-5", "tuned"),
+        ("", (), None, "gpt-5", "gpt-5"),
         ("judge", (), None, "judge", "judge"),
         ("", ("base",), None, "", ""),
         ("", ("base",), "tuned", "base", "tuned"),
