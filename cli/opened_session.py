@@ -93,12 +93,16 @@ class OpenedSession:
                     raise Refusal(f"session {self.session_id} could not be closed as {status}: {refusal}") from refusal
                 time.sleep(1)
 
-    def summary(self) -> list[str]:
-        """A line with the session's state, its calls, and where its sampled tokens went, and one with its rows by role. Raises
-        `Refusal`."""
+    def has_calls(self) -> bool:
+        """Whether a call of it was recorded. Raises `Refusal`."""
+        return bool(self.control.get(self.path)["calls"])
+
+    def summary(self, status: str | None = None) -> list[str]:
+        """A line with how it ended (`status`, or else as what it was closed), its calls, and where its sampled tokens went, and one with
+        its rows by role. Raises `Refusal`."""
         session = self.control.get(self.path)
         exported = self.control.get(f"{self.path}/trajectories")
         rows = exported["trajectories"]
         line = accounting_line(len(rows), exported["accounting"])
-        told = [f"session {self.session_id} {session['status']}: {session['calls']} calls, {line}"]
+        told = [f"session {self.session_id} {status or session['status']}: {session['calls']} calls, {line}"]
         return [*told, f"rows: {rows_by_role(rows)}"] if rows else told

@@ -9,7 +9,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
@@ -73,8 +73,9 @@ def run(
     verbatim run --harness shell -- python my_agent.py --steps 3
 
     The exit code is the harness's; 124 after a timeout, 130 after Ctrl-C (which is passed on; a second one kills), 126 or 127
-    when it could not be started. The session is closed as completed, failed, timeout or cancelled to match. While the service
-    takes no new session because the trainers are behind, the command waits.
+    when it could not be started. The session is closed as completed, failed, timeout or cancelled to match, and as failed, with a
+    warning, when the harness never called the model. While the service takes no new session because the trainers are behind, the
+    command waits.
     """
     from cli.control import Control
     from cli.opened_session import chosen, open_when_let_in
@@ -94,6 +95,7 @@ def run(
         try:
             with temporary_home(keep_home) as home:
                 outcome = attempt(definition, session, words, model, home, passed, timeout, stop)
+            outcome = refuse_silence(definition.name, session, outcome)
         finally:
             close(session, outcome, reward)
     report(session, outcome, reward)
@@ -108,6 +110,8 @@ class Outcome:
     exit_code: int
     error: str | None = None
     warning: str | None = None
+    summary: str | None = None
+    """The word for it in the summary, where the session's status says less."""
 
 
 def passed_variables(given: list[str]) -> dict[str, str]:
@@ -210,6 +214,18 @@ def outcome_of(name: str, exit_code: int, timed_out_after: float | None, stopped
     return Outcome("completed", 0)
 
 
+def refuse_silence(name: str, session: OpenedSession, outcome: Outcome) -> Outcome:
+    """The outcome, or that of a harness that ended well and never called the model: nothing was attempted, and a reward of it would
+    stand for nothing."""
+    from rollout.failures import Failure
+
+    with suppress(Refusal):
+        if outcome.status == "completed" and not session.has_calls():
+            error = f"{name} ended with exit code 0 and never called the model: see what it printed, and which base URL and key it read"
+            return replace(outcome, status="failed", error=f"{Failure.NO_CALLS}: {error}", summary=Failure.NO_CALLS)
+    return outcome
+
+
 @contextmanager
 def temporary_home(keep: bool) -> Iterator[Path]:
     home = Path(tempfile.mkdtemp(prefix="verbatim-home-"))
@@ -237,9 +253,9 @@ def close(session: OpenedSession, outcome: Outcome, reward: float | None) -> Non
 def report(session: OpenedSession, outcome: Outcome, reward: float | None) -> None:
     """What became of it, on stderr: stdout is the harness's."""
     if outcome.error:
-        tell(outcome.error)
+        tell(f"warning: {outcome.error}" if outcome.summary else outcome.error)
     try:
-        for line in session.summary():
+        for line in session.summary(outcome.summary):
             tell(line)
     except Refusal as refusal:
         tell(f"session {session.session_id} {outcome.status}; {refusal}")

@@ -32,6 +32,14 @@ url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 answer = json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
 print("the model said:", answer["choices"][0]["message"]["content"])
 """
+ASK_ANTHROPIC = """
+import anthropic, os
+asked = [{"role": "user", "content": "hello"}]
+keys = {"api_key": os.environ.get("ANTHROPIC_API_KEY"), "auth_token": os.environ.get("ANTHROPIC_AUTH_TOKEN")}
+client = anthropic.Anthropic(max_retries=0, **keys)
+answer = client.messages.create(model=os.environ["ANTHROPIC_MODEL"], max_tokens=50, messages=asked)
+print(answer.content[0].text)
+"""
 WAIT = "import pathlib, time; pathlib.Path('started').touch(); time.sleep(60)"
 NOTED = "import pathlib, signal; [signal.signal(n, lambda *_: pathlib.Path('told').touch()) for n in (2, 15)]; "
 STUBBORN = NOTED + WAIT
@@ -154,12 +162,33 @@ def test_a_harness_that_does_its_task_leaves_a_completed_session(
 
 def test_the_session_gets_the_names_and_the_reward_that_were_given(service: Serving) -> None:
     names = ("--session-id", "named", "--task-id", "t1", "--group-id", "g1", "--group-size", "2", "--reward", "0.5")
-    done = run(service, *names, *PYTHON, "pass")
+    done = run(service, *names, *PYTHON, ASK)
     assert done.returncode == 0, done.stderr
     session = service.request("GET", "/sessions/named").json()
     shown = [session[key] for key in ("status", "task_id", "group_id", "group_size", "reward")]
     assert shown == ["completed", "t1", "g1", 2, 0.5]
     assert "no trainer gets it" not in done.stderr
+
+
+def test_a_harness_that_never_called_the_model_has_not_completed_anything(service: Serving) -> None:
+    """Anthropic's SDK refused its two keys, the script passed over that, and a reward for nothing went to the trainer."""
+    done = run(service, "--reward", "1", *PYTHON, "print('done')")
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    session = session_of(service, done.stderr)
+    assert (session["status"], session["calls"], session["reward"]) == ("failed", 0, None)
+    assert session["error"].startswith("no_calls: shell ended with exit code 0 and never called the model")
+    assert "verbatim: warning: no_calls: shell ended" in done.stderr
+    assert f"verbatim: session {session['session_id']} no_calls: 0 calls" in done.stderr
+
+
+def test_anthropics_sdk_calls_the_model_with_the_variables_that_any_command_gets(
+    service: Serving, engine: ScriptedEngine
+) -> None:
+    """It takes one key, and refuses two that a program hands it."""
+    engine.reset().say("good morning")
+    done = run(service, *PYTHON, ASK_ANTHROPIC)
+    assert (done.returncode, done.stdout) == (0, "good morning\n"), done.stderr
+    assert session_of(service, done.stderr)["calls"] == 1
 
 
 def test_an_exit_code_of_the_harness_is_the_commands_and_fails_the_session(service: Serving) -> None:
@@ -359,7 +388,7 @@ def held_back(service: RunningService) -> Iterator[subprocess.Popen[str]]:
     """`verbatim run` that has said that it waits, for as long as there is a session `first`."""
     assert service.request("POST", "/sessions", json={"session_id": "first"}).status_code == 201
     with ForkedVerbatim(
-        ("run", "--session-id", "second", "--model", "m", *PYTHON, "print('did its task')"),
+        ("run", "--session-id", "second", "--model", "m", *PYTHON, "print('did its task'); " + ASK.partition("print")[0]),
         env=environment(**access(service)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
