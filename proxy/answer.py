@@ -15,7 +15,7 @@ from typing import Any
 from proxy.asgi import JSON, Client, Headers, Receive, Send, send_part, send_whole
 from proxy.deadline import Deadline
 from proxy.dialects.base import Delta, Dialect, FirstToken, Reply, Sampling, StreamRenderer
-from proxy.errors import Conflict, EngineFailed, NotFound, RequestError, StoreUnavailable, VerbatimError
+from proxy.errors import BudgetExhausted, Conflict, EngineFailed, NotFound, RequestError, StoreUnavailable, VerbatimError
 from proxy.flow import Flow
 from proxy.handoff import Handoff
 from proxy.services import Services
@@ -89,7 +89,7 @@ class Answering:
         except VerbatimError as error:
             if isinstance(error, (NotFound, Conflict)):
                 self._services.trees.forget(turn.session_id)
-            if error.status >= 500:
+            if error.status >= 500 or isinstance(error, BudgetExhausted):
                 log.warning("session %s: call %s failed: %s", turn.session_id, turn.call_ids[0], error.message)
                 await self._note_unserved(turn, error)
             items.put(error)

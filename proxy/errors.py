@@ -5,6 +5,7 @@ VerbatimError                        status  code
 │   ├── ContextTooLong               400     context_length_exceeded
 │   ├── Unauthorized                 401     invalid_api_key
 │   ├── Forbidden                    403     forbidden
+│   │   └── BudgetExhausted          403     budget_exhausted     the session has spent its calls or tokens
 │   ├── NotFound                     404     not_found            unknown session, model, lease, path
 │   │   └── UnknownCall              404     not_found            a call or response that the session does not have
 │   ├── Conflict                     409     conflict             closed session, older version, duplicate id
@@ -61,6 +62,10 @@ class Unauthorized(RequestError):
 class Forbidden(RequestError):
     status = 403
     code = "forbidden"
+
+
+class BudgetExhausted(Forbidden):
+    code = "budget_exhausted"
 
 
 class NotFound(RequestError):

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from proxy.budget import fit_budget
 from proxy.dialects.base import Delta, FirstToken, Reply, Request, Sampling
 from proxy.engine.apis import EngineApis
 from proxy.engine.base import Engine, Job, Outcome, check_sampled
@@ -100,6 +101,7 @@ class Flow:
                 with Waiting(ENGINE):
                     replica = await self._unless_cut(turn, route.next())
                 turn.go_to(replica)
+                fit_budget(turn)
                 answered = False
                 self._planner.find(turn)
                 intent = WritingIntent(self._services, self._planner, turn)

@@ -39,6 +39,10 @@ class Inflight:
     def call_ids(self) -> set[str]:
         return {running.call_id for calls in self._running.values() for running in calls}
 
+    def of(self, session_id: str) -> set[str]:
+        """The ids of the session's calls."""
+        return {running.call_id for running in self._running.get(session_id, ())}
+
     def enter(self, running: Running) -> None:
         self._running.setdefault(running.session_id, set()).add(running)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from proxy.budget import check_budget
 from proxy.errors import Conflict, NotFound, SessionFull, Unavailable, VerbatimError
 from proxy.planner import Planner
 from proxy.services import Services
@@ -47,6 +48,7 @@ class WritingIntent:
         turn, sessions = self._turn, self._services.sessions
         for _ in range(_TRIES):
             assert turn.replica is not None and turn.found is not None
+            check_budget(turn, self._services.inflight.of(turn.session_id))
             parent_id = turn.found.parent.call_id if turn.found.parent else None
             intent = Intent(turn.call_ids[0], parent_id, turn.digest, turn.replica.name, turn.started_at)
             known = turn.tree.known

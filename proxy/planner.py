@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+from proxy.budget import fit_budget
 from proxy.engine.apis import EngineApis
 from proxy.engine.base import Rendered
 from proxy.engine.replica import Replica
@@ -53,6 +54,7 @@ class Planner:
             turn.plan = await plan_prompt(turn.tree, found, turn.request, tokenizer)
         turn.engine_seconds += time.perf_counter() - clock
         fit_window(turn, len(turn.plan.prompt_ids))
+        fit_budget(turn, len(turn.plan.prompt_ids))
         return found
 
     async def _of_messages(self, turn: Turn, found: Continuation, replica: Replica) -> tuple[Continuation, TokenPlan]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
+from proxy.budget import cut_call
 from proxy.cursors import CallsCursor
-from proxy.errors import RequestError
+from proxy.errors import BudgetExhausted, RequestError
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.session_store import Intent, SessionState
@@ -77,6 +78,7 @@ def build_rows(
             per_call=state.per_call,
             per_branch=state.per_branch,
             metadata=info.metadata,
+            budget_cut=cut_call(info, settled.forest, refused=_refused(state)),
         ),
     )
     finished = {call.call_id for call in calls}
@@ -90,6 +92,10 @@ def find_builder(name: str) -> Builder:
         return builder_named(name)
     except ReconstructError as error:
         raise RequestError(str(error), param="builder") from error
+
+
+def _refused(state: SessionState) -> bool:
+    return state.unserved is not None and state.unserved.code == BudgetExhausted.code
 
 
 def _decoded(records: Sequence[bytes]) -> tuple[list[Call], dict[str, str]]:

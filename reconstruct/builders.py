@@ -38,7 +38,12 @@ class RowContext:
     per_call: Mapping[str, float] = field(default_factory=dict)
     per_branch: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    budget_cut: str | None = None
+    """The call after which the session's budget was spent, and the harness could not go on."""
 
+
+BUDGET = "budget"
+"""The finish reason of a row that ended there."""
 
 Builder = Callable[[Settled, RowContext], list[Trajectory]]
 
@@ -96,6 +101,7 @@ def _leaves(settled: Settled) -> list[Call]:
 
 def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], context: RowContext) -> Trajectory:
     last = forest.calls[path[-1]]
+    cut = last.call_id == context.budget_cut
     token_ids = forest.full_ids(last.call_id)
     loss_mask = np.zeros(len(token_ids), dtype=np.int8)
     logprobs = np.zeros(len(token_ids), dtype=np.float32)
@@ -125,8 +131,8 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
         weight_versions=tuple(spans),
         reward=_reward(builder, context, trajectory_id, last.call_id),
         call_ids=tuple(path),
-        finish_reason=last.finish_reason,
-        truncated=last.finish_reason in ("length", "abort"),
+        finish_reason=BUDGET if cut else last.finish_reason,
+        truncated=cut or last.finish_reason in ("length", "abort"),
         metadata=_metadata(forest, context, places, last.call_id),
         logprob_mode=_logprob_mode(forest, list(places) or path),
         details=row_details(forest, last.call_id, list(places)),

@@ -17,6 +17,8 @@ from rollout.runtimes.base import Executed, Runtime
 from rollout.sessions import OpenSession
 
 T = TypeVar("T")
+BUDGET_EXHAUSTED = "budget_exhausted"
+"""The service's word for a call that the session's budget did not cover."""
 SIGNALLED = 128
 """Exit codes above it say which signal ended a command."""
 
@@ -55,6 +57,9 @@ def check(harness: HarnessRun, done: Executed, calls: Calls, unserved: Unserved 
     last = max(calls, key=lambda call: call["started_at"], default=None)
     if done.timed_out and calls:
         # It was stopped in the middle of whatever call it was in.
+        return
+    if unserved is not None and unserved["code"] == BUDGET_EXHAUSTED and calls:
+        # However it ended: it did what it did with what it was given.
         return
     # Whatever the agent made of it, this is not how it would have gone on.
     if last is not None and last["status"] == "dangling":

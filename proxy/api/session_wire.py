@@ -9,6 +9,7 @@ import msgspec
 
 from proxy.store.session_store import SessionState
 
+BUDGET = ("max_calls", "max_completion_tokens", "max_total_tokens")
 # Named one by one: a field that comes to be must not be shown by itself, and key_hash never. group_rule is the group's and not shown,
 # nor is unserved, which matters only while a session is open.
 INFO_FIELDS = (
@@ -21,6 +22,7 @@ INFO_FIELDS = (
     "sampling",
     "trained",
     "echo_policy",
+    *BUDGET,
 )
 STATE_FIELDS = (
     "status",
@@ -43,7 +45,7 @@ def session_as_wire(state: SessionState) -> dict[str, Any]:
 def session_of_wire(wire: Mapping[str, Any]) -> SessionState:
     """The session that was shown so; no key opens it. Raises msgspec.ValidationError when a field is missing or of a wrong type."""
     # What was shown by an earlier build does not say these.
-    wire = {"trained": True, "echo_policy": "strict", **wire}
+    wire = {"trained": True, "echo_policy": "strict", **dict.fromkeys(BUDGET), **wire}
     if missing := [name for name in (*INFO_FIELDS, *STATE_FIELDS) if name not in wire]:
         raise msgspec.ValidationError(f"session: {', '.join(missing)} missing")
     info = {"key_hash": b"", **{name: wire[name] for name in INFO_FIELDS}}

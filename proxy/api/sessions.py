@@ -68,6 +68,13 @@ class NewSession(Body):
     trained left out."""
     trained: bool = True
     """False: no trainer ever gets it, and it is never held back, as for judges."""
+    max_calls: int | None = Field(None, ge=1, lt=2**31)
+    """Calls that it may make, every choice of a request counted; further ones get 403 `budget_exhausted`, and the row that they end is
+    marked by `finish_reason: budget`."""
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**53)
+    """Tokens that it may sample in all its calls."""
+    max_total_tokens: int | None = Field(None, ge=1, lt=2**53)
+    """Tokens that its calls may have in all, prompts and replies, as each call counts them."""
     metadata: Metadata = Field(default_factory=dict)
     """Kept with the session and its rows."""
     role_rules: list[RoleRule] = Field(default_factory=list, max_length=64)
@@ -128,6 +135,9 @@ async def create(request: Request, services: Served, body: Annotated[NewSession,
         trained=body.trained,
         echo_policy=body.echo_policy or services.settings.echo_policy,
         role_rules=tuple(body.role_rules),
+        max_calls=body.max_calls,
+        max_completion_tokens=body.max_completion_tokens,
+        max_total_tokens=body.max_total_tokens,
     )
     if not await open_session(services, info, request.is_disconnected):
         raise Conflict(f"there is a session {session_id} already", param="session_id")

@@ -34,6 +34,10 @@ class SessionInfo:
     that was minted into it proves which one is meant."""
     role_rules: tuple[RoleRule, ...] = ()
     """What its harness's definition declares of the roles of its calls."""
+    max_calls: int | None = None
+    max_completion_tokens: int | None = None
+    max_total_tokens: int | None = None
+    """Its budget (`proxy.budget`): calls, sampled tokens, and tokens of prompts and replies; None: any number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from proxy.answer import Answering
-from proxy.errors import EngineFailed, StoreUnavailable
+from proxy.errors import BudgetExhausted, EngineFailed, StoreUnavailable
 from proxy.store.session_store import Unserved
 from rollout.agent_run import check
 from rollout.attempt_logs import AttemptLogs
@@ -249,6 +249,15 @@ async def test_a_judge_is_asked_also_while_trainers_are_behind(engine: ScriptedE
             await asyncio.wait_for(sessions.create("u.0.1", group_id="u", group_size=1), SECONDS)
             with pytest.raises(SessionRefused, match="left out of training"):
                 await sessions.create("v.0.1", group_id="v", trained=False)
+
+
+@pytest.mark.parametrize("exit_code", [0, 1, 130])
+def test_an_agent_that_its_sessions_budget_ended_is_scored_however_it_took_that(tmp_path: Path, exit_code: int) -> None:
+    """What it did until then is what the policy did; another attempt would end there, too."""
+    harness: Any = SimpleNamespace(harness=SimpleNamespace(name="pi"), logs=AttemptLogs("n", tmp_path, AttemptId("t", 0, 1)))
+    served = {"call_id": "a", "status": "finished", "started_at": 2.0}
+    refused = {"call_id": "b", "at": 3.0, "code": BudgetExhausted.code, "message": "the budget is spent"}
+    check(harness, Executed(exit_code, b"", b""), [served], refused)
 
 
 @pytest.mark.parametrize("exit_code", [0, 1])

@@ -39,6 +39,10 @@ class SessionShape(Shape):
     """False: no trainer gets it."""
     echo_policy: Literal["strict", "minted"]
     """What becomes of a reply that its harness replays with an edit."""
+    max_calls: int | None
+    max_completion_tokens: int | None
+    max_total_tokens: int | None
+    """Its budget; null: any number."""
     status: Status
     calls: int
     """Recorded calls."""
@@ -79,6 +83,9 @@ SESSION: dict[str, Any] = {
     "sampling": {},
     "trained": True,
     "echo_policy": "strict",
+    "max_calls": None,
+    "max_completion_tokens": None,
+    "max_total_tokens": None,
     "status": "completed",
     "calls": 2,
     "reward": 1.0,

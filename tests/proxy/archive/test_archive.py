@@ -336,9 +336,12 @@ def test_a_session_as_it_is_shown_has_every_field_and_is_the_same_session_again(
         each.name for kind in (SessionInfo, SessionState) for each in fields(kind)
     }
     assert session_of_wire(wire) == replace(state, info=replace(info, key_hash=b""))
+    bounded = replace(state, info=replace(info, key_hash=b"", max_calls=3, max_completion_tokens=40, max_total_tokens=500))
+    assert session_of_wire(session_as_wire(bounded)) == bounded
     ruled = replace(state, info=replace(info, group_rule=GroupRule("drop")))
     assert session_as_wire(ruled) == wire
-    untold = {name: value for name, value in wire.items() if name not in ("trained", "echo_policy")}
+    later = ("trained", "echo_policy", "max_calls", "max_completion_tokens", "max_total_tokens")
+    untold = {name: value for name, value in wire.items() if name not in later}
     assert session_of_wire(untold) == session_of_wire(wire)
     for name in untold:
         with pytest.raises(msgspec.ValidationError, match=name):

@@ -1,0 +1,165 @@
+"""Budgets of a session: the service holds them whatever the harness does, says so in its dialect, and tells the trainer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.engine.scripted_engine import Say, ScriptedEngine
+from tests.support.engine.scripted_fixtures import Running, both_paths
+from tests.support.service import plain_http
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import TRAINER, RunningService, Session, wait_until
+
+USER: list[Any] = [{"role": "user", "content": "q"}]
+DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": USER}),
+    "completions": ("/v1/completions", {"prompt": "q", "max_tokens": 9}),
+    "responses": ("/v1/responses", {"input": "q"}),
+    "messages": ("/v1/messages", {"messages": USER, "max_tokens": 9}),
+    "gemini": ("/v1beta/models/policy:generateContent", {"contents": [{"role": "user", "parts": [{"text": "q"}]}]}),
+}
+TOOLS = [{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>'
+LONG = "one two three four five six seven eight nine ten eleven twelve"
+
+
+@pytest.fixture(scope="module")
+def running(redis_server: RedisServer) -> Iterator[Running]:
+    with both_paths(redis_server) as running:
+        yield running
+
+
+def ask(session: Session, dialect: str = "chat", **fields: Any) -> httpx.Response:
+    path, body = DIALECTS[dialect]
+    body = body | fields | ({} if dialect == "gemini" else {"model": "policy"})
+    url = session.base_url.removesuffix("/v1") + path
+    return plain_http.post(url, json=body, headers={"Authorization": f"Bearer {session.api_key}"})
+
+
+def ends(session: Session) -> list[tuple[str, bool]]:
+    return [(row["finish_reason"], row["truncated"]) for row in session.trajectories()[0]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_call_beyond_the_budget_is_refused_in_the_dialects_shape_and_not_to_be_repeated(
+    engine: ScriptedEngine, service: RunningService, dialect: str, stream: bool
+) -> None:
+    session = service.session(max_calls=1)
+    engine.say("hello")
+    assert ask(session, dialect).status_code == 200
+    refused = ask(session, dialect, **({"stream": True} if stream and dialect != "gemini" else {}))
+    assert refused.status_code == 403 and "has spent its budget (max_calls: 1)" in refused.text
+    assert refused.headers["x-should-retry"] == "false"
+    error = refused.json()["error"]
+    if dialect == "gemini":
+        assert (error["code"], error["status"]) == (403, "PERMISSION_DENIED")
+    else:
+        assert error["type"] == "permission_error"
+    assert len(engine.generations) == len(session.calls) == 1
+    assert ends(session) == [("budget", True)]
+
+
+def test_a_run_that_ends_within_its_budget_is_whole(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session(max_calls=1, max_completion_tokens=500, max_total_tokens=5000)
+    engine.say("done")
+    assert ask(session).status_code == 200
+    assert ends(session) == [("stop", False)]
+
+
+def test_a_run_whose_last_reply_calls_a_tool_was_ended_by_its_budget_though_nobody_asked_again(
+    engine: ScriptedEngine, service: RunningService
+) -> None:
+    session = service.session(max_calls=1)
+    engine.say(CALL)
+    assert ask(session, tools=TOOLS).json()["choices"][0]["finish_reason"] == "tool_calls"
+    assert ends(session) == [("budget", True)]
+
+
+@pytest.mark.parametrize("asked", [{}, {"max_tokens": 100}, {"max_tokens": 3}])
+def test_no_more_tokens_are_sampled_than_the_budget_holds(
+    engine: ScriptedEngine, service: RunningService, asked: dict[str, int]
+) -> None:
+    session, limit = service.session(max_completion_tokens=10), 10
+    engine.say(LONG, LONG, LONG, LONG)
+    statuses = []
+    while (answer := ask(session, **asked)).status_code == 200:
+        statuses.append(answer.json()["choices"][0]["finish_reason"])
+    assert answer.status_code == 403 and "max_completion_tokens: 10" in answer.text
+    assert sum(len(call["completion_ids"]) for call in session.calls) == limit
+    assert statuses == ["length"] * (4 if asked == {"max_tokens": 3} else 1)
+    assert ends(session)[-1] == ("budget", True)
+
+
+def test_prompts_count_in_the_budget_of_all_tokens(engine: ScriptedEngine, token_service: RunningService) -> None:
+    first = token_service.session()
+    engine.say(LONG)
+    ask(first)
+    prompt = len(first.calls[0]["prompt_ids"])
+    session = token_service.session(max_total_tokens=prompt + 4)
+    engine.say(LONG)
+    assert ask(session).json()["usage"]["completion_tokens"] == 4
+    refused = ask(session)
+    assert refused.status_code == 403 and f"max_total_tokens: {prompt + 4}" in refused.text
+    small = token_service.session(max_total_tokens=prompt)
+    assert ask(small).status_code == 403 and small.calls == []
+
+
+def test_choices_are_calls(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session(max_calls=3)
+    engine.say("a", "b")
+    assert ask(session, n=2).status_code == 200
+    assert ask(session, n=2).status_code == 403
+    engine.say("c")
+    assert ask(session).status_code == 200 and len(session.calls) == 3
+
+
+def test_calls_at_once_do_not_go_over_the_budget(engine: ScriptedEngine, service: RunningService) -> None:
+    session, gate = service.session(max_calls=2), threading.Event()
+    engine.script = lambda generation, index: Say("hello", gate=gate)
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(ask, session) for _ in range(6)]
+        wait_until(lambda: sum(answer.done() for answer in answers) == 4, 30, "the others are refused")
+        gate.set()
+    assert sorted(answer.result().status_code for answer in answers) == [200, 200, 403, 403, 403, 403]
+    assert len(session.calls) == 2
+
+
+def test_every_process_counts_alike(engine: ScriptedEngine, running: Running) -> None:
+    here, there = running[1]["token"], running[1]["chat"]
+    session = here.session(max_calls=2)
+    engine.say("a", "b")
+    elsewhere = session.base_url.replace(here.url, there.url)
+    assert ask(session).status_code == 200
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    body = {"model": "policy", "messages": USER}
+    assert plain_http.post(f"{elsewhere}/chat/completions", json=body, headers=headers).status_code == 200
+    assert ask(session).status_code == 403
+    assert plain_http.post(f"{elsewhere}/chat/completions", json=body, headers=headers).status_code == 403
+    assert len(session.calls) == 2
+
+
+def test_a_trainer_is_told_that_the_budget_ended_the_run(engine: ScriptedEngine, token_service: RunningService) -> None:
+    session = token_service.session(max_calls=1)
+    engine.say("hello")
+    assert [ask(session).status_code for _ in range(2)] == [200, 403]
+    session.close(reward=0.5)
+    leased = token_service.request("POST", "/batches/lease", TRAINER, json={"wait_seconds": 10}).json()
+    rows = [row for group in leased["groups"] for row in group["trajectories"] if row["session_id"] == session.session_id]
+    assert [(row["finish_reason"], row["truncated"]) for row in rows] == [("budget", True)]
+
+
+def test_a_session_shows_its_budget_and_takes_no_other_than_positive_numbers(token_service: RunningService) -> None:
+    session = token_service.session(max_calls=3, max_total_tokens=100)
+    shown = token_service.request("GET", f"/sessions/{session.session_id}").json()
+    assert (shown["max_calls"], shown["max_total_tokens"], shown["max_completion_tokens"]) == (3, 100, None)
+    for name in ("max_calls", "max_total_tokens", "max_completion_tokens"):
+        for value in (0, -1, 1.5, "3", 2**64):
+            refused = token_service.request("POST", "/sessions", json={name: value})
+            assert refused.status_code == 400 and name in refused.text
