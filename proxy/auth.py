@@ -11,13 +11,17 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from proxy.errors import Unauthorized
+from proxy.errors import RequestError, Unauthorized
 
 SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}\Z")
 """What a session id may be. Not "." and "..", which clients fold away in a URL path."""
 SESSION_KEY = re.compile(r"vb-[0-9a-f]{40}-([A-Za-z0-9._-]{1,128})\Z")
+
+
+_KEYS = ("x-api-key", "x-goog-api-key")
+"""Headers that carry a secret and nothing else."""
 
 
 def mint_key(session_id: str) -> tuple[str, bytes]:
@@ -41,6 +45,14 @@ def key_opens(key: str, key_hash: bytes) -> bool:
     return hmac.compare_digest(hash_key(key), key_hash)
 
 
+def check_once(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Raises RequestError where a header that carries a secret comes twice: whoever stands in between may have looked at the other."""
+    names = [name.lower() for name, _ in headers]
+    for name in (b"authorization", *(header.encode() for header in _KEYS)):
+        if names.count(name) > 1:
+            raise RequestError(f"the request has {names.count(name)} {name.decode()} headers: send one")
+
+
 def credential(headers: Mapping[str, str], query: Mapping[str, str]) -> str | None:
     """The secret a request carries, from the first of `Authorization: Bearer`, `x-api-key`, `x-goog-api-key`, `?key=`.
 
@@ -49,7 +61,7 @@ def credential(headers: Mapping[str, str], query: Mapping[str, str]) -> str | No
     scheme, _, token = headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
-    for name in ("x-api-key", "x-goog-api-key"):
+    for name in _KEYS:
         if secret := headers.get(name, "").strip():
             return secret
     return query.get("key", "").strip() or None

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 
 from proxy.answer import TOO_DEEP, Answering
 from proxy.asgi import JSON, Client, Receive, Scope, Send, headers_of, send_whole
-from proxy.auth import credential, key_opens, named_session, session_of_key
+from proxy.auth import check_once, credential, key_opens, named_session, session_of_key
 from proxy.dialects.base import Asked, Request
 from proxy.dialects.catalogue import Dialects
 from proxy.errors import Conflict, NotFound, RequestError, Unauthorized, UnknownCall, VerbatimError
@@ -69,6 +69,8 @@ class Harness:
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         clock = self._clock()
         headers = headers_of(scope)
+        if len(headers) < len(scope["headers"]):
+            check_once(scope["headers"])
         try:
             route = find(scope["method"], scope["path"], headers)
         except RequestError as error:
@@ -81,7 +83,7 @@ class Harness:
         if route.action == "call":
             CLOCK.set(clock)
         asked = scope.get("query_string", b"")
-        query = dict(parse_qsl(asked.decode("latin-1"))) if asked else {}
+        query = _query(asked) if asked else {}
         tree = await self._session(route, headers, query)
         self._services.rate.admit(tree.info.session_id)
         with self._services.slots.take(tree.info.session_id):
@@ -184,3 +186,11 @@ class Harness:
     async def settle(self) -> None:
         """Wait for what still runs behind answered calls."""
         await self._answering.settle()
+
+
+def _query(raw: bytes) -> dict[str, str]:
+    """By name; of several of one name the last. Raises RequestError for two keys."""
+    pairs = parse_qsl(raw.decode("latin-1"))
+    if sum(name == "key" for name, _ in pairs) > 1:
+        raise RequestError("the URL has several key=…: send one")
+    return dict(pairs)

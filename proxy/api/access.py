@@ -9,7 +9,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from proxy.auth import credential
+from proxy.auth import check_once, credential
 from proxy.errors import RequestError
 from proxy.loopback import check_local
 from proxy.services import Services
@@ -33,6 +33,7 @@ def trainer_only(request: Request) -> None:
 def _check(request: Request, role: Role) -> None:
     """Raises `Unauthorized` or `Forbidden`."""
     services = services_of(request)
+    check_once(request.headers.raw)
     try:
         # No ?key= here: URLs end up in logs.
         services.tokens.check(credential(request.headers, {}), role)

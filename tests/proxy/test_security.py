@@ -267,6 +267,28 @@ def test_a_wrong_key_makes_the_service_read_nothing_of_the_session(
         assert "cmdstat_lrange" not in client.info("commandstats")
 
 
+@pytest.mark.parametrize("second", ["the key", "another"])
+@pytest.mark.parametrize("name", ["authorization", "Authorization", "x-api-key", "x-goog-api-key"])
+def test_a_secret_that_is_sent_twice_is_refused_by_both_sides(
+    running: Running, service: RunningService, session: Session, name: str, second: str
+) -> None:
+    """The last one counted: a gateway that had checked the first let the other through."""
+    for url, key in ((f"{session.base_url}/chat/completions", session.api_key), (f"{service.url}/sessions", ADMIN)):
+        prefix = "Bearer " if name.lower() == "authorization" else ""
+        headers = [(name, prefix + (key if second == "the key" else "vb-other")), (name.lower(), prefix + key)]
+        refused = plain_http.post(
+            url, headers=headers, json={"model": "policy", "messages": [{"role": "user", "content": "q"}]}
+        )
+        assert refused.status_code == 400 and f"has 2 {name.lower()} headers" in refused.text
+    assert session.calls == []
+
+
+def test_a_key_that_the_url_says_twice_is_refused(service: RunningService, session: Session) -> None:
+    url = f"{session.base_url}/chat/completions?key=vb-other&key={session.api_key}"
+    refused = plain_http.post(url, json={"model": "policy", "messages": [{"role": "user", "content": "q"}]})
+    assert refused.status_code == 400 and "several key=" in refused.text
+
+
 def test_what_one_session_was_answered_is_not_another_sessions_to_read(running: Running, service: RunningService) -> None:
     running.engine.say("the secret of the first")
     first, second = service.session(), service.session()
