@@ -11,12 +11,13 @@ import msgspec
 from proxy.dialects.base import Choice, Request
 from proxy.dialects.fields import NOTED
 from proxy.engine.base import Outcome, Sampled
+from proxy.engine.unread_calls import has_unread_call
 from proxy.plan import Place, confirm_by_ids, place
 from proxy.turn import Turn
 from reconstruct.accounting import FROZEN
 from reconstruct.control_tokens import CONTROL_TOKENS, control_tokens
 from reconstruct.messages import chain, digest_message
-from reconstruct.records import NO_TOKEN_IDS, Call, Ids, Node, Sampling, pack_ids, pack_logprobs
+from reconstruct.records import INVALID_TOOL_CALL, NO_TOKEN_IDS, Call, Ids, Node, Sampling, pack_ids, pack_logprobs
 
 _encode = msgspec.json.Encoder().encode
 
@@ -85,6 +86,7 @@ def _call_record(
     assert turn.found is not None and turn.replica is not None
     request, found, aborted = turn.request, turn.found, sampled.finish_reason == "abort"
     messages_from = found.reply_at + 1 if found.parent is not None else 0
+    unread = has_unread_call(request, choice.message, choice.finish_reason)
     return Call(
         call_id=choice.call_id,
         session_id=turn.session_id,
@@ -113,7 +115,7 @@ def _call_record(
         own_seconds=own_seconds,
         trainable=not quarantine_reason,
         quarantine_reason=quarantine_reason,
-        marks=marks,
+        marks={**marks, INVALID_TOOL_CALL: "true"} if unread else marks,
         role_source=turn.purpose.source,
     )
 

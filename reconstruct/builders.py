@@ -162,18 +162,19 @@ def _reward(builder: str, context: RowContext, trajectory_id: str, last_call_id:
 def _metadata(
     forest: Forest, context: RowContext, places: Mapping[str, tuple[int, int]], last_call_id: str
 ) -> Mapping[str, Any]:
-    """The session's; with the control tokens that stand in texts of its history, where any do; with rewards per call, also those of
-    the calls that this row trains, and where each of its trained calls starts and ends: where rows share a call, one of them has its
-    reward."""
-    metadata = context.metadata
-    if forest.controlled:
-        found = {token for call in forest.lineage(last_call_id) for token in call.control_tokens}
-        metadata = {**metadata, CONTROL_TOKENS: sorted(found)} if found else metadata
-    given = {call_id: context.per_call[call_id] for call_id in places if call_id in context.per_call}
-    if not given:
-        return metadata
-    spans = {call_id: list(place) for call_id, place in places.items()}
-    return {**metadata, "per_call_rewards": given, "per_call_spans": spans}
+    """The session's; with the control tokens that stand in texts of the row's history. With rewards per call, also those of the calls that
+    this row trains: where rows share a call, one of them has its reward. With the calls it trains whose reply has a tool call that could
+    not be read. With either of the last two, where each of its trained calls starts and ends."""
+    told: dict[str, Any] = {}
+    if given := {call_id: context.per_call[call_id] for call_id in places if call_id in context.per_call}:
+        told["per_call_rewards"] = given
+    if unread := [call_id for call_id in places if forest.calls[call_id].invalid_tool_call]:
+        told["invalid_tool_calls"] = unread
+    if told:
+        told["per_call_spans"] = {call_id: list(place) for call_id, place in places.items()}
+    if forest.controlled and (found := {token for call in forest.lineage(last_call_id) for token in call.control_tokens}):
+        told[CONTROL_TOKENS] = sorted(found)
+    return {**context.metadata, **told} if told else context.metadata
 
 
 def _trajectory_id(builder: str, session_id: str, path: Sequence[str]) -> str:

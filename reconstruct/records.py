@@ -36,6 +36,9 @@ NO_TOKEN_IDS = "no_token_ids"
 DECLARED, RULE, INFERRED = "declared", "rule", "inferred"
 """Who says what role a call has: the harness or its definition, a rule of the operator, or nobody."""
 
+INVALID_TOOL_CALL = "invalid_tool_call"
+"""The mark of a call whose reply has a tool call that the engine's parser could not read."""
+
 Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 
@@ -150,9 +153,9 @@ class Call:
     `fingerprint` is the hash chain over the request's canonical messages,
     `reply_fingerprint` the chain after the reply: what a continuing call's history hashes to (see messages.py).
     `preamble` (roots only) is the JSON object of model, tools and template kwargs. `marks` are what the harness itself said of the
-    call in its headers: "retry" (the attempt's number); the "policy" that sampled it, unless it was the default one; and the
-    "control_tokens" that its new messages hold (see control_tokens.py), a JSON list. `role_source` says who says so of the role: DECLARED,
-    RULE or INFERRED.
+    call in its headers: "retry" (the attempt's number); the "policy" that sampled it, unless it was the default one; INVALID_TOOL_CALL;
+    and the "control_tokens" that its new messages hold (see control_tokens.py), a JSON list. `role_source` says who says so of the role:
+    DECLARED, RULE or INFERRED.
     """
 
     call_id: str
@@ -190,6 +193,11 @@ class Call:
         """Whether the engine told the ids of the prompt and of the reply. Where it did not, the node's arrays hold what it told, and
         say nothing of what the model saw or said: see Forest.known_ids."""
         return self.quarantine_reason != NO_TOKEN_IDS
+
+    @property
+    def invalid_tool_call(self) -> bool:
+        """Whether the engine's parser could not read a tool call of the reply."""
+        return INVALID_TOOL_CALL in self.marks
 
     @property
     def policy(self) -> str:

@@ -32,6 +32,8 @@ class CallShape(Shape):
     """Spans of completion_ids."""
     finish_reason: str | None
     stop_reason: str | int | None = None
+    invalid_tool_call: bool
+    """Whether the engine's parser could not read a tool call of the reply."""
     sampling: dict[str, Any] | None
     """What was in effect."""
     delivered: bool
@@ -83,6 +85,7 @@ CALLS = (
                             "weight_versions": [[12, 0, 2]],
                             "finish_reason": "stop",
                             "stop_reason": None,
+                            "invalid_tool_call": False,
                             "sampling": {"temperature": 1.0, "max_tokens": 32},
                             "delivered": True,
                             "projection": None,
