@@ -20,7 +20,7 @@ SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}\Z")
 SESSION_KEY = re.compile(r"vb-[0-9a-f]{40}-([A-Za-z0-9._-]{1,128})\Z")
 
 
-_KEYS = ("x-api-key", "x-goog-api-key")
+_KEYS = ("x-api-key", "x-goog-api-key", "api-key")
 """Headers that carry a secret and nothing else."""
 
 
@@ -54,7 +54,7 @@ def check_once(headers: Sequence[tuple[bytes, bytes]]) -> None:
 
 
 def credential(headers: Mapping[str, str], query: Mapping[str, str]) -> str | None:
-    """The secret a request carries, from the first of `Authorization: Bearer`, `x-api-key`, `x-goog-api-key`, `?key=`.
+    """The secret a request carries, from the first of `Authorization: Bearer`, `x-api-key`, `x-goog-api-key`, `api-key`, `?key=`.
 
     `headers` must look names up regardless of case, as Starlette's do.
     """

@@ -4,11 +4,14 @@
 |---|---|---|---|
 | POST | /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages | chat, completions, responses, messages | call |
 | POST | /v1beta/models/{model}:generateContent and :streamGenerateContent (also /v1, /v1alpha) | gemini | call |
-| POST | /v1/messages/count_tokens, /v1beta/models/{model}:countTokens | messages, gemini | count |
+| POST | /v1/messages/count_tokens, /v1/responses/input_tokens, /v1beta/models/{model}:countTokens | messages, responses, gemini | count |
 | GET | /v1/responses/{response} and /v1/responses/{response}/input_items | responses | stored, items |
 | GET | /v1/models, /v1/models/{model} | chat; messages by `anthropic-version`, gemini by `x-goog-api-key` | models, model |
 | GET | /v1beta/models, /v1beta/models/{model} | gemini | models, model |
 | HEAD | all of them, and what clients knock at before their first call | | probe |
+
+A client that is given a base URL of another vendor's kind says /v1 twice or not at all, and some end paths with a slash: these are the
+same endpoints.
 
 A WebSocket upgrade is an endpoint of its own: it is answered 426, so that a client that tries it falls back at once.
 """
@@ -51,27 +54,32 @@ class _Endpoint:
 
 
 def _endpoint(method: str, dialect: str, action: str, pattern: str) -> _Endpoint:
-    return _Endpoint(method, dialect, action, re.compile(rf"(?:/s/(?P<session>[^/]+))?{pattern}\Z"))
+    return _Endpoint(method, dialect, action, re.compile(rf"(?:/s/(?P<session>[^/]+))?{pattern}/?\Z"))
 
 
-_GOOGLE = r"/v1(?:beta|alpha)?/models/(?P<model>[^:]+)"
+_V1 = r"(?:/v1){0,2}"
+_GOOGLE = r"(?:/v1(?:beta|alpha)?){0,2}/models/(?P<model>[^:]+)"
+_GOOGLES = r"(?:/v1(?:beta|alpha)?)?/v1(?:beta|alpha)/models"
 _ENDPOINTS = (
-    _endpoint("POST", "chat", "call", "/v1/chat/completions"),
-    _endpoint("POST", "responses", "call", "/v1/responses"),
-    _endpoint("POST", "messages", "call", "/v1/messages"),
+    _endpoint("POST", "chat", "call", _V1 + "/chat/completions"),
+    _endpoint("POST", "responses", "call", _V1 + "/responses"),
+    _endpoint("POST", "messages", "call", _V1 + "/messages"),
     _endpoint("POST", "gemini", "call", _GOOGLE + ":(?P<method>generateContent|streamGenerateContent)"),
-    _endpoint("POST", "completions", "call", "/v1/completions"),
-    _endpoint("POST", "messages", "count", "/v1/messages/count_tokens"),
+    _endpoint("POST", "completions", "call", _V1 + "/completions"),
+    _endpoint("POST", "messages", "count", _V1 + "/messages/count_tokens"),
+    _endpoint("POST", "responses", "count", _V1 + "/responses/input_tokens"),
     _endpoint("POST", "gemini", "count", _GOOGLE + ":countTokens"),
-    _endpoint("GET", "responses", "stored", "/v1/responses/(?P<response>[^/]+)"),
-    _endpoint("GET", "responses", "items", "/v1/responses/(?P<response>[^/]+)/input_items"),
-    _endpoint("GET", "chat", "models", "/v1/models"),
-    _endpoint("GET", "chat", "model", "/v1/models/(?P<model>[^:]+)"),
-    _endpoint("GET", "gemini", "models", "/v1(?:beta|alpha)/models"),
-    _endpoint("GET", "gemini", "model", "/v1(?:beta|alpha)/models/(?P<model>[^:]+)"),
+    _endpoint("GET", "responses", "stored", _V1 + "/responses/(?P<response>[^/]+)"),
+    _endpoint("GET", "responses", "items", _V1 + "/responses/(?P<response>[^/]+)/input_items"),
+    _endpoint("GET", "chat", "models", _V1 + "/models"),
+    _endpoint("GET", "chat", "model", _V1 + "/models/(?P<model>[^:]+?)"),
+    _endpoint("GET", "gemini", "models", _GOOGLES),
+    _endpoint("GET", "gemini", "model", _GOOGLES + "/(?P<model>[^:]+?)"),
 )
 
-_OURS = re.compile(r"/s/[^/]+(?:/|\Z)|/v1(?:beta|alpha)?/|/api/hello\Z")
+_OURS = re.compile(
+    r"/s/[^/]+(?:/|\Z)|/v1(?:beta|alpha)?/|/(?:chat/completions|completions|responses|messages|models)(?:/|\Z)|/api/hello\Z"
+)
 """Paths of the harness side; all others are the control side's."""
 
 _KNOCKS = re.compile(r"(?:/s/[^/]+)?(?:/|/v1/?|/v1beta/?|/api/hello)?\Z")
@@ -87,9 +95,8 @@ def dialect_of(path: str) -> str:
     rest = re.sub(r"\A/s/[^/]+", "", path)
     if rest.startswith(("/v1beta/", "/v1alpha/")) or re.match(_GOOGLE + ":", rest):
         return "gemini"
-    if rest.startswith("/v1/messages"):
-        return "messages"
-    return "responses" if rest.startswith("/v1/responses") else "chat"
+    named = re.match(_V1 + "/(messages|responses)", rest)
+    return named[1] if named else "chat"
 
 
 def find(method: str, path: str, headers: Mapping[str, str]) -> Route:

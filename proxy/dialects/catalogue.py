@@ -23,7 +23,11 @@ class Dialects:
             for dialect in (self._chat, CompletionsDialect(), self.responses, self._messages, self._gemini)
         }
         self._lists: dict[str, Lists] = {"chat": self._chat, "messages": self._messages, "gemini": self._gemini}
-        self._counts: dict[str, Counts] = {"messages": self._messages, "gemini": self._gemini}
+        self._counts: dict[str, Counts] = {
+            "messages": self._messages,
+            "responses": self.responses,
+            "gemini": self._gemini,
+        }
 
     def __getitem__(self, name: str) -> Dialect:
         return self._all[name]

@@ -73,6 +73,12 @@ class ResponsesDialect:
             dropped_tools=box.dropped,
         )
 
+    def parse_count(self, asked: Asked, past: Past) -> Request:
+        return self.parse(asked, past)
+
+    def count(self, tokens: int) -> bytes:
+        return _encode({"object": "response.input_tokens", "input_tokens": tokens})
+
     def render(self, request: Request, reply: Reply) -> bytes:
         how: Wanted = request.echo
         choice = reply.choices[0]

@@ -264,14 +264,14 @@ FAULTS = (
     ),
     Fault(
         "A path that is no endpoint is answered like the one it resembles.",
-        'return _Endpoint(method, dialect, action, re.compile(rf"(?:/s/(?P<session>[^/]+))?{pattern}\\Z"))\n',
+        'return _Endpoint(method, dialect, action, re.compile(rf"(?:/s/(?P<session>[^/]+))?{pattern}/?\\Z"))\n',
         'return _Endpoint(method, dialect, action, re.compile(rf"(?:/s/(?P<session>[^/]+))?{pattern}"))\n',
         "tests/proxy/test_routes.py",
     ),
     Fault(
         "Counting tokens samples a reply and records it.",
-        '_endpoint("POST", "messages", "count", "/v1/messages/count_tokens"),\n',
-        '_endpoint("POST", "messages", "call", "/v1/messages/count_tokens"),\n',
+        '_endpoint("POST", "messages", "count", _V1 + "/messages/count_tokens"),\n',
+        '_endpoint("POST", "messages", "call", _V1 + "/messages/count_tokens"),\n',
         "tests/proxy/test_routes.py",
     ),
     Fault(

@@ -56,6 +56,47 @@ def test_a_call_goes_to_the_dialect_of_its_path(path: str, prefix: str) -> None:
     assert is_harness("POST", prefix + path)
 
 
+@pytest.mark.parametrize("prefix", ["", "/s/one"])
+@pytest.mark.parametrize("path", CALLS)
+def test_a_base_url_of_another_kind_and_a_slash_at_the_end_lead_to_the_same_endpoint(path: str, prefix: str) -> None:
+    """OpenAI's base URLs end in /v1 and Anthropic's do not: a client that is given the other says it twice or not at all."""
+    wanted = find("POST", path, {})
+    written = [f"/v1{path}", f"{path}/"]
+    if path.startswith("/v1/"):
+        written += [path.removeprefix("/v1"), path.removeprefix("/v1") + "/"]
+    for other in written:
+        route = find("POST", prefix + other, {})
+        assert (route.dialect, route.action, route.path) == (wanted.dialect, "call", wanted.path), other
+        assert dialect_of(prefix + other) == (CALLS[path] if CALLS[path] != "completions" else "chat")
+        assert prefix == "" or is_harness("POST", prefix + other)
+    for other in (f"/v1/v1{path}", f"{path}//", f"/v2{path}", f"{path}/more/of/it"):
+        with pytest.raises(NotFound):
+            find("POST", prefix + other, {})
+
+
+def test_a_client_with_a_base_url_of_another_kind_is_answered(session: Session) -> None:
+    asked = {"model": "policy", "messages": [{"role": "user", "content": "q"}], "max_tokens": 5}
+    for path in ("/v1/v1/chat/completions", "/chat/completions", "/v1/chat/completions/", "/v1/v1/messages", "/messages/"):
+        assert ask(session, "POST", path, json=asked).status_code == 200, path
+    assert [call["dialect"] for call in session.calls] == ["chat", "chat", "chat", "messages", "messages"]
+    for path in ("/models", "/v1/models/", "/models/policy/"):
+        assert ask(session, "GET", path).status_code == 200, path
+
+
+def test_a_client_of_azure_is_let_in_by_its_header(session: Session, service: RunningService) -> None:
+    asked = {"model": "policy", "messages": [{"role": "user", "content": "q"}], "max_tokens": 5}
+    for key, status in ((session.api_key, 200), ("vb-no", 401)):
+        answer = plain_http.post(f"{service.url}/chat/completions", json=asked, headers={"api-key": key})
+        assert answer.status_code == status, answer.text
+
+
+def test_the_input_of_a_response_is_counted_and_nothing_is_recorded(session: Session) -> None:
+    counted = session.client.responses.input_tokens.count(model="policy", input="hello")
+    assert counted.object == "response.input_tokens" and session.calls == []
+    answer = session.client.responses.create(model="policy", input="hello", max_output_tokens=5)
+    assert counted.input_tokens == answer.usage.input_tokens
+
+
 def test_a_google_path_names_model_and_method() -> None:
     assert find("POST", "/v1beta/models/org/m-1:streamGenerateContent", {}).path == {
         "model": "org/m-1",
@@ -84,7 +125,7 @@ def test_the_list_of_models_has_the_shape_of_the_client_that_asks() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/chat/completions/", "/v1/chat", "/v1//messages", "/v1/embeddings", "/v1beta/models/m:embed"]
+    "path", ["/v1/chat/completions//", "/v1/chat", "/v1//messages", "/v1/embeddings", "/v1beta/models/m:embed"]
 )
 def test_a_path_that_is_not_listed_is_no_endpoint(path: str) -> None:
     with pytest.raises(NotFound):

@@ -74,6 +74,7 @@ HARNESS = {
     ("POST", "gemini", "call"): "/v1beta/models/policy:generateContent",
     ("POST", "completions", "call"): "/v1/completions",
     ("POST", "messages", "count"): "/v1/messages/count_tokens",
+    ("POST", "responses", "count"): "/v1/responses/input_tokens",
     ("POST", "gemini", "count"): "/v1beta/models/policy:countTokens",
     ("GET", "responses", "stored"): "/v1/responses/resp_unknown",
     ("GET", "responses", "items"): "/v1/responses/resp_unknown/input_items",
@@ -138,6 +139,7 @@ def carriers(secret: str | None) -> list[tuple[dict[str, str], dict[str, str]]]:
     if secret is None:
         return [({}, {})]
     named = [({"Authorization": f"Bearer {secret}"}, {}), ({"x-api-key": secret}, {}), ({"x-goog-api-key": secret}, {})]
+    named += [({"api-key": secret}, {})]
     return [*named, ({}, {"key": secret})]
 
 
@@ -209,7 +211,7 @@ def test_the_harness_side_opens_to_the_sessions_own_key_alone(
         else:
             assert answer.status_code == 401, answer.text
             assert answer.json()["error"]["message"]
-    assert len(session.calls) == (4 if caller == "session" and action == "call" else 0)
+    assert len(session.calls) == (5 if caller == "session" and action == "call" else 0)
     assert other.calls == []
     if caller != "session":
         assert running.engine.generations == []
@@ -268,7 +270,7 @@ def test_a_wrong_key_makes_the_service_read_nothing_of_the_session(
 
 
 @pytest.mark.parametrize("second", ["the key", "another"])
-@pytest.mark.parametrize("name", ["authorization", "Authorization", "x-api-key", "x-goog-api-key"])
+@pytest.mark.parametrize("name", ["authorization", "Authorization", "x-api-key", "x-goog-api-key", "api-key"])
 def test_a_secret_that_is_sent_twice_is_refused_by_both_sides(
     running: Running, service: RunningService, session: Session, name: str, second: str
 ) -> None:

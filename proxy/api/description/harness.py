@@ -79,6 +79,12 @@ HARNESS = (
         "How many tokens the prompt would have, as the engine counts them. Nothing is recorded.",
         {"model": "policy", "messages": ASKED},
     ),
+    _call(
+        "/v1/responses/input_tokens",
+        "Count tokens (OpenAI Responses)",
+        "How many tokens the input would have, as the engine counts them. Nothing is recorded.",
+        {"model": "policy", "input": "Say hello."},
+    ),
     _call("/v1beta/models/{model}:generateContent", "Google generateContent", "Also under `/v1` and `/v1alpha`.", GOOGLE),
     _call(
         "/v1beta/models/{model}:streamGenerateContent",
