@@ -76,15 +76,9 @@ class BodyRoom:
         self._taken: Counter[str] = Counter()
         self._waiting: deque[tuple[Place, int, asyncio.Future[None]]] = deque()
 
-    @contextmanager
-    def place(self, session_id: str) -> Iterator[Place]:
-        """Where a call of the session may put its body, for as long as the block runs."""
-        place = Place(self, session_id)
-        try:
-            yield place
-        finally:
-            if place.taken:
-                self._give_back(place)
+    def place(self, session_id: str) -> Place:
+        """Where a call of the session may put its body, for as long as its block runs."""
+        return Place(self, session_id)
 
     async def let_in(self, place: Place, size: int) -> None:
         if self._fits(place.session_id, size):
@@ -108,7 +102,7 @@ class BodyRoom:
         self._all += size
         self._taken[place.session_id] += size
 
-    def _give_back(self, place: Place) -> None:
+    def give_back(self, place: Place) -> None:
         self._all -= place.taken
         self._taken[place.session_id] -= place.taken
         if not self._taken[place.session_id]:
@@ -130,6 +124,13 @@ class Place:
     session_id: str
     taken: int = 0
     waits: bool = False
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.taken:
+            self.room.give_back(self)
 
     async def take(self, size: int) -> None:
         """Returns when there is room for `size` bytes, at once when they were taken before."""

@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 from proxy.dialects.base import Asked, Past, Request
 from proxy.dialects.body import check_tools
 from proxy.dialects.fields import check_recordable
 from proxy.errors import RequestError, UnknownCall
 from proxy.outward import refuse_remote_media, refuse_transfers
-from proxy.session_tree import Draft, SessionTree
+from proxy.session_tree import Draft, ParseTurn
 
 SMALL_BYTES = 2**16
 LARGE_BYTES = 2**19
@@ -33,28 +31,18 @@ RESTS = 10
 """A session whose request was refused waits so many times as long as that took until its next one is read."""
 
 
-@dataclass(slots=True)
-class _Turn:
-    """One session's turn to parse; `rests_until` in seconds of the loop's clock."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    rests_until: float = 0.0
-
-
 class Parsing:
     def __init__(self, *, remote_media: bool) -> None:
         self._remote_media = remote_media
         self._thread = asyncio.Lock()
-        self._turns: WeakKeyDictionary[SessionTree, _Turn] = WeakKeyDictionary()
-        """Of sessions that had something large or refused."""
 
     async def parse(self, draft: Draft, read: Read, asked: Asked, *, again: bool = False) -> Request:
         """The request. Raises RequestError as the dialect does, and UnknownCall; `again`: what was unknown was asked of the store."""
-        quick, turn = _is_quick(asked.body), self._turns.get(draft.tree)
+        quick, turn = _is_quick(asked.body), draft.tree.parse_turn
         if quick and turn is None:
             return self._timed(draft, read, asked, again)
         if turn is None:
-            turn = self._turns.setdefault(draft.tree, _Turn())
+            turn = draft.tree.parse_turn = ParseTurn()
         async with turn.lock:
             if (left := turn.rests_until - time.monotonic()) > 0:
                 await asyncio.sleep(left)
@@ -70,7 +58,8 @@ class Parsing:
         except (RequestError, RecursionError) as error:
             if again or not isinstance(error, UnknownCall):
                 now = time.monotonic()
-                self._turns.setdefault(draft.tree, _Turn()).rests_until = now + RESTS * (now - began)
+                turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseTurn()
+                turn.rests_until = now + RESTS * (now - began)
             raise
 
     def _checked(self, draft: Draft, read: Read, asked: Asked) -> Request:

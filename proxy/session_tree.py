@@ -8,11 +8,12 @@ refused, fails or is not recorded.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -88,6 +89,15 @@ class Replay:
     messages: list[dict[str, Any]]
 
 
+@dataclass(slots=True)
+class ParseTurn:
+    """A session's turn to have something large parsed, or something after it was refused; `rests_until` in seconds of
+    `time.monotonic`."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    rests_until: float = 0.0
+
+
 class SessionTree:
     """One session's forest, with what was decoded, digested and compared once so that no call does it for its whole history."""
 
@@ -111,6 +121,7 @@ class SessionTree:
         self._chains: deque[Chained] = deque(maxlen=_RECENT_HISTORIES)
         self._bytes = 0
         self._longest = 0
+        self.parse_turn: ParseTurn | None = None
 
     @property
     def memory_bytes(self) -> int:

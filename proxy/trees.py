@@ -91,12 +91,12 @@ class SessionTrees:
         session_id, size = tree.info.session_id, tree.memory_bytes
         if self._used.get(session_id) is not tree:
             return
-        self._drop(session_id)
         if size > self._capacity_bytes // LARGEST_SHARE:
+            self._drop(session_id)
             return
         self._trees[session_id] = tree
+        self.memory_bytes += size - self._weighed.get(session_id, 0)
         self._weighed[session_id] = size
-        self.memory_bytes += size
         while len(self._trees) > self._capacity or self.memory_bytes > self._capacity_bytes:
             self._drop(next(iter(self._trees)))
 

@@ -55,24 +55,28 @@ def control_tokens(messages: Iterable[Mapping[str, Any]], tools: Sequence[Any] =
     """Those that texts of the messages and tools hold, sorted, each once and `_MOST` at most. Text parts are looked at as
     templates put them together: one after the other."""
     found: set[str] = set()
-    for text in _texts(messages, tools):
-        if any(piece in text for piece in _PIECES):
-            found.update(_CONTROL.findall(text))
-    return tuple(sorted(found)[:_MOST])
-
-
-def _texts(messages: Iterable[Mapping[str, Any]], tools: Sequence[Any]) -> Iterable[str]:
     if tools:
-        yield _encode(tools).decode()
+        _look(_encode(tools).decode(), found)
     for message in messages:
         content = message.get("content")
-        if isinstance(content, str):
-            yield content
-        elif isinstance(content, list):
-            yield "".join(_text(part) for part in content)
-        for name in _FIELDS:
-            if value := message.get(name):
-                yield value if isinstance(value, str) else _encode(value).decode()
+        if isinstance(content, list):
+            content = "".join(map(_text, content))
+        if content and isinstance(content, str):
+            _look(content, found)
+        # Beside its role and content: most messages have no more.
+        if len(message) > 2:
+            _look("\0".join(_said(message.get(name)) for name in _FIELDS), found)
+    return tuple(sorted(found)[:_MOST]) if found else ()
+
+
+def _look(text: str, found: set[str]) -> None:
+    # Each of them has one of these, which is seen in no time.
+    if ("<" in text or "]" in text) and any(piece in text for piece in _PIECES):
+        found.update(_CONTROL.findall(text))
+
+
+def _said(value: Any) -> str:
+    return value if isinstance(value, str) else _encode(value).decode() if value else ""
 
 
 def _text(part: Any) -> str:
