@@ -576,8 +576,6 @@ def test_what_the_caller_got_wrong_is_a_client_error(
     client = client_of(session)
     unknown = refusal(client_of(session, key="nonsense"))
     assert (type(unknown), unknown.code, unknown.status) == (errors.ClientError, 401, "UNAUTHENTICATED")
-    missing = refusal(client, model="another")
-    assert (missing.code, missing.status) == (404, "NOT_FOUND")
     wrong = refusal(client, cached_content="cachedContents/one")
     assert (wrong.code, wrong.status) == (400, "INVALID_ARGUMENT")
     assert "cachedContent" in str(wrong.message)
@@ -586,6 +584,9 @@ def test_what_the_caller_got_wrong_is_a_client_error(
     session.close()
     closed = refusal(client)
     assert (closed.code, closed.status) == (409, "ABORTED")
+    service.request("DELETE", f"/sessions/{session.session_id}")
+    missing = refusal(client)
+    assert (missing.code, missing.status) == (404, "NOT_FOUND")
 
 
 def test_too_long_a_prompt_is_known_by_googles_sentence(
