@@ -58,6 +58,30 @@ EXPECTED = {
     "qwen-code": "chat",
     "shell": "any",
 }
+SDKS = {
+    *(
+        "OpenAI SDKs",
+        "OpenAI Agents SDK",
+        "Anthropic SDK",
+        "Claude Agent SDK",
+        "Google Gen AI SDK",
+        "Google ADK",
+        "Vercel AI SDK",
+    ),
+    *(
+        "Mastra",
+        "LiteLLM",
+        "LangChain",
+        "deepagents",
+        "PydanticAI",
+        "Strands",
+        "semantic-kernel",
+        "Inspect",
+        "smolagents",
+        "DSPy",
+    ),
+    "Instructor",
+}
 ROOT_URL = "http://127.0.0.1:8700/s/abc"
 ENDPOINT = Endpoint({"openai": f"{ROOT_URL}/v1", "anthropic": ROOT_URL, "gemini": ROOT_URL}, "vk-abc")
 LEAST = {"description": "one", "dialect": "chat", "argv": ["agent", "{prompt}"]}
@@ -137,6 +161,16 @@ def test_the_page_about_harnesses_names_every_built_in_one_with_its_version() ->
     for name in EXPECTED:
         harness = load(name)
         assert harness.dialect in rows[name] and (harness.version or "-") in rows[name]
+
+
+def test_the_page_says_of_each_sdk_which_base_url_it_takes_and_how_many_rows_to_expect() -> None:
+    """The base URLs with what an SDK's own paths begin with."""
+    table = DOCS.partition("## SDKs and frameworks")[2].partition("## Add one")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")][2:]
+    assert {name for sdks, *_ in rows for name in sdks.split(", ")} == SDKS
+    taken = {url for _, urls, *_ in rows for url in re.findall(r"`(\{[^`]*)`", urls)}
+    assert taken == {"{openai}", "{anthropic}", "{anthropic}/v1", "{gemini}", "{gemini}/v1beta"}
+    assert all(given and expected for *_, given, expected in rows)
 
 
 def test_the_definitions_name_the_versions_that_are_tested() -> None:
