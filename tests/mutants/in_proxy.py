@@ -62,8 +62,8 @@ FAULTS = (
     ),
     Fault(
         "The session's sampling overrides are ignored: an agent samples at a temperature of its own.",
-        "        turn.sampling = {**request.sampling, **overrides(tree.info.sampling)}\n",
-        "        turn.sampling = {**overrides(tree.info.sampling), **request.sampling}\n",
+        "        turn.sampling = {**request.sampling, **overrides(info.sampling)}\n",
+        "        turn.sampling = {**overrides(info.sampling), **request.sampling}\n",
         _FLOW + "'session_overrides'",
     ),
     Fault(
@@ -175,9 +175,9 @@ FAULTS = (
     ),
     Fault(
         "A store that is away while a call is committed is passed over, and the reply goes out unrecorded.",
-        "            total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records)\n",
+        "            total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records, size)\n",
         "            try:\n"
-        "                total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records)\n"
+        "                total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records, size)\n"
         "            except StoreUnavailable:\n"
         "                total = 0\n",
         "tests/proxy/store/test_faults.py -k 'never_takes'",

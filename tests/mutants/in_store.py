@@ -34,8 +34,8 @@ FAULTS = (
     ),
     Fault(
         "The intent stays behind when its call was recorded: every call looks as if it was lost.",
-        "redis.call('HDEL', KEYS[4], ARGV[1])\n-- Also",
-        "-- Also",
+        "redis.call('HDEL', KEYS[4], ARGV[1])\nif #fresh",
+        "if #fresh",
         _SESSIONS,
     ),
     Fault(
