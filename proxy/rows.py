@@ -154,13 +154,14 @@ def _left(intents: Sequence[Intent], calls: Sequence[Call]) -> list[tuple[tuple[
 
 def _recorded(calls: Sequence[Call], settled: Settled, delivered: Container[str], arrays: str) -> Iterator[dict[str, Any]]:
     strays = {call.call_id: call for call in settled.stray}
+    models = _models(settled)
     for call in calls:
         stray = strays.get(call.call_id)
         known, forest = (stray, Forest()) if stray else (settled.forest.calls[call.call_id], settled.forest)
-        yield _call(known, forest, call.call_id in delivered, arrays)
+        yield _call(known, forest, models[call.call_id], call.call_id in delivered, arrays)
 
 
-def _call(call: Call, forest: Forest, delivered: bool, arrays: str) -> dict[str, Any]:
+def _call(call: Call, forest: Forest, model: str | None, delivered: bool, arrays: str) -> dict[str, Any]:
     node = call.node
     prompt_ids = forest.prompt_ids(call.call_id) if call.call_id in forest else node.delta_ids
     packed = arrays == "bytes"
@@ -172,7 +173,7 @@ def _call(call: Call, forest: Forest, delivered: bool, arrays: str) -> dict[str,
         "role_source": call.role_source,
         "dialect": call.dialect,
         "api": call.api,
-        "model": _model(call, forest),
+        "model": model,
         "status": call.status,
         "prompt_ids": prompt_ids.tobytes() if packed else prompt_ids.tolist(),
         "completion_ids": node.completion_ids.tobytes() if packed else node.completion_ids.tolist(),
@@ -198,10 +199,14 @@ class _Preamble(msgspec.Struct):
     model: str | None = None
 
 
-def _model(call: Call, forest: Forest) -> str | None:
-    """The name that the harness asked for, which is the same down from a root."""
-    *_, root = (call, *forest.lineage(call.call_id if call.call_id in forest else None))
-    return msgspec.json.decode(root.preamble, type=_Preamble).model if root.preamble else None
+def _models(settled: Settled) -> dict[str, str | None]:
+    """The model that each call asked for, by call id: a root's record names it, and all calls below a root ask for the same."""
+    models: dict[str, str | None] = {}
+    # A parent stands before its children, so one pass is enough.
+    for call in (*settled.forest.calls.values(), *settled.stray):
+        asked = msgspec.json.decode(call.preamble, type=_Preamble).model if call.preamble else None
+        models[call.call_id] = asked or models.get(call.node.parent_id or "")
+    return models
 
 
 def messages_of(call: Call, forest: Forest) -> list[Any]:
