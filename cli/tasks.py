@@ -44,8 +44,9 @@ def submit(
     A line is at least {"instruction": "Fix the failing test.", "harness": "pi"}. Further fields: task_id (submitting the same line
     again then changes nothing), num_samples, model, sampling, runtime ({"kind", "image", "cpus", "memory_mb", "network"}), prepare
     (a list of {"upload": {"path", "text" or "base64" or "source"}} and {"exec": "make deps"}), environment, evaluator ({"kind",
-    "options"}), budgets ({"agent_seconds", "prepare_seconds", "evaluation_seconds", "total_seconds"}), priority (0 to 100), labels,
-    early_stop_usable_samples, max_attempts, echo_policy, callback_url, metadata.
+    "options"}), budgets ({"agent_seconds", "prepare_seconds", "evaluation_seconds", "total_seconds", "max_calls",
+    "max_completion_tokens", "max_total_tokens"}), priority (0 to 100), labels, early_stop_usable_samples, max_attempts, group
+    ({"policy", "minimum", "zero_variance", "max_quarantined_share"}), echo_policy, callback_url, metadata.
 
     Lines that the service refuses are named with the reason, and the others are submitted all the same.
     """

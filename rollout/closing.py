@@ -29,6 +29,7 @@ async def open_member(
         group=task.group,
         replacements=False,
         echo_policy=task.echo_policy,
+        budgets=task.budgets.of_session,
         roles=roles,
     )
 

@@ -81,11 +81,12 @@ class Sessions:
         replacements: bool = True,
         trained: bool = True,
         echo_policy: str | None = None,
+        budgets: Mapping[str, int] | None = None,
         roles: Sequence[RoleRule] = (),
     ) -> OpenSession:
         """A new session of that id. Waits as long as the service holds new sessions back (429). `replacements`: whether other sessions
-        may take the place of failed members of its group. One that is not `trained` is no trainer's, and never held back. `roles`: what
-        its harness's definition declares of the roles of its calls.
+        may take the place of failed members of its group. One that is not `trained` is no trainer's, and never held back. `budgets`:
+        what it may spend, as `Budgets.of_session` says it. `roles`: what its harness's definition declares of the roles of its calls.
 
         Where the answer to an earlier try was lost, the session that it made is taken away first: its key is told only once, so
         nobody can have used it. Raises `SessionConflict` for one that was there before, and `SessionFailed`."""
@@ -94,9 +95,12 @@ class Sessions:
         if group is not None:
             body |= {"group_policy": group.policy, "group_minimum": group.minimum, "zero_variance": group.zero_variance}
         # Said only where it is so: a service of an earlier build knows none of these.
+        if group is not None and group.max_quarantined_share is not None:
+            body["max_quarantined_share"] = group.max_quarantined_share
         body |= {} if replacements else {"group_replacements": False}
         body |= {} if trained else {"trained": False}
         body |= {} if echo_policy is None else {"echo_policy": echo_policy}
+        body |= budgets or {}
         body |= {"role_rules": [rule_as_wire(rule) for rule in roles]} if roles else {}
         lost = False
 

@@ -98,13 +98,27 @@ class EvaluatorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """In seconds. `agent` is the harness's alone; `total` counts from the first prepare step, without what is waited for: a slot of the
-    node, the service, trainers that are behind."""
+    """Four times in seconds: `agent` is the harness's alone; `total` counts from the first prepare step, without what is waited for: a
+    slot of the node, the service, trainers that are behind. And what the session of each attempt may spend, which the service holds;
+    None: any number."""
 
     agent: float = 1800.0
     prepare: float = 1800.0
     evaluation: float = 600.0
     total: float = 7200.0
+    max_calls: int | None = None
+    max_completion_tokens: int | None = None
+    max_total_tokens: int | None = None
+
+    @property
+    def of_session(self) -> dict[str, int]:
+        """The budgets that a session is created with, by their names in `POST /sessions`."""
+        spending = {
+            "max_calls": self.max_calls,
+            "max_completion_tokens": self.max_completion_tokens,
+            "max_total_tokens": self.max_total_tokens,
+        }
+        return {name: most for name, most in spending.items() if most is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +128,8 @@ class GroupRule:
     policy: Literal["require_all", "allow_partial", "drop"] | None = None
     minimum: int | None = None
     zero_variance: Literal["keep", "drop"] | None = None
+    max_quarantined_share: float | None = None
+    """The most of its sampled tokens that a rollout may have in quarantine to be usable."""
 
 
 @dataclass(frozen=True, slots=True)

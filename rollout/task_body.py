@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -173,9 +174,12 @@ class BudgetsBody(Body):
     prepare_seconds: Seconds = BUDGETS.prepare
     evaluation_seconds: Seconds = BUDGETS.evaluation
     total_seconds: Seconds = BUDGETS.total
+    max_calls: Annotated[int | None, Field(ge=1, lt=2**31)] = BUDGETS.max_calls
+    max_completion_tokens: Annotated[int | None, Field(ge=1, lt=2**53)] = BUDGETS.max_completion_tokens
+    max_total_tokens: Annotated[int | None, Field(ge=1, lt=2**53)] = BUDGETS.max_total_tokens
 
     def budgets(self) -> Budgets:
-        return Budgets(self.agent_seconds, self.prepare_seconds, self.evaluation_seconds, self.total_seconds)
+        return Budgets(**{name.removesuffix("_seconds"): value for name, value in self.model_dump().items()})
 
 
 class SamplingBody(Body):
@@ -190,6 +194,10 @@ class GroupBody(Body):
     policy: Literal["require_all", "allow_partial", "drop"] | None = None
     minimum: Annotated[int | None, Field(ge=1)] = None
     zero_variance: Literal["keep", "drop"] | None = None
+    max_quarantined_share: Annotated[float | None, Field(ge=0, le=1)] = None
+
+    def rule(self) -> GroupRule:
+        return GroupRule(**self.model_dump())
 
 
 def _named(task_id: Any) -> Any:
@@ -242,10 +250,10 @@ class TaskBody(Body):
 
     def _group(self) -> GroupRule:
         """With an early stop the group is never whole: unless something else is said, the samples that were wanted are enough."""
-        group, wanted = self.group, self.early_stop_usable_samples
+        group, wanted = self.group.rule(), self.early_stop_usable_samples
         if wanted is not None and group.policy is None and group.minimum is None:
-            return GroupRule("allow_partial", wanted, group.zero_variance)
-        return GroupRule(group.policy, group.minimum, group.zero_variance)
+            return replace(group, policy="allow_partial", minimum=wanted)
+        return group
 
     def task(self, task_id: str) -> Task:
         return Task(

@@ -3,9 +3,10 @@
     {"instruction": "…", "harness": "pi" | {"name": …, "definition": …, "env": …, "mcp_servers": […], "skills": […], "install": …},
      "task_id"?, "num_samples"?, "model"?, "sampling"?, "runtime"? ("local" | {"kind": …, "image": …, "cpus": …, …}),
      "prepare"? [{"upload": {"path": …, "text" | "base64" | "source": …}} | {"exec": "make" | {"command": …, "retries": …}}],
-     "environment"?, "evaluator"? ("pytest" | {"kind": …, "options": …, …}), "budgets"? {"agent_seconds": …, …}, "priority"?,
-     "labels"?, "early_stop_usable_samples"?, "max_attempts"?, "on_lost_node"?, "on_agent_timeout"?, "agent_timeout_reward"?,
-     "group"? {"policy": …, "minimum": …, "zero_variance": …}, "echo_policy"?, "callback_url"?, "metadata"?}
+     "environment"?, "evaluator"? ("pytest" | {"kind": …, "options": …, …}), "budgets"? {"agent_seconds": …, "max_calls": …, …},
+     "priority"?, "labels"?, "early_stop_usable_samples"?, "max_attempts"?, "on_lost_node"?, "on_agent_timeout"?, "agent_timeout_reward"?,
+     "group"? {"policy": …, "minimum": …, "zero_variance": …, "max_quarantined_share": …}, "echo_policy"?, "callback_url"?,
+     "metadata"?}
 
 What a field means, and what it is when left out, is said at the types of `rollout.task`.
 """

@@ -133,8 +133,8 @@ def _evaluator(evaluator: EvaluatorSpec) -> dict[str, Any]:
     }
 
 
-def _budgets(budgets: Budgets) -> Mapping[str, float]:
-    return {f"{name}_seconds": seconds for name, seconds in asdict(budgets).items()}
+def _budgets(budgets: Budgets) -> Mapping[str, float | None]:
+    return {name if name.startswith("max_") else f"{name}_seconds": most for name, most in asdict(budgets).items()}
 
 
 def _step(step: PrepareStep) -> dict[str, Any]:

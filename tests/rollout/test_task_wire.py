@@ -65,7 +65,7 @@ WHOLE: dict[str, Any] = {
         {"exec": {"command": "make", "retries": 2, "timeout_seconds": 30, "network": "full"}},
     ],
     "environment": {"CI": "1"},
-    "budgets": {"agent_seconds": 60, "total_seconds": 600},
+    "budgets": {"agent_seconds": 60, "total_seconds": 600, "max_calls": 30, "max_total_tokens": 200_000},
     "priority": 80,
     "labels": {"zone": "a"},
     "early_stop_usable_samples": 4,
@@ -73,7 +73,7 @@ WHOLE: dict[str, Any] = {
     "on_lost_node": "fail",
     "on_agent_timeout": "reward",
     "agent_timeout_reward": -1,
-    "group": {"policy": "allow_partial", "minimum": 4},
+    "group": {"policy": "allow_partial", "minimum": 4, "max_quarantined_share": 0.25},
     "callback_url": "https://train/done",
     "metadata": {"set": "small", "row": 7},
 }
@@ -106,7 +106,7 @@ TASK = Task(
         Exec("make", 30.0, 2, "full"),
     ),
     environment={"CI": "1"},
-    budgets=Budgets(agent=60.0, total=600.0),
+    budgets=Budgets(agent=60.0, total=600.0, max_calls=30, max_total_tokens=200_000),
     priority=80,
     labels={"zone": "a"},
     usable_samples=4,
@@ -114,7 +114,7 @@ TASK = Task(
     on_lost_node="fail",
     on_agent_timeout="reward",
     agent_timeout_reward=-1.0,
-    group=GroupRule("allow_partial", 4),
+    group=GroupRule("allow_partial", 4, max_quarantined_share=0.25),
     callback_url="https://train/done",
     metadata={"set": "small", "row": 7},
 )
@@ -175,7 +175,16 @@ def test_a_task_is_shown_as_it_was_submitted_with_lengths_in_place_of_uploads() 
     shown = task_as_wire(TaskState(TASK, "queued", 1.0))["task"]
     assert shown == body_as_wire(TASK)
     assert set(WHOLE) <= set(shown)
-    for field in ("instruction", "budgets", "metadata", "labels", "environment", "callback_url", "early_stop_usable_samples"):
+    for field in (
+        "instruction",
+        "budgets",
+        "group",
+        "metadata",
+        "labels",
+        "environment",
+        "callback_url",
+        "early_stop_usable_samples",
+    ):
         given = WHOLE[field]
         assert shown[field] == ({**shown[field], **given} if isinstance(given, dict) else given)
     assert shown["prepare"][0] == {"upload": {"path": "a.tar", "source": "http://files/a.tar", "mode": "0755", "unpack": False}}
@@ -223,6 +232,9 @@ def test_bodies_that_mean_the_same_have_one_digest() -> None:
         ({"group": {"minimum": 2}}, None, "group.minimum: 2 of 1 samples"),
         ({"budgets": {"agent": 5}}, "budgets.agent", "there is no such field"),
         ({"budgets": {"agent_seconds": -5}}, "budgets.agent_seconds", "greater than 0"),
+        ({"budgets": {"max_calls": 0}}, "budgets.max_calls", "greater than or equal to 1"),
+        ({"budgets": {"max_total_tokens": 2**53}}, "budgets.max_total_tokens", "less than 9007199254740992"),
+        ({"group": {"max_quarantined_share": 1.5}}, "group.max_quarantined_share", "less than or equal to 1"),
         ({"callback_url": "file:///etc/passwd"}, "callback_url", "no http or https URL"),
         ({"environment": {"A=B": "c"}}, "environment", "environment: 'A=B'"),
         ({"harness": {"name": "pi", "env": {"A=B": "c"}}}, "harness.env", "'A=B' cannot be a variable"),

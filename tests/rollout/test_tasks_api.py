@@ -17,6 +17,7 @@ import pytest
 
 from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
+from proxy.store.sessions import RedisSessionStore
 from rollout.attempts import AttemptId, Verdict
 from rollout.callbacks import LONGEST_PAUSE_SECONDS, MOST_TRIES, pause_seconds
 from rollout.closing import close_member, open_member
@@ -230,13 +231,41 @@ async def test_a_tasks_echo_policy_is_that_of_its_sessions(redis_server: RedisSe
         assert refused.status_code == 400 and "echo_policy" in refused.json()["error"]["message"]
 
 
+async def test_a_tasks_budgets_and_share_of_quarantine_are_those_of_its_sessions(redis_server: RedisServer) -> None:
+    """Left out, its sessions have no budget and the service's own share."""
+    redis_server.flushall()
+    with serving_tasks(redis_server.url) as running:
+        spending = {"max_calls": 2, "max_completion_tokens": 300, "max_total_tokens": 4000}
+        group = {"max_quarantined_share": 0.25}
+        shown = submit(running, task_id="own", budgets={"agent_seconds": 60, **spending}, group=group)["task"]
+        assert spending.items() <= shown["budgets"].items() and shown["group"]["max_quarantined_share"] == 0.25
+        submit(running, task_id="none")
+        async with at(redis_server) as stores, Sessions(running.url, ADMIN) as sessions:
+            for _ in range(2):
+                taken = await stores.node("a").must_take()
+                await open_member(sessions, taken.task, 0, taken.attempt.session_id)
+        own, none = (running.request("GET", f"/sessions/{task}.0.1").json() for task in ("own", "none"))
+        assert {name: own[name] for name in spending} == spending
+        assert {name: none[name] for name in spending} == dict.fromkeys(spending)
+        wire = StoreConnection(redis_server.url)
+        kept = [await RedisSessionStore(wire).load(f"{task}.0.1") for task in ("own", "none")]
+        await wire.close()
+        shares = [state and state.info.group_rule and state.info.group_rule.max_quarantined_share for state in kept]
+        assert shares == [0.25, None]
+
+
 async def test_a_task_that_is_stopped_early_gives_a_trainer_the_samples_it_wanted(redis_server: RedisServer) -> None:
     """Of four rollouts two do well, one runs and one has not begun: the trainer gets the two, though the service's own rule is to
     wait for all."""
     redis_server.flushall()
     with ScriptedEngine("qwen3") as engine, serving_tasks(redis_server.url, engine.url) as running:
         made = submit(running, task_id="early", num_samples=4, early_stop_usable_samples=2)
-        assert made["task"]["group"] == {"policy": "allow_partial", "minimum": 2, "zero_variance": None}
+        assert made["task"]["group"] == {
+            "policy": "allow_partial",
+            "minimum": 2,
+            "zero_variance": None,
+            "max_quarantined_share": None,
+        }
         async with at(redis_server) as stores, Sessions(running.url, ADMIN) as sessions:
             node = stores.node("a")
             taken = [await node.must_take() for _ in range(3)]
