@@ -204,7 +204,7 @@ def test_bodies_that_mean_the_same_have_one_digest() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"harness": "nobodys"}, "harness", "there is no harness 'nobodys': choose one of aider, claude-code, codex"),
+        ({"harness": "nobodys"}, "harness", "there is no harness 'nobodys': choose one of aider, claude-code, cline, codex"),
         ({"harness": "/etc/x.toml"}, "harness", "there is no harness"),
         ({"harness": {}}, "harness", "a name or a definition"),
         ({"harness": {"definition": {"dialect": "chat"}}}, "harness", "description is missing"),
