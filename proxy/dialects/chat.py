@@ -15,6 +15,7 @@ import msgspec
 from proxy.dialects import fields
 from proxy.dialects.base import Asked, Choice, Delta, ErrorAnswer, Past, Reply, Request, retry_headers
 from proxy.dialects.body import decode, split
+from proxy.dialects.chat_functions import as_function_call, choice_of_functions, offered_functions, read_functions
 from proxy.errors import RequestError, VerbatimError
 from proxy.history import Heard
 
@@ -27,9 +28,12 @@ _CONSUMED = frozenset(
     {"model", "messages", "tools", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens"}
     | {"logprobs", "top_logprobs", "chat_template_kwargs", *_SAMPLING}
     | {"store", "metadata", "user", "service_tier", "return_token_ids", "return_tokens_as_token_ids", "request_id"}
-    | {"add_generation_prompt", "continue_final_message", "prompt_logprobs", "echo"}
+    | {"add_generation_prompt", "continue_final_message", "prompt_logprobs", "echo", "functions", "function_call"}
 )
 """Body fields that are parsed, or that mean nothing to an engine, or that would change what is recorded."""
+
+_FUNCTION_CALL = "function_call"
+"""What a request that offers `functions` wants back: its reply's call under this name, and such a reply ended for this reason."""
 
 _ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
@@ -40,9 +44,6 @@ class ChatDialect:
     def parse(self, asked: Asked, past: Past) -> Request:
         """The canonical request. Raises RequestError naming the field and the rule it broke."""
         body, items = split(asked.body, "messages")
-        for old in ("functions", "function_call"):
-            if body.get(old) is not None:
-                raise RequestError(f"'{old}' is no longer taken: offer the functions in 'tools'", param=old)
         history = [seen for item in items for seen in past.see(item, _message)]
         if not history:
             raise RequestError("'messages' must be a non-empty list", param="messages")
@@ -50,18 +51,21 @@ class ChatDialect:
         limit = fields.positive(body, "max_completion_tokens")
         if limit is not None:
             sampling["max_tokens"] = limit
+        functions = offered_functions(body)
+        forward = {key: value for key, value in body.items() if key not in _CONSUMED and value is not None}
         return Request(
             dialect=self.name,
             model=fields.model(body),
             history=history,
-            tools=fields.objects(body, "tools"),
+            tools=functions or fields.objects(body, "tools"),
             template_kwargs=fields.template_kwargs(body),
             sampling=sampling,
-            forward={key: value for key, value in body.items() if key not in _CONSUMED and value is not None},
+            forward={**forward, **choice_of_functions(body, functions)} if functions else forward,
             n=fields.choices(body, "n"),
             stream=fields.flag(body, "stream"),
             include_usage=bool(fields.mapping(body, "stream_options").get("include_usage")),
             top_logprobs=_top_logprobs(body),
+            echo=_FUNCTION_CALL if functions else None,
         )
 
     def render(self, request: Request, reply: Reply) -> bytes:
@@ -71,7 +75,7 @@ class ChatDialect:
                 "object": "chat.completion",
                 "created": reply.created,
                 "model": reply.model,
-                "choices": [_choice(choice) for choice in reply.choices],
+                "choices": [_choice(choice, request.echo) for choice in reply.choices],
                 "usage": openai_usage(reply),
             }
         )
@@ -105,6 +109,7 @@ class ChatStream:
         }
         self._include_usage = request.include_usage
         self._n = request.n
+        self._echo = request.echo
         self._spoken: set[int] = set()
         self._with_logprobs = request.top_logprobs is not None
 
@@ -120,6 +125,8 @@ class ChatStream:
             fields["content"] = delta.content
         if delta.tool_calls:
             fields["tool_calls"] = delta.tool_calls
+        if self._echo == _FUNCTION_CALL:
+            fields = as_function_call(fields)
         return self._chunk(delta.index, fields, logprobs=delta.logprobs)
 
     def keep_alive(self) -> bytes:
@@ -130,7 +137,7 @@ class ChatStream:
         for choice in reply.choices:
             if choice.index not in self._spoken:
                 events.extend(self.delta(piece) for piece in _whole(choice))
-            events.append(self._chunk(choice.index, {}, finish_reason=choice.finish_reason))
+            events.append(self._chunk(choice.index, {}, finish_reason=_finish_reason(choice, self._echo)))
         if self._include_usage:
             events.append(_event({**self._head, "choices": [], "usage": openai_usage(reply)}))
         events.append(b"data: [DONE]\n\n")
@@ -166,11 +173,17 @@ def _event(payload: Any) -> bytes:
     return b"data: " + _encode(payload) + b"\n\n"
 
 
-def _choice(choice: Choice) -> dict[str, Any]:
+def _choice(choice: Choice, echo: str | None) -> dict[str, Any]:
     message = {"refusal": None, **choice.message}
+    if echo == _FUNCTION_CALL:
+        message = as_function_call(message)
     message.setdefault("content", None)
     logprobs = {"content": list(choice.logprobs), "refusal": None} if choice.logprobs is not None else None
-    return {"index": choice.index, "message": message, "finish_reason": choice.finish_reason, "logprobs": logprobs}
+    return {"index": choice.index, "message": message, "finish_reason": _finish_reason(choice, echo), "logprobs": logprobs}
+
+
+def _finish_reason(choice: Choice, echo: str | None) -> str:
+    return _FUNCTION_CALL if echo == _FUNCTION_CALL and choice.finish_reason == "tool_calls" else choice.finish_reason
 
 
 def openai_usage(reply: Reply) -> dict[str, Any]:
@@ -207,6 +220,7 @@ def _message(raw: bytes) -> list[Heard]:
     for name in ("tool_call_id", "reasoning_content", "reasoning", "name"):
         if not isinstance(message.get(name), (str, NoneType)):
             raise RequestError(f"a message's '{name}' must be a string", param="messages")
+    read_functions(message)
     for call in fields.objects(message, "tool_calls"):
         _check_tool_call(call)
     return [Heard(message)]

@@ -217,10 +217,3 @@ def test_a_model_is_looked_up_by_name_in_each_shape(session: Session) -> None:
 def test_a_developer_message_is_rendered_as_the_system_message(session: Session, service: RunningService) -> None:
     session.ask([{"role": "developer", "content": "be brief"}, {"role": "user", "content": "q"}])
     assert session.calls[0]["messages"][0] == {"role": "system", "content": "be brief"}
-
-
-def test_the_functions_of_old_are_refused_by_name(session: Session) -> None:
-    body = {"model": "policy", "messages": [{"role": "user", "content": "q"}], "functions": []}
-    answer = ask(session, "POST", "/v1/chat/completions", json=body)
-    assert answer.status_code == 400
-    assert "'tools'" in answer.json()["error"]["message"]
