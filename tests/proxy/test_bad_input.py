@@ -24,6 +24,7 @@ from openai import (
 from proxy.store import keys
 from tests.support.engine.scripted_engine import Drop, Fail, Hang, Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
+from tests.support.engine.template_families import FAMILIES
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
@@ -83,6 +84,20 @@ def test_to_continue_the_last_message_is_refused_in_every_dialect(
     # As every client may say that asks for a new turn.
     assert ask(continue_final_message=False, add_generation_prompt=True).status_code == 200
     assert len(session.calls) == 1
+
+
+@pytest.mark.parametrize(("family", "text_extends"), [("qwen3", False), ("llama3", True)])
+def test_no_later_rendering_proves_what_a_begun_message_was_continued_with(family: str, text_extends: bool) -> None:
+    """Why a message is not continued: in the conversation's next turn, what was sampled after "fish" stands after other ids. Qwen3's
+    template shows the turn otherwise, and where the text is the same "fish" + "ing" are one token."""
+    of = FAMILIES[family]
+    question, following = {"role": "user", "content": "say it"}, {"role": "user", "content": "and again"}
+    shown = of.render_text([question, {"role": "assistant", "content": "fish"}], add_generation_prompt=False)
+    prompt = shown[: shown.rindex("fish") + len("fish")]
+    later = of.render_text([question, {"role": "assistant", "content": "fishing"}, following])
+    assert later.startswith(prompt) == text_extends
+    said = [*of.encode(prompt), *of.encode("ing")]
+    assert of.encode(later)[: len(said)] != said
 
 
 @pytest.mark.parametrize(
