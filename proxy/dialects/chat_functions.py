@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from proxy.dialects import fields
-from proxy.dialects.tools import tool_call
+from proxy.dialects.tools import made_up_id, tool_call
 from proxy.errors import RequestError
 
-_ONLY_CALL = "function0"
-"""Nine letters and digits, as the templates of Mistral want ids to be."""
+_ONLY_CALL = made_up_id(0)
 
 
 def offered_functions(body: Mapping[str, Any]) -> list[dict[str, Any]]:

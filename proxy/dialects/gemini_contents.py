@@ -17,9 +17,10 @@ from proxy.dialects import fields
 from proxy.dialects.body import decode
 from proxy.dialects.gemini_json import named
 from proxy.dialects.gemini_parts import Part, answered, called, media_part, parts_of, sealed, text_of
-from proxy.dialects.tools import arguments_text, tool_call
+from proxy.dialects.tools import arguments_text, made_up_id, tool_call
 from proxy.errors import RequestError
 from proxy.history import Heard, Read
+from proxy.minting import tool_call_id
 
 _ROLES = frozenset({"user", "model", "function"})
 
@@ -120,7 +121,7 @@ def _model_turn(parts: Sequence[Part]) -> tuple[list[Heard], list[_OpenCall]]:
             (thoughts if fields.flag(part, "thought") else texts).append(text)
         elif "functionCall" in part:
             given, name, arguments = called(part)
-            calls.append(_OpenCall(given or _made_up_id(call_id, len(calls)), name, bool(given)))
+            calls.append(_OpenCall(given or _id_of(call_id, len(calls)), name, bool(given)))
             message.setdefault("tool_calls", []).append(tool_call(calls[-1].call_id, name, arguments_text(arguments)))
         elif part.keys() & {"functionResponse", "inlineData", "fileData"}:
             raise RequestError("contents: the model's parts are text and function calls", param="contents")
@@ -140,9 +141,9 @@ def _named_by(parts: Sequence[Part]) -> tuple[str, str]:
     return call_id, reasoning
 
 
-def _made_up_id(call_id: str, position: int) -> str:
+def _id_of(call_id: str, position: int) -> str:
     """The id of a call whose id the client dropped: as it was minted, where a signature tells whose call it is."""
-    return f"call_{call_id}_{position}" if call_id else f"call_{position}"
+    return tool_call_id(call_id, position) if call_id else made_up_id(position)
 
 
 def _user_turn(parts: Sequence[Part], open_calls: list[_OpenCall]) -> list[Heard]:

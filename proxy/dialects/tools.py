@@ -29,6 +29,11 @@ def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def made_up_id(position: int) -> str:
+    """The id of a call that came without one, by its position in its turn: nine letters and digits, as the templates of Mistral want."""
+    return f"call{position:05d}"
+
+
 def arguments_object(arguments: str) -> dict[str, Any]:
     """Arguments as the object a vendor's client expects."""
     if not arguments.strip():

@@ -32,6 +32,7 @@ from proxy.routes import MethodNotAllowed, UpgradeRefused
 from proxy.session_tree import Draft, SessionTree
 from proxy.store.session_store import SessionInfo
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.engine.template_families import FAMILIES
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
@@ -177,6 +178,15 @@ def test_made_up_ids_are_the_minted_ones_where_a_signature_names_the_call() -> N
     assert seen[1].digests.call_ids == (f"call_{CALL_ID}_0", f"call_{CALL_ID}_1")
     assert [message.message["tool_call_id"] for message in seen[2:]] == [f"call_{CALL_ID}_0", f"call_{CALL_ID}_1"]
     assert CALL_ID in seen[1].minted
+
+
+def test_calls_without_ids_get_such_as_every_template_takes() -> None:
+    """Mistral's refuses ids of fewer than nine characters: a client that sends none got 400."""
+    called = {"role": "model", "parts": [{"functionCall": {"name": "lookup", "args": {"key": "a"}}}]}
+    answer = {"role": "user", "parts": [{"functionResponse": {"name": "lookup", "response": {"output": "r"}}}]}
+    messages = heard([*HI, called, answer])
+    for name, family in FAMILIES.items():
+        assert "lookup" in family.render_text(messages), name
 
 
 def test_a_name_before_a_minted_id_is_taken_off() -> None:
