@@ -63,10 +63,10 @@ def bench(
         typer.echo(json.dumps(report.data(), indent=2))
     else:
         report.show(Console())
-    if all(not tally.calls for tally in report.ways.values()):
-        raise Refusal(
-            next((tally.failure for tally in report.ways.values() if tally.failure), "stopped before a call was answered")
-        )
+    silent = [tally for tally in report.ways.values() if not tally.calls]
+    failure = next((tally.failure for tally in silent if tally.failure), "")
+    if failure or len(silent) == len(report.ways):
+        raise Refusal(failure or "stopped before a call was answered")
 
 
 def first_model(engine: str, wanted: str | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from proxy.control_tokens import control_tokens
 from proxy.dialects.base import Choice, Request
 from proxy.dialects.fields import NOTED
 from proxy.engine.base import Outcome, Sampled
@@ -15,9 +16,18 @@ from proxy.engine.unread_calls import has_unread_call
 from proxy.plan import Place, confirm_by_ids, place
 from proxy.turn import Turn
 from reconstruct.accounting import FROZEN
-from reconstruct.control_tokens import CONTROL_TOKENS, control_tokens
 from reconstruct.messages import chain, digest_message
-from reconstruct.records import INVALID_TOOL_CALL, NO_TOKEN_IDS, Call, Ids, Node, Sampling, pack_ids, pack_logprobs
+from reconstruct.records import (
+    CONTROL_TOKENS,
+    INVALID_TOOL_CALL,
+    NO_TOKEN_IDS,
+    Call,
+    Ids,
+    Node,
+    Sampling,
+    pack_ids,
+    pack_logprobs,
+)
 
 _encode = msgspec.json.Encoder().encode
 

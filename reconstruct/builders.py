@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 
 from reconstruct.accounting import Settled
-from reconstruct.control_tokens import CONTROL_TOKENS
 from reconstruct.details import row_details
 from reconstruct.errors import ReconstructError
 from reconstruct.forest import Forest, order_key
-from reconstruct.records import Call, Span
+from reconstruct.records import CONTROL_TOKENS, Call, Span
 from reconstruct.trajectory import MIXED, Trajectory
 
 

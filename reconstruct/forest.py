@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from reconstruct.control_tokens import CONTROL_TOKENS
 from reconstruct.errors import LengthMismatch, UnknownParent
-from reconstruct.records import Call, Ids, Node
+from reconstruct.records import CONTROL_TOKENS, Call, Ids, Node
 
 
 def order_key(call: Call) -> tuple[float, str]:

@@ -13,16 +13,15 @@ Arrays are packed once: ids int32, logprobs float32, both read-only and of the e
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reconstruct.control_tokens import CONTROL_TOKENS
 from reconstruct.details import CallDetails
 from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, SpanError
 
@@ -35,6 +34,9 @@ NO_TOKEN_IDS = "no_token_ids"
 
 DECLARED, RULE, INFERRED = "declared", "rule", "inferred"
 """Who says what role a call has: the harness or its definition, a rule of the operator, or nobody."""
+
+CONTROL_TOKENS = "control_tokens"
+"""The mark of a call whose new messages hold control tokens in their text, and a row's metadata of them."""
 
 INVALID_TOOL_CALL = "invalid_tool_call"
 """The mark of a call whose reply has a tool call that the engine's parser could not read."""
@@ -154,8 +156,7 @@ class Call:
     `reply_fingerprint` the chain after the reply: what a continuing call's history hashes to (see messages.py).
     `preamble` (roots only) is the JSON object of model, tools and template kwargs. `marks` are what the harness itself said of the
     call in its headers: "retry" (the attempt's number); the "policy" that sampled it, unless it was the default one; INVALID_TOOL_CALL;
-    and the "control_tokens" that its new messages hold (see control_tokens.py), a JSON list. `role_source` says who says so of the role:
-    DECLARED, RULE or INFERRED.
+    and CONTROL_TOKENS, a JSON list (see proxy/control_tokens.py). `role_source` says who says so of the role: DECLARED, RULE or INFERRED.
     """
 
     call_id: str
@@ -207,7 +208,7 @@ class Call:
     @property
     def control_tokens(self) -> list[str]:
         """Those that stand in its new messages, where any do."""
-        found: list[str] = msgspec.json.decode(self.marks.get(CONTROL_TOKENS, "[]"))
+        found: list[str] = json.loads(self.marks.get(CONTROL_TOKENS, "[]"))
         return found
 
     @property

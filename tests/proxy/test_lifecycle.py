@@ -18,7 +18,6 @@ import pytest
 from openai import APIError, OpenAI
 
 from proxy import peers
-from proxy.api import expiry
 from proxy.api.closing import close_session, withdraw_session
 from proxy.api.expiry import expire_idle
 from proxy.app import build_services
@@ -28,6 +27,7 @@ from proxy.inflight import Running
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store import keys
+from proxy.store.clock import RedisClock
 from proxy.store.connection import StoreConnection
 from proxy.store.session_store import Intent, SessionInfo, SessionState
 from proxy.store.sessions import RedisSessionStore
@@ -228,7 +228,7 @@ async def begun_elsewhere(services: Services, url: str, owner: str, call_id: str
 
 
 class Clock:
-    """In the place of the module `time`: the monotonic time stands still, the other one is `ahead` of the real."""
+    """In the place of the module `time`, where the monotonic time stands still, and of Redis's clock, `ahead` of the real one."""
 
     def __init__(self) -> None:
         self.now, self.ahead = 0.0, 0.0
@@ -236,7 +236,7 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
-    def time(self) -> float:
+    async def redis_time(self) -> float:
         return time.time() + self.ahead
 
 
@@ -244,8 +244,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """By which closes wait for other processes, and sessions are idle."""
     clock = Clock()
-    for module in (peers, expiry):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(peers, "time", clock)
+    monkeypatch.setattr(RedisClock, "now", clock.redis_time)
     return clock
 
 

@@ -147,7 +147,7 @@ def test_of_twins_that_said_the_same_words_every_process_goes_on_from_the_same_o
     twins, and a session had other rows than in one process."""
     said = {"role": "assistant", "content": "yes"}
     known, asked = tree(), {"role": "user", "content": "q"}
-    root = known.root("m", (), {}, "")
+    root = known.roots("m", (), {}, "")[1]
     _, fingerprint, reply_fingerprint = chain(root, digest_messages([asked, said]))
     texts = {"messages": msgspec.json.encode([asked]), "reply": msgspec.json.encode(said)}
     prints = {"root_key": root, "fingerprint": fingerprint, "reply_fingerprint": reply_fingerprint}

@@ -14,9 +14,6 @@ from typing import Any
 
 import msgspec
 
-CONTROL_TOKENS = "control_tokens"
-"""The name under which a call's marks and a row's metadata have them."""
-
 _MOST = 16
 """Different ones that are kept of a call."""
 
