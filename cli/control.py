@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ import httpx
 from cli.refusal import Refusal
 
 TIMEOUT_SECONDS = 30.0
+ADMIN, NODE = "VERBATIM_ADMIN_TOKEN", "VERBATIM_NODE_TOKEN"
 UNTOLD_RETRY_SECONDS = 5.0
 """When to ask again where the service, or what stands before it, does not say."""
 
@@ -42,13 +43,16 @@ class Declined(Refusal):
 
 
 class Control:
-    """Asks the service at `VERBATIM_URL` as the admin of `VERBATIM_ADMIN_TOKEN`. A 429 raises `HeldBack`, which is a `Refusal`."""
+    """Asks the service at `VERBATIM_URL` with the token of the first of `variables` that is set, as its admin where nothing else is said.
+    A 429 raises `HeldBack`, which is a `Refusal`."""
 
-    def __init__(self, url: str | None = None, token: str | None = None) -> None:
+    def __init__(self, url: str | None = None, token: str | None = None, variables: Sequence[str] = (ADMIN,)) -> None:
         self._url = (url or os.environ.get("VERBATIM_URL") or "http://127.0.0.1:8700").rstrip("/")
-        given = token or os.environ.get("VERBATIM_ADMIN_TOKEN")
+        self._variable = next((name for name in variables if os.environ.get(name)), variables[0])
+        given = token or os.environ.get(self._variable)
         if not given:
-            raise Refusal("no admin token: set VERBATIM_ADMIN_TOKEN to the one that verbatim serve uses", exit_code=2)
+            role = self._variable.split("_")[1].lower()
+            raise Refusal(f"no {role} token: set {self._variable} to the one that verbatim serve uses", exit_code=2)
         self._token = given
         self._http: httpx.Client | None = None
 
@@ -98,7 +102,7 @@ class Control:
             with httpx.stream("POST", self._url + path, json=body, headers=headers, timeout=timeout) as response:
                 if response.is_error:
                     response.read()
-                    raise Refusal(complaint(response))
+                    raise Refusal(complaint(response, self._variable))
                 for line in response.iter_lines():
                     yield json.loads(line)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -114,7 +118,7 @@ class Control:
             with httpx.stream("GET", self._url + path, headers=headers, timeout=timeout) as response:
                 if response.is_error:
                     response.read()
-                    raise Declined(complaint(response), response.status_code)
+                    raise Declined(complaint(response, self._variable), response.status_code)
                 yield from _server_events(response.iter_lines())
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Refusal(f"the connection to {self._url} broke off: {error}") from error
@@ -135,9 +139,9 @@ class Control:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Refusal(f"no service at {self._url} (set VERBATIM_URL to where it is): {error}") from error
         if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
-            raise HeldBack(complaint(response), retry_after_seconds(response))
+            raise HeldBack(complaint(response, self._variable), retry_after_seconds(response))
         if response.is_error:
-            raise Declined(complaint(response), response.status_code)
+            raise Declined(complaint(response, self._variable), response.status_code)
         return response
 
 
@@ -152,11 +156,11 @@ def _server_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
             fields = {}
 
 
-def complaint(response: httpx.Response) -> str:
-    """What the service said against the request, in one sentence."""
+def complaint(response: httpx.Response, variable: str = ADMIN) -> str:
+    """What the service said against the request, in one sentence. `variable` held the token."""
     if response.status_code == httpx.codes.UNAUTHORIZED:
         host = response.request.url.copy_with(path="/", query=None)
-        return f"{str(host).rstrip('/')} does not know the token: set VERBATIM_ADMIN_TOKEN to the one that verbatim serve uses"
+        return f"{str(host).rstrip('/')} does not know the token: set {variable} to the one that verbatim serve uses"
     try:
         error = response.json()["error"]
         said, code = str(error["message"]), error.get("code")

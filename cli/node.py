@@ -80,8 +80,8 @@ def node(
 ) -> None:
     """Take rollouts of submitted tasks and run them on this machine.
 
-    Any number of nodes work on one service. A node needs the service's URL and VERBATIM_ADMIN_TOKEN, and its Redis: where the service
-    has an embedded one, unix://DATA_DIR/redis.sock on the same machine.
+    Any number of nodes work on one service. A node needs the service's URL and VERBATIM_NODE_TOKEN (or VERBATIM_ADMIN_TOKEN), and
+    its Redis: where the service has an embedded one, unix://DATA_DIR/redis.sock on the same machine.
 
     \b
     verbatim node --redis redis://redis:6379 --url http://proxy:8700 --run 16 --ready 4
@@ -91,7 +91,7 @@ def node(
     """
     check_installed("node", NEEDS, "rollout")
     from cli import logs
-    from cli.control import Control
+    from cli.control import ADMIN, NODE, Control
     from rollout.node import NodeSettings
     from rollout.stages import Slots
 
@@ -106,7 +106,7 @@ def node(
         lease_seconds=lease_seconds,
         drain_seconds=drain_seconds,
     )
-    control = Control(url)
+    control = Control(url, variables=(NODE, ADMIN))
     slots = Slots(prepare, ready, run, evaluate)
     asyncio.run(_serve(control, redis, name or socket.gethostname(), settings, slots, data_dir, runtimes or []))
 

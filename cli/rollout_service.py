@@ -13,7 +13,7 @@ from fastapi import Request
 
 from cli.rollout_store import RolloutConnection
 from cli.task_operations import TASKS
-from proxy.api.access import admin_only
+from proxy.api.access import admin_only, node_only
 from proxy.api.bodies import read_body
 from proxy.app import Addition
 from proxy.asgi import Application
@@ -49,6 +49,7 @@ def rollouts(known: Known, services: Services, app: Application) -> Addition:
         store,
         known,
         admin=admin_only,
+        node=node_only,
         read_body=_body,
         keepalive_seconds=settings.keepalive_seconds,
         stopping=services.stopping,

@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
 
 
-SECRET = ("admin_token", "trainer_token", "admin_tokens", "trainer_tokens", "engine_api_key", "redis")
+SECRET = (
+    "admin_token",
+    "trainer_token",
+    "node_token",
+    "admin_tokens",
+    "trainer_tokens",
+    "node_tokens",
+    "engine_api_key",
+    "redis",
+)
 """Settings whose values are never shown."""
 
 
@@ -129,7 +138,8 @@ def serve(
 
     Every flag has an environment variable (--engine-api is VERBATIM_ENGINE_API; VERBATIM_ENGINE is a JSON list); a flag wins
     over it. VERBATIM_ADMIN_TOKEN and VERBATIM_TRAINER_TOKEN set the two tokens, VERBATIM_ADMIN_TOKEN_FILE and
-    VERBATIM_TRAINER_TOKEN_FILE name files of them; unset, they are generated and printed once.
+    VERBATIM_TRAINER_TOKEN_FILE name files of them; unset, they are generated and printed once. VERBATIM_NODE_TOKEN (or _FILE)
+    gives nodes one of their own, which opens less than the admin's.
 
     The first Ctrl-C lets calls in flight finish for VERBATIM_DRAIN_SECONDS (20), then cuts and records them; a second one
     exits at once.

@@ -66,14 +66,15 @@ def with_tokens(settings: Settings) -> Settings:
 
 
 def warn_of_weak_tokens(settings: Settings) -> None:
-    """Say so when a token could be guessed, or when a trainer's opens all that an admin's does."""
+    """Say so when a token could be guessed, or when another role's opens all that an admin's does."""
     admin = _secrets(settings.admin_token, settings.admin_tokens, settings.admin_token_file)
     trainer = _secrets(settings.trainer_token, settings.trainer_tokens, settings.trainer_token_file)
-    for role, secrets in (("an admin", admin), ("a trainer", trainer)):
+    node = _secrets(settings.node_token, settings.node_tokens, settings.node_token_file)
+    for role, secrets in (("an admin", admin), ("a trainer", trainer), ("a node", node)):
         if any(len(secret) < SHORT_TOKEN for secret in secrets):
             log.warning("%s token has fewer than %d characters and may be guessed", role, SHORT_TOKEN)
-    if admin & trainer:
-        log.warning("an admin token is also a trainer token: who has it is the admin")
+        if role != "an admin" and admin & secrets:
+            log.warning("an admin token is also %s token: who has it is the admin", role)
 
 
 def misspelt(names: Iterable[str]) -> list[tuple[str, str]]:

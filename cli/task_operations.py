@@ -127,7 +127,7 @@ TASKS = (
         "get",
         "/nodes",
         "tasks",
-        "admin",
+        "node",
         "List nodes",
         "With their room, and what waits for which kind of node.",
         {

@@ -127,14 +127,20 @@ class Settings(BaseSettings):
     """Opens the admin API; none: generated at start and printed once."""
     trainer_token: SecretStr | None = None
     """Opens leases and weight pushes; none: generated at start and printed once."""
+    node_token: SecretStr | None = None
+    """Opens what `verbatim node` asks for, the sessions of rollouts; none: nodes need an admin token."""
     admin_tokens: list[SecretStr] = Field(default_factory=list)
     """More admin tokens that are valid beside it, so that one can be exchanged for another."""
     trainer_tokens: list[SecretStr] = Field(default_factory=list)
     """More trainer tokens."""
+    node_tokens: list[SecretStr] = Field(default_factory=list)
+    """More node tokens."""
     admin_token_file: Path | None = None
     """A file of admin tokens, one per line, valid beside the others; read again when it changes."""
     trainer_token_file: Path | None = None
     """The same for trainer tokens."""
+    node_token_file: Path | None = None
+    """The same for node tokens."""
     open: bool = False
     """Let every program on this machine in without a token or key; only for a service that listens on loopback."""
     tls_cert: Path | None = None
@@ -309,7 +315,7 @@ class Settings(BaseSettings):
                     raise ValueError(f"the model {name!r} is declared for two policies")
         return models
 
-    @field_validator("admin_token", "trainer_token", "admin_tokens", "trainer_tokens")
+    @field_validator("admin_token", "trainer_token", "node_token", "admin_tokens", "trainer_tokens", "node_tokens")
     @classmethod
     def _can_be_sent(cls, given: SecretStr | list[SecretStr] | None) -> SecretStr | list[SecretStr] | None:
         for token in given if isinstance(given, list) else [given]:
@@ -317,7 +323,7 @@ class Settings(BaseSettings):
                 check_token(token.get_secret_value())
         return given
 
-    @field_validator("admin_token_file", "trainer_token_file")
+    @field_validator("admin_token_file", "trainer_token_file", "node_token_file")
     @classmethod
     def _holds_tokens(cls, path: Path | None) -> Path | None:
         if path is not None and not tokens_in(path):

@@ -1,4 +1,4 @@
-"""The tokens of the control side. A trainer's opens batches and weights, an admin's everything there.
+"""The tokens of the control side. A trainer's opens batches and weights, a node's the sessions of rollouts, an admin's everything there.
 
 Of each role any number is valid at once, and a file of them is read again when it changes, so that a token is exchanged for
 another without a restart: add the new one, give it to the clients, take the old one away.
@@ -23,10 +23,11 @@ from proxy.token_file import TokenFile
 class Role(StrEnum):
     ADMIN = "admin"
     TRAINER = "trainer"
+    NODE = "node"
 
 
 def mint_token() -> str:
-    """A new admin or trainer token."""
+    """A new token of any role."""
     return secrets.token_urlsafe(32)
 
 
@@ -36,19 +37,16 @@ class Tokens:
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         given = (
             (Role.TRAINER, settings.trainer_token, settings.trainer_tokens, settings.trainer_token_file),
+            (Role.NODE, settings.node_token, settings.node_tokens, settings.node_token_file),
             (Role.ADMIN, settings.admin_token, settings.admin_tokens, settings.admin_token_file),
         )
         self._given = [(role, digest) for role, one, more, _ in given for digest in _digests([one, *more])]
         self._files = [(role, TokenFile(path, clock)) for role, _, _, path in given if path is not None]
 
-    def role_of(self, secret: str) -> Role | None:
-        """The role that a secret opens. All tokens are always compared, so that time tells nothing, nor does their length."""
+    def roles_of(self, secret: str) -> set[Role]:
+        """The roles that a secret opens. All tokens are always compared, so that time tells nothing, nor does their length."""
         digest = hash_key(secret)
-        found: Role | None = None
-        for role, expected in self._all():
-            if hmac.compare_digest(digest, expected) and found is not Role.ADMIN:
-                found = role
-        return found
+        return {role for role, expected in self._all() if hmac.compare_digest(digest, expected)}
 
     def digests_of(self, role: Role) -> list[bytes]:
         """sha256 of every token of the role."""
@@ -64,11 +62,12 @@ class Tokens:
         """The caller's role. Raises `Unauthorized` for no or an unknown token, `Forbidden` for one that opens something else."""
         if secret is None:
             raise Unauthorized(f"no token: this needs the {needed} token as bearer token")
-        role = self.role_of(secret)
-        if role is Role.ADMIN or role is needed:
-            return role
-        if role is not None:
-            raise Forbidden(f"the {role} token does not open this; it needs the {needed} token")
+        roles = self.roles_of(secret)
+        for role in (Role.ADMIN, needed):
+            if role in roles:
+                return role
+        if roles:
+            raise Forbidden(f"the {' or '.join(sorted(roles))} token does not open this; it needs the {needed} token")
         if session_of_key(secret) is not None:
             raise Forbidden("a session key opens its session's model calls and nothing on the control side")
         raise Unauthorized("the token is not known here")

@@ -1,4 +1,4 @@
-"""Tasks over HTTP: submit, list, look into, watch, cancel; and the nodes. Mounted into the served app, for the admin.
+"""Tasks over HTTP: submit, list, look into, watch, cancel; and the nodes. Mounted into the served app, for the admin; nodes may list nodes.
 
     POST   /tasks                  201; 200 when it was submitted before; 409 when its id was with another body
     GET    /tasks                  newest first; ?status=&limit=&cursor=
@@ -63,21 +63,23 @@ def task_router(
     known: Known,
     *,
     admin: Callable[[Request], None],
+    node: Callable[[Request], None],
     read_body: ReadBody,
     keepalive_seconds: float,
     stopping: asyncio.Event,
 ) -> APIRouter:
-    """`admin` raises for a caller who is none. `read_body` gives the body of a request, within the service's limits. `stopping` is set
-    when the process begins to end, and ends streams."""
-    router = APIRouter(route_class=TaskRoute, dependencies=[Depends(admin)])
+    """`admin` and `node` raise for a caller who is none. `read_body` gives the body of a request, within the service's limits. `stopping`
+    is set when the process begins to end, and ends streams."""
+    router = APIRouter(route_class=TaskRoute)
+    admins = [Depends(admin)]
 
-    @router.post("/tasks")
+    @router.post("/tasks", dependencies=admins)
     async def submit(request: Request) -> Response:
         task, digest = submitted(await read_body(request), known)
         state, new = await store.submit(task, digest, await store.now())
         return _json(task_as_wire(state), 201 if new else 200)
 
-    @router.get("/tasks")
+    @router.get("/tasks", dependencies=admins)
     async def listing(
         status: Status | None = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
@@ -86,21 +88,21 @@ def task_router(
         states, following = await store.page(status=status, limit=limit, cursor=cursor)
         return _json({"tasks": [summary_as_wire(state) for state in states], "cursor": following})
 
-    @router.get("/tasks/{task_id}")
+    @router.get("/tasks/{task_id}", dependencies=admins)
     async def one(task_id: str) -> Response:
         return _json(task_as_wire(await store.load(task_id)))
 
-    @router.delete("/tasks/{task_id}")
+    @router.delete("/tasks/{task_id}", dependencies=admins)
     async def cancel(task_id: str) -> Response:
         ended = await store.cancel(task_id, await store.now())
         state = await store.load(task_id)
         return _json(summary_as_wire(state) | {"cancelled_now": [rollout.index for rollout in ended]})
 
-    @router.get("/tasks/{task_id}/rollouts")
+    @router.get("/tasks/{task_id}/rollouts", dependencies=admins)
     async def rollouts(task_id: str) -> Response:
         return _json({"rollouts": [rollout_as_wire(state) for state in await store.rollouts(task_id)]})
 
-    @router.get("/tasks/{task_id}/events")
+    @router.get("/tasks/{task_id}/events", dependencies=admins)
     async def events(request: Request, task_id: str) -> Response:
         after = _last_event(request)
         state = await store.load(task_id)
@@ -112,7 +114,7 @@ def task_router(
         stream = told(_chained(first, following), keepalive_seconds, stopping)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
-    @router.get("/nodes")
+    @router.get("/nodes", dependencies=[Depends(node)])
     async def nodes() -> Response:
         found = [node_as_wire(state) for state in await store.nodes()]
         waiting = [_queue(name, count) for name, count in sorted((await store.depths()).items())]

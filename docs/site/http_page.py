@@ -24,10 +24,11 @@ with a question mark may be left out.
 |---|---|
 | admin | an admin token as `Authorization: Bearer` |
 | trainer | a trainer token, or an admin token |
+| node | a node token, or an admin token |
 | session | the key of the session, as `Authorization: Bearer`, `x-api-key`, `x-goog-api-key` or `?key=` |
 | anyone | none |
 """
-WHO = {"AdminToken": "admin", "TrainerToken": "trainer", "SessionKey": "session"}
+WHO = {"AdminToken": "admin", "TrainerToken": "trainer", "NodeToken": "node", "SessionKey": "session"}
 
 
 @cache

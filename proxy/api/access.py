@@ -30,6 +30,11 @@ def trainer_only(request: Request) -> None:
     _check(request, Role.TRAINER)
 
 
+def node_only(request: Request) -> None:
+    """A node, or the admin."""
+    _check(request, Role.NODE)
+
+
 def _check(request: Request, role: Role) -> None:
     """Raises `Unauthorized` or `Forbidden`."""
     services = services_of(request)

@@ -1,4 +1,4 @@
-"""Sessions: open, list, look into, reward, close, delete. For the admin."""
+"""Sessions: open, list, look into, reward, close, delete. For the admin, and for nodes what a rollout needs of its session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field, FiniteFloat, model_validator
 
 from proxy import rows
-from proxy.api.access import Served, admin_only
+from proxy.api.access import Served, admin_only, node_only
 from proxy.api.admission import open_session
 from proxy.api.answers import answer, form_of, json_response
 from proxy.api.bodies import Body, Metadata, body_of
@@ -26,7 +26,8 @@ from proxy.store.session_store import SessionInfo, SessionState
 from reconstruct.roles import RoleRule
 from reconstruct.trajectory import accounting_as_wire, as_wire
 
-router = APIRouter(prefix="/sessions", dependencies=[Depends(admin_only)])
+router = APIRouter(prefix="/sessions")
+ADMIN, NODE = [Depends(admin_only)], [Depends(node_only)]
 
 Status = Literal["open", "closing", "completed", "failed", "timeout", "cancelled"]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -118,7 +119,7 @@ class Close(Body):
     """What went wrong, in words."""
 
 
-@router.post("")
+@router.post("", dependencies=NODE)
 async def create(request: Request, services: Served, body: Annotated[NewSession, Depends(body_of(NewSession))]) -> Response:
     session_id = body.session_id or uuid.uuid4().hex
     api_key, key_hash = mint_key(session_id)
@@ -146,7 +147,7 @@ async def create(request: Request, services: Served, body: Annotated[NewSession,
     return json_response({"session_id": session_id, "api_key": api_key, "base_urls": urls}, 201)
 
 
-@router.get("")
+@router.get("", dependencies=ADMIN)
 async def listing(
     services: Served,
     status: Status | None = None,
@@ -158,20 +159,20 @@ async def listing(
     return json_response({"sessions": [session_as_wire(state) for state in states], "cursor": following})
 
 
-@router.get("/{session_id}")
+@router.get("/{session_id}", dependencies=NODE)
 async def one(services: Served, session_id: str) -> Response:
     state = await _load(services, session_id)
     unserved = None if state.unserved is None else asdict(state.unserved)
     return json_response({**session_as_wire(state), "unserved": unserved})
 
 
-@router.delete("/{session_id}")
+@router.delete("/{session_id}", dependencies=NODE)
 async def delete(services: Served, session_id: str) -> Response:
     await withdraw_session(services, session_id)
     return Response(status_code=204)
 
 
-@router.get("/{session_id}/calls")
+@router.get("/{session_id}/calls", dependencies=NODE)
 async def calls(
     request: Request,
     services: Served,
@@ -192,7 +193,7 @@ async def calls(
     return answer({"calls": page, "cursor": following}, form)
 
 
-@router.get("/{session_id}/trajectories")
+@router.get("/{session_id}/trajectories", dependencies=ADMIN)
 async def trajectories(request: Request, services: Served, session_id: str, builder: str | None = None) -> Response:
     state = await _load(services, session_id)
     built = await rows.session_rows(services, state, builder)
@@ -201,13 +202,13 @@ async def trajectories(request: Request, services: Served, session_id: str, buil
     return answer({"trajectories": wire, "accounting": accounting_as_wire(built.accounting)}, form)
 
 
-@router.post("/{session_id}/reward")
+@router.post("/{session_id}/reward", dependencies=NODE)
 async def reward(services: Served, session_id: str, body: Annotated[Reward, Depends(body_of(Reward))]) -> Response:
     state = await reward_session(services, session_id, body.reward, body.per_call, body.per_branch, body.metadata)
     return json_response(session_as_wire(state))
 
 
-@router.post("/{session_id}/close")
+@router.post("/{session_id}/close", dependencies=NODE)
 async def close(services: Served, session_id: str, body: Annotated[Close, Depends(body_of(Close))]) -> Response:
     state = await close_session(services, session_id, body.status, body.reward, body.error)
     return json_response(session_as_wire(state))

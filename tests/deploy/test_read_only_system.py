@@ -18,6 +18,7 @@ HERE = {
     "VERBATIM_REDIS",
     "VERBATIM_ADMIN_TOKEN_FILE",
     "VERBATIM_TRAINER_TOKEN_FILE",
+    "VERBATIM_NODE_TOKEN_FILE",
 }
 """What is another here than in the cluster."""
 CODE = dict.fromkeys((str(ROOT), sys.prefix, sys.base_prefix))

@@ -162,7 +162,9 @@ def test_dashboard_and_alerts_are_carried_as_they_are() -> None:
 
 def test_what_is_read_after_an_installation_names_what_has_to_be_there() -> None:
     said = rendered({})["templates/NOTES.txt"]
-    assert "verbatim-tokens: admin-tokens, trainer-tokens, node-token" in said and "verbatim-redis: password" in said
+    assert (
+        "verbatim-tokens: admin-tokens, trainer-tokens, node-tokens, node-token" in said and "verbatim-redis: password" in said
+    )
     assert "NOTHING of this chart keeps them from the network" not in said
     # `helm test` fails before an engine serves.
     assert said.index("rollout status statefulset/demo-verbatim-vllm ") < said.index("helm -n rl test demo")

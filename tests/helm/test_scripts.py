@@ -21,7 +21,7 @@ from rollout.store.work import RedisWorkStore
 from tests.support.documents.helm_chart import CHART, container, pod_of, the
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.rollout_service import serving_tasks
-from tests.support.service.running_service import ADMIN, RunningService
+from tests.support.service.running_service import NODE, RunningService
 from tests.support.service.verbatim_process import wait_until
 
 FILES = CHART / "files"
@@ -37,17 +37,17 @@ def script(name: str, *args: str, **variables: str) -> subprocess.CompletedProce
 def test_the_test_pod_opens_uses_and_deletes_a_session(redis_url: str) -> None:
     with ScriptedEngine() as engine, serving_tasks(redis_url, engine.url, engine_api="token") as service:
         wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
-        done = script("test_service.py", VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN)
+        done = script("test_service.py", VERBATIM_URL=service.url, VERBATIM_NODE_TOKEN=NODE)
         assert done.returncode == 0, done.stderr
         assert "GET /readyz: 200" in done.stdout and "serves " in done.stdout
         assert service.request("GET", "/sessions").json()["sessions"] == []
-        done = script("test_service.py", VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN="another")
+        done = script("test_service.py", VERBATIM_URL=service.url, VERBATIM_NODE_TOKEN="another")
         assert done.returncode == 1 and "401" in done.stderr
 
 
 def test_a_node_is_ready_once_the_service_has_heard_of_it(redis_url: str) -> None:
     def asked(service: RunningService) -> subprocess.CompletedProcess[str]:
-        return script("node_ready.py", VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN, VERBATIM_NODE_NAME="pod-1")
+        return script("node_ready.py", VERBATIM_URL=service.url, VERBATIM_NODE_TOKEN=NODE, VERBATIM_NODE_NAME="pod-1")
 
     async def beat(seen_at: float) -> None:
         connection = StoreConnection(redis_url)

@@ -72,7 +72,7 @@ def test_every_variable_is_one_that_somebody_reads(values: Values) -> None:
 @pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX.keys())
 def test_the_proxys_settings_are_valid_ones(values: Values, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told = environment(proxy_of(values))
-    for role in ("ADMIN", "TRAINER"):
+    for role in ("ADMIN", "TRAINER", "NODE"):
         (tmp_path / role).write_text("a-token-of-the-test\n")
         told[f"VERBATIM_{role}_TOKEN_FILE"] = str(tmp_path / role)
     for name, value in told.items():

@@ -227,8 +227,8 @@ FAULTS = (
     ),
     Fault(
         "The trainer's token opens what is the admin's.",
-        "        if role is Role.ADMIN or role is needed:\n",
-        "        if role is not None:\n",
+        "            if role in roles:\n",
+        "            if roles:\n",
         "tests/proxy/test_auth.py",
     ),
     Fault(

@@ -17,7 +17,9 @@ from proxy.settings import Settings
 from proxy.token_file import CHECK_SECONDS
 from proxy.tokens import Role, Tokens, mint_token
 
-TOKENS = Tokens(Settings(admin_token=SecretStr("the-admin"), trainer_token=SecretStr("the-trainer")))
+TOKENS = Tokens(
+    Settings(admin_token=SecretStr("the-admin"), trainer_token=SecretStr("the-trainer"), node_token=SecretStr("the-node"))
+)
 
 
 @pytest.mark.parametrize("session_id", ["a", "task-1.try_2", "a-b-c", "-", "...", "x" * 128])
@@ -79,6 +81,22 @@ def test_the_admin_may_do_all_that_the_trainer_may_and_not_the_reverse() -> None
         TOKENS.check("the-trainer", Role.ADMIN)
 
 
+def test_a_nodes_token_opens_what_nodes_need_and_neither_a_trainers_nor_the_admins() -> None:
+    assert TOKENS.check("the-node", Role.NODE) is Role.NODE
+    assert TOKENS.check("the-admin", Role.NODE) is Role.ADMIN
+    for secret, role in (("the-node", Role.ADMIN), ("the-node", Role.TRAINER), ("the-trainer", Role.NODE)):
+        with pytest.raises(Forbidden, match=f"the {role} token"):
+            TOKENS.check(secret, role)
+
+
+def test_a_token_of_two_roles_opens_what_either_does() -> None:
+    both = Tokens(Settings(trainer_token=SecretStr("x"), node_token=SecretStr("x")))
+    for role in (Role.TRAINER, Role.NODE):
+        assert both.check("x", role) is role
+    with pytest.raises(Forbidden, match="admin token"):
+        both.check("x", Role.ADMIN)
+
+
 def test_a_session_key_and_an_unknown_token_open_no_control_route() -> None:
     key, _ = mint_key("s1")
     for role in Role:
@@ -90,8 +108,8 @@ def test_a_session_key_and_an_unknown_token_open_no_control_route() -> None:
 
 
 def test_a_token_that_is_not_set_is_not_opened_by_an_empty_one() -> None:
-    assert Tokens(Settings()).role_of("") is None
-    assert Tokens(Settings(admin_token=SecretStr(""), admin_tokens=[SecretStr("")])).role_of("") is None
+    assert Tokens(Settings()).roles_of("") == set()
+    assert Tokens(Settings(admin_token=SecretStr(""), admin_tokens=[SecretStr("")])).roles_of("") == set()
 
 
 def test_minted_tokens_are_long_and_differ() -> None:
@@ -104,12 +122,13 @@ def test_several_tokens_of_a_role_are_valid_at_once() -> None:
         admin_token=SecretStr("new"), admin_tokens=[SecretStr("old"), SecretStr("older")], trainer_tokens=[SecretStr("t")]
     )
     tokens = Tokens(settings)
-    assert [tokens.role_of(secret) for secret in ("new", "old", "older")] == [Role.ADMIN] * 3
-    assert tokens.role_of("t") is Role.TRAINER
+    assert [tokens.roles_of(secret) for secret in ("new", "old", "older")] == [{Role.ADMIN}] * 3
+    assert tokens.roles_of("t") == {Role.TRAINER}
 
 
 def test_a_token_of_both_roles_is_the_admins() -> None:
-    assert Tokens(Settings(admin_token=SecretStr("x"), trainer_token=SecretStr("x"))).role_of("x") is Role.ADMIN
+    tokens = Tokens(Settings(admin_token=SecretStr("x"), trainer_token=SecretStr("x")))
+    assert tokens.check("x", Role.TRAINER) is tokens.check("x", Role.ADMIN) is Role.ADMIN
 
 
 def test_a_token_file_is_read_again_when_it_was_replaced(tmp_path: Path) -> None:
@@ -121,12 +140,12 @@ def test_a_token_file_is_read_again_when_it_was_replaced(tmp_path: Path) -> None
     current = tmp_path / "current"
     current.symlink_to("first")
     tokens = Tokens(Settings(admin_token_file=current / "token"), clock=lambda: now)
-    assert (tokens.role_of("old"), tokens.role_of("new")) == (Role.ADMIN, None)
-    for name, old in (("second", Role.ADMIN), ("third", None)):
+    assert (tokens.roles_of("old"), tokens.roles_of("new")) == ({Role.ADMIN}, set())
+    for name, old in (("second", {Role.ADMIN}), ("third", set[Role]())):
         (tmp_path / "next").symlink_to(name)
         os.replace(tmp_path / "next", current)
         now += CHECK_SECONDS
-        assert (tokens.role_of("old"), tokens.role_of("new")) == (old, Role.ADMIN)
+        assert (tokens.roles_of("old"), tokens.roles_of("new")) == (old, {Role.ADMIN})
 
 
 def test_a_token_file_that_is_gone_leaves_the_tokens_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -134,12 +153,12 @@ def test_a_token_file_that_is_gone_leaves_the_tokens_and_is_said_once(tmp_path: 
     file = tmp_path / "token"
     file.write_text("the-secret")
     tokens = Tokens(Settings(trainer_token_file=file), clock=lambda: now)
-    assert tokens.role_of("the-secret") is Role.TRAINER
+    assert tokens.roles_of("the-secret") == {Role.TRAINER}
     file.unlink()
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
             now += CHECK_SECONDS
-            assert tokens.role_of("the-secret") is Role.TRAINER
+            assert tokens.roles_of("the-secret") == {Role.TRAINER}
     assert len(caplog.records) == 1 and str(file) in caplog.text and "the-secret" not in caplog.text
 
 
@@ -148,10 +167,10 @@ def test_a_token_file_that_is_empty_opens_nothing_any_more(tmp_path: Path) -> No
     file = tmp_path / "token"
     file.write_text("secret")
     tokens = Tokens(Settings(admin_token_file=file), clock=lambda: now)
-    assert tokens.role_of("secret") is Role.ADMIN
+    assert tokens.roles_of("secret") == {Role.ADMIN}
     file.write_text("")
     now += CHECK_SECONDS
-    assert tokens.role_of("secret") is None and tokens.role_of("") is None
+    assert tokens.roles_of("secret") == tokens.roles_of("") == set()
 
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "two words", "tök"])

@@ -23,25 +23,25 @@ from proxy.structure import MAX_DEPTH
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import ADMIN, TRAINER, RunningService, Session, wait_until
+from tests.support.service.running_service import ADMIN, NODE, TRAINER, RunningService, Session, wait_until
 from tests.support.service.ui_sessions import PAGES
 
 LIMIT = 300_000
-CALLERS = ("admin", "trainer", "session", "other session", "wrong", "malformed", "missing")
+CALLERS = ("admin", "trainer", "node", "session", "other session", "wrong", "malformed", "missing")
 
 CONTROL = {
     ("GET", "/openapi.json"): "anyone",
     ("GET", "/healthz"): "anyone",
     ("GET", "/readyz"): "anyone",
     ("GET", "/metrics"): "anyone",
-    ("POST", "/sessions"): "admin",
+    ("POST", "/sessions"): "node",
     ("GET", "/sessions"): "admin",
-    ("GET", "/sessions/{session_id}"): "admin",
-    ("DELETE", "/sessions/{session_id}"): "admin",
-    ("GET", "/sessions/{session_id}/calls"): "admin",
+    ("GET", "/sessions/{session_id}"): "node",
+    ("DELETE", "/sessions/{session_id}"): "node",
+    ("GET", "/sessions/{session_id}/calls"): "node",
     ("GET", "/sessions/{session_id}/trajectories"): "admin",
-    ("POST", "/sessions/{session_id}/reward"): "admin",
-    ("POST", "/sessions/{session_id}/close"): "admin",
+    ("POST", "/sessions/{session_id}/reward"): "node",
+    ("POST", "/sessions/{session_id}/close"): "node",
     ("GET", "/sessions/{session_id}/records"): "admin",
     ("POST", "/sessions/{session_id}/records"): "admin",
     ("GET", "/batches/dead"): "admin",
@@ -126,6 +126,7 @@ def secret_of(caller: str, session: Session, other: Session) -> str | None:
     return {
         "admin": ADMIN,
         "trainer": TRAINER,
+        "node": NODE,
         "session": session.api_key,
         "other session": other.api_key,
         "wrong": f"vb-{'0' * 40}-{session.session_id}",

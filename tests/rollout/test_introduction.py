@@ -11,18 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from cli.control import Control
+from cli import control as token_of
+from cli.control import Control, Declined
 from cli.introduction import let_in, seen
 from cli.refusal import Refusal
 from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.runtimes.local import LocalKind
+from rollout.sessions import Sessions
 from rollout.store.base import NodeState
 from rollout.store.work import RedisWorkStore
 from tests.support.runtimes.rollout_nodes import SECONDS
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import serving_tasks, submit
-from tests.support.service.running_service import ADMIN, RunningService, kept
+from tests.support.service.running_service import ADMIN, NODE, RunningService, kept
 from tests.support.service.verbatim_process import COMMAND, environment, verbatim, wait_until
 
 
@@ -40,6 +42,34 @@ def test_a_node_with_a_wrong_token_takes_nothing(redis_server: RedisServer, tmp_
         )
         (rollout,) = service.request("GET", "/tasks/a/rollouts").json()["rollouts"]
     assert (rollout["status"], rollout["failures"]) == ("queued", [])
+
+
+@pytest.mark.parametrize("variable", ["VERBATIM_NODE_TOKEN", "VERBATIM_ADMIN_TOKEN"])
+async def test_a_node_is_let_in_with_a_token_of_its_own_or_the_admins(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    for name in (token_of.NODE, token_of.ADMIN):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, NODE if variable == token_of.NODE else ADMIN)
+    with serving_tasks(redis_server.url) as service:
+        control = Control(service.url, variables=(token_of.NODE, token_of.ADMIN))
+        await let_in(control)
+        if variable == token_of.NODE:
+            for path in ("/tasks", "/sessions"):
+                with pytest.raises(Declined, match="the node token does not open this"):
+                    await asyncio.to_thread(control.get, path)
+
+
+async def test_a_rollouts_session_is_opened_rewarded_and_closed_with_a_nodes_token(redis_server: RedisServer) -> None:
+    redis_server.flushall()
+    with serving_tasks(redis_server.url) as service:
+        async with Sessions(service.url, NODE) as sessions:
+            opened = await sessions.create("t.0.1", task_id="t", group_id="t")
+            assert await sessions.calls(opened.session_id) == []
+            await sessions.reward(opened.session_id, 1.0)
+            await sessions.close_session(opened.session_id, "completed")
+            assert (await sessions.load(opened.session_id))["reward"] == 1.0
+            assert await sessions.delete(opened.session_id)
 
 
 def test_a_node_says_at_its_start_which_limits_hold(redis_server: RedisServer, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def silent_seconds(nodes: list[dict], name: str, now: float) -> float:
 def main() -> str | None:
     """What is wrong."""
     url, name = os.environ["VERBATIM_URL"].rstrip("/") + "/nodes", os.environ["VERBATIM_NODE_NAME"]
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {os.environ['VERBATIM_ADMIN_TOKEN']}"})
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {os.environ['VERBATIM_NODE_TOKEN']}"})
     try:
         with urllib.request.urlopen(request, timeout=10) as response:
             nodes = json.load(response)["nodes"]

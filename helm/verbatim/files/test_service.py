@@ -20,16 +20,16 @@ def ask(method: str, path: str, token: str = "", body: dict | None = None) -> di
 
 def main() -> None:
     """Raises what is wrong."""
-    admin = os.environ["VERBATIM_ADMIN_TOKEN"]
+    token = os.environ["VERBATIM_NODE_TOKEN"]
     ask("GET", "/healthz")
     ask("GET", "/readyz")
-    session = ask("POST", "/sessions", admin, {"metadata": {"opened_by": "helm test"}})
+    session = ask("POST", "/sessions", token, {"metadata": {"opened_by": "helm test"}})
     name, key = session["session_id"], session["api_key"]
     try:
         models = ask("GET", f"/s/{name}/v1/models", key)
         print(f"serves {', '.join(model['id'] for model in models['data'])}", flush=True)
     finally:
-        ask("DELETE", f"/sessions/{name}", admin)
+        ask("DELETE", f"/sessions/{name}", token)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ CALLS = (
         "get",
         "/sessions/{session_id}/calls",
         "sessions",
-        "admin",
+        "node",
         "The calls of a session",
         f"In the order they were recorded, then those that are under way. With n > 1 every choice is a call of its own. {MSGPACK}",
         {

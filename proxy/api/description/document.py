@@ -36,18 +36,21 @@ REFUSALS = {
 OF_EVERYBODY: Mapping[str, Sequence[int]] = {
     "admin": (400, 401, 403, 503),
     "trainer": (400, 401, 403, 503),
+    "node": (400, 401, 403, 503),
     "session": (),
     "anyone": (),
 }
 KEYS = {
     "admin": ("AdminToken",),
     "trainer": ("TrainerToken", "AdminToken"),
+    "node": ("NodeToken", "AdminToken"),
     "session": ("SessionKey", "SessionKeyHeader", "SessionKeyGoogle"),
     "anyone": (),
 }
 SCHEMES: Json = {
     "AdminToken": {"type": "http", "scheme": "bearer", "description": "an admin token"},
     "TrainerToken": {"type": "http", "scheme": "bearer", "description": "a trainer token"},
+    "NodeToken": {"type": "http", "scheme": "bearer", "description": "a node token"},
     "SessionKey": {"type": "http", "scheme": "bearer", "description": "the key of the session"},
     "SessionKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "the key of the session"},
     "SessionKeyGoogle": {"type": "apiKey", "in": "header", "name": "x-goog-api-key", "description": "the key of the session"},

@@ -16,7 +16,7 @@ MSGPACK = (
 PAGE = {"limit": "Entries of one page.", "cursor": "`cursor` of the page before."}
 SESSION_ID = {"session_id": "The session's id."}
 
-Who = Literal["admin", "trainer", "session", "anyone"]
+Who = Literal["admin", "trainer", "node", "session", "anyone"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from pydantic import SecretStr
 from proxy.app import Adding, create_app
 from proxy.settings import Settings
 from tests.support.service.prompt_server import PromptServer
-from tests.support.service.verbatim_process import ADMIN, TRAINER, wait_until
+from tests.support.service.verbatim_process import ADMIN, NODE, TRAINER, wait_until
 
 
 class RunningService:
@@ -38,7 +38,7 @@ class RunningService:
         self.adding = adding
         self._port = 0
         engines = [engine] if isinstance(engine, str) else engine
-        tokens = {"admin_token": SecretStr(ADMIN), "trainer_token": SecretStr(TRAINER)}
+        tokens = {"admin_token": SecretStr(ADMIN), "trainer_token": SecretStr(TRAINER), "node_token": SecretStr(NODE)}
         self.settings = Settings(engine=engines, redis=redis_url, **{**tokens, "drain_seconds": 2.0, **settings})
         self.url = ""
         self._protocol, self._send_bytes = protocol, send_bytes

@@ -20,7 +20,7 @@ from tests.support.service import plain_http
 from tests.support.service.forked import ForkedVerbatim
 
 COMMAND = [sys.executable, "-m", "cli.main"]
-ADMIN, TRAINER = "admin-of-the-test", "trainer-of-the-test"
+ADMIN, TRAINER, NODE = "admin-of-the-test", "trainer-of-the-test", "node-of-the-test"
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -54,7 +54,7 @@ class Serving:
         inside: Sequence[str] = (),
         **variables: str,
     ) -> None:
-        tokens = {"VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_TRAINER_TOKEN": TRAINER}
+        tokens = {"VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_TRAINER_TOKEN": TRAINER, "VERBATIM_NODE_TOKEN": NODE}
         self.data_dir = data_dir
         self.stdout, self.stderr = "", ""
         self._wants_ready = ready
