@@ -12,13 +12,17 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
 
 
-def show(given: Settings, effective: Settings, url: str) -> None:
-    """Print the facts of a started service to stdout. Tokens are shown only when they were generated: `given` lacks them."""
+def show(given: Settings, effective: Settings, url: str, control_url: str) -> None:
+    """Print the facts of a started service to stdout; the two URLs differ where the control side has a port of its own.
+    Tokens are shown only when they were generated: `given` lacks them."""
     console = Console()
     url = (effective.public_url or url).rstrip("/")
+    own = effective.control_port is not None
+    control_url = control_url if own else url
     rows = {
         "base URL": url,
-        "pages": f"{url}/ui",
+        **({"control URL": control_url} if own else {}),
+        "pages": f"{control_url}/ui",
         "engines": ", ".join(effective.engine) + f" ({effective.engine_api})",
         "data": str(given.data_dir.resolve()) if not given.redis else "in the Redis given",
         "admin token": _token(given, effective, "admin"),
@@ -29,7 +33,7 @@ def show(given: Settings, effective: Settings, url: str) -> None:
     else:
         for name, value in rows.items():
             console.print(f"{name}: {value}", soft_wrap=True, markup=False, highlight=False)
-    for line in _first_steps(url, given, effective):
+    for line in _first_steps(control_url, given, effective):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 

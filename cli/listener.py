@@ -10,8 +10,8 @@ from cli.refusal import Refusal
 BACKLOG = 2048
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket on `host`:`port`. Raises `Refusal` that says why the address cannot be had."""
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A listening TCP socket on `host`:`port`, which `flag` named. Raises `Refusal` that says why the address cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, OverflowError) as error:
@@ -24,17 +24,17 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
-        raise Refusal(_why(host, port, error)) from error
+        raise Refusal(_why(host, port, flag, error)) from error
     listener.set_inheritable(False)
     return listener
 
 
-def _why(host: str, port: int, error: Exception) -> str:
+def _why(host: str, port: int, flag: str, error: Exception) -> str:
     match getattr(error, "errno", None):
         case errno.EADDRINUSE:
-            return f"port {port} on {host} is taken by another process: choose another with --port, or --port 0 for a free one"
+            return f"port {port} on {host} is taken by another process: choose another with {flag}, or {flag} 0 for a free one"
         case errno.EACCES:
-            return f"port {port} needs more rights than this user has: choose one above 1023 with --port"
+            return f"port {port} needs more rights than this user has: choose one above 1023 with {flag}"
         case errno.EADDRNOTAVAIL:
             return f"{host} is no address of this machine: choose another with --host"
         case _:

@@ -35,6 +35,14 @@ REDIS_SECONDS = 10.0
 
 def node(
     url: ServiceUrl = None,
+    harness_url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="VERBATIM_HARNESS_URL",
+            metavar="URL",
+            help="Where harnesses call the service, if its control side has a port of its own (--control-port). Default: --url.",
+        ),
+    ] = None,
     redis: Annotated[
         str | None, typer.Option(envvar="VERBATIM_REDIS", metavar="URL", help="The Redis of the service, where tasks wait.")
     ] = None,
@@ -108,7 +116,19 @@ def node(
     )
     control = Control(url, variables=(NODE, ADMIN))
     slots = Slots(prepare, ready, run, evaluate)
-    asyncio.run(_serve(control, redis, name or socket.gethostname(), settings, slots, data_dir, runtimes or []))
+    where = (harness_url or control.url).rstrip("/")
+    asyncio.run(
+        _serve(
+            control,
+            where,
+            redis,
+            name or socket.gethostname(),
+            settings,
+            slots,
+            data_dir,
+            runtimes or [],
+        )
+    )
 
 
 def labels_of(given: list[str]) -> Mapping[str, str]:
@@ -127,7 +147,14 @@ def own_memory_mb() -> int:
 
 
 async def _serve(
-    control: Control, redis: str, name: str, settings: NodeSettings, slots: Slots, data_dir: Path, wanted: list[str]
+    control: Control,
+    harness_url: str,
+    redis: str,
+    name: str,
+    settings: NodeSettings,
+    slots: Slots,
+    data_dir: Path,
+    wanted: list[str],
 ) -> None:
     from cli.introduction import let_in
     from cli.rollout_store import RolloutConnection
@@ -137,18 +164,18 @@ async def _serve(
     from rollout.stages import Capacity, Stages
     from rollout.store.work import RedisWorkStore
 
-    route = route_of(control.url)
+    route = route_of(harness_url, "--url" if harness_url == control.url else "--harness-url")
     kinds = await kinds_here(wanted)
     logs = logs_folder(data_dir)
     connection = await connected(redis)
     sessions = Sessions(control.url, control.token)
     parts = NodeParts(
         name=name,
-        url=control.url,
+        url=harness_url,
         route=route,
         work=RedisWorkStore(RolloutConnection(connection)),
         sessions=sessions,
-        judge=Judge(sessions),
+        judge=Judge(sessions, harness_url),
         stages=Stages(slots, Capacity(settings.cpus, settings.memory_mb)),
         kinds=kinds,
         logs=logs,
@@ -171,7 +198,7 @@ async def _run(parts: NodeParts, settings: NodeSettings, control: Control) -> No
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.drain)
     typer.echo(
-        f"node {parts.name}: takes rollouts of {parts.url} with {', '.join(sorted(parts.kinds))}; logs in {parts.logs}",
+        f"node {parts.name}: takes rollouts of {control.url} with {', '.join(sorted(parts.kinds))}; logs in {parts.logs}",
         err=True,
     )
     for kind in parts.kinds.values():
@@ -222,13 +249,13 @@ async def connected(redis: str) -> StoreConnection:
     return connection
 
 
-def route_of(url: str) -> Route:
+def route_of(url: str, flag: str) -> Route:
     """Raises `Refusal` (exit code 2)."""
     from rollout.runtimes.base import Route
 
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise Refusal(f"--url {url!r} is no http or https URL", exit_code=2)
+        raise Refusal(f"{flag} {url!r} is no http or https URL", exit_code=2)
     return Route(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
 
 

@@ -39,7 +39,7 @@ OWN_URL = "http://127.0.0.1"
 """Under which the application is asked from inside its own process; no connection is made."""
 
 
-def rollouts(known: Known, services: Services, app: Application) -> Addition:
+def rollouts(known: Known, services: Services, control: Application) -> Addition:
     """For `create_app`, once `known` is given."""
     settings = services.settings
     assert settings.redis is not None, "create_app has one"
@@ -56,14 +56,14 @@ def rollouts(known: Known, services: Services, app: Application) -> Addition:
     )
     numbers = RolloutNumbers(store)
     services.metrics.registry.register(numbers)
-    return Addition(router, partial(_running, settings, wire, store, numbers, app), TASKS)
+    return Addition(router, partial(_running, settings, wire, store, numbers, control), TASKS)
 
 
 @contextlib.asynccontextmanager
 async def _running(
-    settings: Settings, wire: StoreConnection, store: RedisTaskStore, numbers: RolloutNumbers, app: Application
+    settings: Settings, wire: StoreConnection, store: RedisTaskStore, numbers: RolloutNumbers, control: Application
 ) -> AsyncIterator[None]:
-    inside = httpx.ASGITransport(app, raise_app_exceptions=False)
+    inside = httpx.ASGITransport(control, raise_app_exceptions=False)
     sessions = Sessions(OWN_URL, partial(admin_secret, settings), transport=inside)
     callbacks, work = Callbacks(store), RedisWorkStore(RolloutConnection(wire))
     sweeper = Sweeper(f"server-{uuid.uuid4().hex}", store, work, sessions, callbacks, numbers, RolloutSettings())

@@ -90,12 +90,20 @@ def serve(
         int | None,
         typer.Option(metavar="PORT", help="Port to listen on. Default: 8700; 0 takes a free one and prints it."),
     ] = None,
+    control_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            help="Port of its own for the control side: sessions, batches, weights, tasks, pages and metrics. --port then serves "
+            "harnesses and probes alone. 0 takes a free one. Default: both sides share --port.",
+        ),
+    ] = None,
     workers: Annotated[
         int,
         typer.Option(
             metavar="N",
             min=1,
-            help="Processes that share the port and one Redis. One keeps a CPU core busy; add more when that core is full.",
+            help="Processes that share the ports and one Redis. One keeps a CPU core busy; add more when that core is full.",
         ),
     ] = 1,
     tls_cert: Annotated[
@@ -158,6 +166,7 @@ def serve(
         "fsync": fsync,
         "host": host,
         "port": port,
+        "control_port": control_port,
         "tls_cert": tls_cert,
         "tls_key": tls_key,
         "open": open_mode or None,

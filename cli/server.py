@@ -1,4 +1,4 @@
-"""One serving process: uvicorn on uvloop over a socket that is open already, and what signals mean to it."""
+"""One serving process: uvicorn on uvloop over sockets that are open already, and what signals mean to it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ def exit_at_once() -> None:
     os._exit(FORCED_EXIT)
 
 
-def run_server(settings: Settings, listener: socket.socket, on_ready: Callable[[], None], on_force: Callable[[], None]) -> None:
+def run_server(
+    settings: Settings, listeners: list[socket.socket], on_ready: Callable[[], None], on_force: Callable[[], None]
+) -> None:
     """Serve until a stop signal; calls in flight may finish for `drain_seconds`, then they are cut and recorded.
 
     Raises `Refusal` when the application cannot start.
@@ -128,14 +130,14 @@ def run_server(settings: Settings, listener: socket.socket, on_ready: Callable[[
         timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + CUT_SECONDS,
     )
     server = Server(config, partial(app.drain, settings.drain_seconds), on_ready, on_force, certificate(settings))
-    _run_until_stopped(server, listener)
+    _run_until_stopped(server, listeners)
     if not server.started:
         raise Refusal("the service could not start; the log above says why")
 
 
-def _run_until_stopped(server: Server, listener: socket.socket) -> None:
+def _run_until_stopped(server: Server, listeners: list[socket.socket]) -> None:
     try:
-        server.run(sockets=[listener])
+        server.run(sockets=listeners)
     except SystemExit as stopped:
         # uvicorn ends the process when the lifespan fails; the caller still has a Redis to stop.
         if stopped.code != uvicorn.config.STARTUP_FAILURE:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterable
+from contextlib import ExitStack
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -40,16 +41,26 @@ def run(settings: Settings, workers: int, log_level: str) -> None:
         log.warning("%s is no setting and changes nothing: is %s meant?", name, meant)
     certificate(settings)
     warn_of_weak_tokens(settings)
-    listener = listen(settings.host, settings.port)
-    with listener, opened(settings) as (redis_url, stop_redis):
-        complete = with_tokens(settings).model_copy(update={"redis": redis_url})
-        on_ready = partial(show, settings, complete, url_of(listener, tls=settings.tls_cert is not None))
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(listen(settings.host, port, flag)) for port, flag in ports_of(settings)]
+        redis_url, stop_redis = stack.enter_context(opened(settings))
+        ports: list[int] = [listener.getsockname()[1] for listener in listeners]
+        found = {"redis": redis_url, "port": ports[0], "control_port": ports[1] if len(ports) > 1 else None}
+        complete = with_tokens(settings).model_copy(update=found)
+        urls = [url_of(listener, tls=settings.tls_cert is not None) for listener in listeners]
+        on_ready = partial(show, settings, complete, urls[0], urls[-1])
         if workers == 1:
-            run_server(complete, listener, on_ready, on_force=stop_redis)
+            run_server(complete, listeners, on_ready, on_force=stop_redis)
         else:
-            Workers(complete, listener, workers, log_level).run(on_ready, on_force=stop_redis)
+            Workers(complete, listeners, workers, log_level).run(on_ready, on_force=stop_redis)
         # Stopping Redis takes milliseconds; an impatient Ctrl-C must not leave it behind.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def ports_of(settings: Settings) -> list[tuple[int, str]]:
+    """The ports to listen on, each with its flag: the harness side's first, then the control side's where that has one of its own."""
+    own = [] if settings.control_port is None else [(settings.control_port, "--control-port")]
+    return [(settings.port, "--port"), *own]
 
 
 def with_tokens(settings: Settings) -> Settings:

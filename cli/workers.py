@@ -1,4 +1,4 @@
-"""Several serving processes on one listening socket and one Redis, watched by the parent.
+"""Several serving processes on the same listening sockets and one Redis, watched by the parent.
 
 A worker that dies is replaced: the proxies hold no state that is not in the store. A worker that ends by itself before it serves
 ends the whole service, since its successor would fail in the same way. Workers end when their parent is gone.
@@ -55,9 +55,9 @@ class Worker:
 class Workers:
     """`run` returns after a stop signal, when all workers have drained."""
 
-    def __init__(self, settings: Settings, listener: socket.socket, count: int, log_level: str) -> None:
+    def __init__(self, settings: Settings, listeners: list[socket.socket], count: int, log_level: str) -> None:
         self._settings = settings
-        self._listener = listener
+        self._listeners = listeners
         self._count = count
         self._log_level = log_level
         self._workers: list[Worker] = []
@@ -78,7 +78,7 @@ class Workers:
 
     def _start(self) -> Worker:
         ours, theirs = _spawn.Pipe(duplex=False)
-        process = _spawn.Process(target=work, args=(self._settings, self._listener, theirs, self._log_level))
+        process = _spawn.Process(target=work, args=(self._settings, self._listeners, theirs, self._log_level))
         # Ctrl-C in a terminal reaches the whole process group: only the parent is to act on it. The child inherits this
         # from its first instruction on.
         acting = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -134,14 +134,14 @@ class Workers:
         self._stopping = True
 
 
-def work(settings: Settings, listener: socket.socket, says: Connection, log_level: str) -> None:
+def work(settings: Settings, listeners: list[socket.socket], says: Connection, log_level: str) -> None:
     """The life of one worker process."""
     from cli.server import run_server
 
     logs.configure(log_level, settings.log_format)
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
-        run_server(settings, listener, on_ready=lambda: says.send("ready"), on_force=lambda: None)
+        run_server(settings, listeners, on_ready=lambda: says.send("ready"), on_force=lambda: None)
     except Refusal as refusal:
         log.error("%s", refusal)
         raise SystemExit(refusal.exit_code) from refusal

@@ -74,7 +74,7 @@ class Addition:
 
 
 Adding = Callable[[Services, Application], Addition]
-"""Makes one, of what the process holds and the application itself."""
+"""Makes one, of what the process holds and the control side itself."""
 
 
 def create_app(settings: Settings, *adding: Adding) -> Harness:
@@ -86,7 +86,7 @@ def create_app(settings: Settings, *adding: Adding) -> Harness:
     # No pages that load scripts from elsewhere and ask for a token.
     control = FastAPI(title="Verbatim", docs_url=None, redoc_url=None)
     harness = harness_of(services, control)
-    additions = [add(services, harness) for add in adding]
+    additions = [add(services, control) for add in adding]
     control.router.lifespan_context = lambda _: _lifespan(services, store, harness, additions)
     control.state.services = services
     control.state.ui = Ui(services)

@@ -1,6 +1,7 @@
 """The harness side as plain ASGI: exact routes, the session's key, then the flow; the answer streamed or whole.
 
-No framework stands in the path of a call. Paths that are not known here are left to the control side.
+No framework stands in the path of a call. Paths that are not known here are left to the control side, unless that has a port of its own:
+then the port at which a request came in says which side answers it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,17 @@ from proxy.store.session_store import SessionInfo
 log = logging.getLogger(__name__)
 
 
+_PROBES = ("/healthz", "/readyz")
+"""Paths of the control side that are served at the harness side's own port, too."""
+
+
 class Harness:
     """The ASGI application in front: harness calls are answered here, everything else goes to `control`."""
 
     def __init__(self, services: Services, control: Callable[[Scope, Receive, Send], Awaitable[None]], flow: Flow) -> None:
         self._services = services
         self._control = control
+        self._control_port = services.settings.control_port
         self.description: Callable[[], dict[str, Any]] = dict
         """The service's OpenAPI document, once whoever made the application has said what it is."""
         self._flow = flow
@@ -46,7 +52,7 @@ class Harness:
         """What models are told to have been created at: one time, for a model does not change from one look to the next."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not is_harness(scope["method"], scope["path"]):
+        if not self._is_ours(scope):
             await self._control(scope, receive, send)
             return
         try:
@@ -62,6 +68,16 @@ class Harness:
             return
         await self._answering.refuse(send, self._dialects[dialect_of(scope["path"])], refusal)
 
+    def _is_ours(self, scope: Scope) -> bool:
+        """Whether the harness side is to answer."""
+        if scope["type"] != "http":
+            return False
+        if self._control_port is None:
+            return is_harness(scope["method"], scope["path"])
+        # Of the socket itself; what is not known to have come in at the control side's port is a harness's.
+        _, port = scope.get("server") or ("", None)
+        return port != self._control_port and scope["path"] not in _PROBES
+
     def _clock(self) -> CallClock:
         """The clock of a request that has come in."""
         return CallClock()
@@ -72,6 +88,8 @@ class Harness:
         if len(headers) < len(scope["headers"]):
             check_once(scope["headers"])
         try:
+            if self._control_port is not None and not is_harness(scope["method"], scope["path"]):
+                raise NotFound(f"{scope['path']} is nothing that harnesses are served; the control side has a port of its own")
             route = find(scope["method"], scope["path"], headers)
         except RequestError as error:
             # A harness that asks for what is not there may work worse and not say why.

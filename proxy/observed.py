@@ -16,7 +16,7 @@ from proxy.dialects.base import Asked, Delta, FirstToken, Reply, Request, Sampli
 from proxy.errors import VerbatimError
 from proxy.flow import Flow
 from proxy.harness import Harness
-from proxy.routes import Route, dialect_of, is_harness
+from proxy.routes import Route, dialect_of
 from proxy.services import Services
 from proxy.session_tree import Draft, SessionTree
 from proxy.steps import ADMIT, INTERPRET, PLAN, SAMPLE, STEPS, CallClock
@@ -41,7 +41,7 @@ class ObservedHarness(Harness):
         self._logs = services.settings.log_calls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not is_harness(scope["method"], scope["path"]):
+        if not self._is_ours(scope):
             await super().__call__(scope, receive, send)
             return
         headers = headers_of(scope)

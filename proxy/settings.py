@@ -121,6 +121,9 @@ class Settings(BaseSettings):
     """Address to listen on."""
     port: int = Field(8700, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
+    control_port: int | None = Field(None, ge=0, le=65535)
+    """Port of the control side, pages, metrics and probes, on the same address: `port` then serves harnesses, /healthz and /readyz alone.
+    0 takes a free one; none: both sides share `port`."""
     public_url: str | None = None
     """What harnesses call this service, for the base_urls of new sessions; none: taken from the request."""
     admin_token: SecretStr | None = None
@@ -337,6 +340,13 @@ class Settings(BaseSettings):
         if chosen and not is_loopback(host):
             raise ValueError(f"the service would listen on {host}, where other machines reach it without a token")
         return chosen
+
+    @field_validator("control_port")
+    @classmethod
+    def _is_another_port(cls, port: int | None, others: ValidationInfo) -> int | None:
+        if port and port == others.data.get("port"):
+            raise ValueError("harnesses are served there (VERBATIM_PORT): choose another, or leave it out to share the port")
+        return port
 
     @field_validator("admission_staleness")
     @classmethod

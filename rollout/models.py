@@ -29,15 +29,16 @@ class Judge:
     """Asks a model in a session of its own, which no trainer ever gets, and which is not held back where trainers are behind: rollouts
     wait for its verdict."""
 
-    def __init__(self, sessions: Sessions) -> None:
-        self._sessions = sessions
+    def __init__(self, sessions: Sessions, url: str) -> None:
+        """`url`: where harnesses call the service."""
+        self._sessions, self._url = sessions, url
 
     async def ask(self, model: str, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]) -> str:
         """The text of the reply. Raises `SessionFailed`."""
         opened = await self._sessions.create(f"judge-{uuid.uuid4().hex}", metadata={"purpose": "judge"}, trained=False)
         try:
             body = {**sampling, "model": model, "messages": list(messages)}
-            answer = await _asked(self._sessions.url, opened, "POST", "chat/completions", body)
+            answer = await _asked(self._url, opened, "POST", "chat/completions", body)
             return str(answer["choices"][0]["message"].get("content") or "")
         finally:
             with suppress(SessionFailed):

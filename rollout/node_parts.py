@@ -15,8 +15,8 @@ from rollout.store.base import WorkStore
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """`url` is the service as the node reaches it, `route` its host and port. `kinds` are the runtimes that this machine has, by name;
-    `logs` is the folder of all attempts' logs."""
+    """`url` is the service as harnesses on this node call it, `route` its host and port: all of it that a rollout reaches. `kinds` are the
+    runtimes that this machine has, by name; `logs` is the folder of all attempts' logs."""
 
     name: str
     url: str

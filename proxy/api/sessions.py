@@ -21,6 +21,7 @@ from proxy.auth import SESSION_ID, mint_key
 from proxy.cursors import CallsCursor
 from proxy.errors import Conflict, NotFound
 from proxy.services import Services
+from proxy.settings import Settings
 from proxy.store.groups import GroupRule
 from proxy.store.session_store import SessionInfo, SessionState
 from reconstruct.roles import RoleRule
@@ -142,8 +143,7 @@ async def create(request: Request, services: Served, body: Annotated[NewSession,
     )
     if not await open_session(services, info, request.is_disconnected):
         raise Conflict(f"there is a session {session_id} already", param="session_id")
-    base = services.settings.public_url or str(request.base_url)
-    urls = _base_urls(base, session_id)
+    urls = _base_urls(_harness_url(request, services.settings), session_id)
     return json_response({"session_id": session_id, "api_key": api_key, "base_urls": urls}, 201)
 
 
@@ -212,6 +212,13 @@ async def reward(services: Served, session_id: str, body: Annotated[Reward, Depe
 async def close(services: Served, session_id: str, body: Annotated[Close, Depends(body_of(Close))]) -> Response:
     state = await close_session(services, session_id, body.status, body.reward, body.error)
     return json_response(session_as_wire(state))
+
+
+def _harness_url(request: Request, settings: Settings) -> str:
+    """What harnesses call this service, as far as the request tells."""
+    if settings.public_url is not None:
+        return settings.public_url
+    return str(request.base_url if settings.control_port is None else request.base_url.replace(port=settings.port))
 
 
 def _base_urls(base: str, session_id: str) -> dict[str, str]:

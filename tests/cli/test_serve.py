@@ -17,7 +17,7 @@ import pytest
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.service.redis_server import free_port, running_redis
 from tests.support.service.scripted_service import ScriptedService, json_answer, serving
-from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, processes_using, runs, wait_until
+from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, processes_using, runs, verbatim, wait_until
 
 OUTLASTING = 100.0
 """Seconds that an engine takes in the tests that do not let it finish."""
@@ -209,9 +209,10 @@ def test_a_service_that_starts_before_its_redis_waits_for_it(tmp_path: Path) -> 
             assert service.stop() == 0
 
 
-def test_a_call_in_flight_finishes_after_a_stop_signal(data: Path, engine: ScriptedService) -> None:
+@pytest.mark.parametrize("flags", [(), ("--control-port", "0")], ids=["one port", "two ports"])
+def test_a_call_in_flight_finishes_after_a_stop_signal(data: Path, engine: ScriptedService, flags: tuple[str, ...]) -> None:
     answer_after(engine, OUTLASTING)
-    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data) as service:
+    with Serving("--engine", engine.url, "--engine-api", "chat", *flags, data_dir=data) as service:
         call = Call(service, "s")
         engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
         service.send(signal.SIGTERM)
@@ -307,6 +308,53 @@ def test_several_workers_share_the_port_and_the_store_and_one_that_is_killed_is_
         assert "Traceback" not in service.stderr
         for killed in (first[0], starting):
             assert f"worker {killed} died" in service.stderr
+
+
+HARNESS_ROUTES = (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("POST", "/v1beta/models/policy:generateContent"))
+CONTROL_ROUTES = (
+    *(("POST", path) for path in ("/sessions", "/batches/lease", "/weights", "/tasks", "/engines")),
+    *(("GET", path) for path in ("/sessions", "/weights", "/nodes", "/engines", "/metrics", "/ui", "/openapi.json")),
+)
+
+
+@pytest.mark.parametrize("flags", [(), ("--workers", "2"), ("--log-calls",)], ids=["one", "two", "logged"])
+def test_each_side_is_served_at_its_own_port_alone(data: Path, engine: ScriptedService, flags: tuple[str, ...]) -> None:
+    with Serving("--engine", engine.url, "--engine-api", "chat", "--control-port", "0", *flags, data_dir=data) as service:
+        assert service.url != service.control_url
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
+        made = service.request("POST", "/sessions", json={"session_id": "s"}).json()
+        assert made["base_urls"]["openai"] == f"{service.url}/s/s/v1"
+        admin, own = {"Authorization": f"Bearer {ADMIN}"}, {"Authorization": f"Bearer {made['api_key']}"}
+        for method, path in CONTROL_ROUTES:
+            refused = httpx.request(method, service.url + path, headers=admin, json={} if method == "POST" else None)
+            assert refused.status_code == 404, (method, path, refused.text)
+            assert refused.json()["error"]["code"] == "not_found"
+            assert "a port of its own" in refused.json()["error"]["message"]
+            assert service.request(method, path, json={} if method == "POST" else None).status_code != 404, (method, path)
+        for method, path in HARNESS_ROUTES:
+            body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]} if method == "POST" else None
+            refused = httpx.request(method, f"{service.control_url}/s/s{path}", headers=own, json=body)
+            assert refused.status_code == 404, (method, path, refused.text)
+        for path in ("/healthz", "/readyz"):
+            assert [httpx.get(url + path).status_code for url in (service.url, service.control_url)] == [200, 200]
+        # The Host header is the client's to choose; the socket is not.
+        host = {"Host": service.control_url.removeprefix("http://")}
+        assert httpx.get(service.url + "/sessions", headers={**admin, **host}).status_code == 404
+        answer_after(engine, 0)
+        call = Call(service, "t")
+        answer = call.end()
+        assert answer is not None and answer.status_code == 200, call.error
+        assert len(service.request("GET", "/sessions/t/calls").json()["calls"]) == 1
+        assert len(service.request("GET", "/sessions/s/calls").json()["calls"]) == 0
+
+
+def test_a_control_port_that_is_taken_or_the_harness_sides_is_refused(data: Path, nowhere: Serving) -> None:
+    taken = nowhere.url.rpartition(":")[2]
+    done = verbatim("serve", *NOWHERE, "--port", "0", "--control-port", taken, "--data-dir", str(data))
+    assert done.returncode == 1 and "choose another with --control-port" in done.stderr
+    done = verbatim("serve", *NOWHERE, "--port", "8700", "--control-port", "8700", "--data-dir", str(data))
+    assert done.returncode == 2 and "--control-port (or VERBATIM_CONTROL_PORT) cannot be '8700'" in done.stderr
+    assert not data.exists()
 
 
 def test_workers_end_when_their_parent_is_killed(data: Path) -> None:

@@ -84,23 +84,27 @@ def check_service(service: Serving, trust: ssl.SSLContext) -> None:
     """It speaks with whoever trusts its certificate, and with nobody else."""
     assert service.url.startswith("https://127.0.0.1:")
     headers = {"Authorization": f"Bearer {ADMIN}"}
-    with httpx.Client(verify=trust, base_url=service.url, headers=headers, timeout=30) as client:
+    with httpx.Client(verify=trust, base_url=service.control_url, headers=headers, timeout=30) as client:
         made = client.post("/sessions", json={}).json()
-        assert made["base_urls"]["openai"].startswith("https://")
+        assert made["base_urls"]["openai"].startswith(service.url)
         models = client.get(f"{made['base_urls']['openai']}/models", headers={"Authorization": f"Bearer {made['api_key']}"})
         assert models.status_code == 200
-    with pytest.raises(httpx.ConnectError, match="certificate"):
-        httpx.get(service.url + "/healthz")
-    with pytest.raises(httpx.HTTPError):
-        httpx.get(service.url.replace("https://", "http://") + "/healthz")
+    for url in (service.url, service.control_url):
+        with pytest.raises(httpx.ConnectError, match="certificate"):
+            httpx.get(url + "/healthz")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(url.replace("https://", "http://") + "/healthz")
 
 
 def test_a_client_that_trusts_the_certificate_is_served_over_https(https: Serving, trust: ssl.SSLContext) -> None:
     check_service(https, trust)
 
 
-def test_several_workers_serve_over_https(certified: tuple[Path, Path], trust: ssl.SSLContext, tmp_path: Path) -> None:
-    with Serving(*NOWHERE, *flags(*certified), "--workers", "2", data_dir=tmp_path / "data") as service:
+@pytest.mark.parametrize("ports", [(), ("--control-port", "0")], ids=["one port", "two ports"])
+def test_several_workers_serve_over_https(
+    certified: tuple[Path, Path], trust: ssl.SSLContext, tmp_path: Path, ports: tuple[str, ...]
+) -> None:
+    with Serving(*NOWHERE, *flags(*certified), *ports, "--workers", "2", data_dir=tmp_path / "data") as service:
         check_service(service, trust)
         assert service.stop() == 0
         assert "Traceback" not in service.stderr

@@ -9,11 +9,13 @@ from tests import ROOT
 from tests.support.documents.helm_chart import container, environment, pod_of, the
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.machine import require
+from tests.support.service import plain_http
 from tests.support.service.verbatim_process import Serving, wait_until
 
 HERE = {
     "VERBATIM_HOST",
     "VERBATIM_PORT",
+    "VERBATIM_CONTROL_PORT",
     "VERBATIM_ENGINE",
     "VERBATIM_REDIS",
     "VERBATIM_ADMIN_TOKEN_FILE",
@@ -36,7 +38,7 @@ def test_the_service_serves_where_it_may_write_nothing_but_tmp(redis_url: str) -
     told = environment(container(pod_of(the({}, "Deployment", "-proxy")) or {}))
     asked = {name: value for name, value in told.items() if value and name not in HERE}
     # Images make no byte code; their data directory is there and cannot be written to.
-    asked |= {"PYTHONDONTWRITEBYTECODE": "1", "HOME": "/"}
+    asked |= {"PYTHONDONTWRITEBYTECODE": "1", "HOME": "/", "VERBATIM_CONTROL_PORT": "0"}
     with (
         ScriptedEngine() as engine,
         Serving(
@@ -52,7 +54,7 @@ def test_the_service_serves_where_it_may_write_nothing_but_tmp(redis_url: str) -
         wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, f"ready; {service.stderr}")
         opened = service.request("POST", "/sessions", json={}).json()
         body = {"model": "policy", "messages": [{"role": "user", "content": "Say hello."}]}
-        chat = f"/s/{opened['session_id']}/v1/chat/completions"
-        assert service.request("POST", chat, opened["api_key"], json=body).status_code == 200
+        chat, key = opened["base_urls"]["openai"] + "/chat/completions", {"Authorization": f"Bearer {opened['api_key']}"}
+        assert plain_http.post(chat, headers=key, json=body).status_code == 200
         assert service.request("GET", "/ui").status_code == 200
         assert "Traceback" not in service.stderr

@@ -24,6 +24,7 @@ PRIVATE = End(address="192.168.7.7")
 API_SERVER = End(address="10.96.0.1")
 NAMES = End("kube-system", {"k8s-app": "kube-dns"})
 STRANGER = End("default", {"app": "anything"})
+CONTROL = 8701
 PORTS = {"proxy": 8700, "redis": 6379, "vllm": 8000}
 SAME = "rollouts in the same namespace"
 
@@ -52,7 +53,8 @@ def test_a_rollout_reaches_the_service_and_nothing_else(name: str, network: str)
     values = MATRIX[name]
     held, agent = policies(values), rollout(values, network)
     assert reaches(held, agent, part(values, "proxy"), 8700)
-    assert not reaches(held, agent, part(values, "proxy"), 22)
+    for other_port in (CONTROL, 22):
+        assert not reaches(held, agent, part(values, "proxy"), other_port)
     for inside in ("redis", "vllm", "node"):
         assert not reaches(held, agent, part(values, inside), PORTS.get(inside, 80)), inside
     for other in (OPEN_WORLD, PRIVATE, API_SERVER, STRANGER, rollout(values, "proxy")):
@@ -95,7 +97,8 @@ def test_store_and_engines_are_reached_by_those_alone_who_need_them(name: str) -
     assert reaches(held, proxy, vllm, 8000) and not reaches(held, node, vllm, 8000)
     assert not reaches(held, vllm, redis, 6379)
     neighbour = End(NAMESPACE, {"app": "trainer"})
-    assert reaches(held, neighbour, proxy, 8700)
+    for port in (8700, CONTROL):
+        assert reaches(held, neighbour, proxy, port) and reaches(held, node, proxy, port)
     for other in (neighbour, STRANGER, OPEN_WORLD):
         assert (
             not reaches(held, other, redis, 6379)
@@ -108,8 +111,16 @@ def test_the_service_takes_who_is_named_and_no_stranger() -> None:
     ingress = End("ingress-nginx", {"app": "controller"})
     for name, answer in (("defaults", False), ("everything", True)):
         values = MATRIX[name]
-        assert reaches(policies(values), ingress, part(values, "proxy"), 8700) is answer
-        assert not reaches(policies(values), STRANGER, part(values, "proxy"), 8700)
+        for port in (8700, CONTROL):
+            assert reaches(policies(values), ingress, part(values, "proxy"), port) is answer
+            assert not reaches(policies(values), STRANGER, part(values, "proxy"), port)
+
+
+def test_who_is_named_for_the_harness_side_reaches_that_alone() -> None:
+    gateway = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gateway"}}}
+    values: Values = {"networkPolicy": {"harnessFrom": [gateway]}}
+    outside, proxy = End("gateway", {"app": "envoy"}), part(values, "proxy")
+    assert reaches(policies(values), outside, proxy, 8700) and not reaches(policies(values), outside, proxy, CONTROL)
 
 
 def test_a_pod_that_nothing_was_said_about_reaches_nothing_where_rollouts_are() -> None:
@@ -129,14 +140,20 @@ def test_the_test_pods_stand_where_they_see_what_they_are_to_test(name: str) -> 
     }
     assert ends.keys() == {"service", "network"}
     asks, end = ends["service"]
-    assert reaches(held, end, part(values, "proxy"), 8700)
-    service = the(values, "Service", "-proxy")
-    (port,) = service["spec"]["ports"]
-    assert environment(container(asks))["VERBATIM_URL"] == f"http://{service['metadata']['name']}:{port['port']}"
+    service, told = the(values, "Service", "-proxy"), environment(container(asks))
+    for name, port in zip(("VERBATIM_HARNESS_URL", "VERBATIM_URL"), service["spec"]["ports"], strict=True):
+        assert told[name] == f"http://{service['metadata']['name']}:{port['port']}"
+    assert reaches(held, end, part(values, "proxy"), 8700) and reaches(held, end, part(values, "proxy"), CONTROL)
     _, end = ends["network"]
     agent = rollout(values, "proxy")
     assert end.namespace == agent.namespace
-    for other, number in ((part(values, "proxy"), 8700), (part(values, "vllm"), 8000), (API_SERVER, 443), (OPEN_WORLD, 443)):
+    for other, number in (
+        (part(values, "proxy"), 8700),
+        (part(values, "proxy"), CONTROL),
+        (part(values, "vllm"), 8000),
+        (API_SERVER, 443),
+        (OPEN_WORLD, 443),
+    ):
         assert reaches(held, end, other, number) is reaches(held, agent, other, number), other
     assert reaches([], end, API_SERVER, 443) and not reaches(held, end, API_SERVER, 443)
 

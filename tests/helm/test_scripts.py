@@ -37,11 +37,13 @@ def script(name: str, *args: str, **variables: str) -> subprocess.CompletedProce
 def test_the_test_pod_opens_uses_and_deletes_a_session(redis_url: str) -> None:
     with ScriptedEngine() as engine, serving_tasks(redis_url, engine.url, engine_api="token") as service:
         wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
-        done = script("test_service.py", VERBATIM_URL=service.url, VERBATIM_NODE_TOKEN=NODE)
+        done = script("test_service.py", VERBATIM_URL=service.url, VERBATIM_HARNESS_URL=service.url, VERBATIM_NODE_TOKEN=NODE)
         assert done.returncode == 0, done.stderr
         assert "GET /readyz: 200" in done.stdout and "serves " in done.stdout
         assert service.request("GET", "/sessions").json()["sessions"] == []
-        done = script("test_service.py", VERBATIM_URL=service.url, VERBATIM_NODE_TOKEN="another")
+        done = script(
+            "test_service.py", VERBATIM_URL=service.url, VERBATIM_HARNESS_URL=service.url, VERBATIM_NODE_TOKEN="another"
+        )
         assert done.returncode == 1 and "401" in done.stderr
 
 

@@ -25,6 +25,7 @@ from proxy.app import create_app
 from proxy.engine.membership import engine_spec
 from proxy.engine.vllm_launch import Device, vllm_command
 from proxy.metrics import Metrics
+from proxy.routes import is_harness
 from proxy.settings import Settings
 from proxy.store.address import Address
 from rollout.metrics import QUEUE_LABELS, STAGES
@@ -78,7 +79,9 @@ def test_the_proxys_settings_are_valid_ones(values: Values, monkeypatch: pytest.
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     settings = Settings()
-    assert (settings.host, settings.port) == ("::" if values.get("ipFamily") == "IPv6" else "0.0.0.0", 8700)
+    assert settings.host == ("::" if values.get("ipFamily") == "IPv6" else "0.0.0.0")
+    ports = {each["name"]: each["containerPort"] for each in proxy_of(values)["ports"]}
+    assert ports == {"http": settings.port, "control": settings.control_port}
     assert [engine_spec(url).url.rpartition(":")[0] for url in settings.engine if url.startswith("dns://demo")] == (
         [f"dns://demo-verbatim-vllm.{NAMESPACE}.svc"]
         if values.get("vllm", {}).get("enabled", True) and "fullnameOverride" not in values
@@ -158,11 +161,14 @@ def test_probes_scrapes_and_the_ingress_ask_for_what_is_there() -> None:
     one = proxy_of(values)
     probed = {one[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
     assert probed == {"/healthz"} <= there
-    assert one["ports"] == [{"name": "http", "containerPort": 8700}]
-    for part in ("-proxy", "-vllm"):
+    for part, port in (("-proxy", "control"), ("-vllm", "http")):
         (endpoint,) = the(values, "ServiceMonitor", part)["spec"]["endpoints"]
-        assert (endpoint["path"], endpoint["port"]) == ("/metrics", "http") and "/metrics" in there
-    let_in = {each["path"] for each in the(values, "Ingress", "verbatim")["spec"]["rules"][0]["http"]["paths"]}
+        assert (endpoint["path"], endpoint["port"]) == ("/metrics", port) and "/metrics" in there
+    paths = the(values, "Ingress", "verbatim")["spec"]["rules"][0]["http"]["paths"]
+    assert all(
+        is_harness("POST", each["path"] + "/x") is (each["backend"]["service"]["port"] == {"name": "http"}) for each in paths
+    )
+    let_in = {each["path"] for each in paths}
     controlled = {"/" + path.split("/")[1] for path in there} - {"/healthz", "/readyz", "/metrics"}
     # The pages are for people, and in no description of the API.
     assert let_in - {"/v1", "/v1beta", "/v1alpha"} == controlled | {"/ui"}
@@ -271,10 +277,12 @@ def test_a_node_may_do_to_pods_what_its_runtimes_ask_for_and_no_more(name: str) 
     the(values, "ServiceAccount", told["VERBATIM_KUBERNETES_SERVICE_ACCOUNT"], own)
     service = the(values, "Service", "-proxy")["metadata"]["name"].upper().replace("-", "_")
     is_ipv6 = values.get("ipFamily") == "IPv6"
-    assert told["VERBATIM_URL"] == ("http://[$({})]:8700" if is_ipv6 else "http://$({}):8700").format(f"{service}_SERVICE_HOST")
     address = "fd00::7" if is_ipv6 else "10.96.1.2"
-    url = urlsplit(told["VERBATIM_URL"].replace(f"$({service}_SERVICE_HOST)", address))
-    assert (url.hostname, url.port) == (address, 8700)
+    for variable, port in (("VERBATIM_URL", 8701), ("VERBATIM_HARNESS_URL", 8700)):
+        host = f"$({service}_SERVICE_HOST)"
+        assert told[variable] == (f"http://[{host}]:{port}" if is_ipv6 else f"http://{host}:{port}")
+        url = urlsplit(told[variable].replace(host, address))
+        assert (url.hostname, url.port) == (address, port)
 
 
 def test_the_bundled_redis_starts_as_it_is_told_to_and_keeps_what_it_has(tmp_path: Path) -> None:

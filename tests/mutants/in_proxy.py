@@ -232,6 +232,12 @@ FAULTS = (
         "tests/proxy/test_auth.py",
     ),
     Fault(
+        "The harness side's own port serves the control side, too.",
+        '        return port != self._control_port and scope["path"] not in _PROBES\n',
+        '        return is_harness(scope["method"], scope["path"])\n',
+        "tests/cli/test_serve.py -k 'its_own_port_alone and one'",
+    ),
+    Fault(
         "The routes of sessions open to everybody.",
         "def admin_only(request: Request) -> None:\n    _check(request, Role.ADMIN)\n",
         "def admin_only(request: Request) -> None:\n    pass\n",

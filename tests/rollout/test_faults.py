@@ -242,7 +242,7 @@ async def test_a_judge_is_asked_also_while_trainers_are_behind(engine: ScriptedE
         async with Sessions(service.url, ADMIN) as sessions:
             await sessions.create("t.0.1", group_id="t", group_size=1)
             for _ in range(2):
-                asking = Judge(sessions).ask("policy", [{"role": "user", "content": "well?"}], {})
+                asking = Judge(sessions, sessions.url).ask("policy", [{"role": "user", "content": "well?"}], {})
                 assert await asyncio.wait_for(asking, SECONDS) == "hello world"
             await sessions.close_session("t.0.1", "failed")
             await sessions.delete("t.0.1")

@@ -6,12 +6,15 @@ import sys
 import urllib.request
 
 URL = os.environ["VERBATIM_URL"].rstrip("/")
+HARNESS_URL = os.environ["VERBATIM_HARNESS_URL"].rstrip("/")
 
 
 def ask(method: str, path: str, token: str = "", body: dict | None = None) -> dict:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(URL + path, data=data, headers=headers, method=method)
+    request = urllib.request.Request(
+        (HARNESS_URL if path.startswith("/s/") else URL) + path, data=data, headers=headers, method=method
+    )
     with urllib.request.urlopen(request, timeout=30) as response:
         said = response.read()
     print(f"{method} {path}: {response.status}", flush=True)

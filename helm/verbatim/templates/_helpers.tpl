@@ -171,12 +171,14 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- include "verbatim.part" (list . "proxy") | upper | replace "-" "_" -}}_SERVICE_HOST
 {{- end -}}
 
+{{/* One side of the service as nodes call it: (list $ givenUrl port) */}}
 {{- define "verbatim.nodeUrl" -}}
-{{- if .Values.nodes.proxyUrl -}}
-{{- .Values.nodes.proxyUrl -}}
+{{- $root := index . 0 -}}
+{{- if index . 1 -}}
+{{- index . 1 -}}
 {{- else -}}
-{{- $host := printf "$(%s)" (include "verbatim.serviceVariable" .) -}}
-http://{{ eq .Values.ipFamily "IPv6" | ternary (printf "[%s]" $host) $host }}:{{ .Values.proxy.service.port }}
+{{- $host := printf "$(%s)" (include "verbatim.serviceVariable" $root) -}}
+http://{{ eq $root.Values.ipFamily "IPv6" | ternary (printf "[%s]" $host) $host }}:{{ index . 2 }}
 {{- end -}}
 {{- end -}}
 

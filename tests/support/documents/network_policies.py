@@ -69,4 +69,6 @@ def _fulfilled(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool
             return labels.get(expression["key"]) in expression["values"]
         case "Exists":
             return expression["key"] in labels
+        case "DoesNotExist":
+            return expression["key"] not in labels
     raise ValueError(f"no chart of ours says {expression['operator']}")

@@ -149,7 +149,7 @@ class World:
                 route=Route("127.0.0.1", urlsplit(self.service.url).port or 0),
                 work=RedisWorkStore(RolloutConnection(connection)),
                 sessions=sessions,
-                judge=Judge(sessions),
+                judge=Judge(sessions, self.service.url),
                 stages=Stages(slots or Slots(), Capacity(given.cpus, given.memory_mb)),
                 kinds={"local": kind, **(kinds or {})},
                 logs=self.folder / "logs",

@@ -83,6 +83,12 @@ class Serving:
         return found[1] if found else ""
 
     @property
+    def control_url(self) -> str:
+        """Where the control side is: with the harness side, where it has no port of its own."""
+        found = re.search(r"^control URL: (\S+)$", self.stdout, re.MULTILINE)
+        return found[1] if found else self.url
+
+    @property
     def children(self) -> list[int]:
         """Process ids of the direct children."""
         return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
@@ -123,7 +129,7 @@ class Serving:
         return self.exit_code(within_seconds)
 
     def request(self, method: str, path: str, token: str = ADMIN, **more: Any) -> httpx.Response:
-        return plain_http.request(method, self.url + path, headers={"Authorization": f"Bearer {token}"}, **more)
+        return plain_http.request(method, self.control_url + path, headers={"Authorization": f"Bearer {token}"}, **more)
 
     def _read(self, name: str) -> None:
         for line in getattr(self._process, name):
