@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.engine
 
 AGENTS = 8
 PUSHES = 7
+"""At least."""
 KILLED_AT, BACK_AT = 3, 5
 MODES: tuple[Mode, ...] = ("keep", "wait", "abort")
 TOLERANCE = 1e-4
@@ -104,6 +106,9 @@ class Agents:
             self._called()
         return True
 
+    def calls(self) -> list[dict[str, Any]]:
+        return [call for session in self.sessions for call in session.calls]
+
     def _opened(self) -> Session:
         self.sessions.append(self._service.session(max_retries=8))
         return self.sessions[-1]
@@ -140,13 +145,13 @@ def _engine(model: Path, port: int, folder: Path) -> VllmServer:
 
 
 def states(model_dir: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Versions 1 to PUSHES, each a step away from the one before."""
+    """Versions from 1 on, each a step away from the one before."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     torch.manual_seed(0)
-    for version in range(1, PUSHES + 1):
+    for version in count(1):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.01 * torch.randn_like(parameter))
@@ -196,11 +201,13 @@ def test_every_token_is_of_the_weights_it_names_though_versions_come_fast_and_an
                 assert len(push.failed) == (KILLED_AT <= version < BACK_AT)
                 # Of these at least as many as there are agents were asked after the push.
                 agents.more(2 * AGENTS)
-        calls = [call for session in agents.sessions for call in session.calls]
+            calls = agents.calls()
+            # Where the machine is busy every reply may lie between two pushes.
+            if version >= PUSHES and any(len(call["weight_versions"]) > 1 for call in calls):
+                break
         rows = [row for session in agents.sessions for row in session.trajectories()[0]]
     assert_true(rows, tiny_model, tmp_path)
-    assert {version for row in rows for version, _, _ in row["weight_versions"]} == set(range(PUSHES + 1))
-    assert any(len(call["weight_versions"]) > 1 for call in calls), "a reply went on across a push"
+    assert {each for row in rows for each, _, _ in row["weight_versions"]} == set(range(version + 1))
     told = [(call["replica"], call["weight_versions"][0][0]) for call in calls if call["weight_versions"]]
     assert len({replica for replica, version in told if KILLED_AT <= version < BACK_AT - 1}) == 1
     assert len({replica for replica, version in told if version >= BACK_AT}) == 2, "the engine that came back serves again"

@@ -22,6 +22,7 @@ from rollout.stages import Slots
 from rollout.task import EvaluatorSpec, Exec, HarnessSpec, RuntimeSpec
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.runtimes.rollout_nodes import ASK, SECONDS, World, a_task, unsandboxed
+from tests.support.service.rollout_service import serving_tasks
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService, kept
 from tests.support.service.scripted_service import Answer, ScriptedService, json_answer, serving
 from tests.support.service.verbatim_process import COMMAND, environment
@@ -228,7 +229,15 @@ async def test_a_node_whose_evaluations_are_behind_begins_no_further_run(world: 
     assert [state.status for state in states] == ["completed"] * 4
 
 
-async def test_a_node_that_is_told_to_end_takes_nothing_more_and_lets_what_runs_end(world: World) -> None:
+@pytest.fixture
+def task_service(engine: ScriptedEngine, redis_url: str) -> Iterator[RunningService]:
+    with serving_tasks(redis_url, engine.url, engine_api="token") as service:
+        yield service
+
+
+async def test_a_node_that_is_told_to_end_takes_nothing_more_and_lets_what_runs_end(
+    world: World, task_service: RunningService
+) -> None:
     """Before that it takes what asks for no other labels than its own."""
     gate = world.folder / "gate"
     ask = f"{ASK}\nuntil [ -e {gate} ]; do sleep 0.1; done"
@@ -238,7 +247,7 @@ async def test_a_node_that_is_told_to_end_takes_nothing_more_and_lets_what_runs_
         "--redis",
         world.redis_url,
         "--url",
-        world.service.url,
+        task_service.url,
         "--data-dir",
         str(world.folder),
         "--name",
