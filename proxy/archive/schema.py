@@ -5,8 +5,8 @@ Columns of kind `json` hold JSON text: their objects differ from row to row, whi
 is a new SCHEMA_VERSION.
 
 Version 2 adds a row's logprob mode, its token details and its policy; version 3 whether a trainer gets the session; version 4 who says so
-of a row's role, and of a session its echo policy, its dangling calls and whether it is complete. Nothing else of what is read back,
-sessions and records, differs.
+of a row's role, and of a session its echo policy, its budget, its dangling calls and whether it is complete. Nothing else of what is
+read back, sessions and records, differs.
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ SESSIONS = {
     "group_size": "int32",
     "trained": "bool",
     "echo_policy": "string",
+    "max_calls": "int64",
+    "max_completion_tokens": "int64",
+    "max_total_tokens": "int64",
     "reward": "float64",
     "per_call": "json",
     "per_branch": "json",

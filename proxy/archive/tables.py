@@ -16,6 +16,7 @@ Row = dict[str, Any]
 _ARRAYS = {"token_ids": "<i4", "loss_mask": "i1", "logprobs": "<f4"}
 _DETAILS = {"top_token_ids": "<i4", "top_logprobs": "<f4", "prompt_logprobs": "<f4", "routed_experts": "<i2"}
 _JSON = ("per_call", "per_branch", "reward_metadata", "metadata", "sampling", "intents")
+_BUDGET = ("max_calls", "max_completion_tokens", "max_total_tokens")
 _PLAIN = (
     "session_id",
     "created_at",
@@ -79,6 +80,7 @@ def session_of(row: Row, records: Sequence[Row]) -> ArchivedSession:
     # Not in archives of earlier versions.
     state["trained"] = row.get("trained") is not False
     state["echo_policy"] = row.get("echo_policy") or "strict"
+    state |= {name: row.get(name) for name in _BUDGET}
     ordered = sorted(records, key=lambda record: record["position"])
     return ArchivedSession(
         state={name: value for name, value in state.items() if name != "intents"},
@@ -96,6 +98,7 @@ def _session_row(session: ArchivedSession) -> Row:
         # A service of an earlier build does not say these.
         "trained": state.get("trained"),
         "echo_policy": state.get("echo_policy"),
+        **{name: state.get(name) for name in _BUDGET},
         "intents": _text(list(session.intents)),
         "delivered": sorted(session.delivered),
         "sampled_tokens": accounting.get("sampled_tokens"),

@@ -348,6 +348,18 @@ def test_a_session_as_it_is_shown_has_every_field_and_is_the_same_session_again(
             session_of_wire({other: value for other, value in wire.items() if other != name})
 
 
+def test_a_session_keeps_its_budget_in_the_archive(service: RunningService, tmp_path: Path) -> None:
+    """Without it, rows that the budget cut would be whole ones after an import, and the session another one than before."""
+    budget = {"max_calls": 9, "max_completion_tokens": 4_000, "max_total_tokens": 50_000}
+    talked(service, session_id="bounded", **budget)
+    export(service, tmp_path)
+    assert "1 were there already" in imported(service, tmp_path)
+    service.request("DELETE", "/sessions/bounded")
+    imported(service, tmp_path)
+    shown = service.request("GET", "/sessions/bounded").json()
+    assert {name: shown[name] for name in budget} == budget
+
+
 def test_a_session_with_a_rule_for_its_group_is_found_to_be_the_one_that_was_archived(
     service: RunningService, tmp_path: Path
 ) -> None:
