@@ -49,7 +49,7 @@ class Left:
 
 
 def has_budget(info: SessionInfo) -> bool:
-    return not info.max_calls is info.max_completion_tokens is info.max_total_tokens is None
+    return any(most is not None for most in (info.max_calls, info.max_completion_tokens, info.max_total_tokens))
 
 
 def check_budget(turn: Turn, under_way: Collection[str]) -> None:

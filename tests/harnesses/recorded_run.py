@@ -20,7 +20,7 @@ from typing import Any, Self
 import httpx
 
 FOLDER = Path(__file__).with_name("recorded")
-WORKDIR = Path("/work")
+WORKDIR = Path("/repo")
 CALL_ID = re.compile(r"call_[0-9a-f]+_\d+")
 """A tool call's id as the service mints it."""
 

@@ -1,7 +1,7 @@
 -- ARGV: lease id, consumer, max groups or -1, max rows or -1, oldest version or -1, deadline, max deliveries, now,
 -- how long an ended lease is remembered, what becomes of stale groups, until when the claim of who gets nothing lives,
--- whether it waits, whether it wants complete sessions only, the weight version or -1, the one policy whose rows are wanted or '*', then each other policy, the oldest version
--- of it or -1, and its weight version.
+-- whether it waits, whether it wants complete sessions only, the weight version or -1, the one policy whose rows are wanted or '*', then
+-- each other policy, the oldest version of it or -1, and its weight version.
 -- {'leased', deadline, {reference, group id, deliveries, oldest version, stale, {session ids}, {policies}}, ...}, or {'none', when
 -- something may be there by itself or ''}
 go_on_when_full()
