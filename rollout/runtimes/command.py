@@ -96,7 +96,8 @@ class Held:
 async def started(
     argv: Sequence[str], *, env: Mapping[str, str], cwd: Path | str = "/", pass_fds: Sequence[int] = ()
 ) -> AsyncIterator[Process]:
-    """A process in a session of its own, which has ended when the block is left. Raises `RuntimeFailed`, `CannotPass`."""
+    """A process in a session of its own, which has ended when the block is left. A caller who is cancelled while it starts is cancelled
+    within the block. Raises `RuntimeFailed`, `CannotPass`."""
     begun = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
             *argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env, cwd=cwd, pass_fds=pass_fds, start_new_session=True
@@ -110,8 +111,11 @@ async def started(
             raise CannotPass(f"the command cannot be passed on: {error}") from error
         raise RuntimeFailed(f"{argv[0]} could not be started: {error}") from error
     try:
-        if cancelled:
-            raise asyncio.CancelledError
+        if cancelled and (task := asyncio.current_task()) is not None:
+            # It may have started others already, which only the block knows how to end. They would hold its output, and to wait for a
+            # process is to wait for the end of its pipes, too.
+            task.uncancel()
+            task.cancel()
         yield process
     finally:
         if process.returncode is None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,40 @@ async def test_a_great_input_goes_to_a_command_piece_by_piece() -> None:
         assert process.stdin.transport.get_write_buffer_size() <= 1 << 20
         running.cancel()
         await asyncio.wait({running})
+
+
+async def test_a_command_that_is_cancelled_while_it_is_being_started_is_ended_as_at_any_later_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old bug: its first process was killed and nothing else, and what that had detached held the output, for which was waited for
+    ever: a runtime's stop did not return."""
+    start, detached, sent = asyncio.create_subprocess_exec, tmp_path / "detached", []
+
+    async def start_slowly(*argv: str, **options: Any) -> asyncio.subprocess.Process:
+        process = await start(*argv, **options)
+        while not (detached.exists() and detached.read_text().endswith("\n")):
+            await asyncio.sleep(0.01)
+        running.cancel()
+        return process
+
+    async def run() -> None:
+        line = f"(setsid sh -c 'echo $$ > {detached}; exec sleep 600' &); exec sleep 600"
+        async with started(["sh", "-c", line], env=os.environ) as process:
+
+            def send(number: int) -> None:
+                sent.append(number)
+                processes.send([process.pid, int(detached.read_text())], number)
+
+            await finished(process, b"", Limits(SECONDS, grace_seconds=0.1), send)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_slowly)
+    running = asyncio.ensure_future(run())
+    await asyncio.wait({running}, timeout=SECONDS)
+    if not running.done():
+        processes.send([int(detached.read_text())])
+        await asyncio.wait({running})
+    assert sent[:1] == [signal.SIGTERM] and sent[-1] == signal.SIGKILL
+    assert running.cancelled()
 
 
 async def test_memory_is_looked_at_while_the_node_goes_on() -> None:
