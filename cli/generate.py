@@ -166,11 +166,14 @@ class Generated:
             if not complete:
                 screen.say("stopping: what was accepted is written down, and what was started ends")
         finally:
-            conversations = self._folder.settle(rounds.ways, complete=complete)
+            conversations, truncated = self._folder.settle(rounds.ways, complete=complete)
             for line in failure_lines(rounds.ways):
                 screen.say(line)
             screen.say(Totals(rounds.ways).sentence())
             screen.say(f"{conversations} conversations in {self._folder.path / 'chat.jsonl'}")
+            if truncated:
+                reasons = ", ".join(f"{count} by {reason}" for reason, count in sorted(truncated.items()))
+                screen.say(f"{truncated.total()} of {conversations} conversations are truncated ({reasons}): see `truncated` in each line")
         if complete and not conversations:
             raise Refusal(f"no attempt was accepted; {self._folder.path / 'rollouts.jsonl'} says of each why not")
 

@@ -24,6 +24,8 @@ def conversations(records: Sequence[tuple[str, bytes]], rows: Sequence[Mapping[s
             "messages": messages_of(calls, last),
             **({"tools": preamble["tools"]} if preamble.get("tools") else {}),
             "reward": row["reward"],
+            "finish_reason": row["finish_reason"],
+            "truncated": row["truncated"],
             "model": preamble.get("model"),
             "role": row["role"],
             "agent": row["agent"],

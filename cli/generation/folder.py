@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +37,8 @@ SETTINGS, ROLLOUTS, ACCEPTED, CHAT, LOGS, DATA = (
     "logs",
     ".verbatim",
 )
+
+_OF_A_ROW = ["session_id", "trajectory_id", "call_ids", "reward", "role", "agent", "finish_reason", "truncated"]
 
 
 class GenerationFolder:
@@ -89,8 +92,8 @@ class GenerationFolder:
         if self._writer.full:
             self._writer.flush()
 
-    def settle(self, ways: Sequence[Way], *, complete: bool) -> int:
-        """Every file as of now; how many conversations there are."""
+    def settle(self, ways: Sequence[Way], *, complete: bool) -> tuple[int, Counter[str]]:
+        """Writes every file as of now. Returns the number of conversations, and how many of them were truncated, by finish reason."""
         if complete:
             self._writer.finish({"generation": self.id, **self._settings})
         else:
@@ -101,16 +104,19 @@ class GenerationFolder:
             before = self._attempts.get(key, line)["kept"] if line["kept"] is None else line["kept"]
             self._attempts[key] = {**line, "kept": self.holds(line["session_id"]) or before}
         _write_lines(self.path / ROLLOUTS, iter(self._attempts.values()))
-        return _write_lines(self.path / CHAT, self._chat())
+        truncated: Counter[str] = Counter()
+        return _write_lines(self.path / CHAT, self._chat(truncated)), truncated
 
-    def _chat(self) -> Iterator[dict[str, Any]]:
+    def _chat(self, truncated: Counter[str]) -> Iterator[dict[str, Any]]:
+        """The lines of `chat.jsonl`; counts in `truncated` those that were, by finish reason."""
         rows: dict[str, list[dict[str, Any]]] = {}
-        for row in self._rows("trajectories", ["session_id", "trajectory_id", "call_ids", "reward", "role", "agent"]):
+        for row in self._rows("trajectories", _OF_A_ROW):
             rows.setdefault(row["session_id"], []).append(row)
         for session in ArchiveReader(self.path / ACCEPTED).sessions() if rows else ():
             state = session.state
             about = {"input": input_of(state["task_id"]), "task_id": state["task_id"], "metadata": state["metadata"]}
             for line in conversations(session.records, rows.get(state["session_id"], ())):
+                truncated.update([line["finish_reason"]] if line["truncated"] else [])
                 yield line | about
 
     def _rows(self, table: str, columns: list[str]) -> Iterator[dict[str, Any]]:

@@ -143,6 +143,16 @@ def test_what_was_stopped_is_taken_up_where_it_was(engine: ScriptedEngine, tmp_p
     assert len(engine.generations) == 2
 
 
+def test_an_accepted_reply_that_was_truncated_is_told_as_such(engine: ScriptedEngine, tmp_path: Path) -> None:
+    """The old bug: chat.jsonl held half a reply as if it were whole, and nothing said so."""
+    engine.script = lambda generation, index: Say("hello world", finish_reason="length")
+    done = generate(tmp_path, engine, "--tasks", written(tmp_path / "tasks.jsonl", task("a")))
+    assert done.returncode == 0, done.stderr
+    (conversation,) = lines(tmp_path / "out" / "chat.jsonl")
+    assert (conversation["truncated"], conversation["finish_reason"]) == (True, "length")
+    assert "1 of 1 conversations are truncated (1 by length)" in done.stderr
+
+
 Generate = Callable[..., Awaitable[subprocess.CompletedProcess[str]]]
 
 
