@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from benchmarks.processes import ADMIN, started
 from proxy.app import create_app
-from proxy.harness import Harness
+from proxy.call.door import Harness
 from proxy.settings import Settings
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import httpx
 import typer
 
-from cli.installed import check_installed
 from cli.refusal import Refusal
+from cli.run import check_installed
 from cli.stop_signals import StopSignals
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ def bench(
     check_installed("bench", NEEDS, "proxy")
     from rich.console import Console
 
-    from cli.benching.load import Asked
-    from cli.benching.measurement import Bench, Bounds
+    from cli.benching.measurement import Asked, Bench, Bounds
     from cli.serve import engine_url
 
     where = engine_url(engine)

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.installed import check_installed
 from cli.refusal import Refusal
+from cli.run import check_installed
 from cli.stop_signals import StopSignals
 
 if TYPE_CHECKING:
-    from cli.generation.accept import Accept
-    from cli.generation.api import GenerationApi
-    from cli.generation.attempts import Attempt, Limits
+    from cli.generation.attempts import Accept, Attempt, Input, Limits
     from cli.generation.folder import GenerationFolder
-    from cli.generation.inputs import Input
+    from cli.generation.rounds import GenerationApi
     from cli.generation.screen import Screen
 
 NEEDS = ("simpleeval", "pydantic", "msgspec", "pyarrow")
@@ -71,10 +69,8 @@ def generate(
     """
     check_flags(engine, url, run, samples, want, max_samples)
     check_installed("generate", NEEDS, "proxy,rollout,archive")
-    from cli.generation.accept import Accept
-    from cli.generation.attempts import Limits
+    from cli.generation.attempts import Accept, Limits, Over, read
     from cli.generation.folder import GenerationFolder
-    from cli.generation.inputs import Over, read
     from cli.tasks import bodies_of
 
     accepted = Accept(accept)
@@ -124,8 +120,8 @@ class Generated:
 
     def run(self, engines: list[str], url: str | None, at_once: int) -> None:
         """Raises `Refusal`. What was accepted by then is written down however it ends."""
-        from cli.generation.api import GenerationApi
         from cli.generation.own_service import OwnService
+        from cli.generation.rounds import GenerationApi
         from cli.generation.screen import Screen
         from cli.generation.trial import try_harnesses
 
@@ -173,7 +169,9 @@ class Generated:
             screen.say(f"{conversations} conversations in {self._folder.path / 'chat.jsonl'}")
             if truncated:
                 reasons = ", ".join(f"{count} by {reason}" for reason, count in sorted(truncated.items()))
-                screen.say(f"{truncated.total()} of {conversations} conversations are truncated ({reasons}): see `truncated` in each line")
+                screen.say(
+                    f"{truncated.total()} of {conversations} conversations are truncated ({reasons}): see `truncated` in each line"
+                )
         if complete and not conversations:
             raise Refusal(f"no attempt was accepted; {self._folder.path / 'rollouts.jsonl'} says of each why not")
 

@@ -14,19 +14,15 @@ import typer
 from cli import (
     audit,
     bench,
-    dead_letters,
     engines,
-    env,
     export,
     generate,
-    imports,
     node,
     run,
     serve,
     sessions,
     tasks,
     top,
-    view,
     weights,
 )
 from cli.refusal import Refusal
@@ -44,16 +40,16 @@ app.command("serve")(serve.serve)
 app.command("run", short_help="Run a harness in a new session, and close it.")(run.run)
 app.command("node", short_help="Run rollouts of submitted tasks on this machine.")(node.node)
 app.command("generate", short_help="Attempt tasks until enough attempts are accepted.")(generate.generate)
-app.command("env", short_help="Open a session and print what a harness needs for it.")(env.env)
+app.command("env", short_help="Open a session and print what a harness needs for it.")(run.env)
 app.command("audit", short_help="Check a session: its tree, its tokens, its logprobs.")(audit.audit)
 app.command("top", short_help="Watch a running service: calls, engines, groups, nodes.")(top.top)
-app.command("view", short_help="Write a session's page into one HTML file.")(view.view)
+app.command("view", short_help="Write a session's page into one HTML file.")(sessions.view)
 app.command("bench", short_help="Ask an engine directly and through the service.")(bench.bench)
 app.command("export", short_help="Write closed sessions to files.")(export.export)
-app.command("import", short_help="Put exported sessions into the store of a service.")(imports.import_sessions)
+app.command("import", short_help="Put exported sessions into the store of a service.")(export.import_sessions)
 app.add_typer(sessions.app, name="sessions", short_help="Look at the sessions of a running service.")
 app.add_typer(tasks.app, name="tasks", short_help="Submit, watch and cancel tasks.")
-app.add_typer(dead_letters.app, name="dead-letters", short_help="Groups that no trainer gets any more.")
+app.add_typer(sessions.dead_letters, name="dead-letters", short_help="Groups that no trainer gets any more.")
 app.add_typer(engines.app, name="engines", short_help="The engines of a running service, added and removed.")
 app.add_typer(weights.app, name="weights", short_help="The engines' weights: push, see, go back.")
 

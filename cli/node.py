@@ -12,19 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
+import httpx
 import typer
 
-from cli.harness_options import ServiceUrl
-from cli.installed import check_installed
 from cli.refusal import Refusal
+from cli.run import ServiceUrl, check_installed
 
 if TYPE_CHECKING:
     from cli.control import Control
     from proxy.store.connection import StoreConnection
     from rollout.node import NodeSettings
-    from rollout.node_parts import NodeParts
     from rollout.runtimes.base import Route, RuntimeKind
     from rollout.stages import Slots
+    from rollout.steps import NodeParts
+
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +99,8 @@ def node(
     The first SIGTERM or Ctrl-C lets running rollouts end, for --drain-seconds, and puts the others back; a second one stops all.
     """
     check_installed("node", NEEDS, "rollout")
-    from cli import logs
     from cli.control import ADMIN, NODE, Control
+    from cli.serving import logs
     from rollout.node import NodeSettings
     from rollout.stages import Slots
 
@@ -156,12 +157,10 @@ async def _serve(
     data_dir: Path,
     wanted: list[str],
 ) -> None:
-    from cli.introduction import let_in
-    from cli.rollout_store import RolloutConnection
-    from rollout.models import Judge
-    from rollout.node_parts import NodeParts
-    from rollout.sessions import Sessions
+    from cli.rollout_service import RolloutConnection
+    from rollout.sessions import Judge, Sessions
     from rollout.stages import Capacity, Stages
+    from rollout.steps import NodeParts
     from rollout.store.work import RedisWorkStore
 
     route = route_of(harness_url, "--url" if harness_url == control.url else "--harness-url")
@@ -190,7 +189,6 @@ async def _serve(
 
 async def _run(parts: NodeParts, settings: NodeSettings, control: Control) -> None:
     """Returns when the node was told to end and has."""
-    from cli.introduction import seen
     from rollout.node import Node
 
     node = Node(parts, settings)
@@ -267,3 +265,55 @@ def logs_folder(data_dir: Path) -> Path:
     except OSError as error:
         raise Refusal(f"the data directory {data_dir} is not writable: {error}") from error
     return folder
+
+
+# What a node makes sure of, since it would spoil rollouts or wait for ever: that the service knows its token, and reads its Redis.
+
+
+LOOK_SECONDS = 1.0
+PASSING = (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError)
+"""What stands between the node and a service that is not there yet, or no more."""
+UNSEEN_SECONDS = 20.0
+"""After which a node that the service does not list says so."""
+
+
+async def let_in(control: Control) -> None:
+    """Returns once the service has answered with this token; one that is away is waited for. Raises `Refusal` when it answers
+    otherwise: every rollout that the node took would fail, until its attempts are used up."""
+    told = ""
+    while True:
+        try:
+            await asyncio.to_thread(control.get, "/nodes")
+            return
+        except Refusal as refusal:
+            if not _may_pass(refusal):
+                raise
+            if str(refusal) != told:
+                told = str(refusal)
+                log.warning("nothing is taken yet: %s", told)
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def seen(control: Control, name: str, patience_seconds: float = UNSEEN_SECONDS) -> None:
+    """Returns once the service lists the node. Until then tasks that are submitted there do not come to it, which is logged, once."""
+    loop = asyncio.get_running_loop()
+    until, told = loop.time() + patience_seconds, False
+    while True:
+        try:
+            if any(node["name"] == name for node in (await asyncio.to_thread(control.get, "/nodes"))["nodes"]):
+                return
+        except Refusal:
+            # Who needs the service says so.
+            until = loop.time() + patience_seconds
+        if not told and loop.time() > until:
+            told = True
+            log.warning("%s does not see this node, so none of its tasks comes here: is --redis the one it uses?", control.url)
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+def _may_pass(refusal: Refusal) -> bool:
+    from cli.control import Declined, HeldBack
+
+    if isinstance(refusal, Declined):
+        return refusal.status >= httpx.codes.INTERNAL_SERVER_ERROR
+    return isinstance(refusal, HeldBack) or isinstance(refusal.__cause__, PASSING)

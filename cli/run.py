@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
+from urllib.parse import quote
 
+import httpx
 import typer
 
-from cli.harness_options import HarnessName, ModelName, ServiceUrl, SessionId
+from cli.control import TIMEOUT_SECONDS, Control, HeldBack
 from cli.refusal import Refusal
+from cli.sessions import accounting_line, rows_by_role
 from cli.stop_signals import StopSignals
+from reconstruct.roles import rule_as_wire
+from rollout.harnesses.catalogue import load
+from rollout.harnesses.definition import Harness
+from rollout.harnesses.prepared import Endpoint, HarnessError
 
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from cli.opened_session import OpenedSession
     from rollout.harnesses.definition import Harness
+
 
 TIMED_OUT = 124
 NOT_EXECUTABLE = 126
@@ -78,7 +88,6 @@ def run(
     command waits.
     """
     from cli.control import Control
-    from cli.opened_session import chosen, open_when_let_in
 
     definition = chosen(harness)
     passed, words = passed_variables(env or []), words or []
@@ -136,7 +145,7 @@ def check_words(definition: Harness, words: list[str]) -> None:
 
 def look_for(definition: Harness, words: list[str], env: Mapping[str, str]) -> None:
     """Raises `Refusal` (exit code 127) when the harness is not there, before a session is opened for it."""
-    from rollout.harnesses.errors import MissingExecutable
+    from rollout.harnesses.prepared import MissingExecutable
     from rollout.harnesses.process import executable
 
     command = (definition.argv or words)[0]
@@ -164,9 +173,8 @@ def attempt(
     stop: StopSignals,
 ) -> Outcome:
     """Start the harness and wait for its end."""
-    from rollout.harnesses.errors import CannotStart, HarnessError, MissingExecutable
+    from rollout.harnesses.prepared import CannotStart, HarnessError, MissingExecutable, surroundings
     from rollout.harnesses.process import HarnessProcess
-    from rollout.harnesses.surroundings import surroundings
 
     workdir = Path.cwd()
     try:
@@ -217,7 +225,7 @@ def outcome_of(name: str, exit_code: int, timed_out_after: float | None, stopped
 def refuse_silence(name: str, session: OpenedSession, outcome: Outcome) -> Outcome:
     """The outcome, or that of a harness that ended well and never called the model: nothing was attempted, and a reward of it would
     stand for nothing."""
-    from rollout.failures import Failure
+    from rollout.attempts import Failure
 
     with suppress(Refusal):
         if outcome.status == "completed" and not session.has_calls():
@@ -297,3 +305,217 @@ class Waiting:
 
 def tell(sentence: str) -> None:
     typer.echo(f"verbatim: {sentence}", err=True)
+
+
+# A session that a subcommand opens for a harness, from its creation to its close.
+
+
+CLOSE_TRIES = 3
+MOST_ERROR_CHARACTERS = 4000
+
+
+def chosen(name_or_path: str) -> Harness:
+    """The definition of that name or path. Raises `Refusal` (exit code 2)."""
+    try:
+        return load(name_or_path)
+    except HarnessError as error:
+        raise Refusal(str(error), exit_code=2) from error
+
+
+def open_session(control: Control, definition: Harness, **fields: Any) -> OpenedSession:
+    """A new session for that harness; fields that are None are left out. Raises `Refusal`."""
+    fields |= {"metadata": {"harness": definition.name}}
+    # A service of an earlier build does not know them.
+    fields |= {"role_rules": [rule_as_wire(rule) for rule in definition.roles]} if definition.roles else {}
+    created = control.post("/sessions", {name: value for name, value in fields.items() if value is not None})
+    return OpenedSession(control, created["session_id"], Endpoint(created["base_urls"], created["api_key"]))
+
+
+def open_when_let_in(
+    control: Control, stop: StopSignals, show: Callable[[str], object], definition: Harness, **fields: Any
+) -> OpenedSession:
+    """As `open_session`, and asks again while the service holds new sessions back, which it lets `show` say.
+
+    Raises `Refusal`, when it is stopped while it waits with the signal's exit code."""
+    while True:
+        try:
+            return open_session(control, definition, **fields)
+        except HeldBack as held:
+            show(f"waiting until the service takes a new session: {held}")
+            if stop.wait(held.retry_after_seconds):
+                raise Refusal("stopped while it waited: no session was opened", exit_code=128 + (stop.number or 0)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSession:
+    control: Control
+    session_id: str
+    endpoint: Endpoint
+
+    @property
+    def path(self) -> str:
+        return f"/sessions/{quote(self.session_id, safe='')}"
+
+    def first_model(self) -> str:
+        """The first model that the session's own model list names. Raises `Refusal`."""
+        url = self.endpoint.base_urls["openai"] + "/models"
+        try:
+            answer = httpx.get(url, headers={"Authorization": f"Bearer {self.endpoint.api_key}"}, timeout=TIMEOUT_SECONDS)
+            return str(answer.raise_for_status().json()["data"][0]["id"])
+        except IndexError as error:
+            raise Refusal(f"{url} names no model: no engine is up; wait for one or pass --model") from error
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            raise Refusal(f"{url} did not name the models ({error}): pass --model") from error
+
+    def close(self, status: str, *, error: str | None = None, reward: float | None = None) -> None:
+        """Freeze the session; tried again when the service cannot take it at once. Raises `Refusal`."""
+        body: dict[str, Any] = {"status": status}
+        if error is not None:
+            body["error"] = error[:MOST_ERROR_CHARACTERS]
+        if reward is not None:
+            body["reward"] = reward
+        for left in reversed(range(CLOSE_TRIES)):
+            try:
+                self.control.post(f"{self.path}/close", body)
+                return
+            except Refusal as refusal:
+                if not left:
+                    raise Refusal(f"session {self.session_id} could not be closed as {status}: {refusal}") from refusal
+                time.sleep(1)
+
+    def has_calls(self) -> bool:
+        """Whether a call of it was recorded. Raises `Refusal`."""
+        return bool(self.control.get(self.path)["calls"])
+
+    def summary(self, status: str | None = None) -> list[str]:
+        """A line with how it ended (`status`, or else as what it was closed), its calls, and where its sampled tokens went, and one with
+        its rows by role. Raises `Refusal`."""
+        session = self.control.get(self.path)
+        exported = self.control.get(f"{self.path}/trajectories")
+        rows = exported["trajectories"]
+        line = accounting_line(len(rows), exported["accounting"])
+        told = [f"session {self.session_id} {status or session['status']}: {session['calls']} calls, {line}"]
+        return [*told, f"rows: {rows_by_role(rows)}"] if rows else told
+
+
+# `verbatim env`: a session for a harness that is started by other means: its variables, files and command.
+
+
+FORMATS = ("shell", "json")
+
+
+def env(
+    harness: HarnessName,
+    session_id: SessionId = None,
+    model: ModelName = None,
+    home: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write the harness's files into DIR, which is made if needed, and print it as HOME. Not your own home: files "
+            "of the same name are replaced. Left out: the files are printed.",
+        ),
+    ] = None,
+    output: Annotated[
+        str, typer.Option("--format", metavar="shell|json", help="shell: lines for eval. json: one object with everything.")
+    ] = "shell",
+    url: ServiceUrl = None,
+) -> None:
+    """Open a session and print what a harness needs to use it.
+
+    For harnesses that verbatim run cannot start: in a container, on another machine, from a script of yours. The session stays
+    open until it is closed with POST /sessions/ID/close. VERBATIM_ADMIN_TOKEN must be the token of the service.
+
+    \b
+    eval "$(verbatim env --harness shell)"; python my_agent.py
+    (eval "$(verbatim env --harness codex --home /tmp/h1)"; codex exec "Fix the failing test")
+    verbatim env --harness qwen-code --format json > session.json
+
+    What is printed holds the session's key. The text {prompt} stands where the task goes.
+    """
+    from cli.control import Control
+
+    definition = chosen(harness)
+    if output not in FORMATS:
+        raise Refusal(f"--format cannot be {output!r}: choose one of {', '.join(FORMATS)}", exit_code=2)
+    if home is not None and home.resolve() == Path.home().resolve():
+        raise Refusal(f"--home {home} is your own home, whose files would be replaced: name another folder", exit_code=2)
+    session = open_session(Control(url), definition, session_id=session_id)
+    try:
+        given = describe(definition, session, model, home)
+    except BaseException as error:
+        # Ctrl-C too: nobody was told of the session, so nobody else would close it.
+        session.close("failed", error=f"verbatim env broke off: {error}")
+        raise
+    typer.echo(json.dumps(given, indent=2) if output == "json" else as_shell(given, session))
+
+
+def describe(definition: Harness, session: OpenedSession, model: str | None, home: Path | None) -> dict[str, Any]:
+    """Everything the harness needs, as one JSON object; its files are written when there is a `home`."""
+    from rollout.harnesses.prepared import HarnessError, home_variables
+
+    model = model or (session.first_model() if definition.takes_model else "")
+    place = home.absolute() if home is not None else Path.home()
+    prepared = definition.prepared(session.endpoint, model, ["{prompt}"], place)
+    if home is not None:
+        try:
+            prepared.write(place)
+        except (OSError, HarnessError) as error:
+            raise Refusal(f"--home {home}: {error}") from error
+    return {
+        "harness": definition.name,
+        "session_id": session.session_id,
+        "api_key": session.endpoint.api_key,
+        "base_urls": dict(session.endpoint.base_urls),
+        "model": model,
+        "home": None if home is None else str(place),
+        "env": {**({} if home is None else home_variables(place)), **prepared.env},
+        "unset": list(prepared.unset),
+        "files": dict(prepared.files),
+        "argv": list(prepared.argv),
+    }
+
+
+def as_shell(given: dict[str, Any], session: OpenedSession) -> str:
+    """Lines for a POSIX shell. Each command ends with a semicolon and comments come last, so that an eval without quotes, which
+    joins the lines, still does the same."""
+    lines = [f"unset {name};" for name in given["unset"]]
+    lines += [f"export {name}={shlex.quote(value)};" for name, value in given["env"].items()]
+    lines += [f"# session {given['session_id']} of {given['harness']}; close it afterwards with"]
+    lines += [f'#   curl -X POST {session.control.url}{session.path}/close -H "Authorization: Bearer $VERBATIM_ADMIN_TOKEN" \\']
+    lines += ['#     -d \'{"status": "completed", "reward": 1.0}\'']
+    lines += [f"# start it with: {shlex.join(given['argv'])}"]
+    if given["files"] and given["home"] is None:
+        lines += ["# these files must be in its home; --home DIR writes them:"]
+        for path, text in given["files"].items():
+            lines += [f"# ~/{path}", *(f"#   {line}".rstrip() for line in text.splitlines())]
+    return "\n".join(lines)
+
+
+# Options of the commands that open a session for a harness.
+
+
+HarnessName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="aider, claude-code, cline, codex, continue, copilot-cli, droid, gemini-cli, gptme, kilo, kimi-cli, llm, mini-swe-agent, "
+        "mistral-vibe, openai-agents, opencode, openhands, pi, qwen-code, shell, a definition in the folder VERBATIM_HARNESSES, or the "
+        "path of a .toml file.",
+    ),
+]
+SessionId = Annotated[str | None, typer.Option(metavar="ID", help="The new session's id. Default: a random one.")]
+ModelName = Annotated[
+    str | None, typer.Option(metavar="M", help="The model to ask for. Default: the first one the service names.")
+]
+ServiceUrl = Annotated[
+    str | None, typer.Option(metavar="URL", help="Where the service is. Default: VERBATIM_URL, or http://127.0.0.1:8700.")
+]
+
+# What a command needs beside what every command has.
+
+
+def check_installed(command: str, modules: Sequence[str], extras: str) -> None:
+    """Raises `Refusal` where a module is missing; it says with which extras of the package it comes."""
+    if missing := [name for name in modules if find_spec(name) is None]:
+        raise Refusal(f"verbatim {command} needs {', '.join(missing)}: pip install 'verbatim-rl[{extras}]'")

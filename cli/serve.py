@@ -153,7 +153,8 @@ def serve(
     exits at once.
     """
     try:
-        from cli import logs, service
+        from cli import service
+        from cli.serving import logs
     except ModuleNotFoundError as error:
         raise Refusal(f"the service is not installed ({error.name} is missing): pip install 'verbatim-rl[proxy]'") from error
 
@@ -219,7 +220,7 @@ def _what_is_wrong(problem: Any) -> str:
 
 def engine_url(text: str) -> str:
     """`text` without a trailing slash or /v1. Raises `Refusal` (exit code 2) when it names no engine."""
-    from proxy.engine.membership import engine_spec
+    from proxy.engine.pool.membership import engine_spec
 
     try:
         return str(engine_spec(text))

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
 
-from cli.banner import show
-from cli.descriptors import raise_descriptor_limit
-from cli.listener import listen, url_of
-from cli.server import raise_on_stop_signals, run_server
-from cli.store import opened
-from cli.tls import certificate
-from cli.workers import Workers
+from cli.refusal import Refusal
+from cli.serving.server import listen, raise_descriptor_limit, raise_on_stop_signals, run_server, url_of
+from cli.serving.tls import certificate
+from cli.serving.workers import Workers
+from proxy.auth import mint_token, tokens_in
+from proxy.errors import StoreUnavailable
 from proxy.settings import Settings
-from proxy.token_file import tokens_in
-from proxy.tokens import mint_token
-from rollout.settings import RolloutSettings
+from proxy.store.connection import StoreConnection
+from proxy.store.embedded import EmbeddedRedis, StoreStartError
+from rollout.sweeper import RolloutSettings
+
+if TYPE_CHECKING:
+    from proxy.settings import Settings
+
 
 log = logging.getLogger(__name__)
 
@@ -98,3 +106,127 @@ def misspelt(names: Iterable[str]) -> list[tuple[str, str]]:
 def _secrets(one: SecretStr | None, more: list[SecretStr], file: Path | None) -> set[str]:
     given = {token.get_secret_value() for token in (one, *more) if token}
     return given | set(tokens_in(file) if file else ())
+
+
+# What a person sees when the service is up: where it is, what it uses, how to get in, how to begin.
+
+
+def show(given: Settings, effective: Settings, url: str, control_url: str) -> None:
+    """Print the facts of a started service to stdout; the two URLs differ where the control side has a port of its own.
+    Tokens are shown only when they were generated: `given` lacks them."""
+    console = Console()
+    url = (effective.public_url or url).rstrip("/")
+    own = effective.control_port is not None
+    control_url = control_url if own else url
+    rows = {
+        "base URL": url,
+        **({"control URL": control_url} if own else {}),
+        "pages": f"{control_url}/ui",
+        "engines": ", ".join(effective.engine) + f" ({effective.engine_api})",
+        "data": str(given.data_dir.resolve()) if not given.redis else "in the Redis given",
+        "admin token": _token(given, effective, "admin"),
+        "trainer token": _token(given, effective, "trainer"),
+    }
+    if console.is_terminal:
+        console.print(Panel(_table(rows), title="verbatim is serving", title_align="left", expand=False))
+    else:
+        for name, value in rows.items():
+            console.print(f"{name}: {value}", soft_wrap=True, markup=False, highlight=False)
+    for line in _first_steps(control_url, given, effective):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _token(given: Settings, effective: Settings, role: str) -> str:
+    """The token when it was generated, otherwise where it comes from."""
+    if given.open:
+        return "none needed: open to every program on this machine"
+    variable = f"VERBATIM_{role.upper()}_TOKEN"
+    sources = {variable: f"{role}_token", f"{variable}S": f"{role}_tokens", f"{variable}_FILE": f"{role}_token_file"}
+    used = [name for name, field in sources.items() if getattr(given, field)]
+    return f"from {', '.join(used)}" if used else getattr(effective, f"{role}_token").get_secret_value()
+
+
+def _table(rows: dict[str, str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _first_steps(url: str, given: Settings, effective: Settings) -> list[str]:
+    return [
+        "A session for one agent run; give the agent its base_urls.openai and api_key:",
+        f"  curl -s -X POST {url}/sessions {_authorization(given, effective)}\\",
+        "    -H 'Content-Type: application/json' -d '{\"session_id\": \"first\"}'",
+    ]
+
+
+def _authorization(given: Settings, effective: Settings) -> str:
+    """The header for a shell, empty where none is needed."""
+    if given.open:
+        return ""
+    if effective.admin_token and not given.admin_token:
+        return f"-H 'Authorization: Bearer {effective.admin_token.get_secret_value()}' "
+    if not given.admin_token and given.admin_token_file:
+        return f'-H "Authorization: Bearer $(grep -m1 "^[^#]" {given.admin_token_file})" '
+    return '-H "Authorization: Bearer $VERBATIM_ADMIN_TOKEN" '
+
+
+# The Redis of a service: somebody else's, asked whether it is there, or an embedded one of our own.
+
+
+@contextmanager
+def opened(settings: Settings) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The URL of a Redis that answers, and what stops it at once when it is ours. Ours stops when the block ends.
+
+    Raises `Refusal` when there is none, or when the data directory is not ours to use.
+    """
+    if settings.redis:
+        if settings.fsync == "always":
+            raise Refusal("--fsync is the embedded Redis's: a Redis of your own has `appendfsync always`", exit_code=2)
+        _ask(settings, settings.redis)
+        yield settings.redis, _leave_alone
+        return
+    if settings.redis_wait_replicas or settings.redis_wait_aof:
+        raise Refusal(
+            "the embedded Redis has no replicas and no WAITAOF: leave VERBATIM_REDIS_WAIT_REPLICAS and VERBATIM_REDIS_WAIT_AOF "
+            "out; --fsync always answers nothing that is not on its disk",
+            exit_code=2,
+        )
+    embedded = EmbeddedRedis(settings.data_dir, settings.fsync)
+    try:
+        try:
+            url = embedded.start()
+        except StoreStartError as error:
+            raise Refusal(error.message) from error
+        yield url, embedded.stop
+    finally:
+        embedded.stop()
+
+
+def _ask(settings: Settings, url: str) -> None:
+    async def ping() -> None:
+        connection = StoreConnection.to(settings, url)
+        try:
+            try:
+                await connection.ping()
+            except StoreUnavailable as error:
+                # Started beside its Redis, a service may be the first of the two.
+                if settings.redis_retry_seconds:
+                    log.warning("%s; waiting up to %g s for it", error.message, settings.redis_retry_seconds)
+                await connection.ping(patient=True)
+        finally:
+            await connection.close()
+
+    try:
+        asyncio.run(ping())
+    except StoreUnavailable as error:
+        raise Refusal(f"{error.message}; start it, correct --redis, or leave --redis out for an embedded one") from error
+    except ValueError as error:
+        raise Refusal(f"--redis is no Redis URL: {error}", exit_code=2) from error
+
+
+def _leave_alone() -> None:
+    """Another's Redis is not ours to stop."""

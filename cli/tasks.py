@@ -112,8 +112,7 @@ def ls(
 ) -> None:
     """List tasks, newest first."""
     from cli.control import Control
-    from cli.tables import standard_output
-    from cli.task_tables import tasks_table
+    from cli.tables import standard_output, tasks_table
 
     answer = Control().get("/tasks", status=status, limit=limit)
     console = standard_output()
@@ -126,8 +125,7 @@ def ls(
 def show(task_id: TaskId) -> None:
     """Show one task: where it stands, each rollout, and why attempts failed."""
     from cli.control import Control
-    from cli.tables import standard_output
-    from cli.task_tables import callback_line, failures_table, rollouts_table, tasks_table
+    from cli.tables import callback_line, failures_table, rollouts_table, standard_output, tasks_table
 
     control, console = Control(), standard_output()
     task = control.get(_path(task_id))
@@ -240,7 +238,7 @@ def _wait(control: Control, tasks: list[dict[str, Any]], screen: Any) -> None:
     """Returns when every task has ended. However it ends, a table says how they stand."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from cli.task_tables import ended, tasks_table
+    from cli.tables import ended, tasks_table
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     total = sum(task["num_samples"] for task in tasks)

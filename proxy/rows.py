@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from proxy.budget import cut_call
-from proxy.cursors import CallsCursor
+from proxy.call.budget import cut_call
 from proxy.errors import BudgetExhausted, RequestError
 from proxy.services import Services
 from proxy.settings import Settings
-from proxy.store.session_store import Intent, SessionState
+from proxy.store.sessions import Intent, SessionState
 from reconstruct.accounting import DANGLING, Settled, account, settle
 from reconstruct.builders import Builder, RowContext, builder_named
 from reconstruct.codec import decode
@@ -261,3 +261,34 @@ async def session_rows(services: Services, state: SessionState, builder: str | N
     in_flight = await services.peers.in_flight(intents) if state.status in ("open", "closing") else ()
     left = [intent for intent in intents if intent.call_id not in in_flight]
     return await asyncio.to_thread(build_rows, services.settings, state, records, left, delivered, builder)
+
+
+# Where a listing of calls goes on: the same place however many calls are recorded meanwhile.
+#
+# Recorded calls are counted, for they are only ever appended. Unfinished calls come behind them, in the order in which they began;
+# one that is recorded between two pages comes again, as a record.
+
+
+@dataclass(frozen=True, slots=True)
+class CallsCursor:
+    """`recorded` records were shown, and the unfinished calls up to the one of that beginning and id."""
+
+    recorded: int = 0
+    unfinished: tuple[float, str] = (-math.inf, "")
+
+    @classmethod
+    def parse(cls, text: str | None) -> CallsCursor:
+        """Raises RequestError for one that this service never gave."""
+        if text is None:
+            return cls()
+        number, *rest = text.split("_", 2)
+        try:
+            if not (number.isascii() and number.isdigit()) or len(rest) == 1:
+                raise ValueError
+            return cls(int(number), (float(rest[0]), rest[1])) if rest else cls(int(number))
+        except ValueError:
+            raise RequestError(f"cursor: {text!r} is not one that this service gave", param="cursor") from None
+
+    def __str__(self) -> str:
+        began, call_id = self.unfinished
+        return str(self.recorded) if not call_id else f"{self.recorded}_{began!r}_{call_id}"

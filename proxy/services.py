@@ -7,22 +7,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from proxy.engine.local_renderer import LocalRenderer
-    from proxy.engine.pool import EnginePool
-    from proxy.engine.updates import WeightUpdater
-    from proxy.inflight import Inflight
-    from proxy.limits import BodyRoom, CallRate, CallSlots
+    from proxy.auth import Tokens
+    from proxy.call.http import BodyRoom, CallRate, CallSlots
+    from proxy.call.inflight import Inflight, Peers
+    from proxy.call.tree import SessionTrees
+    from proxy.engine.apis.renderer import LocalRenderer
+    from proxy.engine.pool.pool import EnginePool
+    from proxy.engine.weights.push import WeightUpdater
     from proxy.metrics import Metrics
-    from proxy.peers import Peers
     from proxy.settings import Settings
     from proxy.store.archive import RedisArchiveStore
-    from proxy.store.clock import RedisClock
-    from proxy.store.delivery_store import DeliveryStore
-    from proxy.store.engines import EngineStore
-    from proxy.store.session_store import SessionStore
-    from proxy.store.weight_store import WeightStore
-    from proxy.tokens import Tokens
-    from proxy.trees import SessionTrees
+    from proxy.store.delivery import DeliveryStore
+    from proxy.store.service import EngineStore, RedisClock, WeightStore
+    from proxy.store.sessions import SessionStore
 
 
 @dataclass(slots=True)

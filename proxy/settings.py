@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from proxy.loopback import is_loopback
-from proxy.token_file import check_token, tokens_in
+from proxy.auth import GivenTokens, check_token, is_loopback, tokens_in
+from proxy.auth import Role as TokenRole
 from reconstruct.builders import builder_named
 from reconstruct.errors import ReconstructError
 from reconstruct.roles import RoleRule
@@ -317,6 +317,14 @@ class Settings(BaseSettings):
                 if found.setdefault(name, policy) != policy or (name in models and name != policy):
                     raise ValueError(f"the model {name!r} is declared for two policies")
         return models
+
+    @property
+    def given_tokens(self) -> list[GivenTokens]:
+        return [
+            GivenTokens(TokenRole.TRAINER, (self.trainer_token, *self.trainer_tokens), self.trainer_token_file),
+            GivenTokens(TokenRole.NODE, (self.node_token, *self.node_tokens), self.node_token_file),
+            GivenTokens(TokenRole.ADMIN, (self.admin_token, *self.admin_tokens), self.admin_token_file),
+        ]
 
     @field_validator("admin_token", "trainer_token", "node_token", "admin_tokens", "trainer_tokens", "node_tokens")
     @classmethod

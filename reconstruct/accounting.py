@@ -16,9 +16,8 @@ import numpy as np
 from reconstruct.errors import IdOutOfRange, ReconstructError, RecordError, UnknownParent
 from reconstruct.forest import Forest, order_key
 from reconstruct.records import NO_LOGPROBS, Call
-from reconstruct.retries import REASON as SUPERSEDED
-from reconstruct.retries import superseded
-from reconstruct.roles import credited_role, infer_side_calls
+from reconstruct.roles import REASON as SUPERSEDED
+from reconstruct.roles import credited_role, infer_side_calls, superseded
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
 from reconstruct.verification import verify
 

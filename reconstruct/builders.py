@@ -10,20 +10,23 @@ A builder is a function `(Settled, RowContext) -> list[Trajectory]`; others are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reconstruct.accounting import Settled
-from reconstruct.details import row_details
 from reconstruct.errors import ReconstructError
 from reconstruct.forest import Forest, order_key
-from reconstruct.records import CONTROL_TOKENS, Call, Span
-from reconstruct.trajectory import MIXED, Trajectory
+from reconstruct.records import CONTROL_TOKENS, NO_EXPERT, NO_TOKEN, Call, Span
+from reconstruct.trajectory import MIXED, RowDetails, Trajectory
+
+if TYPE_CHECKING:
+    from reconstruct.forest import Forest
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,3 +214,73 @@ def _named(name: str, build: Builder) -> Builder:
             raise ReconstructError(f"the builder {name!r} failed on session {context.session_id}: {error!r}") from error
 
     return built
+
+
+def row_details(forest: Forest, last: str, trained: Sequence[str]) -> RowDetails | None:
+    """What is known of the tokens of the row that ends with the call `last` and trains the calls `trained`."""
+    if not forest.detailed:
+        return None
+    length = forest.full_length(last)
+    pieces = list(forest.pieces(last, length))
+    top = _top(forest, length, trained)
+    prompt_logprobs = _given(forest, length, pieces, trained)
+    routed = _routed(forest, length, pieces)
+    if top is None and prompt_logprobs is None and routed is None:
+        return None
+    top_token_ids, top_logprobs = top or (None, None)
+    return RowDetails(top_token_ids, top_logprobs, prompt_logprobs, routed)
+
+
+def _top(forest: Forest, length: int, trained: Iterable[str]) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
+    said: list[tuple[int, NDArray[np.int32], NDArray[np.float32]]] = []
+    for name in trained:
+        details = forest.calls[name].node.details
+        if details is not None and details.top_token_ids is not None and details.top_logprobs is not None:
+            said.append((forest.prompt_length(name), details.top_token_ids, details.top_logprobs))
+    if not said:
+        return None
+    widest = max(ids.shape[1] for _, ids, _ in said)
+    token_ids = np.full((length, widest), NO_TOKEN, dtype=np.int32)
+    logprobs = np.full((length, widest), np.nan, dtype=np.float32)
+    for start, ids, values in said:
+        place = slice(start, start + len(ids)), slice(0, ids.shape[1])
+        token_ids[place], logprobs[place] = ids, values
+    return token_ids, logprobs
+
+
+def _given(
+    forest: Forest, length: int, pieces: Iterable[tuple[str, int, int]], trained: Iterable[str]
+) -> NDArray[np.float32] | None:
+    """The logprobs of the tokens that a call of the row stores as given."""
+    values = np.full(length, np.nan, dtype=np.float32)
+    said = False
+    for owner, start, end in pieces:
+        node = forest.calls[owner].node
+        if node.details is None or node.details.prompt_logprobs is None:
+            continue
+        end = min(end, node.base_length + len(node.delta_ids))
+        if start < end:
+            values[start:end] = node.details.prompt_logprobs[start - node.base_length : end - node.base_length]
+            said = True
+    for name in trained:
+        # Where another call stores as given what this one sampled, that is the logprob to go by.
+        start = forest.prompt_length(name)
+        values[start : start + len(forest.calls[name].node.completion_ids)] = np.nan
+    return values if said else None
+
+
+def _routed(forest: Forest, length: int, pieces: Iterable[tuple[str, int, int]]) -> NDArray[np.int16] | None:
+    """The experts of every position, from the last call to the first: whose ids they are has the last word on them."""
+    table: NDArray[np.int16] | None = None
+    for owner, _, end in pieces:
+        details = forest.calls[owner].node.details
+        if details is None or details.routed_experts is None:
+            continue
+        rows = details.routed_experts
+        if table is None:
+            table = np.full((length, *rows.shape[1:]), NO_EXPERT, dtype=np.int16)
+        stop = min(details.routed_from + len(rows), end)
+        # Of another shape are those of another model, whose ids happen to be shared.
+        if table.shape[1:] == rows.shape[1:] and details.routed_from < stop:
+            table[details.routed_from : stop] = rows[: stop - details.routed_from]
+    return table

@@ -12,6 +12,7 @@ has no details, and as 1 or 2 where its role's source is what those versions mea
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,10 +21,10 @@ from typing import Any
 
 import msgpack
 import numpy as np
+from numpy.typing import NDArray
 
-from reconstruct.details_codec import details_fields, details_of
 from reconstruct.errors import DecodeError
-from reconstruct.records import DECLARED, INFERRED, Call, Ids, Logprobs, Node, Sampling, Span
+from reconstruct.records import DECLARED, INFERRED, Call, CallDetails, Ids, Logprobs, Node, Sampling, Span
 
 SCHEMA_VERSION = 3
 """The newest that this build reads; it reads all before, too."""
@@ -288,3 +289,52 @@ def _swell(data: bytes) -> bytes:
     if marker == b"r":
         return body
     raise DecodeError(f"unknown text encoding {marker!r}")
+
+
+# A call's details as the fields of a record: each array as its shape and its little-endian bytes, None for one that there is not.
+
+
+_TOP_IDS, _LOGPROBS, _EXPERTS = ("<i4",), ("<f4",), ("<u1", "<u2")
+"""The types that an array may have: the number of its bytes tells which."""
+
+
+def details_fields(details: CallDetails) -> tuple[Any, ...]:
+    return (
+        _packed(details.top_token_ids),
+        _packed(details.top_logprobs),
+        _packed(details.prompt_logprobs),
+        _packed(details.routed_experts),
+        details.routed_from,
+    )
+
+
+def details_of(fields: Any) -> CallDetails:
+    """The details that `details_fields` wrote. Raises TypeError or ValueError for anything else."""
+    top_token_ids, top_logprobs, prompt_logprobs, routed_experts, routed_from = fields
+    if type(routed_from) is not int or routed_from < 0:
+        raise TypeError(f"{routed_from!r} is no position")
+    return CallDetails(
+        _array(top_token_ids, 2, _TOP_IDS),
+        _array(top_logprobs, 2, _LOGPROBS),
+        _array(prompt_logprobs, 1, _LOGPROBS),
+        _array(routed_experts, 3, _EXPERTS),
+        routed_from,
+    )
+
+
+def _packed(array: NDArray[Any] | None) -> tuple[tuple[int, ...], bytes] | None:
+    if array is None:
+        return None
+    return array.shape, array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _array(packed: Any, dimensions: int, types: tuple[str, ...]) -> NDArray[Any] | None:
+    if packed is None:
+        return None
+    shape, data = packed
+    if type(data) is not bytes or len(shape) != dimensions or any(type(size) is not int or size < 0 for size in shape):
+        raise TypeError(f"{packed!r} is no array of {dimensions} dimensions")
+    for dtype in types:
+        if len(data) == math.prod(shape) * np.dtype(dtype).itemsize:
+            return np.frombuffer(data, dtype=dtype).reshape(shape)
+    raise ValueError(f"{len(data)} bytes are no array of the shape {shape}")

@@ -17,13 +17,16 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reconstruct.details import CallDetails
 from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, SpanError
+
+if TYPE_CHECKING:
+    pass
+
 
 RAW, PROCESSED, UNKNOWN_MODE = "raw_logprobs", "processed_logprobs", "unknown"
 NO_LOGPROBS = ("raw_logits", "processed_logits")
@@ -106,6 +109,68 @@ class Sampling:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
+# Details: what an engine says of tokens beside the logprob of each sampled one, kept where it was asked for.
+#
+# A call keeps only what is new: the most probable tokens at its sampled positions, the logprobs of its delta, and the experts of the
+# positions that its base does not know. `row_details` lays the details of a row's calls out by the row's own positions. Nothing here
+# decides what is trained: a detail that is missing is marked as missing.
+
+
+Experts: TypeAlias = NDArray[np.uint8] | NDArray[np.uint16]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallDetails:
+    """Of one call with d delta ids and m sampled ones; None: the engine did not say.
+
+    `top_token_ids` int32 and `top_logprobs` float32, both (m, k): the k most probable tokens where each token was sampled, the most
+    probable first; NO_TOKEN and NaN where there are fewer. `prompt_logprobs` float32 (d,): of the delta's tokens as they were given;
+    NaN for a session's very first. `routed_experts` uint8 or uint16 (r, layers, experts per token): of the r positions from
+    `routed_from` on, counted in the call's prompt and reply. An engine computes none for the last sampled token of a call: the call
+    that continues it brings them.
+    """
+
+    top_token_ids: NDArray[np.int32] | None = None
+    top_logprobs: NDArray[np.float32] | None = None
+    prompt_logprobs: NDArray[np.float32] | None = None
+    routed_experts: Experts | None = None
+    routed_from: int = 0
+
+    @property
+    def empty(self) -> bool:
+        return self.top_token_ids is None and self.prompt_logprobs is None and self.routed_experts is None
+
+    @property
+    def size_bytes(self) -> int:
+        arrays = (self.top_token_ids, self.top_logprobs, self.prompt_logprobs, self.routed_experts)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    def check(self, delta: int, sampled: int, where: dict[str, Any]) -> None:
+        """Raise LengthMismatch when they are not of `delta` given and `sampled` sampled tokens."""
+        if not of_one_shape(self.top_token_ids, self.top_logprobs):
+            raise LengthMismatch("top_token_ids and top_logprobs differ in shape", **where)
+        for name, array, length in (
+            ("top_token_ids", self.top_token_ids, sampled),
+            ("top_logprobs", self.top_logprobs, sampled),
+            ("prompt_logprobs", self.prompt_logprobs, delta),
+        ):
+            if array is not None and len(array) != length:
+                raise LengthMismatch(f"{name} is of {len(array)} tokens, not of {length}", **where)
+
+    def told_after(self, base_length: int, delta: int) -> CallDetails | None:
+        """The same of a whole prompt, cut to what a call stores that leans on `base_length` ids and has `delta` ids of its own.
+
+        One position of routing stays that the base may lack, its last token's."""
+        prompt_logprobs, routed, first = self.prompt_logprobs, self.routed_experts, self.routed_from
+        if prompt_logprobs is not None:
+            prompt_logprobs = prompt_logprobs[base_length : base_length + delta] if delta else None
+        if routed is not None:
+            kept = max(0, base_length - 1 - first)
+            routed, first = (routed[kept:], first + kept) if kept < len(routed) else (None, 0)
+        cut = CallDetails(self.top_token_ids, self.top_logprobs, prompt_logprobs, routed, first)
+        return None if cut.empty else cut
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
     """One call's place in the session tree and its tokens. Lengths: m sampled ids, m logprobs, spans tile 0..m."""
@@ -156,7 +221,7 @@ class Call:
     `reply_fingerprint` the chain after the reply: what a continuing call's history hashes to (see messages.py).
     `preamble` (roots only) is the JSON object of model, tools and template kwargs. `marks` are what the harness itself said of the
     call in its headers: "retry" (the attempt's number); the "policy" that sampled it, unless it was the default one; INVALID_TOOL_CALL;
-    and CONTROL_TOKENS, a JSON list (see proxy/control_tokens.py). `role_source` says who says so of the role: DECLARED, RULE or INFERRED.
+    and CONTROL_TOKENS, a JSON list (see proxy/call/record.py). `role_source` says who says so of the role: DECLARED, RULE or INFERRED.
     """
 
     call_id: str
@@ -218,3 +283,12 @@ class Call:
         arrays = node.delta_ids.nbytes + node.completion_ids.nbytes + node.logprobs.nbytes
         details = 0 if node.details is None else node.details.size_bytes
         return arrays + details + len(self.messages) + len(self.reply) + len(self.preamble)
+
+
+NO_TOKEN = -1
+NO_EXPERT = -1
+
+
+def of_one_shape(left: NDArray[Any] | None, right: NDArray[Any] | None) -> bool:
+    """Whether both are there with the same shape, or neither is there."""
+    return (None if left is None else left.shape) == (None if right is None else right.shape)

@@ -20,18 +20,37 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reconstruct.details import NAMES, RowDetails
 from reconstruct.records import INFERRED, UNKNOWN_MODE, Ids, Logprobs, Span
+
+if TYPE_CHECKING:
+    pass
+
 
 Mask = NDArray[np.int8]
 
 MIXED = "mixed"
 """The logprob mode of a row whose calls were sampled under different ones."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowDetails:
+    """Of a row of n tokens, aligned with its `token_ids`; None: of no token.
+
+    `top_token_ids` int32 and `top_logprobs` float32, both (n, k): at trained tokens, the most probable first; NO_TOKEN and NaN
+    elsewhere. `prompt_logprobs` float32 (n,): of tokens that were given, under the weights of the call that brought them; NaN for
+    sampled tokens and wherever the engine did not say. `routed_experts` int16 (n, layers, experts per token): NO_EXPERT where the
+    engine did not say, as for the row's last token, which was sampled and never fed back.
+    """
+
+    top_token_ids: NDArray[np.int32] | None = None
+    top_logprobs: NDArray[np.float32] | None = None
+    prompt_logprobs: NDArray[np.float32] | None = None
+    routed_experts: NDArray[np.int16] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,3 +172,7 @@ def accounting_as_wire(accounting: Accounting) -> dict[str, Any]:
         "dangling_calls": accounting.dangling_calls,
         "complete": accounting.complete,
     }
+
+
+NAMES = ("top_token_ids", "top_logprobs", "prompt_logprobs", "routed_experts")
+"""The arrays of a row's details, by the names they have on the wire."""

@@ -13,11 +13,10 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from reconstruct.details import NAMES
 from reconstruct.errors import LengthMismatch, RecordError
 from reconstruct.forest import Forest, shared_length
 from reconstruct.records import Call, Span
-from reconstruct.trajectory import Trajectory
+from reconstruct.trajectory import NAMES, Trajectory
 
 Counts = NDArray[np.int64]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Annotated, Any, Literal
@@ -23,11 +24,18 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 
-from rollout.event_stream import told
 from rollout.store.base import Event, NoSuchTask, StoreUnavailable, TaskConflict
 from rollout.store.tasks import RedisTaskStore
-from rollout.task_wire import BadTask, Known, submitted
-from rollout.views import event_as_wire, node_as_wire, rollout_as_wire, summary_as_wire, task_as_wire
+from rollout.task_body import (
+    BadTask,
+    Known,
+    event_as_wire,
+    node_as_wire,
+    rollout_as_wire,
+    submitted,
+    summary_as_wire,
+    task_as_wire,
+)
 
 CURSOR = r"^[0-9]{1,15}\z"
 EVENT_ID = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})?\Z")
@@ -154,3 +162,62 @@ def _error(
 ) -> Response:
     error = {"code": code, "message": message} | ({} if param is None else {"param": param})
     return Response(json.dumps({"error": error}), status, headers=headers, media_type="application/json")
+
+
+# Server-sent events: what is told, as text, with a comment while nothing is, so that no one on the way takes the line for dead.
+
+
+log = logging.getLogger(__name__)
+
+KEEPALIVE = b": nothing new\n\n"
+TOLD_AT_ONCE = 256
+"""Events that are read ahead of a slow reader."""
+
+Told = tuple[str, str, str]
+"""Id, kind, data of one line."""
+
+
+async def told(events: AsyncIterator[Told], keepalive_seconds: float, stopping: asyncio.Event) -> AsyncIterator[bytes]:
+    """Ends with `events`, when the store cannot be read, and when the process stops: a reader comes back with the id of the last
+    event that it got."""
+    queue: asyncio.Queue[Told | None] = asyncio.Queue(TOLD_AT_ONCE)
+    sources = [asyncio.create_task(_read(events, queue)), asyncio.create_task(_end(stopping, queue))]
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(keepalive_seconds):
+                    event = await queue.get()
+            except TimeoutError:
+                yield KEEPALIVE
+                continue
+            if event is None:
+                return
+            yield _line(*event)
+    finally:
+        for source in sources:
+            source.cancel()
+        await asyncio.wait(sources)
+
+
+async def _read(events: AsyncIterator[Told], queue: asyncio.Queue[Told | None]) -> None:
+    try:
+        async for event in events:
+            await queue.put(event)
+    except NoSuchTask:
+        # Deleted meanwhile by retention.
+        pass
+    except StoreUnavailable as error:
+        log.warning("a stream of events ends early: %s", error)
+    except Exception:
+        log.exception("a stream of events ends early")
+    # Not when it is cancelled: of a reader that has gone away nobody empties the queue.
+    await queue.put(None)
+
+
+async def _end(stopping: asyncio.Event, queue: asyncio.Queue[Told | None]) -> None:
+    await stopping.wait()
+    await queue.put(None)
+
+
+def _line(id_: str, kind: str, data: str) -> bytes:
+    return f"id: {id_}\nevent: {kind}\ndata: {data}\n\n".encode()

@@ -7,19 +7,13 @@ import posixpath
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from rollout.attempt_logs import AttemptLogs
-from rollout.attempts import AttemptId
-from rollout.budget import within
+from rollout.attempts import AttemptId, Failure, RolloutFailed, runtime_name
 from rollout.evaluators import catalogue
-from rollout.evaluators.base import BadReward, Case, EvaluationFailed, EvaluationTimedOut, Run, Score
-from rollout.evaluators.rewards import as_score
-from rollout.failures import Failure, RolloutFailed
-from rollout.node_parts import NodeParts
-from rollout.preparing import carry_out
-from rollout.removing import removed
-from rollout.runtime_names import runtime_name
+from rollout.evaluators.base import BadReward, Case, EvaluationFailed, EvaluationTimedOut, Run, Score, as_score
 from rollout.runtimes.base import Runtime, RuntimeFailed
-from rollout.session_failures import SessionFailed
+from rollout.sessions import SessionFailed
+from rollout.stages import within
+from rollout.steps import AttemptLogs, NodeParts, carry_out, removed
 from rollout.task import EvaluatorSpec, Task
 
 COLLECTED_BYTES = 1 << 30

@@ -12,13 +12,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from rollout.attempts import AttemptId, Superseded
+from rollout.attempts import AttemptId, Failure, FailureRecord, Superseded, node_prefix
 from rollout.course import Course
-from rollout.failures import Failure, FailureRecord
-from rollout.node_parts import NodeParts
-from rollout.runtime_names import node_prefix
-from rollout.session_failures import SessionFailed
+from rollout.sessions import SessionFailed
 from rollout.stages import Permit
+from rollout.steps import NodeParts
 from rollout.store.base import NodeState, Room, StoreUnavailable, Taken
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +23,6 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 
 from reconstruct.roles import RoleRule, rule_as_wire
 from rollout.attempts import Ended
-from rollout.session_failures import HeldBack, NoAnswer, NoSession, SessionConflict, SessionFailed, SessionRefused, failure_of
 from rollout.task import GroupRule
 
 log = logging.getLogger(__name__)
@@ -240,3 +241,139 @@ def _pause_seconds(state: RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome else None
     told = error.retry_after_seconds if isinstance(error, NoAnswer) else None
     return told if told is not None else _GROWING(state)
+
+
+# What the service says against a request about a session.
+#
+# SessionFailed             the service does not take it
+# ├── NoAnswer              it gave none, or only that it cannot now, for retry_seconds
+# ├── SessionRefused        400, 413, 422: what was sent is nothing that it will ever take
+# ├── NoSession             404
+# ├── SessionConflict       409: another session has the id, or it was closed otherwise
+# └── HeldBack              429: trainers are behind; `Sessions` waits it out
+
+
+UNTOLD_RETRY_SECONDS = 5.0
+LONGEST_RETRY_SECONDS = 60.0
+
+
+class SessionFailed(Exception):
+    """`status` is the HTTP status, None where there was no answer. The message names the request and what the service said."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class NoAnswer(SessionFailed):
+    """`lost`: the request may have been done all the same. `retry_after_seconds` is what the service asked for."""
+
+    def __init__(
+        self, message: str, status: int | None = None, *, lost: bool = False, retry_after_seconds: float | None = None
+    ) -> None:
+        super().__init__(message, status)
+        self.lost = lost
+        self.retry_after_seconds = retry_after_seconds
+
+
+class SessionRefused(SessionFailed):
+    pass
+
+
+class NoSession(SessionFailed):
+    pass
+
+
+class SessionConflict(SessionFailed):
+    pass
+
+
+class HeldBack(SessionFailed):
+    def __init__(self, message: str, retry_after_seconds: float) -> None:
+        super().__init__(message, 429)
+        self.retry_after_seconds = retry_after_seconds
+
+
+KINDS: Mapping[int, type[SessionFailed]] = {
+    **dict.fromkeys((400, 413, 422), SessionRefused),
+    404: NoSession,
+    409: SessionConflict,
+}
+
+
+def failure_of(response: httpx.Response, request: str) -> SessionFailed:
+    """What an answer of 300 and above means; `request` is how the message names what was asked."""
+    status = response.status_code
+    message = f"{request}: {status}: {_said(response)}"
+    if status == 429:
+        return HeldBack(message, _retry_after(response) or UNTOLD_RETRY_SECONDS)
+    if status in (408, 502, 503, 504):
+        # What stands between may have given up on a request that the service went on with.
+        return NoAnswer(message, status, lost=True, retry_after_seconds=_retry_after(response))
+    return KINDS.get(status, SessionFailed)(message, status)
+
+
+def _said(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """Seconds, at most a minute; None where the header is missing or a date."""
+    try:
+        return min(LONGEST_RETRY_SECONDS, max(0.1, float(response.headers["retry-after"])))
+    except (KeyError, ValueError):
+        return None
+
+
+# Models behind the service, asked as any harness asks them: the first one it names, and a frozen one as a judge.
+
+
+JUDGE_SECONDS = 600.0
+LATER = (408, 429, 502, 503, 504)
+
+
+async def first_model(url: str, opened: OpenSession) -> str:
+    """The first model that the session's own list names. Raises `NoAnswer` as long as it names none, and `SessionFailed`."""
+    answer = await _asked(url, opened, "GET", "models", None)
+    try:
+        return str(answer["data"][0]["id"])
+    except (KeyError, IndexError, TypeError) as error:
+        raise NoAnswer(f"{url} names no model: no engine is up; wait for one, or give the task a model") from error
+
+
+class Judge:
+    """Asks a model in a session of its own, which no trainer ever gets, and which is not held back where trainers are behind: rollouts
+    wait for its verdict."""
+
+    def __init__(self, sessions: Sessions, url: str) -> None:
+        """`url`: where harnesses call the service."""
+        self._sessions, self._url = sessions, url
+
+    async def ask(self, model: str, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]) -> str:
+        """The text of the reply. Raises `SessionFailed`."""
+        opened = await self._sessions.create(f"judge-{uuid.uuid4().hex}", metadata={"purpose": "judge"}, trained=False)
+        try:
+            body = {**sampling, "model": model, "messages": list(messages)}
+            answer = await _asked(self._url, opened, "POST", "chat/completions", body)
+            return str(answer["choices"][0]["message"].get("content") or "")
+        finally:
+            with suppress(SessionFailed):
+                await self._sessions.close_session(opened.session_id, "completed")
+
+
+async def _asked(url: str, opened: OpenSession, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+    where = f"{url.rstrip('/')}/s/{opened.session_id}/v1/{path}"
+    headers = {"Authorization": f"Bearer {opened.api_key}"}
+    try:
+        async with httpx.AsyncClient(timeout=JUDGE_SECONDS) as client:
+            response = await client.request(method, where, json=body, headers=headers)
+    except httpx.TransportError as error:
+        raise NoAnswer(f"{method} {where}: no answer: {error or type(error).__name__}") from error
+    if response.status_code >= 300:
+        # What cannot be answered now may be in a while.
+        kind = NoAnswer if response.status_code in LATER else SessionFailed
+        raise kind(f"{method} {where}: {response.status_code}: {response.text[:500]}", response.status_code)
+    return response.json()

@@ -8,20 +8,25 @@ Every server runs one. What is to be done stands in the store and is given to on
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import random
 from collections.abc import Awaitable, Callable
+from typing import Annotated
+
+import httpx
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rollout.attempts import AttemptId, RolloutState, Superseded, Verdict
-from rollout.callbacks import Callbacks
-from rollout.closing import close_member
+from rollout.course import close_member
 from rollout.metrics import RolloutNumbers
-from rollout.session_failures import NoSession, SessionConflict, SessionFailed
-from rollout.sessions import Sessions
-from rollout.settings import RolloutSettings
-from rollout.store.base import StoreUnavailable, Taken
+from rollout.sessions import NoSession, SessionConflict, SessionFailed, Sessions
+from rollout.store.base import StoreUnavailable, Taken, TaskState
 from rollout.store.tasks import CLAIM_SECONDS, RedisTaskStore
 from rollout.store.work import RedisWorkStore
 from rollout.task import Task
+from rollout.task_body import summary_as_wire
 
 log = logging.getLogger(__name__)
 
@@ -165,3 +170,80 @@ async def _delete(sessions: Sessions, session_id: str) -> bool:
         log.warning("session %s stays as it is, as a trainer has it already: %s", session_id, error)
         return False
     return True
+
+
+# The one request that tells the outside of a task's end: POSTed to its callback URL until somebody takes it.
+#
+# What is due stands in the store, so that whichever server lives delivers it; while one tries, no other does. A server that dies in the
+# middle leaves it to another after `CLAIM_SECONDS`, so a receiver may be told twice, and knows that by the task's id.
+
+
+TIMEOUT_SECONDS = CLAIM_SECONDS / 2
+"""Of one try in all: it ends before another server may try."""
+CALLBACKS_AT_ONCE = 16
+MOST_TRIES = 24
+LONGEST_PAUSE_SECONDS = 3600.0
+SHOWN = 500
+"""Characters of an error that are kept."""
+
+
+class Callbacks:
+    def __init__(self, store: RedisTaskStore) -> None:
+        self._store = store
+        self._http = httpx.AsyncClient(timeout=TIMEOUT_SECONDS, follow_redirects=False)
+
+    async def deliver(self) -> int:
+        """How many were due and were tried. Raises `StoreUnavailable`."""
+        due = await self._store.callbacks(CALLBACKS_AT_ONCE, await self._store.now())
+        await asyncio.gather(*(self._deliver(state) for state in due))
+        return len(due)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _deliver(self, state: TaskState) -> None:
+        callback, task_id = state.callback, state.task.task_id
+        if callback is None:
+            return
+        error = await self._post(callback.url, state)
+        now = await self._store.now()
+        if error is None:
+            await self._store.called_back(task_id, now)
+            return
+        tries = callback.tries + 1
+        again = now + pause_seconds(tries) if tries < MOST_TRIES else None
+        log.warning("task %s: its callback failed (try %d of %d): %s", task_id, tries, MOST_TRIES, error)
+        await self._store.called_back(task_id, now, error=error[:SHOWN], next_try_at=again)
+
+    async def _post(self, url: str, state: TaskState) -> str | None:
+        """What went wrong."""
+        body = json.dumps(summary_as_wire(state)).encode()
+        headers = {"content-type": "application/json", "idempotency-key": state.task.task_id}
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                response = await self._http.post(url, content=body, headers=headers)
+        except TimeoutError:
+            return f"no answer within {TIMEOUT_SECONDS:g} s"
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None if response.is_success else f"it answered {response.status_code}"
+
+
+def pause_seconds(tries: int) -> float:
+    """From one second on twice as long after each try, up to an hour; some of it by chance, so that many do not come at once."""
+    return min(LONGEST_PAUSE_SECONDS, float(2 ** min(tries - 1, 20))) * random.uniform(0.8, 1.2)
+
+
+# What a server is told of the rollout service; the environment is read here. Each field is `VERBATIM_<NAME>`.
+
+
+class RolloutSettings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="VERBATIM_", extra="ignore", use_attribute_docstrings=True)
+
+    task_retain_days: Annotated[float, Field(ge=0)] = 30.0
+    """How long an ended task is kept in the store; 0: for ever. Its sessions are kept by rules of their own."""
+    task_sweep_seconds: Annotated[float, Field(gt=0)] = 2.0
+    """How often a server looks for sessions to close and callbacks to deliver."""
+    lost_node_seconds: Annotated[float, Field(gt=0)] = 300.0
+    """Silence of a node after which a server ends or finishes what it can of the node's rollouts itself. Other nodes take them long
+    before that, where there are any that may."""

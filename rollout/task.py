@@ -1,4 +1,4 @@
-"""A task as it was submitted: values only. `rollout.task_wire` makes one from JSON and checks it; the store keeps it as msgpack."""
+"""A task as it was submitted: values only. `rollout.task_body` makes one from JSON and checks it; the store keeps it as msgpack."""
 
 from __future__ import annotations
 

@@ -17,10 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.trajectory import Trajectory
-from trainer_client.columns import RowColumns, row_columns
+from trainer_client.arrays import Framework, PackedBatch, PaddedBatch, RowColumns, Side, packed, padded, row_columns
 from trainer_client.lease import Lease
-from trainer_client.packing import PackedBatch, packed
-from trainer_client.padding import Framework, PaddedBatch, Side, padded
 from trainer_client.wire import Group
 
 Estimator = Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]

@@ -24,14 +24,13 @@ from trainer_client.batch import Batch
 from trainer_client.errors import (
     ConnectionFailed,
     InvalidAnswer,
-    ReplicaFailed,
     ServiceError,
     Unavailable,
     UnpublishableWeights,
     VersionConflict,
 )
 from trainer_client.lease import Lease
-from trainer_client.publish import WeightPush, prune_versions, push_of, what_failed, write_weights
+from trainer_client.publish import ReplicaFailed, WeightPush, prune_versions, push_of, what_failed, write_weights
 from trainer_client.publish_nccl import NcclPublisher
 from trainer_client.transport import Transport, never_started
 from trainer_client.wire import ACCEPT, body_of, groups_of, versions_of

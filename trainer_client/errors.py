@@ -18,11 +18,6 @@ TrainerClientError
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from trainer_client.publish import WeightPush
-
 
 class TrainerClientError(Exception):
     """Base of everything this package raises on its own account."""
@@ -93,9 +88,3 @@ class PublishError(TrainerClientError):
 
 class UnpublishableWeights(PublishError):
     pass
-
-
-class ReplicaFailed(PublishError):
-    def __init__(self, message: str, *, push: WeightPush) -> None:
-        super().__init__(message)
-        self.push = push

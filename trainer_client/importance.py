@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_client.packing import PackedBatch
-from trainer_client.padding import PaddedBatch
+from trainer_client.arrays import PackedBatch, PaddedBatch
 
 if TYPE_CHECKING:
     from trainer_client.batch import Batch

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_client.errors import InvalidAnswer, UnpublishableWeights
+from trainer_client.errors import InvalidAnswer, PublishError, UnpublishableWeights
 
 if TYPE_CHECKING:
     import torch
+
 
 _VERSION_FOLDER = re.compile(r"version-(\d+)")
 _UNFINISHED_FOLDER = re.compile(r"\.version-(\d+)\.(writing|replaced)")
@@ -197,3 +198,9 @@ def _flush(path: Path) -> None:
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[Path, int]:
     found = ((path, pattern.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir())
     return {path: int(match[1]) for path, match in found if match}
+
+
+class ReplicaFailed(PublishError):
+    def __init__(self, message: str, *, push: WeightPush) -> None:
+        super().__init__(message)
+        self.push = push

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
-from trainer_client.errors import ReplicaFailed, ServiceError, UnpublishableWeights, VersionConflict
-from trainer_client.publish import WeightPush, push_of, what_failed
+from trainer_client.errors import ServiceError, UnpublishableWeights, VersionConflict
+from trainer_client.publish import ReplicaFailed, WeightPush, push_of, what_failed
 from trainer_client.transport import Transport
 from trainer_client.wire import body_of
 

@@ -19,9 +19,8 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from reconstruct.details import NAMES, RowDetails, of_one_shape
-from reconstruct.records import INFERRED, UNKNOWN_MODE, Span, pack_ids, pack_logprobs
-from reconstruct.trajectory import Quarantined, Trajectory
+from reconstruct.records import INFERRED, UNKNOWN_MODE, Span, of_one_shape, pack_ids, pack_logprobs
+from reconstruct.trajectory import NAMES, Quarantined, RowDetails, Trajectory
 from trainer_client.errors import InvalidAnswer
 
 ACCEPT = "application/msgpack;arrays=packed"

@@ -16,8 +16,8 @@ from typing import IO, Self
 import httpx
 
 from cli.refusal import Refusal
+from proxy.auth import mint_token
 from proxy.store.embedded import EmbeddedRedis, StoreStartError
-from proxy.tokens import mint_token
 
 READY_SECONDS = 300.0
 """What the service has for starting, and its engines for being there."""

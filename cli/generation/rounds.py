@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+from urllib.parse import quote
 
-from cli.generation.accept import Accept
-from cli.generation.api import GenerationApi
-from cli.generation.attempts import Attempt, Limits, Way, best, judged
-from cli.generation.inputs import Input
-from cli.task_tables import ended
+import msgpack
+
+from cli.control import complaint
+from cli.export import PACKED, ArchiveApi
+from cli.generation.attempts import Accept, Attempt, Input, Limits, Way, best, judged
+from cli.refusal import Refusal
+from cli.tables import ended
 from rollout.attempts import ENDED
 
 POLL_SECONDS = 1.0
@@ -98,3 +101,32 @@ class Rounds:
 
     def _judged(self, way: Way) -> int:
         return sum(attempt.task_id == way.task_id for attempt in way.attempts)
+
+
+# The tasks of a service as a generation uses them: over one connection, which outlives a restart of the service.
+
+
+class GenerationApi(ArchiveApi):
+    """Every request raises `Refusal` when it failed for good."""
+
+    def submit(self, given: Input, body: dict[str, Any]) -> dict[str, Any]:
+        """The task, new or as it was submitted before."""
+        response = self._send("POST", "/tasks", json=body, passes=(400, 409))
+        if response.is_error:
+            raise Refusal(f"line {given.number}: {complaint(response)}")
+        told: dict[str, Any] = response.json()
+        return told
+
+    def task(self, task_id: str) -> dict[str, Any]:
+        told: dict[str, Any] = self._send("GET", f"/tasks/{quote(task_id, safe='')}").json()
+        return told
+
+    def rollouts(self, task_id: str) -> list[dict[str, Any]]:
+        told: list[dict[str, Any]] = self._send("GET", f"/tasks/{quote(task_id, safe='')}/rollouts").json()["rollouts"]
+        return told
+
+    def sampled_tokens(self, session_id: str) -> int | None:
+        """None for a session that is gone, or whose records contradict each other."""
+        path = f"/sessions/{quote(session_id, safe='')}/trajectories"
+        response = self._send("GET", path, headers={"Accept": PACKED}, passes=(404, 500))
+        return None if response.is_error else int(msgpack.unpackb(response.content)["accounting"]["sampled_tokens"])

@@ -9,16 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from uuid import uuid4
 
-from cli.generation.inputs import Input
+from cli.generation.attempts import Input
 from cli.node import kinds_here
 from cli.refusal import Refusal
-from rollout.attempt_logs import AttemptLogs
-from rollout.attempts import AttemptId
-from rollout.failures import RolloutFailed
-from rollout.harness_run import HarnessRun, definition_of
-from rollout.installing import with_harness
-from rollout.removing import removed
+from rollout.attempts import AttemptId, RolloutFailed
 from rollout.runtimes.base import Route, RuntimeFailed, RuntimeKind
+from rollout.steps import AttemptLogs, HarnessRun, definition_of, removed, with_harness
 from rollout.task import Task
 
 NOWHERE = Route("127.0.0.1", 9)

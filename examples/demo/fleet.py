@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from examples.demo.plan import Plan
 from examples.demo.processes import Child
-from proxy.engine.vllm_launch import free_port, vllm_command
+from proxy.engine.in_vllm.launch import free_port, vllm_command
 
 T = TypeVar("T")
 

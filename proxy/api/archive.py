@@ -12,15 +12,13 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from proxy.api.access import Served, admin_only
-from proxy.api.answers import Form, answer, json_response
-from proxy.api.bodies import read_body
 from proxy.api.closing import CLOSED, offer
-from proxy.api.session_wire import session_as_wire, session_of_wire
+from proxy.api.requests import Form, Served, admin_only, answer, json_response, read_body
+from proxy.api.sessions import session_as_wire, session_of_wire
 from proxy.auth import SESSION_ID
 from proxy.errors import Conflict, NotFound, RequestError
 from proxy.services import Services
-from proxy.store.session_store import Intent, SessionState
+from proxy.store.sessions import Intent, SessionState
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
 

@@ -6,6 +6,8 @@ name is theirs, and cannot be removed here.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -13,14 +15,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Response
 from pydantic import Field
 
-from proxy.api.access import Served, admin_only
-from proxy.api.answers import json_response
-from proxy.api.bodies import Body, body_of
-from proxy.engine.membership import EngineSpec, engine_spec
+from proxy.api.requests import Body, Served, admin_only, body_of, json_response
+from proxy.api.sessions import versions_ahead
+from proxy.engine.pool.membership import EngineSpec, engine_spec
 from proxy.engine.replica import Replica
-from proxy.errors import Conflict, NotFound, RequestError
+from proxy.errors import Conflict, NotFound, RequestError, StoreUnavailable
 from proxy.services import Services
-from proxy.store.engines import StoredEngine
+from proxy.store.service import StoredEngine
 
 router = APIRouter(prefix="/engines", dependencies=[Depends(admin_only)])
 
@@ -117,3 +118,44 @@ def _replica(replica: Replica) -> dict[str, Any]:
         "in_flight": replica.in_flight,
         "max_calls": replica.max_calls,
     }
+
+
+# Whether the process lives, and whether it can serve a call. Open to everyone: probes carry no token.
+
+
+health_router = APIRouter()
+
+
+@health_router.get("/healthz")
+async def healthz() -> Response:
+    return json_response({"status": "ok"})
+
+
+@health_router.get("/metrics")
+async def metrics(services: Served) -> Response:
+    """Prometheus text; see proxy/metrics.py for what is measured. What the store counts is as old as the store's last answer."""
+    with contextlib.suppress(StoreUnavailable):
+        counts, totals = await asyncio.gather(services.delivery.counts(), services.delivery.totals())
+        services.metrics.stored_groups(counts, totals, await versions_ahead(services))
+    return Response(services.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@health_router.get("/readyz")
+async def readyz(services: Served) -> Response:
+    reasons = [reason for reason in (await _store(services), _engines(services)) if reason]
+    if reasons:
+        return json_response({"status": "unavailable", "reason": "; ".join(reasons)}, 503)
+    return json_response({"status": "ready"})
+
+
+async def _store(services: Served) -> str | None:
+    try:
+        await services.sessions.ping()
+    except StoreUnavailable as error:
+        return error.message
+    return None
+
+
+def _engines(services: Served) -> str | None:
+    ready, reason = services.pool.ready()
+    return None if ready else f"no engine serves: {reason}"

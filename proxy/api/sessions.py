@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field, FiniteFloat, model_validator
 
 from proxy import rows
-from proxy.api.access import Served, admin_only, node_only
-from proxy.api.admission import open_session
-from proxy.api.answers import answer, form_of, json_response
-from proxy.api.bodies import Body, Metadata, body_of
-from proxy.api.closing import CLOSED, close_session, reward_session, withdraw_session
-from proxy.api.session_wire import session_as_wire
+from proxy.api.batches import DEFAULT, current_versions
+from proxy.api.closing import CLOSED, SWEEP_AGE_SECONDS, close_session, group_ref, policy_of, reward_session, withdraw_session
+from proxy.api.requests import Body, Metadata, Served, admin_only, answer, body_of, form_of, json_response, node_only
 from proxy.auth import SESSION_ID, mint_key
-from proxy.cursors import CallsCursor
-from proxy.errors import Conflict, NotFound
+from proxy.errors import Backpressure, Conflict, NotFound
+from proxy.rows import CallsCursor
 from proxy.services import Services
 from proxy.settings import Settings
+from proxy.store.delivery import Admission, Freshness
 from proxy.store.groups import GroupRule
-from proxy.store.session_store import SessionInfo, SessionState
+from proxy.store.keys import StoredValueError
+from proxy.store.sessions import SessionInfo, SessionState
 from reconstruct.roles import RoleRule
 from reconstruct.trajectory import accounting_as_wire, as_wire
 
@@ -231,3 +233,145 @@ async def _load(services: Services, session_id: str) -> SessionState:
     if state is None:
         raise NotFound(f"there is no session {session_id}")
     return state
+
+
+# A session as the API shows it, and back: what is fixed at its creation and where it stands, in one flat object.
+
+
+BUDGET = ("max_calls", "max_completion_tokens", "max_total_tokens")
+# Named one by one: a field that comes to be must not be shown by itself, and key_hash never. group_rule is the group's and not shown,
+# nor is unserved, which matters only while a session is open.
+INFO_FIELDS = (
+    "session_id",
+    "created_at",
+    "task_id",
+    "group_id",
+    "group_size",
+    "metadata",
+    "sampling",
+    "trained",
+    "echo_policy",
+    *BUDGET,
+)
+STATE_FIELDS = (
+    "status",
+    "calls",
+    "reward",
+    "per_call",
+    "per_branch",
+    "reward_metadata",
+    "error",
+    "closed_at",
+    "updated_at",
+)
+
+
+def session_as_wire(state: SessionState) -> dict[str, Any]:
+    shown = {name: getattr(state.info, name) for name in INFO_FIELDS}
+    return shown | {name: getattr(state, name) for name in STATE_FIELDS}
+
+
+def session_of_wire(wire: Mapping[str, Any]) -> SessionState:
+    """The session that was shown so; no key opens it. Raises msgspec.ValidationError when a field is missing or of a wrong type."""
+    # What was shown by an earlier build does not say these.
+    wire = {"trained": True, "echo_policy": "strict", **dict.fromkeys(BUDGET), **wire}
+    if missing := [name for name in (*INFO_FIELDS, *STATE_FIELDS) if name not in wire]:
+        raise msgspec.ValidationError(f"session: {', '.join(missing)} missing")
+    info = {"key_hash": b"", **{name: wire[name] for name in INFO_FIELDS}}
+    return msgspec.convert({"info": info, **{name: wire[name] for name in STATE_FIELDS}}, SessionState)
+
+
+# Which sessions may be opened while the trainers are behind.
+#
+# With `max_undelivered_groups` set, the session that would begin one group too many is refused until a group was leased; with
+# `admission_staleness`, the one whose group would be too old by the time it is leased, until there are newer weights or fewer groups.
+# Sessions of a group that is there already are let in, or it would never be whole. All that is counted lies in the store, so that all
+# processes decide alike.
+
+
+LOOK_SECONDS = 0.5
+"""How often a session that is held asks again."""
+
+
+async def open_session(services: Services, info: SessionInfo, hung_up: Callable[[], Awaitable[bool]]) -> bool:
+    """False when another session has its id. Held for at most `admission_hold_seconds`, then raises `Backpressure`; one that no trainer
+    gets is let in at once."""
+    settings = services.settings
+    if not info.trained or (not settings.max_undelivered_groups and settings.admission_staleness is None):
+        return await services.sessions.create(info)
+    admission = await _admitted(services, info, hung_up)
+    created = False
+    try:
+        created = await services.sessions.create(info)
+    finally:
+        if admission.noted and not created:
+            await asyncio.shield(services.delivery.dismiss(info.session_id))
+    return created
+
+
+async def reclaim_places(services: Services, *, older_than_seconds: float = SWEEP_AGE_SECONDS, limit: int = 100) -> int:
+    """Free what processes hold that died between letting a session in and opening it; how many places. Raises `StoreUnavailable`."""
+    reclaimed = 0
+    for session_id in await services.delivery.unseen(await services.clock.now() - older_than_seconds, limit):
+        if await _is_there(services, session_id):
+            await services.delivery.seen(session_id)
+        else:
+            await services.delivery.dismiss(session_id)
+            reclaimed += 1
+    return reclaimed
+
+
+async def _is_there(services: Services, session_id: str) -> bool:
+    try:
+        return await services.sessions.load(session_id) is not None
+    except StoredValueError:
+        # Unreadable is not absent, and must not keep the others from being looked at.
+        return True
+
+
+async def versions_ahead(services: Services) -> int | None:
+    """How many versions will probably have come when a group that is begun now is leased; None unless that is limited."""
+    per_version = services.settings.groups_per_version
+    if services.settings.admission_staleness is None or per_version is None:
+        return None
+    versions = await current_versions(services)
+    return await services.delivery.versions_ahead(versions.pop(DEFAULT), per_version, versions)
+
+
+async def _admitted(services: Services, info: SessionInfo, hung_up: Callable[[], Awaitable[bool]]) -> Admission:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + services.settings.admission_hold_seconds
+    admission = await _ask(services, info, again=False)
+    while not admission.granted:
+        left = deadline - loop.time()
+        if left > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(services.stopping.wait(), min(left, LOOK_SECONDS))
+        # Whoever has hung up would leave an opened group behind that nobody fills.
+        if left <= 0 or services.stopping.is_set() or await hung_up():
+            services.metrics.held_back()
+            raise Backpressure(_why(services, admission))
+        admission = await _ask(services, info, again=True)
+    return admission
+
+
+async def _ask(services: Services, info: SessionInfo, *, again: bool) -> Admission:
+    settings, freshness = services.settings, None
+    if settings.admission_staleness is not None and settings.groups_per_version is not None:
+        versions = await current_versions(services)
+        version = versions.pop(DEFAULT)
+        freshness = Freshness(version, settings.admission_staleness, settings.groups_per_version, versions)
+    group, limit, policy = group_ref(info), settings.max_undelivered_groups, policy_of(settings)
+    return await services.delivery.admit(
+        group, info.session_id, limit, policy, await services.clock.now(), freshness, again=again
+    )
+
+
+def _why(services: Services, admission: Admission) -> str:
+    limit, ahead = services.settings.max_undelivered_groups, admission.versions_ahead
+    if limit and admission.undelivered >= limit:
+        return f"{admission.undelivered} groups wait for a trainer, of at most {limit}: try again when one was leased"
+    return (
+        f"a group begun now would probably be {ahead} versions behind when it is leased, of at most "
+        f"{services.settings.admission_staleness}: try again when there are newer weights"
+    )

@@ -12,11 +12,9 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import Field, model_validator
 
-from proxy.api.access import Served, trainer_only
-from proxy.api.answers import json_response
-from proxy.api.bodies import Body, body_of
-from proxy.engine.push_course import Watcher, unwatched
-from proxy.engine.weight_api import Transfer
+from proxy.api.requests import Body, Served, body_of, json_response, trainer_only
+from proxy.engine.weights.push import Watcher, unwatched
+from proxy.engine.weights.vllm import Transfer
 from proxy.errors import VerbatimError
 from proxy.services import Services
 

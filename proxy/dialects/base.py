@@ -11,12 +11,16 @@ its vendor's way, as long as `parse` reads the same ids back; ids of other thing
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import base64
+import os
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from proxy.errors import VerbatimError
-from proxy.history import Read, Seen
+from reconstruct.messages import Digests
 from reconstruct.records import Call
 
 
@@ -30,7 +34,7 @@ class Asked:
 
 
 class Past(Protocol):
-    """What a dialect may know of the session while it reads one request: `proxy.session_tree.Draft`."""
+    """What a dialect may know of the session while it reads one request: `proxy.call.tree.Draft`."""
 
     missed: set[str]
     """Calls that the request names and that were looked up in vain: asked for again they are not known to the store either."""
@@ -51,6 +55,18 @@ class Past(Protocol):
     def history(self, call_id: str) -> list[Seen]:
         """The messages of the call's request, then its reply. Raises UnknownCall."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """One message of the session's histories, decoded and digested once; requests share it. `minted`: the calls that ids in it
+    name. `projections`: how it shows the reply of a call, by the call's id (see reconstruct.messages.projection); kept here, so that
+    what was compared is forgotten with the message."""
+
+    message: dict[str, Any]
+    digests: Digests
+    minted: tuple[str, ...] = ()
+    projections: dict[str, str | None] = field(default_factory=dict, repr=False)
 
 
 @dataclass(slots=True)
@@ -243,3 +259,59 @@ class Lists(Protocol):
     def models(self, names: Mapping[str, int | None], created: int) -> bytes: ...
 
     def model(self, name: str, window: int | None, created: int) -> bytes: ...
+
+
+# Ids that the service mints into its replies, so that a replayed reply names the call it came from.
+
+
+_SEAL = b"verbatim1:"
+_CALL_ID_LENGTH = 24
+_LONGEST_REASONING = 2**24
+"""Bytes; what a seal may unfold to."""
+
+
+def new_call_id() -> str:
+    """24 hex digits, ordered by time of minting: 12 of milliseconds, 12 random."""
+    return f"{int(time.time() * 1000):012x}{os.urandom(6).hex()}"
+
+
+def tool_call_id(call_id: str, position: int) -> str:
+    """`call_<call id>_<position>`: reconstruct.messages.minted_call_ids reads it back."""
+    return f"call_{call_id}_{position}"
+
+
+def seal(call_id: str, reasoning: str = "") -> str:
+    """What a vendor's client carries along unread and brings back (a thinking signature, encrypted reasoning): the call's name,
+    and the reasoning for clients that drop its text. Standard base64, as clients check."""
+    return base64.b64encode(_SEAL + call_id.encode() + zlib.compress(reasoning.encode("utf-8", "replace"))).decode()
+
+
+def unseal(sealed: Any) -> tuple[str, str] | None:
+    """(call id, reasoning) of a seal; None for anything else, as another service's signature."""
+    if not isinstance(sealed, str):
+        return None
+    try:
+        content = base64.b64decode(sealed.encode(), validate=True)
+        if not content.startswith(_SEAL):
+            return None
+        call_id = content[len(_SEAL) : len(_SEAL) + _CALL_ID_LENGTH].decode()
+        opened = zlib.decompressobj().decompress(content[len(_SEAL) + _CALL_ID_LENGTH :], _LONGEST_REASONING)
+        return call_id, opened.decode()
+    except (ValueError, zlib.error):
+        return None
+
+
+# The history of a request: its messages as a dialect hears them, and as a session has seen them.
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A chat message as a dialect read it. `minted` names the call whose reply it is, where an id that the service minted into
+    something else than a tool call says so."""
+
+    message: dict[str, Any]
+    minted: str = ""
+
+
+Read = Callable[[bytes], list[Heard]]
+"""How a dialect reads one raw item of a history."""

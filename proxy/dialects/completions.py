@@ -13,11 +13,10 @@ from typing import Annotated, Any
 import msgspec
 
 from proxy.dialects import fields
-from proxy.dialects.base import Asked, Choice, Delta, ErrorAnswer, Past, Reply, Request, retry_headers
-from proxy.dialects.body import decode
+from proxy.dialects.base import Asked, Choice, Delta, ErrorAnswer, Past, Reply, Request, Seen, retry_headers
 from proxy.dialects.chat import openai_error, openai_usage
+from proxy.dialects.fields import decode
 from proxy.errors import RequestError, VerbatimError
-from proxy.history import Seen
 from proxy.structure import MAX_VALUES, check_values
 from reconstruct.messages import Digests
 
@@ -52,7 +51,7 @@ class CompletionsDialect:
     name = "completions"
 
     def parse(self, asked: Asked, past: Past) -> Request:
-        """The canonical request, with the prompt beside its history: proxy.prompts tells that. Raises RequestError naming the
+        """The canonical request, with the prompt beside its history: proxy.call.prompts tells that. Raises RequestError naming the
         field and the rule it broke."""
         check_values(asked.body, MAX_PROMPT_VALUES, "the body")
         body = decode(asked.body)

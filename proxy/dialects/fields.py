@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sized
 from typing import Any, TypeVar
 
 import msgpack
+import msgspec
 
 from proxy.errors import RequestError
+from proxy.structure import MAX_FIELD_VALUES, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES, check_depth, check_values
 
 N = TypeVar("N", int, float)
 
@@ -161,3 +164,130 @@ def is_integer(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# A request body, decoded only as far as it is new.
+#
+# A harness sends its whole history with every call. `split` takes the body apart without decoding the items of that history:
+# each item's raw bytes are looked up among those the session has seen, and decoded and digested only the first time.
+
+
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def split(body: bytes, listed: str) -> tuple[dict[str, Any], list[bytes]]:
+    """The body's fields decoded, except `listed`, whose items come as raw JSON. An absent list is empty.
+
+    A lone surrogate, which JSON can write and UTF-8 cannot, becomes the replacement character. Raises RequestError when the body is
+    no JSON object, `listed` is no list, or there are more values, items or tools than one request may have.
+    """
+    check_values(body, MAX_VALUES, "the body")
+    try:
+        return _split(body, listed)
+    except RequestError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return _split(_without_surrogates(body, error), listed)
+
+
+def _split(body: bytes, listed: str) -> tuple[dict[str, Any], list[bytes]]:
+    try:
+        raw = _OBJECT.decode(body)
+    except msgspec.ValidationError as error:
+        raise RequestError("the body must be a JSON object") from error
+    history = raw.pop(listed, None)
+    fields = {name: _field(name, bytes(value)) for name, value in raw.items()}
+    if history is None or bytes(history) == b"null":
+        return fields, []
+    try:
+        items = [bytes(item) for item in _LIST.decode(history)]
+    except msgspec.ValidationError as error:
+        raise RequestError(f"'{listed}' must be a list", param=listed) from error
+    if len(items) > MAX_MESSAGES:
+        # Without a parameter: with one it says what the field must be, which some vendors let be several things.
+        raise RequestError(f"'{listed}' holds {len(items)} items, of at most {MAX_MESSAGES}")
+    return fields, items
+
+
+def _field(name: str, raw: bytes) -> Any:
+    check_values(raw, MAX_FIELD_VALUES, f"'{name}'", name)
+    value = decode(raw)
+    if name == "tools" and isinstance(value, list):
+        check_tools(value)
+    return value
+
+
+def check_tools(tools: Sized) -> None:
+    """Raise RequestError when there are more than one request may offer."""
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"'tools' holds {len(tools)} tools, of at most {MAX_TOOLS}", param="tools")
+
+
+def decode(raw: bytes) -> Any:
+    """One JSON value, lone surrogates replaced. Raises RequestError when it is no JSON, or is nested too deeply."""
+    check_depth(raw)
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return msgspec.json.decode(_without_surrogates(raw, error))
+
+
+def _without_surrogates(raw: bytes, error: Exception) -> bytes:
+    """The same JSON with replacement characters for lone surrogates; RequestError for `error` when that is not what is wrong."""
+    try:
+        text = json.dumps(json.loads(raw), ensure_ascii=False, allow_nan=False)
+        clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+        msgspec.json.decode(clean)
+        return clean
+    except (ValueError, RecursionError, msgspec.DecodeError):
+        raise RequestError(f"the body is not valid JSON: {error}") from error
+
+
+# Tools and their arguments on the way between a vendor's shape and the chat shape.
+#
+# Chat arguments are text that the model wrote; other vendors speak of objects. Text that is no JSON object travels in a wrapper
+# (the one Claude Code makes of a call it cannot read) and is read back as it was, so that a replay still names its exact call.
+
+
+UNPARSED = "__unparsedToolInput"
+
+
+def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A chat function tool; a function without parameters takes none."""
+    function: dict[str, Any] = {"name": name}
+    if description:
+        function["description"] = description
+    function["parameters"] = dict(parameters) if parameters else {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def made_up_id(position: int) -> str:
+    """The id of a call that came without one, by its position in its turn: nine letters and digits, as the templates of Mistral want."""
+    return f"call{position:05d}"
+
+
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """Arguments as the object a vendor's client expects."""
+    if not arguments.strip():
+        return {}
+    try:
+        value = decode(arguments.encode("utf-8", "replace"))
+    except RequestError:
+        value = None
+    return value if isinstance(value, dict) else {UNPARSED: arguments}
+
+
+def arguments_text(value: Any) -> str:
+    """The text that `arguments_object` was made of; for an object that a client wrote, its JSON."""
+    if isinstance(value, dict) and value.keys() == {UNPARSED}:
+        told = value[UNPARSED]
+        # Claude Code 2.1 writes {"raw": text, "len": number} where it read such a text itself.
+        raw = told.get("raw") if isinstance(told, dict) else told
+        if isinstance(raw, str):
+            return raw
+    return json.dumps(value if value is not None else {}, ensure_ascii=False)

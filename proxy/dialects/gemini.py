@@ -12,17 +12,11 @@ from typing import Any
 import msgspec
 
 from proxy.dialects import fields
-from proxy.dialects.base import Asked, ErrorAnswer, Past, Reply, Request, retry_headers
-from proxy.dialects.body import decode, split
-from proxy.dialects.gemini_config import generation_of
-from proxy.dialects.gemini_contents import read_system, units
-from proxy.dialects.gemini_errors import google_error
-from proxy.dialects.gemini_json import named
-from proxy.dialects.gemini_reply import Candidate, Wanted, usage
-from proxy.dialects.gemini_stream import GeminiStream
-from proxy.dialects.gemini_tools import offered_tools, tool_choice
+from proxy.dialects.base import Asked, ErrorAnswer, Past, Reply, Request, Seen, retry_headers
+from proxy.dialects.fields import decode, split
+from proxy.dialects.gemini_reply import Candidate, GeminiStream, Wanted, google_error, usage
+from proxy.dialects.gemini_request import generation_of, named, offered_tools, read_system, tool_choice, units
 from proxy.errors import RequestError, VerbatimError
-from proxy.history import Seen
 
 _encode = msgspec.json.Encoder().encode
 

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from proxy.dialects.base import Choice, Delta, Reply
-from proxy.dialects.tools import arguments_object
-from proxy.minting import seal
+import msgspec
+
+from proxy.dialects.base import Choice, Delta, Reply, Request, seal
+from proxy.dialects.fields import arguments_object
+from proxy.errors import ContextTooLong, VerbatimError
 
 Part = dict[str, Any]
 
@@ -141,3 +143,112 @@ def usage(reply: Reply) -> dict[str, Any]:
         "totalTokenCount": reply.prompt_tokens + reply.completion_tokens,
     }
     return {**counts, "cachedContentTokenCount": reply.cached_tokens} if reply.cached_tokens else counts
+
+
+# A reply as Google streams it: server-sent events for `alt=sse`, otherwise one JSON array that grows.
+
+
+_encode = msgspec.json.Encoder().encode
+
+_SILENT_DELTAS = 64
+"""Deltas in a row that show nothing (thoughts that are not wanted, arguments on their way) before a sign of life."""
+
+
+class GeminiStream:
+    def __init__(self, request: Request, reply_id: str) -> None:
+        wanted: Wanted = request.echo
+        self._head = {"modelVersion": request.model, "responseId": reply_id}
+        self._sse = wanted.sse
+        self._begun = False
+        self._silent = 0
+        # Of the other choices no one knows the call yet.
+        self._candidates = [Candidate(index, wanted, "" if index else reply_id) for index in range(request.n)]
+
+    def open(self) -> bytes:
+        """Google has no opening event; the empty text tells a client that the reply has begun before any of its text is certain."""
+        return (b"" if self._sse else b"[") + self.keep_alive()
+
+    def delta(self, delta: Delta) -> bytes:
+        shown = self._candidates[delta.index].take(delta)
+        if shown is not None:
+            self._silent = 0
+            return self._chunk([shown])
+        self._silent += 1
+        return self.keep_alive() if self._silent % _SILENT_DELTAS == 0 else b""
+
+    def keep_alive(self) -> bytes:
+        """An empty text: google-genai's chats give up a turn in which a chunk had no candidate or no part."""
+        return self._chunk([{"content": {"role": "model", "parts": [{"text": ""}]}, "index": 0}])
+
+    def close(self, reply: Reply) -> bytes:
+        rest = [self._candidates[choice.index].rest(choice) for choice in reply.choices]
+        early = b"".join(self._chunk([piece]) for candidate in rest for piece in _taken_apart(candidate))
+        return early + self._chunk(rest, usageMetadata=usage(reply)) + (b"" if self._sse else b"]")
+
+    def error(self, error: VerbatimError) -> bytes:
+        """Without `data:`, as Google sends it: its JavaScript SDK raises what it finds so, and passes over an event."""
+        body = _encode({"error": google_error(error)})
+        return body if self._sse else self._separator() + body + b"]"
+
+    def _chunk(self, candidates: list[dict[str, Any]], **more: Any) -> bytes:
+        body = _encode({"candidates": candidates, **more, **self._head})
+        return b"data: " + body + b"\n\n" if self._sse else self._separator() + body
+
+    def _separator(self) -> bytes:
+        begun, self._begun = self._begun, True
+        return b",\n" if begun else b""
+
+
+def _taken_apart(candidate: dict[str, Any]) -> list[dict[str, Any]]:
+    """All parts but the last, which the candidate keeps, as a candidate each: a chunk tells one thing."""
+    content = candidate["content"]
+    *early, last = content["parts"]
+    content["parts"] = [last]
+    return [{"content": {"role": "model", "parts": [part]}, "index": candidate["index"]} for part in early]
+
+
+# Errors as Google's APIs say them: google.rpc.Status with a status name and details (google.rpc error model, AIP-193).
+
+
+_STATUS_NAMES = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    405: "UNIMPLEMENTED",
+    409: "ABORTED",
+    413: "INVALID_ARGUMENT",
+    426: "FAILED_PRECONDITION",
+    429: "RESOURCE_EXHAUSTED",
+    500: "INTERNAL",
+    502: "UNAVAILABLE",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+_TYPE = "type.googleapis.com/google.rpc."
+
+
+def google_error(error: VerbatimError) -> dict[str, Any]:
+    """The error's object, as it stands under `error` in a body and in a stream."""
+    fallback = "INVALID_ARGUMENT" if error.status < 500 else "INTERNAL"
+    name = _STATUS_NAMES.get(error.status, fallback)
+    return {"code": error.status, "message": _message(error), "status": name, "details": _details(error)}
+
+
+def _message(error: VerbatimError) -> str:
+    if not isinstance(error, ContextTooLong):
+        return error.message
+    # Clients know an overflow by this sentence alone.
+    if error.tokens is None or error.window is None:
+        return f"The input token count exceeds the maximum number of tokens allowed. {error.message}"
+    return f"The input token count ({error.tokens}) exceeds the maximum number of tokens allowed ({error.window})."
+
+
+def _details(error: VerbatimError) -> list[dict[str, Any]]:
+    details: list[dict[str, Any]] = [{"@type": _TYPE + "ErrorInfo", "reason": error.code.upper(), "domain": "verbatim"}]
+    if error.param is not None:
+        violation = {"field": error.param, "description": error.message}
+        details.append({"@type": _TYPE + "BadRequest", "fieldViolations": [violation]})
+    if error.retry_after_seconds is not None:
+        details.append({"@type": _TYPE + "RetryInfo", "retryDelay": f"{error.retry_after_seconds:g}s"})
+    return details

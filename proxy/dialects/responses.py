@@ -12,17 +12,14 @@ from typing import Any
 import msgspec
 
 from proxy.dialects import fields
-from proxy.dialects.base import Asked, ErrorAnswer, Past, Reply, Request, retry_headers
-from proxy.dialects.body import decode, split
+from proxy.dialects.base import Asked, ErrorAnswer, Past, Read, Reply, Request, Seen, retry_headers
 from proxy.dialects.chat import openai_error
-from proxy.dialects.responses_items import ReadReply, ReadSystem, read_message, read_output
-from proxy.dialects.responses_reply import Wanted, ended, said_in, tell, wanted
-from proxy.dialects.responses_sections import Section, sections
+from proxy.dialects.fields import decode, split
+from proxy.dialects.responses_reply import ResponsesStream, Wanted, ended, said_in, tell, wanted
+from proxy.dialects.responses_request import ReadReply, ReadSystem, Section, read_message, read_output, sections
 from proxy.dialects.responses_stored import conversation, marks, stored_call, stored_items, stored_response
-from proxy.dialects.responses_stream import ResponsesStream
 from proxy.dialects.responses_tools import Toolbox, tool_choice, toolbox
 from proxy.errors import ContextTooLong, RequestError, UnknownCall, VerbatimError
-from proxy.history import Read, Seen
 
 _encode = msgspec.json.Encoder().encode
 

@@ -13,12 +13,10 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Past
-from proxy.dialects.responses_ids import answering_call
+from proxy.dialects.base import Past, Seen
 from proxy.dialects.responses_reply import KEPT, Wanted, response, said_in, tell, usage, wanted
-from proxy.dialects.responses_tools import definitions, noted_kinds, recalled
+from proxy.dialects.responses_tools import answering_call, definitions, noted_kinds, recalled
 from proxy.errors import UnknownCall
-from proxy.history import Seen
 from reconstruct.records import Call
 
 _encode = msgspec.json.Encoder().encode

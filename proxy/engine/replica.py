@@ -6,20 +6,101 @@ A probe asks for the models and for `/health`; one that meets an engine for the 
 from __future__ import annotations
 
 import logging
+import re
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
-from proxy.engine.detection import PROBE_TIMEOUT, Api, find_api, find_logprob_mode
-from proxy.engine.health import Health
-from proxy.engine.membership import EngineSpec, engine_url
+from proxy.engine.pool.membership import EngineSpec, engine_url
 from proxy.errors import EngineUnavailable
 
 log = logging.getLogger(__name__)
 
 STARTED_UNDER = "default"
 """What vLLM and SGLang label the weights that they were started with."""
+
+# Which API an engine speaks, found without letting it sample.
+#
+# A probe posts `{}` to the routes it asks about: an engine that has the route answers 400 or 422, one that has not answers
+# 404 or 405. So it needs no OpenAPI page and costs the engine nothing. SGLang says what it is on `/model_info`, or in earlier versions
+# `/get_model_info`; vLLM tells its version on `/version`.
+
+
+Api = Literal["token", "completions", "sglang", "chat"]
+"""token: vLLM's token-in token-out endpoints. completions: ids on `/v1/completions`. sglang: its `/generate`. chat: any
+OpenAI-compatible server, which renders itself. For the two in the middle this service renders (VERBATIM_RENDERER)."""
+
+# Health: when failures take a replica out, and how many good probes bring it back.
+#
+# One refused connection is proof; a call that broke or a probe that timed out may be chance, so only some in a row count. A replica
+# that comes and goes has to show more than one good probe before it is trusted again.
+
+
+@dataclass(frozen=True, slots=True)
+class HealthRule:
+    """`failures` in a row, of calls or of probes, take a replica out. After two ejections within `flap_seconds` it needs
+    `return_probes` good probes in a row to return, otherwise one."""
+
+    failures: int = 3
+    return_probes: int = 3
+    flap_seconds: float = 60.0
+
+
+class Health:
+    """One replica's recent past. It counts; `standing` takes out and brings back."""
+
+    def __init__(self, rule: HealthRule = HealthRule(), clock: Callable[[], float] = time.monotonic) -> None:
+        self._rule = rule
+        self._clock = clock
+        self._failed_calls = 0
+        self._failed_probes = 0
+        self._good_probes = 0
+        self._needed = 1
+        self._ejections: deque[float] = deque(maxlen=2)
+
+    @property
+    def recovered(self) -> bool:
+        """Whether it has answered as many probes in a row as it must to serve."""
+        return self._good_probes >= self._needed
+
+    @property
+    def missing_probes(self) -> int:
+        return max(0, self._needed - self._good_probes)
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether its last call or probe failed: worth another look soon."""
+        return self._failed_calls > 0 or self._failed_probes > 0
+
+    def call_failed(self) -> bool:
+        """Whether that makes too many in a row."""
+        self._failed_calls += 1
+        return self._failed_calls >= self._rule.failures
+
+    def call_worked(self) -> None:
+        self._failed_calls = 0
+
+    def probe_failed(self) -> bool:
+        """Whether that makes too many in a row."""
+        self._good_probes = 0
+        self._failed_probes += 1
+        return self._failed_probes >= self._rule.failures
+
+    def probe_worked(self) -> None:
+        self._failed_probes = 0
+        self._good_probes += 1
+
+    def ejected(self) -> None:
+        """It was just taken out: what it must show to return."""
+        now = self._clock()
+        self._ejections.append(now)
+        flaps = sum(1 for at in self._ejections if now - at <= self._rule.flap_seconds)
+        self._needed = self._rule.return_probes if flaps > 1 else 1
+        self._good_probes = self._failed_calls = self._failed_probes = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -161,3 +242,148 @@ def _read_cards(replica: Replica, cards: list[dict[str, Any]]) -> None:
     replica.names = tuple(str(card["id"]) for card in cards)
     replica.adapter = adapters[0] if adapters else None
     replica.max_model_len = min(lengths) if lengths else None
+
+
+# A busy engine may think for a while about a small question; a dead one refuses the connection at once.
+PROBE_TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
+
+TOKEN_ROUTES = ("/inference/v1/generate", "/v1/chat/completions/render", "/v1/chat/completions/derender")
+
+_LATER = (429, 502, 503, 504)
+"""Answers that say nothing of a route but that it should be asked later."""
+
+_RETURNS_IDS_SINCE = (0, 10, 2)
+"""The vLLM version whose `/v1/completions` has `return_token_ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`updatable`: the engine has routes that take new weights."""
+
+    api: Api
+    updatable: bool
+
+    @property
+    def asks_workers(self) -> bool:
+        """Whether vLLM's workers can be asked what they are, which goes over the same routes."""
+        return self.updatable and self.api != "sglang"
+
+
+async def find_api(http: aiohttp.ClientSession, url: str, asked: str, *, renders: bool) -> Found:
+    """The API to use: `asked` where the engine has it, for "auto" the one that keeps most. `renders`: there is a renderer here, so
+    that an engine which takes ids only can be used. Raises EngineUnavailable for an engine that has not what was asked for, and
+    what aiohttp raises."""
+    probe = _Probe(http, url)
+    if asked == "chat":
+        return Found("chat", await probe.takes_weights())
+    if asked in ("auto", "token"):
+        missing = await probe.missing(*TOKEN_ROUTES)
+        if not missing:
+            return Found("token", await probe.takes_weights())
+        if asked == "token":
+            raise EngineUnavailable(f"it has no {missing[0]}; start vLLM with --enable-scale-out, or use the chat API")
+    if asked == "sglang" or (asked == "auto" and renders):
+        if await probe.is_sglang():
+            return Found("sglang", True)
+        if asked == "sglang":
+            raise EngineUnavailable("it is no SGLang: neither /model_info nor /get_model_info tells of a model")
+    if asked == "completions" or (asked == "auto" and renders):
+        missing = await probe.missing("/v1/completions")
+        if not missing and (asked == "completions" or await probe.returns_ids()):
+            return Found("completions", await probe.takes_weights())
+        if asked == "completions":
+            raise EngineUnavailable("it has no /v1/completions")
+    return Found("chat", await probe.takes_weights())
+
+
+async def find_logprob_mode(http: aiohttp.ClientSession, url: str) -> str | None:
+    """vLLM's `--logprobs-mode`, from the workers of an engine that has this project's extension; None where they do not say, or not
+    the same, and where it is known that they cannot. Raises what aiohttp raises."""
+
+    async def told(route: str) -> dict[str, Any]:
+        async with http.get(f"{url}{route}", timeout=PROBE_TIMEOUT) as response:
+            try:
+                answer = await response.json(content_type=None) if response.status == 200 else None
+            except ValueError:
+                answer = None
+            return answer if isinstance(answer, dict) else {}
+
+    if await is_missing(told):
+        return None
+    question = {"method": "verbatim_weights"}
+    async with http.post(f"{url}/collective_rpc", json=question, timeout=PROBE_TIMEOUT) as response:
+        if response.status != 200:
+            return None
+        try:
+            answers = (await response.json(content_type=None))["results"]
+            modes = {answer.get("logprob_mode") for answer in answers}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+    mode = modes.pop() if len(modes) == 1 else None
+    return mode if isinstance(mode, str) else None
+
+
+class _Probe:
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http = http
+        self._url = url
+
+    async def takes_weights(self) -> bool:
+        return await self._status("GET", "/weight_info") == 200
+
+    async def missing(self, *routes: str) -> list[str]:
+        statuses = [await self._status("POST", route) for route in routes]
+        return [route for route, status in zip(routes, statuses, strict=True) if status not in (400, 422)]
+
+    async def is_sglang(self) -> bool:
+        for route in ("/model_info", "/get_model_info"):
+            if "is_generation" in await self._object(route):
+                return not await self.missing("/generate")
+        return False
+
+    async def returns_ids(self) -> bool:
+        """Whether it is a vLLM new enough; others have the route, too, and are not known to take ids."""
+        version = re.match(r"(\d+)\.(\d+)\.(\d+)", str((await self._object("/version")).get("version") or ""))
+        return version is not None and tuple(map(int, version.groups())) >= _RETURNS_IDS_SINCE
+
+    async def _object(self, route: str) -> dict[str, Any]:
+        async with self._http.get(self._url + route, timeout=PROBE_TIMEOUT) as response:
+            if response.status != 200:
+                return {}
+            try:
+                answer = await response.json(content_type=None)
+            except ValueError:
+                return {}
+        return answer if isinstance(answer, dict) else {}
+
+    async def _status(self, method: str, route: str) -> int:
+        body: dict[str, str] | None = {} if method == "POST" else None
+        async with self._http.request(method, self._url + route, json=body, timeout=PROBE_TIMEOUT) as response:
+            if response.status in _LATER:
+                raise EngineUnavailable(f"{route} answered HTTP {response.status}: what it can do is not known yet")
+            return response.status
+
+
+# Whether an engine's workers lack the methods of `vllm_backend.VerbatimWorker`, found out without asking them.
+#
+# A method that is not there fails in every worker. Of several vLLM takes the first one's answer and leaves the others' in their queues,
+# where they are taken for the answers to what is asked next, on `/update_weights` or `/pause` for example, until the engine restarts
+# (vLLM 0.32, `v1/executor/multiproc_executor.py`). So the server is asked instead, which knows how its workers were started.
+
+
+EXTENSION = "VerbatimWorker"
+
+Ask = Callable[[str], Awaitable[dict[str, Any]]]
+"""GET a route of the engine, {} or an error of its own where there is none."""
+
+
+async def is_missing(ask: Ask) -> bool:
+    """Whether it is known that they are not there; False for an engine of one worker, whose error is just that, and where the
+    server does not say. Raises what `ask` raises."""
+    if int((await ask("/get_world_size")).get("world_size", 1)) <= 1:
+        return False
+    config = (await ask("/server_info?config_format=json")).get("vllm_config")
+    parallel = config.get("parallel_config") if isinstance(config, dict) else None
+    if not isinstance(parallel, dict) or "worker_extension_cls" not in parallel:
+        return False
+    return not str(parallel["worker_extension_cls"]).endswith(EXTENSION)

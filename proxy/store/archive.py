@@ -13,10 +13,8 @@ from dataclasses import replace
 from proxy.errors import Conflict, NotFound
 from proxy.store import keys
 from proxy.store.connection import Argument, Script, StoreConnection
-from proxy.store.listing import SessionListing
-from proxy.store.packing import pack, pack_versioned
-from proxy.store.session_store import Intent, SessionInfo, SessionState
-from proxy.store.sessions import RedisSessionStore
+from proxy.store.keys import pack, pack_versioned
+from proxy.store.sessions import Intent, RedisSessionStore, SessionInfo, SessionListing, SessionState
 
 RESTORE = Script.read("restore", "_session")
 RESTORED = Script.read("restored", "_session")

@@ -22,12 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import redis.exceptions as broken
 
-from proxy.deadline import Deadline
 from proxy.errors import StoreUnavailable
-from proxy.store.address import Address, Place
-from proxy.store.cluster import Cluster
-from proxy.store.node import Argument, Command, Link, Node
-from proxy.store.sentinel import Watched
+from proxy.store.cluster import Cluster, Watched
+from proxy.store.node import Address, Argument, Command, Link, Node, Place
+from proxy.timeline import Deadline
 
 if TYPE_CHECKING:
     from proxy.settings import Settings
@@ -69,7 +67,7 @@ class Script:
 
 class StoreConnection:
     """`run` and `execute` raise `StoreUnavailable` and nothing else that is Redis's doing. Raises ValueError for a URL that is
-    none; see `proxy.store.address`."""
+    none; see `proxy.store.node`."""
 
     def __init__(
         self,

@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Annotated, Any, get_args
 
+import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 
+from proxy.api.closing import RUN_ENDED
+from proxy.api.sessions import Status
 from proxy.errors import NotFound
 from proxy.rows import sampling_as_wire
-from proxy.ui.call_lines import ONLY, CallFilter, CallLine, branch_reasons
-from proxy.ui.comparing import compare
-from proxy.ui.looks import Look
+from proxy.services import Services
+from proxy.store.keys import listing_member
+from proxy.store.sessions import SessionState
+from proxy.ui.look import ONLY, CallFilter, CallLine, Look, branch_reasons
+from proxy.ui.messages import ShownMessage, conversation, reply_of, request_messages, shown_message, tools_of
+from proxy.ui.pictures import Rewards, tree_picture
 from proxy.ui.rendering import page
-from proxy.ui.session_lists import STATUSES, SessionFilter, newest_groups, one_group, session_page
 from proxy.ui.shown import Shown, Ui
-from proxy.ui.shown_messages import ShownMessage, reply_of, request_messages, shown_message, tools_of
-from proxy.ui.totals import totals
-from proxy.ui.tree_picture import tree_picture
+from reconstruct.forest import shared_length
+from reconstruct.messages import canonical_json
 from reconstruct.records import Call
 
 CALLS_ON_A_PAGE = 100
@@ -214,3 +220,228 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
+
+
+# Two sessions beside each other: where their main branches part, in messages and in tokens, and what each said from there on.
+
+
+COMPARED = 400
+"""Messages of each side at most."""
+SHOWN_CHARACTERS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What stands at one place in both conversations; None where one has ended."""
+
+    left: ShownMessage | None
+    right: ShownMessage | None
+    same: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`last` is the call whose conversation is shown of each side. `same_messages` and `same_tokens` are how many both begin with."""
+
+    left: Call | None
+    right: Call | None
+    pairs: Sequence[Pair]
+    same_messages: int
+    same_tokens: int
+    left_out: int
+
+
+def compare(left: Look, right: Look) -> Comparison:
+    one, other = last_call(left), last_call(right)
+    first, second = (conversation(look, call) if call else [] for look, call in ((left, one), (right, other)))
+    pairs = [
+        _pair(index, mine, theirs, len(first), len(second)) for index, (mine, theirs) in enumerate(zip_longest(first, second))
+    ]
+    same = next((index for index, pair in enumerate(pairs) if not pair.same), len(pairs))
+    tokens = shared_length(left.forest.full_ids(one.call_id), right.forest.full_ids(other.call_id)) if one and other else 0
+    return Comparison(one, other, pairs[:COMPARED], same, tokens, max(0, len(pairs) - COMPARED))
+
+
+def last_call(look: Look) -> Call | None:
+    """The end of the session's longest branch of the role main; of any role where there is none."""
+    lines = [line for line in look.lines if line.in_tree]
+    of_main = [line for line in lines if line.role == "main"] or lines
+    if not of_main:
+        return None
+    longest = max(of_main, key=lambda line: (line.prompt_tokens + line.sampled_tokens, line.number))
+    return look.forest.calls[longest.call_id]
+
+
+def _pair(index: int, left: Any, right: Any, left_count: int, right_count: int) -> Pair:
+    return Pair(
+        _shown(index, left, is_reply=index == left_count - 1),
+        _shown(index, right, is_reply=index == right_count - 1),
+        left is not None and right is not None and _said(left) == _said(right),
+    )
+
+
+def _shown(index: int, message: Any, *, is_reply: bool) -> ShownMessage | None:
+    return None if message is None else shown_message(index, message, is_reply=is_reply, most=SHOWN_CHARACTERS)
+
+
+def _said(message: Any) -> bytes:
+    """What a message says, without the ids that name its calls: those differ where nothing else does."""
+    if not isinstance(message, dict):
+        return canonical_json(message)
+    calls = [call.get("function") for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    return canonical_json({**message, "tool_call_id": None, "tool_calls": calls or None})
+
+
+# A session's figures in one place.
+
+
+def totals(look: Look) -> dict[str, Any]:
+    """Tokens by what became of them, weight versions, and seconds."""
+    lines, accounting = look.lines, look.built.accounting
+    versions = sorted({version for line in lines for version in line.versions})
+    started = min((line.started_at for line in lines), default=None)
+    return {
+        "sampled": accounting.sampled_tokens,
+        "exported": accounting.exported_tokens,
+        "quarantined": accounting.sampled_tokens - accounting.exported_tokens,
+        "items": list(accounting.quarantined),
+        "versions": versions,
+        "engine_seconds": sum(line.engine_seconds for line in lines),
+        "seconds": None if started is None else (look.state.closed_at or look.state.updated_at) - started,
+    }
+
+
+# Lists of sessions, searched and filtered, and the groups among the newest ones.
+
+
+PAGE = 50
+READ_AT_ONCE = 200
+LOOKED_AT = 2000
+"""Sessions that one page looks at; a search that finds few among them is short and goes on with the next page."""
+GROUPS_AMONG = 1000
+MOST_MEMBERS = 1000
+
+STATUSES: tuple[str, ...] = get_args(Status)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFilter:
+    """`text` is looked for in ids and metadata; rewards are inclusive. None and "": no limit."""
+
+    text: str = ""
+    status: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def narrows(self) -> bool:
+        return self != SessionFilter(status=self.status)
+
+    def takes(self, state: SessionState) -> bool:
+        if self.at_least is not None and (state.reward is None or state.reward < self.at_least):
+            return False
+        if self.at_most is not None and (state.reward is None or state.reward > self.at_most):
+            return False
+        return not self.text or _tells(state, self.text.casefold())
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPage:
+    """`looked_at` sessions were read for it; `cursor` is where the next page begins, None at the end."""
+
+    sessions: Sequence[SessionState]
+    cursor: str | None
+    looked_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What is known of a group from its sessions. `size` is what they were opened with."""
+
+    group_id: str
+    size: int
+    sessions: Sequence[SessionState]
+
+    @property
+    def rewards(self) -> Rewards | None:
+        return Rewards.of((state.info.session_id, state.reward) for state in self.sessions)
+
+    @property
+    def closed(self) -> int:
+        return sum(state.closed_at is not None for state in self.sessions)
+
+    @property
+    def failed(self) -> int:
+        """Members that closed with nothing to train on. A completed one without a reward is waited for."""
+        return sum(
+            state.closed_at is not None
+            and (state.status not in RUN_ENDED or (state.status == "timeout" and state.reward is None))
+            for state in self.sessions
+        )
+
+    @property
+    def newest(self) -> float:
+        return max(state.info.created_at for state in self.sessions)
+
+
+async def session_page(services: Services, wanted: SessionFilter, cursor: str | None) -> SessionPage:
+    """The newest sessions that the filter takes, from behind the cursor."""
+    found: list[SessionState] = []
+    looked_at = 0
+    limit = READ_AT_ONCE if wanted.narrows else PAGE
+    while looked_at < LOOKED_AT:
+        states, cursor = await services.sessions.listing(
+            status=wanted.status or None, group_id=None, limit=limit, cursor=cursor
+        )
+        for at, state in enumerate(states):
+            looked_at += 1
+            if wanted.takes(state):
+                found.append(state)
+                if len(found) == PAGE and (at + 1 < len(states) or cursor is not None):
+                    return SessionPage(found, _behind(state), looked_at)
+        if cursor is None:
+            break
+    return SessionPage(found, cursor, looked_at)
+
+
+async def newest_groups(services: Services, text: str) -> list[Group]:
+    """The groups of the newest sessions, newest first, whose ids have the text in them."""
+    members: dict[str, list[SessionState]] = {}
+    cursor, looked_at = None, 0
+    while looked_at < GROUPS_AMONG:
+        states, cursor = await services.sessions.listing(status=None, group_id=None, limit=READ_AT_ONCE, cursor=cursor)
+        looked_at += len(states)
+        for state in states:
+            named = state.info.group_id
+            if named is not None and text.casefold() in named.casefold():
+                members.setdefault(named, []).append(state)
+        if cursor is None:
+            break
+    return [Group(name, max(each.info.group_size for each in states), states) for name, states in members.items()]
+
+
+async def one_group(services: Services, group_id: str) -> Group | None:
+    """The group with all its sessions, oldest first; None where it has none."""
+    states: list[SessionState] = []
+    cursor = None
+    while len(states) < MOST_MEMBERS:
+        part, cursor = await services.sessions.listing(status=None, group_id=group_id, limit=READ_AT_ONCE, cursor=cursor)
+        states += part
+        if cursor is None:
+            break
+    if not states:
+        return None
+    return Group(group_id, max(state.info.group_size for state in states), states[::-1])
+
+
+def _tells(state: SessionState, wanted: str) -> bool:
+    info = state.info
+    named = (info.session_id, info.task_id or "", info.group_id or "", state.error or "")
+    if any(wanted in name.casefold() for name in named):
+        return True
+    return wanted in msgspec.json.encode([info.metadata, state.reward_metadata]).decode().casefold()
+
+
+def _behind(state: SessionState) -> str:
+    """The cursor of the page that begins behind a session."""
+    return listing_member(state.info.created_at, state.info.session_id)

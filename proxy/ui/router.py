@@ -16,22 +16,36 @@ GET  /                                            leads a browser here; for prog
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import hmac
 import logging
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal
+from urllib.parse import parse_qsl
 
-from fastapi import APIRouter, Depends, Request, Response
+import msgspec
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import RedirectResponse
+from fastapi.responses import RedirectResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from proxy.api.errors import describe
-from proxy.errors import Forbidden, RequestError, Unauthorized, VerbatimError
-from proxy.ui import data, downloads, pages, signing
-from proxy.ui.access import admitted, refused_for
-from proxy.ui.rendering import HEADERS, home_of, page
+from proxy import rows
+from proxy.api.archive import part_as_wire
+from proxy.api.requests import admin_only, describe, json_response, read_body, services_of
+from proxy.api.sessions import session_as_wire
+from proxy.auth import Role, Tokens, credential, hash_key
+from proxy.errors import Forbidden, NotFound, RequestError, Unauthorized, VerbatimError
+from proxy.ui import pages
+from proxy.ui.export import exported_page
+from proxy.ui.messages import conversation, whole_text
+from proxy.ui.rendering import HEADERS, STATIC, home_of, page, static
+from proxy.ui.shown import Shown, Ui
+from proxy.ui.tokens import LARGEST, TokenSource, call_tokens, row_tokens, token_page
+from reconstruct.trajectory import accounting_as_wire, as_wire
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +80,10 @@ def ui_router() -> APIRouter:
     router = APIRouter(include_in_schema=False)
     seen = [Depends(admitted)]
     router.add_api_route("/", front_door, methods=["GET"])
-    router.include_router(signing.routes(PageRoute))
+    router.include_router(routes(PageRoute))
     router.include_router(pages.routes(PageRoute), dependencies=seen)
     # Errors of these are for programs: the control side's.
-    router.include_router(data.router, dependencies=seen)
-    router.include_router(downloads.router, dependencies=seen)
+    router.include_router(for_programs, dependencies=seen)
     return router
 
 
@@ -78,3 +91,240 @@ async def front_door(request: Request) -> Response:
     if "text/html" not in request.headers.get("accept", ""):
         raise HTTPException(404)
     return RedirectResponse(home_of(request), 307, headers=HEADERS)
+
+
+# Who may see the pages: the admin, by token in a header as everywhere, or by a cookie that the log-in page gives for a token.
+#
+# The cookie does not hold the token. It is a time and a seal over it, made with the token's digest: any process can check it, it ends
+# by itself, and it opens nothing any more once its token is taken away.
+
+
+COOKIE = "verbatim_ui"
+LASTS_SECONDS = 12 * 3600
+
+
+def admitted(request: Request) -> None:
+    """Raises Unauthorized or Forbidden for a caller who is not the admin."""
+    sealed = request.cookies.get(COOKIE)
+    if credential(request.headers, {}) is None and sealed and opens(services_of(request).tokens, sealed):
+        return
+    admin_only(request)
+
+
+def log_in(request: Request, token: str) -> str:
+    """The cookie's value for an admin token. Raises Unauthorized or Forbidden for any other."""
+    services = services_of(request)
+    try:
+        services.tokens.check(token or None, Role.ADMIN)
+    except RequestError as error:
+        services.metrics.refused("control", error.code)
+        raise
+    return sealed_until(hash_key(token), int(time.time()) + LASTS_SECONDS)
+
+
+def sealed_until(digest: bytes, ends_at: int) -> str:
+    """The value of a cookie that a token of this digest opens until `ends_at`, in epoch seconds."""
+    said = str(ends_at)
+    return f"{said}.{hmac.new(digest, f'verbatim ui {said}'.encode(), hashlib.sha256).hexdigest()}"
+
+
+def opens(tokens: Tokens, sealed: str, clock: Callable[[], float] = time.time) -> bool:
+    """Whether the cookie was made with an admin token that is still valid, and has not ended."""
+    said, _, _ = sealed.partition(".")
+    if not (said.isascii() and said.isdecimal() and len(said) < 16) or int(said) < clock():
+        return False
+    found = False
+    for digest in tokens.digests_of(Role.ADMIN):
+        # All of them, so that time does not tell which one.
+        found |= hmac.compare_digest(sealed_until(digest, int(said)).encode(), sealed.encode())
+    return found
+
+
+def set_cookie(request: Request, response: Response, value: str) -> None:
+    """`value` "" takes it away."""
+    response.set_cookie(
+        COOKIE,
+        value,
+        max_age=LASTS_SECONDS if value else 0,
+        path=home_of(request),
+        secure=is_secure(request),
+        httponly=True,
+        samesite="strict",
+    )
+
+
+def is_secure(request: Request) -> bool:
+    """Whether browsers reach the service over TLS, which something before it may end."""
+    public = services_of(request).settings.public_url or ""
+    return request.url.scheme == "https" or public.startswith("https:")
+
+
+def way_back(wanted: str, home: str) -> str:
+    """Where to go after the log-in: a page of these and nowhere else."""
+    safe = wanted == home or wanted.startswith((f"{home}/", f"{home}?"))
+    return wanted if safe and "\\" not in wanted and wanted.isprintable() else home
+
+
+def refused_for(request: Request, error: RequestError) -> str:
+    """What the log-in page says of a refusal: nothing to who has not tried yet."""
+    tried = credential(request.headers, {}) is not None
+    return error.message if tried or not isinstance(error, Unauthorized) else ""
+
+
+# Logging in and out, and the files that every page loads.
+
+
+LARGEST_FORM = 16_384
+KEEP_STATIC = "public, max-age=86400, immutable"
+
+
+def routes(kind: type[APIRoute]) -> APIRouter:
+    router = APIRouter(prefix="/ui", route_class=kind)
+    router.add_api_route("/login", login_page, methods=["GET"])
+    router.add_api_route("/login", login, methods=["POST"])
+    router.add_api_route("/logout", logout, methods=["POST"], dependencies=[Depends(admitted)])
+    router.add_api_route("/static/{name}", static_file, methods=["GET"])
+    return router
+
+
+async def login_page(request: Request) -> Response:
+    return page(request, "login.html", wanted="", refused="")
+
+
+async def login(request: Request) -> Response:
+    given = dict(parse_qsl((await read_body(request, LARGEST_FORM)).decode("utf-8", "replace")))
+    wanted = way_back(given.get("next", ""), home_of(request))
+    try:
+        value = log_in(request, given.get("token", "").strip())
+    except RequestError as error:
+        return page(request, "login.html", error.status, wanted=wanted, refused=error.message)
+    answer = RedirectResponse(wanted, 303, headers=HEADERS)
+    set_cookie(request, answer, value)
+    return answer
+
+
+async def logout(request: Request) -> Response:
+    """For who is logged in: the cookie does not come with what another site makes a browser send, so that none can end a log-in."""
+    answer = page(request, "login.html", wanted="", refused="")
+    set_cookie(request, answer, "")
+    return answer
+
+
+async def static_file(name: str) -> Response:
+    if name not in STATIC:
+        raise NotFound(f"there is no file {name}")
+    return Response(static(name), media_type=STATIC[name], headers={**HEADERS, "cache-control": KEEP_STATIC})
+
+
+# A session to take along: its calls and trajectories as the API gives them, its record as it is stored, or one page.
+
+
+for_programs = APIRouter(prefix="/ui")
+
+
+@for_programs.get("/sessions/{session_id}/download/{name}")
+async def download(ui: Shown, session_id: str, name: str) -> Response:
+    if name not in FILES:
+        raise NotFound(f"there is no download {name}; there are: {', '.join(FILES)}")
+    make, media_type = FILES[name]
+    content = await make(ui, session_id)
+    headers = {**HEADERS, "content-disposition": f'attachment; filename="{session_id}-{name}"'}
+    if isinstance(content, bytes):
+        return Response(content, media_type=media_type, headers=headers)
+    return StreamingResponse(content, media_type=media_type, headers=headers)
+
+
+async def calls_file(ui: Ui, session_id: str) -> Iterator[bytes]:
+    look = await ui.looks.at(session_id)
+    records = await ui.services.sessions.records(session_id)
+    calls = rows.every_call_as_wire(records, look.delivered, look.intents, look.in_flight)
+
+    def pieces() -> Iterator[bytes]:
+        yield b'{"session":' + msgspec.json.encode(session_as_wire(look.state)) + b',"calls":['
+        for number, call in enumerate(calls):
+            yield (b"," if number else b"") + msgspec.json.encode(call)
+        yield b"]}"
+
+    return pieces()
+
+
+async def trajectories_file(ui: Ui, session_id: str) -> bytes:
+    look = await ui.looks.at(session_id)
+
+    def made() -> bytes:
+        trajectories = [as_wire(row, arrays="list") for row in look.built.rows]
+        accounting = accounting_as_wire(look.built.accounting)
+        return msgspec.json.encode({"trajectories": trajectories, "accounting": accounting})
+
+    return await asyncio.to_thread(made)
+
+
+async def record_file(ui: Ui, session_id: str) -> bytes:
+    look = await ui.looks.at(session_id)
+    named = await ui.services.archive.named_records(session_id, 0, -1)
+    return msgspec.msgpack.encode(part_as_wire(look.state, look.delivered, look.intents, named, None))
+
+
+async def page_file(ui: Ui, session_id: str) -> bytes:
+    return await exported_page(await ui.looks.at(session_id), ui.texts)
+
+
+FILES: Mapping[str, tuple[Callable[[Ui, str], Awaitable[bytes | Iterator[bytes]]], str]] = {
+    "calls.json": (calls_file, "application/json"),
+    "trajectories.json": (trajectories_file, "application/json"),
+    "record.msgpack": (record_file, "application/msgpack"),
+    "page.html": (page_file, "text/html; charset=utf-8"),
+}
+
+# What the pages fetch: tokens in pages, the next token of interest, whole messages.
+
+
+Start = Annotated[int, Query(ge=0, le=2**31)]
+Count = Annotated[int, Query(ge=1, le=LARGEST)]
+What = Literal["surprise", "version", "kind", "id"]
+Position = Annotated[int, Query(ge=-1, le=2**31)]
+
+Tree = Literal["calls", "rows"]
+
+
+@for_programs.get("/sessions/{session_id}/{tree}/{name}/tokens")
+async def tokens(
+    ui: Shown, session_id: str, tree: Tree, name: str, start: Start = 0, count: Count = 400, overview: bool = False
+) -> Response:
+    source = await _source(ui, session_id, tree, name)
+    return _json(await token_page(source, ui.texts, start, count, overview=overview))
+
+
+@for_programs.get("/sessions/{session_id}/{tree}/{name}/next")
+async def following(
+    ui: Shown,
+    session_id: str,
+    tree: Tree,
+    name: str,
+    what: What,
+    after: Position = -1,
+    value: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+) -> Response:
+    source = await _source(ui, session_id, tree, name)
+    return _json({"position": source.after(min(after, len(source)), what, value)})
+
+
+@for_programs.get("/sessions/{session_id}/calls/{call_id}/messages/{index}")
+async def message(ui: Shown, session_id: str, call_id: str, index: int) -> Response:
+    look = await ui.looks.at(session_id)
+    messages = conversation(look, look.call(call_id))
+    if not 0 <= index < len(messages):
+        raise NotFound(f"call {call_id} has no message {index}")
+    text = whole_text(messages[index]).encode("utf-8", "replace")
+    return Response(text, media_type="text/plain; charset=utf-8", headers=HEADERS)
+
+
+async def _source(ui: Ui, session_id: str, tree: Tree, name: str) -> TokenSource:
+    look = await ui.looks.at(session_id)
+    return call_tokens(look, look.call(name)) if tree == "calls" else row_tokens(look, look.row(name))
+
+
+def _json(content: object) -> Response:
+    answer = json_response(content)
+    answer.headers.update(HEADERS)
+    return answer

@@ -7,8 +7,8 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from proxy.services import Services
-from proxy.ui.looks import Looks
-from proxy.ui.token_texts import TokenTexts
+from proxy.ui.look import Looks
+from proxy.ui.tokens import TokenTexts
 
 
 class Ui:

@@ -12,15 +12,16 @@ Options:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
 from itertools import islice
+from posixpath import join, normpath, relpath
 
-from rollout.evaluators.base import Case, Score
-from rollout.evaluators.collected import Collected, collect
-from rollout.evaluators.commands import runtime_of
-from rollout.evaluators.options import File, Options, of_case
-from rollout.evaluators.rewards import shortened
+from rollout.evaluators.base import Case, EvaluationFailed, File, Options, Score, of_case, shortened
+from rollout.evaluators.command import runtime_of
+from rollout.runtimes.base import Runtime, RuntimeFailed
+from rollout.runtimes.files import entries
 from rollout.task import EvaluatorSpec, Task
 
 WHITESPACE = ("exact", "trailing", "any")
@@ -95,3 +96,72 @@ def normalised(content: bytes, whitespace: str) -> bytes:
     if whitespace == "trailing":
         return b"\n".join(line.rstrip() for line in content.splitlines()).rstrip()
     return content
+
+
+# Files taken out of a runtime, as contents by path.
+
+
+BOUND_BYTES = 256 << 20
+"""Of what is taken out at once."""
+
+
+class Collected:
+    """What was at some paths of a runtime. Only files proper count: a link that the agent left names something else."""
+
+    def __init__(self, contents: dict[str, bytes], workdir: str) -> None:
+        self._contents = contents
+        self._workdir = workdir
+
+    def at(self, path: str) -> bytes | None:
+        """The content of the file at `path`; None where there is no file."""
+        return self._contents.get(name_of(path, self._workdir))
+
+    def below(self, path: str) -> dict[str, bytes]:
+        """The file at `path`, or every file below that folder, by name; in order of the names."""
+        name = name_of(path, self._workdir)
+        return {
+            other: content
+            for other, content in sorted(self._contents.items())
+            if name == "." or other == name or other.startswith(f"{name}/")
+        }
+
+
+async def collect(runtime: Runtime, paths: Sequence[str], bound_bytes: int = BOUND_BYTES) -> Collected:
+    """What is at `paths`, absolute or relative to the workdir. Raises `RuntimeFailed`, and `EvaluationFailed` for an archive that
+    cannot be read or whose files are together greater than `bound_bytes`."""
+    archive = await runtime.download(paths, bound_bytes=bound_bytes)
+    return Collected(await asyncio.to_thread(_contents, archive, bound_bytes), runtime.workdir)
+
+
+def name_of(path: str, workdir: str) -> str:
+    """How an archive of a runtime names `path`: relative to the workdir, or without its first slash where it is outside."""
+    whole = normpath(join(workdir, path))
+    root = normpath(workdir)
+    inside = root == "/" or whole == root or whole.startswith(f"{root}/")
+    return relpath(whole, root) if inside else whole.lstrip("/")
+
+
+def _name(entry: str) -> str:
+    return normpath(entry).lstrip("/")
+
+
+def _contents(archive: bytes, bound_bytes: int) -> dict[str, bytes]:
+    contents: dict[str, bytes] = {}
+    left = bound_bytes
+    try:
+        for entry, file in entries(archive):
+            # An entry that is another name of an earlier file says of itself that it has no size.
+            linked = contents.get(_name(entry.linkname)) if entry.islnk() else None
+            if linked is None and not entry.isreg():
+                continue
+            if entry.issparse():
+                raise EvaluationFailed(f"the collected file {entry.name!r} is stored with holes, as no runtime stores it")
+            left -= entry.size if linked is None else len(linked)
+            if left < 0:
+                raise EvaluationFailed(f"the collected files are greater than {bound_bytes} bytes")
+            contents[_name(entry.name)] = file.read(entry.size) if linked is None else linked
+            if linked is None and len(contents[_name(entry.name)]) != entry.size:
+                raise EvaluationFailed(f"the archive of the collected files ends within {entry.name!r}")
+    except RuntimeFailed as error:
+        raise EvaluationFailed(f"the archive of the collected files cannot be read: {error}") from error
+    return contents

@@ -1,6 +1,6 @@
 """Kind `harbor`: the verifier of a Harbor task: `tests/test.sh` runs and leaves a reward file.
 
-Options; `rollout.harbor_tasks` makes them from a task's folder:
+Options; `rollout.task_sources` makes them from a task's folder:
 
     tests            path below the tests folder -> content; `test.sh` is among them
     env, workdir, timeout_seconds, timeout_reward   as of kind `command`
@@ -21,11 +21,21 @@ from dataclasses import dataclass
 from posixpath import join
 from typing import cast
 
-from rollout.evaluators.base import BadReward, Case, EvaluationFailed, EvaluationTimedOut, Score
-from rollout.evaluators.collected import collect
-from rollout.evaluators.commands import Command, after_timeout, check_time, ending, output, ran, removable, runtime_of
-from rollout.evaluators.options import File, Options, of_case
-from rollout.evaluators.rewards import as_reward, read_reward, shortened
+from rollout.evaluators.base import (
+    BadReward,
+    Case,
+    EvaluationFailed,
+    EvaluationTimedOut,
+    File,
+    Options,
+    Score,
+    as_reward,
+    of_case,
+    read_reward,
+    shortened,
+)
+from rollout.evaluators.command import Command, after_timeout, check_time, ending, output, ran, removable, runtime_of
+from rollout.evaluators.diff import collect
 from rollout.runtimes.base import Executed
 from rollout.task import EvaluatorSpec, Network, Task
 

@@ -29,11 +29,9 @@ from urllib.parse import urlsplit
 import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from rollout.evaluators.base import BadReward, Case, EvaluationFailed, Score
-from rollout.evaluators.collected import BOUND_BYTES
-from rollout.evaluators.commands import runtime_of
-from rollout.evaluators.options import Options, of_case
-from rollout.evaluators.rewards import as_score
+from rollout.evaluators.base import BadReward, Case, EvaluationFailed, Options, Score, as_score, of_case
+from rollout.evaluators.command import runtime_of
+from rollout.evaluators.diff import BOUND_BYTES
 from rollout.task import EvaluatorSpec, Task
 
 TOKEN_PREFIX = "VERBATIM_EVALUATOR_"

@@ -18,11 +18,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from rollout.evaluators.base import Case, EvaluationFailed, Score
-from rollout.evaluators.options import Options, of_case
-from rollout.evaluators.rewards import as_score
+from rollout.evaluators.base import Case, EvaluationFailed, Options, Score, as_score, of_case
 from rollout.runtimes.base import RuntimeFailed
-from rollout.session_failures import SessionFailed
+from rollout.sessions import SessionFailed
 from rollout.task import EvaluatorSpec, Task
 
 _ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

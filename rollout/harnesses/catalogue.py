@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 from rollout.harnesses.definition import Harness, parsed
-from rollout.harnesses.errors import BadDefinition, UnknownHarness
+from rollout.harnesses.prepared import BadDefinition, UnknownHarness
 
 BUILT_IN = Path(__file__).with_name("definitions")
 VARIABLE = "VERBATIM_HARNESSES"

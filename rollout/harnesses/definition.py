@@ -9,11 +9,21 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from reconstruct.roles import RoleRule
-from rollout.harnesses.errors import BadDefinition, OutsideHome, PromptTooLong, UnknownField
 from rollout.harnesses.mcp import McpForm, parsed_form
-from rollout.harnesses.placeholders import check, fill, fill_file, uses
-from rollout.harnesses.prepared import Endpoint, Prepared
-from rollout.task import McpServer
+from rollout.harnesses.prepared import (
+    BadDefinition,
+    Endpoint,
+    NotTaken,
+    OutsideHome,
+    Prepared,
+    PromptTooLong,
+    UnknownField,
+    check,
+    fill,
+    fill_file,
+    uses,
+)
+from rollout.task import HarnessSpec, McpServer, Upload
 
 DIALECTS = ("chat", "responses", "messages", "gemini", "any")
 STDIN = ("none", "inherit", "prompt")
@@ -192,3 +202,38 @@ def _role_rules(name: str, value: Any) -> tuple[RoleRule, ...]:
     except (TypeError, ValueError, AttributeError) as error:
         known = ", ".join(each.name for each in fields(RoleRule))
         raise BadDefinition(f"{name}: roles: {error} (a rule has a role, and any of {known})") from error
+
+
+# What a task passes on to a harness beside its instruction, MCP servers and skills, held against what the harness takes.
+
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
+"""What every harness takes as the name of a server."""
+
+
+def check_taken(harness: Harness, spec: HarnessSpec) -> None:
+    """Raises `NotTaken` for what the harness has no place for."""
+    names = [server.name for server in spec.mcp_servers]
+    for server in spec.mcp_servers:
+        _check_server(harness, server)
+        if names.count(server.name) > 1:
+            raise NotTaken(f"two MCP servers are called {server.name!r}")
+    for skill in spec.skills:
+        _check_skill(harness, skill)
+
+
+def _check_server(harness: Harness, server: McpServer) -> None:
+    if harness.mcp is None:
+        raise NotTaken(f"{harness.name} takes no MCP servers")
+    if not NAME.match(server.name):
+        raise NotTaken(f"{server.name!r} cannot be the name of an MCP server: 1 to 64 of letters, digits, '_' and '-'")
+    if not (harness.mcp.command if server.url is None else harness.mcp.url):
+        raise NotTaken(f"{harness.name} takes no MCP server by its {'command' if server.url is None else 'URL'}")
+
+
+def _check_skill(harness: Harness, skill: Upload) -> None:
+    if not harness.skills:
+        raise NotTaken(f"{harness.name} takes no skills")
+    parts = PurePosixPath(skill.path).parts
+    if not parts or skill.path.startswith("/") or ".." in parts:
+        raise NotTaken(f"skill {skill.path!r} is not a path below the harness's folder of skills")

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rollout.harnesses.errors import BadDefinition
+from rollout.harnesses.prepared import BadDefinition
 from rollout.task import McpServer
 
 FORMATS = (".json", ".toml")

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.harnesses.errors import CannotStart, MissingExecutable
+from rollout.harnesses.prepared import CannotStart, MissingExecutable
 
 GRACE_SECONDS = 10.0
 """What a harness has for ending on its own after it was told to."""

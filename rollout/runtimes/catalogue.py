@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rollout.runtimes.apptainer import ApptainerKind
 from rollout.runtimes.base import BadRuntime, RuntimeKind
-from rollout.runtimes.container import ContainerKind
-from rollout.runtimes.local import LocalKind
-from rollout.runtimes.pod import KubernetesKind
+from rollout.runtimes.container.apptainer import ApptainerKind
+from rollout.runtimes.container.runtime import ContainerKind
+from rollout.runtimes.kubernetes.runtime import KubernetesKind
+from rollout.runtimes.local.runtime import LocalKind
 from rollout.runtimes.settings import RuntimeSettings
 
 _KINDS: dict[str, Callable[[RuntimeSettings | None], RuntimeKind]] = {

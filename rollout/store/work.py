@@ -10,13 +10,11 @@ from typing import Any
 
 import msgspec
 
-from rollout.attempts import AttemptId, Status, Superseded, Verdict
-from rollout.codec import decode, encode
-from rollout.failures import FailureRecord
+from rollout.attempts import AttemptId, FailureRecord, Status, Superseded, Verdict
 from rollout.store import keys
-from rollout.store.base import NodeState, Room, Taken
-from rollout.store.connection import Argument, Connection, Script, now
-from rollout.store.records import TOLD, fields_of, rollout_state
+from rollout.store.base import NodeState, Room, Taken, decode, encode
+from rollout.store.keys import Argument, Connection, Script, now
+from rollout.store.tasks import TOLD, fields_of, rollout_state
 from rollout.task import Task
 
 BLOCK_SECONDS = 5.0

@@ -18,10 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.rollout_store import RolloutConnection
+from cli.rollout_service import RolloutConnection
 from proxy.store.connection import StoreConnection
-from rollout.attempts import Verdict
-from rollout.failures import Failure, FailureRecord
+from rollout.attempts import Failure, FailureRecord, Verdict
 from rollout.store.tasks import RedisTaskStore
 from tests.support.runtimes.rollout_stores import Stores
 from tests.support.service.forked import ForkedVerbatim
@@ -163,7 +162,7 @@ def test_watching_tells_what_happens_until_the_end(fresh: RunningService, redis_
     stdout, stderr = watching.communicate(timeout=SECONDS)
     assert (watching.returncode, stderr) == (0, "")
     told = [line.split()[1] for line in stdout.splitlines()]
-    assert told == ["rollout.preparing", "rollout.concluding", "rollout.completed", "task.ended"]
+    assert told == ["rollout.steps", "rollout.concluding", "rollout.completed", "task.ended"]
     assert "reward=1" in stdout and "node=node-1" in stdout and stdout.rstrip().endswith("completed")
 
 

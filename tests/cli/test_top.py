@@ -13,8 +13,8 @@ from functools import partial
 
 import pytest
 
-from cli.exposition import Exposition
 from cli.rollout_service import rollouts
+from cli.top import Exposition
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer

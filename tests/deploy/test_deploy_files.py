@@ -17,10 +17,10 @@ import yaml
 from packaging.requirements import Requirement
 from typer.main import get_command
 
-from cli import workers
 from cli.main import app
-from cli.server import CUT_SECONDS
-from proxy.engine.vllm_launch import vllm_command
+from cli.serving import workers
+from cli.serving.server import CUT_SECONDS
+from proxy.engine.in_vllm.launch import vllm_command
 from proxy.store import embedded
 from rollout.node import STOP_SECONDS
 from tests import ROOT

@@ -32,7 +32,7 @@ from typer.core import TyperGroup
 from cli.main import app
 from cli.rollout_service import KNOWN, rollouts
 from tests import ROOT
-from tests.cli.test_tls import make
+from tests.cli.serving.test_tls import make
 from tests.support.documents.docs_blocks import PAGES, SHELLS, Block, blocks_of, shown_commands
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.forked import ForkedVerbatim

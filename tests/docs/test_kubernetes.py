@@ -14,7 +14,7 @@ import yaml
 from lupa import LuaRuntime
 
 from proxy.auth import mint_key
-from proxy.engine.vllm_launch import vllm_command
+from proxy.engine.in_vllm.launch import vllm_command
 from proxy.metrics import Metrics
 from tests.support.documents.helm_chart import CHART, MATRIX, rendered, the
 from tests.support.machine import require

@@ -1,4 +1,4 @@
-"""The README: its tree is the tree, its flags are the flags, and its snippets run."""
+"""The README: what it names is there, its flags are the flags, and its snippets run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from proxy.engine.vllm_launch import vllm_command
+from proxy.engine.in_vllm.launch import vllm_command
 from tests import ROOT
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, wait_until
 from trainer_client import TrainerClient
 
 README = (ROOT / "README.md").read_text()
-ROOMS = ("proxy", "reconstruct", "rollout", "trainer_client", "cli", "examples/demo", "benchmarks")
 
 
 def blocks(language: str) -> list[str]:
@@ -28,28 +27,6 @@ def blocks(language: str) -> list[str]:
 def snippet(containing: str) -> str:
     (found,) = [block for block in blocks("python") if containing in block]
     return found
-
-
-def files_in_the_tree() -> dict[str, str]:
-    """Path to comment of every file in the README's tree."""
-    section = README.partition("## The tree")[2]
-    found, folders = {}, []
-    for line in section.partition("```\n")[2].partition("\n```")[0].splitlines():
-        entry, _, comment = line.partition("#")
-        depth, name = (len(entry) - len(entry.lstrip())) // 2, entry.strip()
-        folders[depth:] = [name]
-        if not name.endswith("/"):
-            found["".join(folders)] = comment.strip()
-    return found
-
-
-def test_the_tree_names_every_file_and_no_other() -> None:
-    files = [path for room in ROOMS for path in (ROOT / room).rglob("*.py") if path.name != "__init__.py"]
-    assert sorted(files_in_the_tree()) == sorted(path.relative_to(ROOT).as_posix() for path in files)
-
-
-def test_every_file_of_the_tree_has_a_comment() -> None:
-    assert [path for path, comment in files_in_the_tree().items() if len(comment) < 5] == []
 
 
 def test_the_tests_that_the_promises_name_exist() -> None:

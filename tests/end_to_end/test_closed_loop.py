@@ -16,7 +16,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from proxy.engine.vllm_launch import VllmServer
+from proxy.engine.in_vllm.launch import VllmServer
 from reconstruct.records import Span, pack_ids, pack_logprobs
 from reconstruct.trajectory import Trajectory
 from tests.support.engine.forked_vllm import run_beside_vllm

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from proxy.engine.vllm_launch import VllmServer
+from proxy.engine.in_vllm.launch import VllmServer
 from reconstruct.trajectory import Trajectory
 from tests.support.engine.vllm_server import running_vllm
 from tests.support.service.redis_server import RedisServer

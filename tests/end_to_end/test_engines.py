@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 from openai import APIError
 
-from proxy.engine.vllm_launch import VllmServer, free_port, vllm_command
+from proxy.engine.in_vllm.launch import VllmServer, free_port, vllm_command
 from tests.support.engine.forked_vllm import ForkedVllmServer
 from tests.support.engine.vllm_server import require_vllm
 from tests.support.service.running_service import TRAINER, RunningService, Session, wait_until
 from trainer_client import TrainerClient
 from trainer_client.client import Mode
-from trainer_client.errors import ReplicaFailed
-from trainer_client.publish import WeightPush
+from trainer_client.publish import ReplicaFailed, WeightPush
 
 pytestmark = pytest.mark.engine
 

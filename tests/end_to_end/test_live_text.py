@@ -15,13 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.engine.assembly import Assembly
-from proxy.engine.live_text import LiveText
-from proxy.engine.parser import plain_message
-from proxy.engine.pool import EnginePool
+from proxy.engine.apis.base import Assembly
+from proxy.engine.apis.vllm_reply import LiveText, plain_message
+from proxy.engine.in_vllm.launch import VllmServer
+from proxy.engine.pool.pool import EnginePool
 from proxy.engine.replica import Replica
-from proxy.engine.vllm_launch import VllmServer
-from proxy.engine.wire import EngineHttp
+from proxy.engine.wire.http import EngineHttp
 from proxy.settings import Settings
 
 pytestmark = pytest.mark.engine

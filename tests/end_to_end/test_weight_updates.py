@@ -17,10 +17,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from proxy.engine.vllm_launch import VllmServer
-from proxy.engine.weight_api import Claim, Claimed, StepRefused, Transfer, WeightApi
+from proxy.engine.in_vllm.launch import VllmServer
+from proxy.engine.weights.vllm import Claim, Claimed, StepRefused, Transfer, WeightApi
 from proxy.errors import Conflict, EngineFailed, RequestError
-from proxy.store.weight_store import WeightState, WeightStore
+from proxy.store.service import WeightState, WeightStore
 from tests.support.engine.vllm_server import running_vllm
 from tests.support.engine.weight_fixtures import Judge, Said, Service, generate, generating, serving
 

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout.harnesses.catalogue import load
-from rollout.harnesses.placeholders import fill
-from rollout.harnesses.prepared import Endpoint
-from rollout.harnesses.surroundings import surroundings
+from rollout.harnesses.prepared import Endpoint, fill, surroundings
 from tests.harnesses.installed import folder_of
 from tests.harnesses.player import Step, ToolCall
 

@@ -68,7 +68,7 @@ class Unknown(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.said: list[str] = []
-        self._log = logging.getLogger("proxy.harness")
+        self._log = logging.getLogger("proxy.call.door")
 
     def __enter__(self) -> Self:
         self._log.addHandler(self)

@@ -17,20 +17,19 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from cli.listener import listen
 from cli.main import app
 from cli.rollout_service import KNOWN, rollouts
-from cli.server import CUT_SECONDS
+from cli.serving.server import CUT_SECONDS, listen
 from proxy.app import create_app
-from proxy.engine.membership import engine_spec
-from proxy.engine.vllm_launch import Device, vllm_command
+from proxy.call.routes import is_harness
+from proxy.engine.in_vllm.launch import Device, vllm_command
+from proxy.engine.pool.membership import engine_spec
 from proxy.metrics import Metrics
-from proxy.routes import is_harness
 from proxy.settings import Settings
-from proxy.store.address import Address
+from proxy.store.node import Address
 from rollout.metrics import QUEUE_LABELS, STAGES
 from rollout.node import STOP_SECONDS
-from rollout.runtimes import cluster
+from rollout.runtimes.kubernetes import cluster
 from tests.support.documents.helm_chart import (
     CHART,
     MATRIX,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.fault import Fault
 
-_FLOW = "tests/proxy/test_flow.py -k "
+_FLOW = "tests/proxy/call/test_flow.py -k "
 _SECURITY = "tests/proxy/test_security.py -k "
 _CONTROL = "tests/proxy/api/test_control_api.py -k "
 
@@ -39,7 +39,7 @@ FAULTS = (
         "A token whose weights are not known is trained as one of the newest.",
         "            self._warn_of(label)\n            return None\n",
         "            return self.weight_version\n",
-        "tests/proxy/engine/test_pool.py -k 'takes_no_weights_is_version_0'",
+        "tests/proxy/engine/pool/test_pool.py -k 'takes_no_weights_is_version_0'",
     ),
     Fault(
         "The text of a reply is told twice in a stream.",
@@ -51,7 +51,7 @@ FAULTS = (
         "Ids that merely begin like those before are taken for the same.",
         '    return max(0, right.rfind(b",", 0, shared))\n',
         "    return max(0, shared - 1)\n",
-        "tests/proxy/engine/test_id_text.py",
+        "tests/proxy/engine/apis/test_id_text.py",
     ),
     # What is asked of the engine
     Fault(
@@ -70,31 +70,31 @@ FAULTS = (
         "A message whose ids name a call is matched with another call that said the same.",
         "    named: Iterable[str] = [call_id for call_id in replayed.minted if call_id in candidates]\n    if not named:\n",
         "    named: Iterable[str] = list(reversed(candidates))\n    if not named:\n",
-        "tests/proxy/test_session_tree.py -k 'whose_id_the_reply_carries'",
+        "tests/proxy/call/test_session_tree.py -k 'whose_id_the_reply_carries'",
     ),
     Fault(
         "A call at another effort goes on from one that the template renders otherwise.",
         "    return replace(found, redressed=False) if alike else as_root(found)\n",
         "    return replace(found, redressed=False)\n",
-        "tests/proxy/test_echo_policies.py -k 'shows'",
+        "tests/proxy/call/test_echo_policies.py -k 'shows'",
     ),
     Fault(
         "An id proves which reply is meant whatever stands before it.",
         "            return self._sent(call) if call is not None and call.fingerprint == before else seen.digests\n",
         "            return self._sent(call) if call is not None else seen.digests\n",
-        "tests/proxy/test_echo_policies.py",
+        "tests/proxy/call/test_echo_policies.py",
     ),
     Fault(
         "A message with the ids of two replies stands for one of them.",
         "            if used is None and self._by_id and set(seen.minted) == {call_id}:\n",
         "            if used is None and self._by_id and call_id in seen.minted:\n",
-        "tests/proxy/test_echo_policies.py",
+        "tests/proxy/call/test_echo_policies.py",
     ),
     Fault(
         "A history whose reasoning was edited goes on in the row of the original.",
         "        if tree.projection(old.call_id, history[old.message_count], request.schemas) is None:\n            return None\n",
         "",
-        "tests/proxy/test_session_tree.py",
+        "tests/proxy/call/test_session_tree.py",
     ),
     Fault(
         "A prompt that shares only a part of its parent's ids is put behind all of them.",
@@ -106,14 +106,15 @@ FAULTS = (
         "A continuation that was tokenised anew is told as an extension: no reason says why the row ended.",
         '        reason = branch_reason or "retokenized"\n',
         "        reason = branch_reason\n",
-        "tests/proxy/test_flow.py tests/proxy/dialects/test_completions.py -k 'retokenized or such_text_branches or split_the_tokenizer'",
+        "tests/proxy/call/test_flow.py tests/proxy/dialects/test_completions.py"
+        " -k 'retokenized or such_text_branches or split_the_tokenizer'",
     ),
     # Records
     Fault(
         "The engine samples before the intent is written: a crash loses the call without a trace.",
         "        if not intent.is_written:\n            job.line.before = partial(self._written, turn, intent, job.line)\n",
         "",
-        "tests/proxy/test_intent_first.py -k 'on_its_way or cannot_be_written'",
+        "tests/proxy/call/test_intent_first.py -k 'on_its_way or cannot_be_written'",
     ),
     Fault(
         "The harness hears the end of a reply before its record is stored.",
@@ -140,31 +141,31 @@ FAULTS = (
         "Nobody is told that an engine reports no token ids: its replies look like such that sampled nothing.",
         "    if not has_prompt_ids or sampled.token_ids is None:\n        return NO_TOKEN_IDS\n",
         "",
-        "tests/proxy/engine/test_plain_servers.py -k 'quarantined'",
+        "tests/proxy/engine/apis/test_plain_servers.py -k 'quarantined'",
     ),
     Fault(
         "A call is sampled after the ids of one whose ids nobody told: after its own new messages alone.",
         "        return self.full_ids(call_id) if self.calls[call_id].ids_known else None\n",
         "        return self.full_ids(call_id)\n",
-        "tests/proxy/test_unknown_ids.py",
+        "tests/proxy/call/test_unknown_ids.py",
     ),
     Fault(
         "What a frozen model says is trained.",
         '    return FROZEN if frozen else ""\n',
         '    return ""\n',
-        "tests/proxy/engine/test_replicas.py -k 'frozen'",
+        "tests/proxy/engine/pool/test_replicas.py -k 'frozen'",
     ),
     Fault(
         "A reply that never went out is marked as delivered.",
         "    return await client.flushed() if client.flushed is not None else not leaving.done()\n",
         "    return True\n",
-        "tests/proxy/test_delivered.py -k 'given_up or does_not_say'",
+        "tests/proxy/call/test_delivered.py -k 'given_up or does_not_say'",
     ),
     Fault(
         "A reply is delivered and nobody notes it, so that a later sample of the same prompt throws it away.",
         "        if answered and not turn.running.cut.is_set():\n",
         "        if answered and turn.running.cut.is_set():\n",
-        "tests/proxy/test_flow.py -k 'the_harness_gets_the_text'",
+        "tests/proxy/call/test_flow.py -k 'the_harness_gets_the_text'",
     ),
     Fault(
         "A call that the store does not take is answered all the same.",
@@ -186,7 +187,7 @@ FAULTS = (
         "A call that an engine broke off is answered as if its reply was whole.",
         "            raise EngineFailed(outcome.broken)\n",
         "            pass\n",
-        "tests/proxy/engine/test_ids_api.py -k 'breaks_off'",
+        "tests/proxy/engine/apis/test_ids_api.py -k 'breaks_off'",
     ),
     Fault(
         "Calls that a crash left without a record are missing in the accounting of their session.",
@@ -260,7 +261,7 @@ FAULTS = (
         "A key stands in the log in plain text.",
         '        return _KEY.sub("vb-...", json.dumps(present, default=str))\n',
         "        return json.dumps(present, default=str)\n",
-        "tests/proxy/test_observed_calls.py -k 'holds_no_key'",
+        "tests/proxy/call/test_observed_calls.py -k 'holds_no_key'",
     ),
     Fault(
         "A key stands in the log of a person in plain text.",
@@ -272,13 +273,13 @@ FAULTS = (
         "A path that is no endpoint is answered like the one it resembles.",
         'return _Endpoint(method, dialect, action, re.compile(rf"(?:/s/(?P<session>[^/]+))?{pattern}/?\\Z"))\n',
         'return _Endpoint(method, dialect, action, re.compile(rf"(?:/s/(?P<session>[^/]+))?{pattern}"))\n',
-        "tests/proxy/test_routes.py",
+        "tests/proxy/call/test_routes.py",
     ),
     Fault(
         "Counting tokens samples a reply and records it.",
         '_endpoint("POST", "messages", "count", _V1 + "/messages/count_tokens"),\n',
         '_endpoint("POST", "messages", "call", _V1 + "/messages/count_tokens"),\n',
-        "tests/proxy/test_routes.py",
+        "tests/proxy/call/test_routes.py",
     ),
     Fault(
         "A body of any size is read into memory.",
@@ -303,19 +304,19 @@ FAULTS = (
         "After a push the service goes on counting a replica's tokens as those of the old weights.",
         "        replica.weight_version = push.version\n        self._keeper.repaired(replica)\n",
         "        self._keeper.repaired(replica)\n",
-        "tests/proxy/engine/test_pool.py -k 'torn'",
+        "tests/proxy/engine/pool/test_pool.py -k 'torn'",
     ),
     Fault(
         "A replica with torn weights goes on serving beside those that have the new ones.",
         "            if outcome.error is not None and (applied or isinstance(outcome.error, ReplicaLeft)):\n",
         "            if outcome.error is not None and not applied:\n",
-        "tests/proxy/engine/test_pool.py -k 'torn'",
+        "tests/proxy/engine/pool/test_pool.py -k 'torn'",
     ),
     Fault(
         "After a push that every replica broke on, engines whose weights are torn are given calls.",
         "(applied or isinstance(outcome.error, ReplicaLeft)):\n",
         "applied:\n",
-        "tests/proxy/engine/test_sglang_api.py -k 'rolled_back_leaves'",
+        "tests/proxy/engine/apis/test_sglang_api.py -k 'rolled_back_leaves'",
     ),
     Fault(
         "Calls are sampled on replicas while weights change under them.",
@@ -327,24 +328,24 @@ FAULTS = (
         "Weights that are not greater than the current ones are pushed.",
         "        if push.version <= current.version:\n            raise Conflict(",
         "        if push.version < 0:\n            raise Conflict(",
-        "tests/proxy/engine/test_pool.py -k 'version_that_is_taken'",
+        "tests/proxy/engine/pool/test_pool.py -k 'version_that_is_taken'",
     ),
     Fault(
         "A frozen model takes new weights.",
         '        if frozen := self._frozen(policy):\n            raise Conflict(f"model',
         '        if (frozen := self._frozen(policy)) and policy == "?":\n            raise Conflict(f"model',
-        "tests/proxy/engine/test_weight_policies.py -k 'frozen'",
+        "tests/proxy/engine/weights/test_weight_policies.py -k 'frozen'",
     ),
     Fault(
         "A call goes to the engine of another model than the one it asked for.",
         "        return [replica for replica in self._replicas_of(policy) if replica.healthy]\n",
         '        return [replica for replica in self._replicas_of("") if replica.healthy]\n',
-        "tests/proxy/engine/test_replicas.py -k 'policy_it_asks_for'",
+        "tests/proxy/engine/pool/test_replicas.py -k 'policy_it_asks_for'",
     ),
     Fault(
         "A call of which a token may have been sampled is sampled again elsewhere, and the first is lost.",
         '        return EngineFailed(f"engine {replica.name} broke off: {type(error).__name__}")\n',
         '        return EngineUnavailable(f"engine {replica.name} broke off: {type(error).__name__}")\n',
-        "tests/proxy/engine/test_replicas.py -k 'is_not_tried_again'",
+        "tests/proxy/engine/pool/test_replicas.py -k 'is_not_tried_again'",
     ),
 )

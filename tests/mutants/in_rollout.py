@@ -149,13 +149,13 @@ FAULTS = (
         "Files in memory that no process has mapped count for nothing.",
         " + sum(files.values())\n",
         "\n",
-        "tests/rollout/runtimes/test_local.py -k 'counts_once'",
+        "tests/rollout/runtimes/local/test_local.py -k 'counts_once'",
     ),
     Fault(
         "A step with the network has the node's own.",
         '    named = [(f"/proc/{network_pid}/ns/net", CLONE_NEWNET), *(',
         "    named = [*(",
-        "tests/rollout/runtimes/test_container_hardening.py -k 'not_the_nodes'",
+        "tests/rollout/runtimes/container/test_container_hardening.py -k 'not_the_nodes'",
     ),
     Fault(
         "A secret of the caller reaches the harness.",

@@ -10,15 +10,27 @@ import pytest
 from pydantic import SecretStr, ValidationError
 from starlette.datastructures import Headers
 
-from proxy.auth import SESSION_ID, credential, key_opens, mint_key, named_session, session_of_key
+from proxy.auth import (
+    CHECK_SECONDS,
+    SESSION_ID,
+    Role,
+    Tokens,
+    check_local,
+    credential,
+    is_loopback,
+    key_opens,
+    mint_key,
+    mint_token,
+    named_session,
+    session_of_key,
+)
 from proxy.errors import Forbidden, Unauthorized
-from proxy.loopback import check_local, is_loopback
 from proxy.settings import Settings
-from proxy.token_file import CHECK_SECONDS
-from proxy.tokens import Role, Tokens, mint_token
 
 TOKENS = Tokens(
-    Settings(admin_token=SecretStr("the-admin"), trainer_token=SecretStr("the-trainer"), node_token=SecretStr("the-node"))
+    Settings(
+        admin_token=SecretStr("the-admin"), trainer_token=SecretStr("the-trainer"), node_token=SecretStr("the-node")
+    ).given_tokens
 )
 
 
@@ -90,7 +102,7 @@ def test_a_nodes_token_opens_what_nodes_need_and_neither_a_trainers_nor_the_admi
 
 
 def test_a_token_of_two_roles_opens_what_either_does() -> None:
-    both = Tokens(Settings(trainer_token=SecretStr("x"), node_token=SecretStr("x")))
+    both = Tokens(Settings(trainer_token=SecretStr("x"), node_token=SecretStr("x")).given_tokens)
     for role in (Role.TRAINER, Role.NODE):
         assert both.check("x", role) is role
     with pytest.raises(Forbidden, match="admin token"):
@@ -108,8 +120,8 @@ def test_a_session_key_and_an_unknown_token_open_no_control_route() -> None:
 
 
 def test_a_token_that_is_not_set_is_not_opened_by_an_empty_one() -> None:
-    assert Tokens(Settings()).roles_of("") == set()
-    assert Tokens(Settings(admin_token=SecretStr(""), admin_tokens=[SecretStr("")])).roles_of("") == set()
+    assert Tokens(Settings().given_tokens).roles_of("") == set()
+    assert Tokens(Settings(admin_token=SecretStr(""), admin_tokens=[SecretStr("")]).given_tokens).roles_of("") == set()
 
 
 def test_minted_tokens_are_long_and_differ() -> None:
@@ -121,13 +133,13 @@ def test_several_tokens_of_a_role_are_valid_at_once() -> None:
     settings = Settings(
         admin_token=SecretStr("new"), admin_tokens=[SecretStr("old"), SecretStr("older")], trainer_tokens=[SecretStr("t")]
     )
-    tokens = Tokens(settings)
+    tokens = Tokens(settings.given_tokens)
     assert [tokens.roles_of(secret) for secret in ("new", "old", "older")] == [{Role.ADMIN}] * 3
     assert tokens.roles_of("t") == {Role.TRAINER}
 
 
 def test_a_token_of_both_roles_is_the_admins() -> None:
-    tokens = Tokens(Settings(admin_token=SecretStr("x"), trainer_token=SecretStr("x")))
+    tokens = Tokens(Settings(admin_token=SecretStr("x"), trainer_token=SecretStr("x")).given_tokens)
     assert tokens.check("x", Role.TRAINER) is tokens.check("x", Role.ADMIN) is Role.ADMIN
 
 
@@ -139,7 +151,7 @@ def test_a_token_file_is_read_again_when_it_was_replaced(tmp_path: Path) -> None
         (tmp_path / name / "token").write_text(text)
     current = tmp_path / "current"
     current.symlink_to("first")
-    tokens = Tokens(Settings(admin_token_file=current / "token"), clock=lambda: now)
+    tokens = Tokens(Settings(admin_token_file=current / "token").given_tokens, clock=lambda: now)
     assert (tokens.roles_of("old"), tokens.roles_of("new")) == ({Role.ADMIN}, set())
     for name, old in (("second", {Role.ADMIN}), ("third", set[Role]())):
         (tmp_path / "next").symlink_to(name)
@@ -152,7 +164,7 @@ def test_a_token_file_that_is_gone_leaves_the_tokens_and_is_said_once(tmp_path: 
     now = 0.0
     file = tmp_path / "token"
     file.write_text("the-secret")
-    tokens = Tokens(Settings(trainer_token_file=file), clock=lambda: now)
+    tokens = Tokens(Settings(trainer_token_file=file).given_tokens, clock=lambda: now)
     assert tokens.roles_of("the-secret") == {Role.TRAINER}
     file.unlink()
     with caplog.at_level(logging.ERROR):
@@ -166,7 +178,7 @@ def test_a_token_file_that_is_empty_opens_nothing_any_more(tmp_path: Path) -> No
     now = 0.0
     file = tmp_path / "token"
     file.write_text("secret")
-    tokens = Tokens(Settings(admin_token_file=file), clock=lambda: now)
+    tokens = Tokens(Settings(admin_token_file=file).given_tokens, clock=lambda: now)
     assert tokens.roles_of("secret") == {Role.ADMIN}
     file.write_text("")
     now += CHECK_SECONDS

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from proxy.deadline import Deadline
+from proxy.timeline import Deadline
 
 
 async def test_what_takes_longer_ends_in_a_timeout_and_leaves_the_task_as_it_was() -> None:

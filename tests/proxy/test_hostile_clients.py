@@ -16,17 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy import parsing as parsing_module
 from proxy import structure
-from proxy.dialects.base import Asked, Past, Request
+from proxy.call import door as parsing_module
+from proxy.call.door import LARGE_BYTES, RESTS, SMALL_BYTES, Parsing
+from proxy.call.http import BodyRoom, read_body
+from proxy.call.tree import Draft, SessionTree, SessionTrees
+from proxy.dialects.base import Asked, Heard, Past, Request
 from proxy.errors import RequestError, TooManyCalls
-from proxy.history import Heard
-from proxy.limits import BodyRoom, read_body
-from proxy.parsing import LARGE_BYTES, RESTS, SMALL_BYTES, Parsing
-from proxy.session_tree import Draft, SessionTree
-from proxy.store.session_store import SessionInfo
+from proxy.store.sessions import SessionInfo
 from proxy.structure import MAX_DEPTH, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES, PIECE_BYTES, check_depth, check_values
-from proxy.trees import SessionTrees
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, running_redis

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cli.rollout_service import rollouts
 from proxy.app import Addition
-from proxy.asgi import Application
+from proxy.call.http import Application
 from proxy.services import Services
 from tests.support.documents.prometheus_rules import (
     DASHBOARD,

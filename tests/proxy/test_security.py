@@ -16,8 +16,8 @@ import httpx
 import msgspec
 import pytest
 
-from proxy import routes
 from proxy.app import create_app
+from proxy.call import routes
 from proxy.settings import Settings
 from proxy.structure import MAX_DEPTH
 from tests.support.engine.scripted_engine import Say, ScriptedEngine

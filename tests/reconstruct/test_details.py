@@ -23,16 +23,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from proxy.archive.files import read_table, write_table
+from proxy.archive.folder import read_table, write_table
 from proxy.archive.tables import ArchivedSession
 from proxy.archive.tables import rows_of as archived_rows
 from reconstruct.accounting import account, settle
 from reconstruct.builders import Builder, merged, per_call
 from reconstruct.codec import decode, encode
-from reconstruct.details import NAMES, CallDetails, RowDetails
 from reconstruct.errors import LengthMismatch
-from reconstruct.records import NO_LOGPROBS, Call, Sampling
-from reconstruct.trajectory import MIXED, Trajectory, as_wire
+from reconstruct.records import NO_LOGPROBS, Call, CallDetails, Sampling
+from reconstruct.trajectory import MIXED, NAMES, RowDetails, Trajectory, as_wire
 from tests.reconstruct.test_properties import CONTEXT, FEWER, Drawn, sessions
 from tests.support.sessions.calls import Talk, call
 from tests.support.sessions.training_rows import groups, trajectory

@@ -26,8 +26,7 @@ from pydantic import ValidationError
 from proxy.settings import Settings
 from reconstruct.forest import Forest
 from reconstruct.records import Call
-from reconstruct.retries import superseded
-from reconstruct.roles import LABELS, Marks, RoleRule, infer_side_calls, purpose_of, small_letters
+from reconstruct.roles import LABELS, Marks, RoleRule, infer_side_calls, purpose_of, small_letters, superseded
 from tests.support.engine.scripted_engine import Fail, Generation, Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running
 from tests.support.service.redis_server import RedisServer

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.harbor_tasks import harbor_task
-from rollout.runtime_names import node_prefix
+from rollout.attempts import node_prefix
 from rollout.task import Exec, HarnessSpec, Task, Upload
+from rollout.task_sources import harbor_task
 from tests import ROOT
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.runtimes.rollout_nodes import ASK, World

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from rollout.event_stream import TOLD_AT_ONCE, told
+from rollout.api import TOLD_AT_ONCE, told
 
 SECONDS = 120.0
 

@@ -14,21 +14,15 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.answer import Answering
+from proxy.call.answer import Answering
 from proxy.errors import BudgetExhausted, EngineFailed, StoreUnavailable
-from proxy.store.session_store import Unserved
-from rollout.agent_run import check
-from rollout.attempt_logs import AttemptLogs
-from rollout.attempts import AttemptId
-from rollout.budget import within
+from proxy.store.sessions import Unserved
+from rollout.attempts import RETRIED, AttemptId, Failure, RolloutFailed
 from rollout.evaluators import catalogue
-from rollout.failures import RETRIED, Failure, RolloutFailed
-from rollout.models import Judge
-from rollout.removing import removed
 from rollout.runtimes.base import Executed
-from rollout.session_failures import NoAnswer, SessionRefused
-from rollout.sessions import Sessions
-from rollout.stages import Stage
+from rollout.sessions import Judge, NoAnswer, SessionRefused, Sessions
+from rollout.stages import Stage, within
+from rollout.steps import AttemptLogs, check, removed
 from rollout.store import keys
 from rollout.task import EvaluatorSpec, Exec, HarnessSpec
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
@@ -303,7 +297,7 @@ async def test_an_agent_whose_last_call_the_engine_failed_is_tried_again(
 
 
 async def test_a_call_that_the_store_failed_is_noted_once_that_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.answer._LATER_SECONDS", 0.01)
+    monkeypatch.setattr("proxy.call.answer._LATER_SECONDS", 0.01)
     noted: list[Unserved] = []
     away = count(-3)
 

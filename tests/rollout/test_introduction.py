@@ -13,11 +13,11 @@ import pytest
 
 from cli import control as token_of
 from cli.control import Control, Declined
-from cli.introduction import let_in, seen
+from cli.node import let_in, seen
 from cli.refusal import Refusal
-from cli.rollout_store import RolloutConnection
+from cli.rollout_service import RolloutConnection
 from proxy.store.connection import StoreConnection
-from rollout.runtimes.local import LocalKind
+from rollout.runtimes.local.runtime import LocalKind
 from rollout.sessions import Sessions
 from rollout.store.base import NodeState
 from rollout.store.work import RedisWorkStore

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from rollout import preparing
-from rollout.attempts import RolloutState
-from rollout.failures import Failure
+from rollout import steps
+from rollout.attempts import Failure, RolloutState
 from rollout.runtimes.base import RuntimeFailed
-from rollout.runtimes.local import LocalKind
+from rollout.runtimes.local.runtime import LocalKind
 from rollout.stages import Slots
 from rollout.task import Budgets, EvaluatorSpec, Exec, HarnessSpec, McpServer, RuntimeSpec, Upload
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
@@ -100,7 +99,7 @@ async def test_an_upload_that_cannot_be_read_says_what_it_was(world: World) -> N
 
 
 async def test_a_prepare_step_is_tried_as_often_as_it_may(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(steps, "PAUSE_SECONDS", 0.01)
     step = Exec("echo x >> tries; test $(wc -l < tries) -ge 3", retries=2)
     task = await world.submit(a_task(prepare=(step, Upload("given.txt", content=b"content"), Exec("test -s given.txt"))))
     async with world.node():

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from proxy.store.connection import StoreConnection
-from rollout.failures import Failure
-from rollout.runtimes.local_installs import PREFIX
+from rollout.attempts import Failure
+from rollout.runtimes.installs import PREFIX
 from rollout.stages import Slots
 from rollout.task import EvaluatorSpec, Exec, HarnessSpec, RuntimeSpec
 from tests.support.engine.scripted_engine import Say, ScriptedEngine

@@ -9,9 +9,8 @@ import msgpack
 import pytest
 
 from reconstruct.roles import RoleRule
-from rollout.closing import open_member
-from rollout.session_failures import NoAnswer, NoSession, SessionConflict, SessionFailed
-from rollout.sessions import Sessions
+from rollout.course import open_member
+from rollout.sessions import NoAnswer, NoSession, SessionConflict, SessionFailed, Sessions
 from rollout.task import HarnessSpec, Task
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths

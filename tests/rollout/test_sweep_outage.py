@@ -13,15 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout.callbacks import Callbacks
 from rollout.metrics import RolloutNumbers
 from rollout.sessions import Sessions
-from rollout.settings import RolloutSettings
 from rollout.store.base import StoreUnavailable
-from rollout.store.connection import Argument, Connection, Script
+from rollout.store.keys import Argument, Connection, Script
 from rollout.store.tasks import RedisTaskStore
 from rollout.store.work import RedisWorkStore
-from rollout.sweeper import Sweeper
+from rollout.sweeper import Callbacks, RolloutSettings, Sweeper
 from tests.support.runtimes.rollout_stores import WELL, Stores
 
 SECONDS = 60.0

@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
-from cli.rollout_service import KNOWN
-from cli.rollout_store import RolloutConnection
+from cli.rollout_service import KNOWN, RolloutConnection
 from proxy.store.connection import StoreConnection
-from rollout.placing import lacking
 from rollout.store import keys
 from rollout.store.base import NodeState
-from rollout.store.tasks import RedisTaskStore
+from rollout.store.tasks import RedisTaskStore, lacking
 from rollout.task import Task
-from rollout.task_wire import submitted
+from rollout.task_body import submitted
 from tests.support.runtimes.rollout_stores import Stores, sized
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import serving_tasks, submit

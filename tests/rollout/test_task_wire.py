@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout.codec import DecodeError, decode, encode, outline
-from rollout.store.base import TaskState
+from rollout.store.base import DecodeError, TaskState, decode, encode, outline
 from rollout.task import (
     Budgets,
     EvaluatorSpec,
@@ -20,8 +19,7 @@ from rollout.task import (
     Task,
     Upload,
 )
-from rollout.task_wire import BadTask, submitted
-from rollout.views import body_as_wire, task_as_wire
+from rollout.task_body import BadTask, body_as_wire, submitted, task_as_wire
 from tests.support.service.rollout_service import BODY, KNOWN
 
 WHOLE: dict[str, Any] = {

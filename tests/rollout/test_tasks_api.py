@@ -15,14 +15,14 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.rollout_store import RolloutConnection
+from cli.rollout_service import RolloutConnection
 from proxy.store.connection import StoreConnection
 from proxy.store.sessions import RedisSessionStore
 from rollout.attempts import AttemptId, Verdict
-from rollout.callbacks import LONGEST_PAUSE_SECONDS, MOST_TRIES, pause_seconds
-from rollout.closing import close_member, open_member
+from rollout.course import close_member, open_member
 from rollout.sessions import OpenSession, Sessions
 from rollout.store.tasks import RedisTaskStore
+from rollout.sweeper import LONGEST_PAUSE_SECONDS, MOST_TRIES, pause_seconds
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.runtimes.rollout_stores import WELL, Stores
 from tests.support.service.redis_server import RedisServer, running_redis
@@ -143,7 +143,7 @@ async def test_a_task_is_watched_from_its_beginning_to_its_end(service: RunningS
         await node.end(taken.attempt, Verdict("completed", reward=0.25, feedback="nearly"))
     await asyncio.to_thread(watching.join, SECONDS)
     assert not watching.is_alive()
-    kinds = ["task.created", "rollout.preparing", "rollout.concluding", "rollout.completed", "task.ended"]
+    kinds = ["task.created", "rollout.steps", "rollout.concluding", "rollout.completed", "task.ended"]
     assert [event["kind"] for event in told] == kinds
     assert told[3]["reward"] == 0.25 and told[4]["status"] == "completed"
     assert [event["kind"] for event in read_events(service, "watched", told[1]["id"])] == kinds[2:]

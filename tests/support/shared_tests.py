@@ -21,11 +21,11 @@ _LONG = (
     "tests/examples/test_tasks.py",
     "tests/cli/test_run.py",
     "tests/cli/test_serve.py",
-    "tests/cli/test_generate.py",
+    "tests/cli/generation/test_generate.py",
     "tests/end_to_end/test_crashes.py",
     "tests/proxy/store/test_faults.py",
     "tests/proxy/ui/test_browser.py",
-    "tests/proxy/test_hot_path_cost.py",
+    "tests/proxy/call/test_hot_path_cost.py",
     "tests/deploy/test_release.py",
 )
 """The longest files, started first: a long one that starts last leaves the other processes idle."""

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from reconstruct.trajectory import Trajectory
 from tests.support.sessions.training_rows import groups, trajectory
 from trainer_client.advantages import dr_grpo
+from trainer_client.arrays import PackedBatch, first_fit_decreasing
 from trainer_client.batch import Batch
 from trainer_client.errors import RowTooLong
-from trainer_client.packing import PackedBatch, first_fit_decreasing
 from trainer_client.wire import versions_by_token
 
 

@@ -15,12 +15,11 @@ from trainer_client.client import TrainerClient
 from trainer_client.errors import (
     ConnectionFailed,
     InvalidAnswer,
-    ReplicaFailed,
     ServiceError,
     UnpublishableWeights,
     VersionConflict,
 )
-from trainer_client.publish import prune_versions, write_weights
+from trainer_client.publish import ReplicaFailed, prune_versions, write_weights
 
 PUSH, CURRENT = "POST /weights", "GET /weights"
 GOOD = {"ok": True, "seconds": 0.1}

@@ -19,7 +19,8 @@ from tests.support.engine.vllm_server import require_vllm
 from tests.support.service.running_service import TRAINER, RunningService
 from tests.support.service.verbatim_process import environment
 from trainer_client.client import TrainerClient
-from trainer_client.errors import ReplicaFailed, VersionConflict
+from trainer_client.errors import VersionConflict
+from trainer_client.publish import ReplicaFailed
 from trainer_client.publish_nccl import Control, NcclPublisher
 
 WHERE = {"master_address": "127.0.0.1", "master_port": 29600, "packed": True}

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from trainer_client.arrays import PackedBatch, PaddedBatch, Side, kept_lengths
 from trainer_client.batch import Batch
-from trainer_client.packing import PackedBatch
-from trainer_client.padding import PaddedBatch, Side, kept_lengths
 
 Microbatch = PaddedBatch | PackedBatch
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from trainer_client.adapters.split_rows import per_row
+from trainer_client.arrays import kept_lengths
 from trainer_client.batch import Batch
-from trainer_client.padding import kept_lengths
 
 
 def training_samples(

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.trajectory import Trajectory
+from trainer_client.arrays import kept_lengths, lost_tokens
 from trainer_client.batch import Batch
-from trainer_client.padding import kept_lengths, lost_tokens
 from trainer_client.wire import versions_by_token
 
 

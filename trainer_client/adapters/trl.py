@@ -31,9 +31,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trainer_client.adapters.microbatches import Rows
 from trainer_client.adapters.torch_dataset import LeasedRows, Part
+from trainer_client.arrays import PackedBatch
 from trainer_client.client import Mode, TrainerClient
 from trainer_client.errors import ClientClosed, UnpublishableWeights, VersionConflict
-from trainer_client.packing import PackedBatch
 from trainer_client.publish import version_folder
 
 

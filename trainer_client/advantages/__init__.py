@@ -13,10 +13,19 @@ whoever knows why it has none.
 Advantages per turn instead of per row (MT-GRPO): turns.py.
 """
 
-from trainer_client.advantages.agents import agent_names, agent_wise
-from trainer_client.advantages.outcome import dr_grpo, grpo, leave_one_out
-from trainer_client.advantages.resampling import among, format_penalty, resample_on_correct, tool_error_penalty
-from trainer_client.advantages.rollouts import Advantages, Estimator
+from trainer_client.advantages.outcome import (
+    Advantages,
+    Estimator,
+    agent_names,
+    agent_wise,
+    among,
+    dr_grpo,
+    format_penalty,
+    grpo,
+    leave_one_out,
+    resample_on_correct,
+    tool_error_penalty,
+)
 from trainer_client.advantages.turns import Turns, turn_level, turn_returns, turns_of
 
 __all__ = [

@@ -22,11 +22,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from reconstruct.trajectory import Trajectory
-from trainer_client.advantages.agents import pairs
-from trainer_client.advantages.outcome import grpo
-from trainer_client.advantages.rollouts import Advantages, Estimator
-from trainer_client.packing import PackedBatch
-from trainer_client.padding import PaddedBatch
+from trainer_client.advantages.outcome import Advantages, Estimator, grpo, pairs
+from trainer_client.arrays import PackedBatch, PaddedBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,19 +18,18 @@ from pydantic import SecretStr
 
 from proxy.api import batches
 from proxy.api.closing import reward_session, sweep, withdraw_session
-from proxy.api.control import control_router
-from proxy.api.errors import install_error_handlers
-from proxy.app import build_services
+from proxy.api.requests import install_error_handlers
+from proxy.app import build_services, control_router
 from proxy.auth import key_opens
 from proxy.errors import EngineUnavailable
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store import keys
 from proxy.store.connection import StoreConnection
-from proxy.store.delivery_store import CloseRequest
-from proxy.store.packing import SCHEMA, pack
-from proxy.store.session_store import Intent
-from proxy.store.weight_store import WeightState
+from proxy.store.delivery import CloseRequest
+from proxy.store.keys import SCHEMA, pack
+from proxy.store.service import WeightState
+from proxy.store.sessions import Intent
 from tests.support.sessions.recorded_calls import record
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from proxy.store.delivery_store import LeaseTerms
+from proxy.store.delivery import LeaseTerms
 from proxy.store.groups import GroupPolicy, Lease, Member
 from tests.proxy.api.test_control_api import Service, running, said
 from tests.support.service.redis_server import Store

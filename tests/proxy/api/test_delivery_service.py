@@ -13,10 +13,10 @@ import msgpack
 import numpy as np
 import pytest
 
-from proxy.api.admission import reclaim_places
+from proxy.api.sessions import reclaim_places
 from proxy.settings import Settings
 from proxy.store.groups import GroupPolicy
-from proxy.store.weight_store import WeightState
+from proxy.store.service import WeightState
 from reconstruct.codec import decode, encode
 from reconstruct.records import Span
 from tests.proxy.api.test_control_api import Service, running, said
@@ -96,7 +96,7 @@ async def test_a_waiting_lease_whose_news_were_lost_looks_by_itself(
         await asyncio.sleep(3600)
 
     monkeypatch.setattr("proxy.api.batches.RECHECK_SECONDS", 0.3)
-    monkeypatch.setattr("proxy.store.arrivals.StreamArrivals._read", deaf)
+    monkeypatch.setattr("proxy.store.delivery.StreamArrivals._read", deaf)
     waiting = asyncio.create_task(service.lease(wait_seconds=600, consumer="deaf"))
     while await claimed(redis_url) != {"deaf"}:
         await asyncio.sleep(0.01)
@@ -266,7 +266,7 @@ async def admit_long_ago(url: str, session_id: str) -> None:
 
 @pytest.fixture
 def swept_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.api.expiry.SWEEP_SECONDS", 0.2)
+    monkeypatch.setattr("proxy.api.closing.SWEEP_SECONDS", 0.2)
 
 
 def test_the_running_service_looks_for_places_that_nobody_holds(redis_url: str, swept_often: None) -> None:
@@ -359,7 +359,7 @@ async def test_no_group_is_begun_that_would_be_too_old_when_it_is_leased(redis_u
 async def test_a_session_is_held_until_it_may_be_opened(
     redis_url: str, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.api.admission.LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("proxy.api.sessions.LOOK_SECONDS", 0.02)
 
     async def asked_again(times: int = 5) -> None:
         goal = calls_of(redis_server, "evalsha") + times
@@ -382,7 +382,7 @@ async def test_a_session_is_held_until_it_may_be_opened(
 
 
 def test_a_held_session_whose_caller_hung_up_is_not_opened(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.api.admission.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.api.sessions.LOOK_SECONDS", 0.05)
     rules = {"groups_per_version": 1, "admission_staleness": 0, "admission_hold_seconds": 600}
     with RunningService(NO_ENGINE, redis_url, **rules) as service:
         finished(redis_url, service, "s0")

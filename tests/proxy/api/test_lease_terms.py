@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from proxy.settings import Settings
-from proxy.store.session_store import Intent
+from proxy.store.sessions import Intent
 from reconstruct.codec import encode
 from reconstruct.records import Call
 from tests.support.service.redis_server import Store

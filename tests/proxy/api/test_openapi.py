@@ -21,7 +21,7 @@ from schemathesis.checks import CHECKS, load_all_checks
 
 from cli.rollout_service import rollouts
 from proxy.app import create_app
-from proxy.routes import _ENDPOINTS
+from proxy.call.routes import _ENDPOINTS
 from proxy.settings import Settings
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer

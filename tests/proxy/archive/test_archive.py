@@ -26,15 +26,13 @@ from typer.testing import CliRunner
 
 from cli.main import app
 from cli.refusal import Refusal
-from proxy.api.session_wire import session_as_wire, session_of_wire
-from proxy.archive.files import read_table
-from proxy.archive.folder import ArchiveReader
-from proxy.archive.schema import SCHEMA_VERSION, TABLES, arrow_schema
-from proxy.archive.tables import session_of
+from proxy.api.sessions import session_as_wire, session_of_wire
+from proxy.archive.folder import ArchiveReader, read_table
+from proxy.archive.tables import SCHEMA_VERSION, TABLES, arrow_schema, session_of
 from proxy.errors import Conflict
 from proxy.store.archive import RedisArchiveStore
 from proxy.store.groups import GroupRule
-from proxy.store.session_store import Intent, SessionInfo, SessionState
+from proxy.store.sessions import Intent, SessionInfo, SessionState
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer, Store, running_redis
@@ -45,7 +43,7 @@ from tests.support.sessions.random_harness import RandomHarness
 CALLS = 12
 KILLED = """
 import os, signal, sys
-import cli.archive_api, cli.export, proxy.archive.files, proxy.archive.folder, pyarrow.parquet
+import cli.export, cli.export, proxy.archive.folder, proxy.archive.folder, pyarrow.parquet
 from cli.main import main
 proxy.archive.folder.PART_SESSIONS = 1
 folder, *steps = sys.argv[1:]
@@ -58,7 +56,7 @@ for step in steps:
             os.kill(os.getpid(), signal.SIGKILL)
         return sync(descriptor)
     if (pid := os.fork()) == 0:
-        proxy.archive.files.os.fsync = dying
+        proxy.archive.folder.os.fsync = dying
         sys.argv[1:] = ["export", "--out", os.path.join(folder, step)]
         main()
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)

@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from proxy.archive.files import read_table
-from proxy.archive.folder import ArchiveReader, ArchiveWriter
+from proxy.archive.folder import ArchiveReader, ArchiveWriter, read_table
 from proxy.errors import StoreUnavailable
 from proxy.retention import Retention, collect
 from proxy.settings import Settings
 from proxy.store import keys
 from proxy.store.connection import StoreConnection
-from proxy.store.retention import RedisRetentionStore
+from proxy.store.service import RedisRetentionStore
 from tests.proxy.api.test_control_api import Service, running
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer, Store

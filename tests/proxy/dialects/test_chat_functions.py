@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.proxy.test_flow import TOOLS, assert_sampled_as_recorded, turn
+from tests.proxy.call.test_flow import TOOLS, assert_sampled_as_recorded, turn
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.engine.template_families import FAMILIES

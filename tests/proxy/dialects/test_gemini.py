@@ -13,7 +13,9 @@ from google.genai import types
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.dialects.base import Asked, Choice, Delta, Reply, Request
+from proxy.call.routes import MethodNotAllowed, UpgradeRefused
+from proxy.call.tree import Draft, SessionTree
+from proxy.dialects.base import Asked, Choice, Delta, Reply, Request, seal
 from proxy.dialects.gemini import GeminiDialect
 from proxy.errors import (
     Conflict,
@@ -27,10 +29,7 @@ from proxy.errors import (
     Unauthorized,
     VerbatimError,
 )
-from proxy.minting import seal
-from proxy.routes import MethodNotAllowed, UpgradeRefused
-from proxy.session_tree import Draft, SessionTree
-from proxy.store.session_store import SessionInfo
+from proxy.store.sessions import SessionInfo
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.template_families import FAMILIES
 from tests.support.service import plain_http

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from proxy.dialects.base import Asked, Choice, Delta, Reply, Request
+from proxy.call.tree import Draft, SessionTree
+from proxy.dialects.base import Asked, Choice, Delta, Reply, Request, seal, tool_call_id
+from proxy.dialects.fields import arguments_object
 from proxy.dialects.messages import MessagesDialect
-from proxy.dialects.tools import arguments_object
 from proxy.errors import (
     Conflict,
     ContextTooLong,
@@ -31,9 +32,7 @@ from proxy.errors import (
     Unauthorized,
     VerbatimError,
 )
-from proxy.minting import seal, tool_call_id
-from proxy.session_tree import Draft, SessionTree
-from proxy.store.session_store import SessionInfo
+from proxy.store.sessions import SessionInfo
 from reconstruct.messages import projection
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer

@@ -17,7 +17,7 @@ from anthropic import Anthropic, DefaultHttpxClient
 from anthropic.types import RawMessageStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from proxy.minting import unseal
+from proxy.dialects.base import unseal
 from tests.support.engine.scripted_engine import Drop, Fail, Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service import plain_http

@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 
-from proxy.dialects.body import decode, split
+from proxy.dialects.fields import decode, split
 from proxy.errors import RequestError
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service import plain_http

@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.dialects.base import Asked, Choice, Delta, Reply, Request
+from proxy.dialects.base import Asked, Choice, Delta, Heard, Read, Reply, Request, Seen, seal, tool_call_id, unseal
 from proxy.dialects.responses import ResponsesDialect
 from proxy.errors import RequestError, UnknownCall
-from proxy.history import Heard, Read, Seen
-from proxy.minting import seal, tool_call_id, unseal
 from reconstruct.messages import digest_message, minted_call_ids, projection
 from reconstruct.records import Call
 from tests.support.engine.scripted_engine import ScriptedEngine

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from proxy.dialects.base import Choice, Reply, Request
-from proxy.dialects.gemini_reply import Wanted
-from proxy.dialects.gemini_stream import GeminiStream
+from proxy.dialects.gemini_reply import GeminiStream, Wanted
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service import plain_http

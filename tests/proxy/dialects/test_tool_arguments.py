@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.tools import UNPARSED, arguments_object, arguments_text
+from proxy.dialects.fields import UNPARSED, arguments_object, arguments_text
 from reconstruct.messages import canonical_json, plain_arguments
 
 

@@ -9,8 +9,7 @@ import aiohttp
 import pytest
 from pydantic import ValidationError
 
-from proxy.engine.detection import TOKEN_ROUTES, Found, find_api
-from proxy.engine.replica import contact, replica_at
+from proxy.engine.replica import TOKEN_ROUTES, Found, contact, find_api, replica_at
 from proxy.errors import EngineUnavailable
 from proxy.settings import Settings
 from tests.support.engine.scripted_engine import Exchange, ScriptedEngine

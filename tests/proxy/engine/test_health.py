@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from proxy.engine.health import Health, HealthRule
+from proxy.engine.replica import Health, HealthRule
 
 RULE = HealthRule(failures=3, return_probes=3, flap_seconds=60.0)
 

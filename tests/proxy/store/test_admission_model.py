@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from proxy.store.delivery_store import Freshness, LeaseTerms
+from proxy.store.delivery import Freshness, LeaseTerms
 from proxy.store.groups import GroupPolicy, Lease, Member
 from tests.support.service.redis_server import Store
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from proxy.api import expiry
-from proxy.store.clock import RedisClock
-from proxy.store.session_store import SessionInfo
+from proxy.api import closing
+from proxy.store.service import RedisClock
+from proxy.store.sessions import SessionInfo
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import Store
 from tests.support.service.running_service import TRAINER, RunningService, wait_until
@@ -28,7 +28,7 @@ def test_leases_and_groups_outlive_a_service_whose_clock_is_days_off(
     engine: ScriptedEngine, redis_url: str, monkeypatch: pytest.MonkeyPatch, apart: float
 ) -> None:
     """A clock that was two hours ahead took another's lease, and one two days ahead made a dead letter of half a group."""
-    monkeypatch.setattr(expiry, "SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(closing, "SWEEP_SECONDS", 0.05)
     own = time.time
     with RunningService(engine.url, redis_url, group_timeout_seconds=3600.0) as service:
         group = {"group_id": "half", "group_size": 2}

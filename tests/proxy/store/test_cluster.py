@@ -19,9 +19,9 @@ from redis.crc import key_slot
 
 from proxy.errors import StoreUnavailable
 from proxy.store import keys
-from proxy.store.address import Address
 from proxy.store.cluster import REDIRECTS
-from proxy.store.session_store import Intent, SessionInfo
+from proxy.store.node import Address
+from proxy.store.sessions import Intent, SessionInfo
 from tests.support.service.redis_server import (
     SLOW,
     RedisCluster,

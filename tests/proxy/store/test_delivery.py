@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from proxy.errors import Conflict, NotFound
-from proxy.store.delivery_store import Announced, CloseRequest, LeaseTerms
+from proxy.store.delivery import Announced, CloseRequest, LeaseTerms
 from proxy.store.groups import GroupPolicy, Lease, Member, Nothing
 from tests.support.service.redis_server import Store
 

@@ -10,9 +10,9 @@ import random
 import pytest
 
 from proxy.errors import Conflict
-from proxy.store.delivery_store import Freshness
+from proxy.store.delivery import Freshness
 from proxy.store.groups import Lease, LeasedGroup, Member, PolicyLine, PolicyRows
-from proxy.store.retention import RedisRetentionStore
+from proxy.store.service import RedisRetentionStore
 from tests.proxy.store.test_delivery_rules import ALL, DROP, PARTIAL, ask, counted, failed, fill, given
 from tests.support.service.redis_server import Store
 

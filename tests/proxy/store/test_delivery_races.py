@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from proxy.errors import Conflict
-from proxy.store.delivery_store import LeaseTerms
+from proxy.store.delivery import LeaseTerms
 from proxy.store.groups import GroupPolicy, Lease, Member
 from tests.support.service.redis_server import RedisKind, Store
 from tests.support.service.running_service import RunningService

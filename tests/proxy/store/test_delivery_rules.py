@@ -10,7 +10,7 @@ import asyncio
 import pytest
 
 from proxy.errors import Conflict
-from proxy.store.delivery_store import Freshness, LeaseTerms
+from proxy.store.delivery import Freshness, LeaseTerms
 from proxy.store.groups import GroupPolicy, GroupRule, Lease, Member, Nothing
 from tests.support.service.redis_server import RedisKind, Store
 

@@ -19,7 +19,7 @@ import pytest
 import redis
 
 from proxy.store.embedded import EmbeddedRedis, StoreStartError
-from proxy.store.session_store import Intent, SessionInfo
+from proxy.store.sessions import Intent, SessionInfo
 from tests.support.service.redis_server import Store
 
 SERVICE = """
@@ -218,7 +218,7 @@ async def test_a_file_that_cannot_be_synced_is_left_to_redis_which_refuses_recor
 
 
 def test_two_services_on_one_data_directory_fail_with_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.store.datadir.HANDOVER_SECONDS", 120.0)
+    monkeypatch.setattr("proxy.store.embedded.HANDOVER_SECONDS", 120.0)
     with embedded(tmp_path):
         started = time.monotonic()
         with pytest.raises(StoreStartError) as refused:

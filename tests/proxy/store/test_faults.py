@@ -18,7 +18,7 @@ import pytest
 from openai import APIError, InternalServerError
 
 from proxy.errors import StoreUnavailable
-from proxy.store.session_store import Intent, SessionInfo
+from proxy.store.sessions import Intent, SessionInfo
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.service.faulty_wire import FaultyWire
 from tests.support.service.redis_server import RedisServer, Store, ask, free_port, info, running_redis
@@ -141,7 +141,7 @@ def test_between_service_and_store_nothing_is_lost_and_all_is_well_afterwards(fa
 def test_between_service_and_engine_nothing_is_lost_and_all_is_well_afterwards(
     fault: str, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.engine.watches.RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("proxy.engine.pool.standing.RETRY_SECONDS", 0.1)
     with (
         ScriptedEngine("qwen3") as engine,
         FaultyWire(engine.port) as wire,
@@ -209,8 +209,8 @@ def test_a_record_that_the_store_never_takes_fails_the_call_and_says_when_to_try
 def test_a_call_on_an_engine_that_hangs_can_be_cut_and_what_was_sampled_is_recorded(
     fault: Fault, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.flow._ABORT_SECONDS", 0.5)
-    monkeypatch.setattr("proxy.engine.line.HUNG_UP_SECONDS", 0.5)
+    monkeypatch.setattr("proxy.call.flow._ABORT_SECONDS", 0.5)
+    monkeypatch.setattr("proxy.engine.wire.http.HUNG_UP_SECONDS", 0.5)
     gate = threading.Event()
     with (
         ScriptedEngine("qwen3") as engine,

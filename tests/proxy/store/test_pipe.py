@@ -12,8 +12,7 @@ import redis.exceptions as broken
 
 from proxy.errors import StoreUnavailable
 from proxy.store.connection import StoreConnection
-from proxy.store.node import Node
-from proxy.store.pipe import Pipe
+from proxy.store.node import Node, Pipe
 from tests.support.service.redis_server import SLOW, running_redis
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from proxy.errors import Conflict, NotFound
-from proxy.store.session_store import Intent, SessionInfo
+from proxy.store.sessions import Intent, SessionInfo
 from tests.support.service.redis_server import RedisKind, Store
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.cli.test_tls import make
+from tests.cli.serving.test_tls import make
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer, free_port, running_redis, running_sentinel
 from tests.support.service.running_service import RunningService

@@ -8,7 +8,7 @@ import pytest
 
 from proxy.errors import Conflict
 from proxy.store import keys
-from proxy.store.weight_store import WeightState
+from proxy.store.service import WeightState
 from tests.support.service.redis_server import Store
 
 

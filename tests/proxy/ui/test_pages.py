@@ -15,12 +15,11 @@ from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from cli.main import app
+from proxy.auth import Role, Tokens
 from proxy.settings import Settings
-from proxy.tokens import Role, Tokens
-from proxy.ui.access import COOKIE, opens, sealed_until
-from proxy.ui.call_lines import SAID_CHARACTERS, CallLine, said_of
-from proxy.ui.rewards import Rewards
-from proxy.ui.tree_picture import MOST_STRETCHES, tree_picture
+from proxy.ui.look import SAID_CHARACTERS, CallLine, said_of
+from proxy.ui.pictures import MOST_STRETCHES, Rewards, tree_picture
+from proxy.ui.router import COOKIE, opens, sealed_until
 from tests.support.engine.local_format import QWEN3, require_renderers, write_format
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service import plain_http
@@ -105,7 +104,7 @@ def test_a_cookie_ends_with_its_time_and_with_its_token(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("first-token-of-the-test\nsecond-token-of-the-test\n")
     now = [0.0]
-    tokens = Tokens(Settings(admin_token_file=file, trainer_token=SecretStr("trainer")), clock=lambda: now[0])
+    tokens = Tokens(Settings(admin_token_file=file, trainer_token=SecretStr("trainer")).given_tokens, clock=lambda: now[0])
     first, second = tokens.digests_of(Role.ADMIN)
     cookie = sealed_until(first, 1000)
     assert opens(tokens, cookie, lambda: 999.0) and opens(tokens, sealed_until(second, 1000), lambda: 999.0)
@@ -347,7 +346,7 @@ def test_a_page_has_its_texts_however_little_is_remembered(service: RunningServi
     call_id = service.request("GET", "/sessions/rich/calls").json()["calls"][0]["call_id"]
     path = f"/ui/sessions/rich/calls/{call_id}/tokens"
     told = service.request("GET", path).json()
-    monkeypatch.setattr("proxy.ui.token_texts.REMEMBERED", 3)
+    monkeypatch.setattr("proxy.ui.tokens.REMEMBERED", 3)
     for _ in range(2):
         assert service.request("GET", path).json() == told
     assert service.request("GET", "/ui/sessions/rich/download/page.html").status_code == 200

@@ -16,14 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.attempt_logs import AttemptLogs
-from rollout.attempts import AttemptId, Verdict
-from rollout.codec import decode, encode
+from rollout.attempts import AttemptId, Failure, RolloutFailed, Verdict
 from rollout.evaluation import Evaluation
 from rollout.evaluators import catalogue
-from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, Score
-from rollout.evaluators.rewards import as_reward, as_score, shortened
-from rollout.failures import Failure, RolloutFailed
+from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, Score, as_reward, as_score, shortened
+from rollout.steps import AttemptLogs
+from rollout.store.base import decode, encode
 from rollout.task import EvaluatorSpec
 from tests.support.runtimes.evaluations import RUN, TASK, check, evaluated, nobody_asks
 from tests.support.runtimes.plain_runtime import PlainRuntime

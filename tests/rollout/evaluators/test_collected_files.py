@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout.evaluators.base import EvaluationFailed
-from rollout.evaluators.collected import collect
+from rollout.evaluators.diff import collect
 from tests.support.runtimes.plain_runtime import PlainRuntime
 
 

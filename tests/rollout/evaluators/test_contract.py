@@ -15,8 +15,8 @@ import pytest
 from rollout.evaluators.base import BadEvaluator, BadReward, Case, EvaluationFailed
 from rollout.evaluators.catalogue import kind, names
 from rollout.runtimes.base import Executed, RuntimeFailed
-from rollout.swebench_tasks import swebench_task
 from rollout.task import EvaluatorSpec, HarnessSpec
+from rollout.task_sources import swebench_task
 from tests import ROOT
 from tests.support.runtimes.evaluations import TASK, case_of, check
 from tests.support.runtimes.plain_runtime import PlainRuntime

@@ -10,7 +10,7 @@ import pytest
 
 from rollout.evaluators.base import BadEvaluator
 from rollout.evaluators.catalogue import kind
-from rollout.evaluators.collected import name_of
+from rollout.evaluators.diff import name_of
 from tests.support.runtimes.evaluations import case_of, check, evaluated, plain_runtime
 
 

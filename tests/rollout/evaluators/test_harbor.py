@@ -11,9 +11,9 @@ import pytest
 
 from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, EvaluationTimedOut, Score
 from rollout.evaluators.catalogue import kind
-from rollout.harbor_tasks import BadHarborTask, harbor_task
 from rollout.runtimes.base import Executed
 from rollout.task import Budgets, Exec, HarnessSpec, McpServer, RuntimeSpec, Task
+from rollout.task_sources import BadHarborTask, harbor_task
 from tests import ROOT
 from tests.support.runtimes.evaluations import case_of, check, plain_runtime
 from tests.support.runtimes.plain_runtime import PlainRuntime

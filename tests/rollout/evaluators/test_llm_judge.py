@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, Run
 from rollout.evaluators.catalogue import kind
-from rollout.evaluators.judge_prompt import NoVerdict, filled, read_verdict
-from rollout.evaluators.llm_judge import last_message
+from rollout.evaluators.llm_judge import NoVerdict, filled, last_message, read_verdict
 from tests.support.runtimes.evaluations import RUN, case_of, check, evaluated, plain_runtime
 
 OPTIONS: dict[str, Any] = {"rubric": "10 for a poem that rhymes.", "model": "judge-70b"}

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.evaluators.base import BadEvaluator, EvaluationFailed, EvaluationTimedOut
-from rollout.evaluators.junit_report import BadReport, by_test, canonical, read_report
+from rollout.evaluators.pytest import BadReport, by_test, canonical, read_report
 from tests.support.runtimes.evaluations import check, evaluated
 
 TESTS = """

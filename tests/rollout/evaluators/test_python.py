@@ -11,7 +11,7 @@ import pytest
 from rollout.evaluators.base import BadEvaluator, BadReward, Case, EvaluationFailed, Score
 from rollout.evaluators.catalogue import kind
 from rollout.runtimes.base import RuntimeFailed
-from rollout.session_failures import NoAnswer
+from rollout.sessions import NoAnswer
 from tests.support.runtimes.evaluations import RUN, case_of, check, evaluated
 
 HERE = __name__

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from rollout.evaluators import swebench, swebench_process
+from rollout.evaluators import swebench
 from rollout.evaluators.base import BadEvaluator, EvaluationFailed, EvaluationTimedOut, Score
 from rollout.evaluators.catalogue import kind
 from rollout.runtimes.base import Executed
-from rollout.swebench_tasks import REPOSITORY, RESULT, BadInstance, swebench_task
 from rollout.task import HarnessSpec, RuntimeSpec
+from rollout.task_sources import REPOSITORY, RESULT, BadInstance, swebench_task
 from tests import ROOT
 from tests.support.runtimes.evaluations import TASK, case_of, check, plain_runtime
 from tests.support.runtimes.plain_runtime import PlainRuntime
@@ -224,9 +224,9 @@ async def test_a_result_that_is_no_place_for_git_is_named(place: Place) -> None:
 def test_a_node_without_the_package_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(swebench_process, "find_spec", lambda name: None)
+    monkeypatch.setattr(swebench, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"do": "script", "instance": {}}'))
-    swebench_process.main()
+    swebench.main()
     told = json.loads(capsys.readouterr().out)
     assert told == {"error": "No module named 'swebench'; install the extra 'swebench' on this node"}
 

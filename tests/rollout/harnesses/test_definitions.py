@@ -16,20 +16,24 @@ from hypothesis import strategies as st
 
 from reconstruct.roles import RoleRule, rule_as_wire
 from rollout.harnesses.catalogue import BUILT_IN, VARIABLE, load, names
-from rollout.harnesses.definition import Harness, parsed
-from rollout.harnesses.errors import (
+from rollout.harnesses.definition import Harness, check_taken, parsed
+from rollout.harnesses.prepared import (
+    NAMES,
     BadDefinition,
+    Endpoint,
     HarnessError,
     NotTaken,
     OutsideHome,
+    Prepared,
     UnknownField,
     UnknownHarness,
     UnknownPlaceholder,
+    check,
+    fill,
+    fill_file,
+    surroundings,
+    withheld,
 )
-from rollout.harnesses.passed_on import check_taken
-from rollout.harnesses.placeholders import NAMES, check, fill, fill_file
-from rollout.harnesses.prepared import Endpoint, Prepared
-from rollout.harnesses.surroundings import surroundings, withheld
 from rollout.task import HarnessSpec, McpServer, Upload
 from tests import ROOT
 from tests.deploy.test_packaging import MODEL_LIBRARIES, SERVICE_LIBRARIES, import_in_a_fresh_process, modules_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollout.harnesses.errors import CannotStart, MissingExecutable
+from rollout.harnesses.prepared import CannotStart, MissingExecutable
 from rollout.harnesses.process import Ended, HarnessProcess, executable
 from tests.support.service.verbatim_process import runs, wait_until
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from rollout.evaluators.base import EvaluationFailed
-from rollout.evaluators.collected import _contents
+from rollout.evaluators.diff import _contents
 from rollout.runtimes import files
 from rollout.runtimes.base import RuntimeFailed
 from rollout.runtimes.files import HEADER_BYTES, check_archive

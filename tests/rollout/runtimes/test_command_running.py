@@ -13,8 +13,8 @@ import pytest
 
 from rollout.runtimes import processes
 from rollout.runtimes.command import Limits, finished, started
-from rollout.runtimes.container_processes import ContainerProcesses
-from rollout.runtimes.resources import Resources
+from rollout.runtimes.local.resources import Resources
+from rollout.runtimes.processes import ContainerProcesses
 from rollout.task import RuntimeSpec
 from tests.support.runtimes.runtime_places import SECONDS, shell, unconfined
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.runtimes.folders import deleted
+from rollout.runtimes.installs import deleted
 
 
 def test_everything_goes_and_what_links_lead_to_stays(tmp_path: Path) -> None:

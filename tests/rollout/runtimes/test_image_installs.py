@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout.runtimes.base import Install, Installed, Logs, Route, Runtime, RuntimeFailed
-from rollout.runtimes.image_installs import REPOSITORY, ImageInstalls
-from rollout.runtimes.uses import Uses
+from rollout.runtimes.installs import REPOSITORY, ImageInstalls, Uses
 from rollout.task import RuntimeSpec
 from tests.support.runtimes.plain_runtime import PlainRuntime
 

@@ -11,8 +11,8 @@ from uuid import uuid4
 import pytest
 
 from rollout.runtimes.base import BadRuntime, Install, Installed, Logs, Route, RuntimeFailed
-from rollout.runtimes.local import LocalKind
-from rollout.runtimes.local_installs import OPTION, PREFIX
+from rollout.runtimes.installs import OPTION, PREFIX
+from rollout.runtimes.local.runtime import LocalKind
 from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
 from rollout.task import RuntimeSpec
 from tests.support.machine import unavailable

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.runtimes import uses as module
-from rollout.runtimes.uses import Uses
+from rollout.runtimes import installs as module
+from rollout.runtimes.installs import Uses
 from tests.support.service.running_service import wait_until
 
 

@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from rollout.attempts import AttemptId, Superseded, Verdict
-from rollout.failures import Failure, FailureRecord
+from rollout.attempts import AttemptId, Failure, FailureRecord, Superseded, Verdict
 from rollout.store import keys
 from rollout.store.base import NoSuchTask, Room, Taken, TaskConflict
 from rollout.task import EvaluatorSpec, Exec, HarnessSpec, Upload

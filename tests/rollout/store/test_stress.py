@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rollout.attempts import ENDED, AttemptId, Superseded, Verdict
-from rollout.failures import RETRIED, Failure, FailureRecord
+from rollout.attempts import ENDED, RETRIED, AttemptId, Failure, FailureRecord, Superseded, Verdict
 from rollout.store import keys
 from rollout.store.base import Taken
-from rollout.store.records import event
+from rollout.store.tasks import event
 from tests.support.runtimes.rollout_stores import ROOM, Node, Stores
 
 NODES = 8
@@ -180,8 +179,8 @@ async def check(world: World, tasks: list[str]) -> None:
             usable += rollout.verdict.usable
             spared = world.spared[(name, rollout.index)]
             assert rollout.attempt - spared <= MOST_ATTEMPTS
-            assert len(rollout.failures) <= rollout.attempt - spared
-            assert all(failure.failure in RETRIED for failure in rollout.failures)
+            assert len(rollout.attempts) <= rollout.attempt - spared
+            assert all(failure.failure in RETRIED for failure in rollout.attempts)
         assert state.counts.usable == usable
         assert sum(state.counts.by_status.values()) == 12
     assert await world.stores.tasks.depths() == {}

@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 from proxy.settings import Settings
-from rollout.settings import RolloutSettings
+from rollout.sweeper import RolloutSettings
 from tests import ROOT
 
 _READ = re.compile(r"""(?:environ(?:\.get)?[(\[]|env\.get\(|envvar=|\(env,)\s*"([A-Z][A-Z0-9_]+)\"""")

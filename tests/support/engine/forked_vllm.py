@@ -18,7 +18,7 @@ import sys
 import threading
 from typing import Any
 
-from proxy.engine.vllm_launch import VllmServer
+from proxy.engine.in_vllm.launch import VllmServer
 from tests.support.service.forked import Forked, await_order
 
 IMPORTED_WITH = {
@@ -36,7 +36,7 @@ MODULES = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
-    "proxy.engine.vllm_backend",
+    "proxy.engine.in_vllm.backend",
     # What the demo needs besides.
     *("cli.main", "proxy.app", "examples.demo.loop", "examples.demo.report", "examples.demo.warmup", "examples.demo.recompute"),
 )

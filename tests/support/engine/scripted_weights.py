@@ -124,7 +124,7 @@ class ScriptedWeights:
         await exchange.answer({"world_size": self.workers})
 
     async def _server_info(self, exchange: Exchange, body: Any) -> None:
-        extension = "proxy.engine.vllm_backend.VerbatimWorker" if self.extended else ""
+        extension = "proxy.engine.in_vllm.backend.VerbatimWorker" if self.extended else ""
         parallel = {"world_size": self.workers, "worker_extension_cls": extension}
         await exchange.answer({"vllm_config": {"parallel_config": parallel}, "vllm_env": {}, "system_env": {}})
 
@@ -218,7 +218,7 @@ class ScriptedWeights:
 
 
 class ScriptedClaims:
-    """The rules of `proxy.engine.vllm_backend.Claims`, which imports vLLM."""
+    """The rules of `proxy.engine.in_vllm.backend.Claims`, which imports vLLM."""
 
     def __init__(self) -> None:
         self._fences: dict[str, int] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.engine.vllm_launch import VllmServer, vllm_command
+from proxy.engine.in_vllm.launch import VllmServer, vllm_command
 from tests.support.engine.forked_vllm import ForkedVllmServer
 from tests.support.machine import unavailable
 from tests.support.service.redis_server import free_port

@@ -15,10 +15,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from proxy.engine.pool import EnginePool
-from proxy.engine.updates import WeightUpdater
+from proxy.engine.pool.pool import EnginePool
+from proxy.engine.weights.push import WeightUpdater
 from proxy.settings import Settings
-from proxy.store.weight_store import WeightStore
+from proxy.store.service import WeightStore
 from tests.support.service.redis_server import Store
 
 
@@ -33,8 +33,8 @@ async def weights(redis_url: str) -> AsyncIterator[WeightStore]:
 @pytest.fixture
 def often_visited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pools of this process look at their engines ten times as often as they would."""
-    monkeypatch.setattr("proxy.engine.watches.WATCH_SECONDS", 0.2)
-    monkeypatch.setattr("proxy.engine.watches.RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("proxy.engine.pool.standing.WATCH_SECONDS", 0.2)
+    monkeypatch.setattr("proxy.engine.pool.standing.RETRY_SECONDS", 0.1)
 
 
 async def until(condition: Callable[[], bool], what: Callable[[], object]) -> None:

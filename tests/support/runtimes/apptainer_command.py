@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rollout.runtimes.apptainer import ApptainerKind
+from rollout.runtimes.container.apptainer import ApptainerKind
 from rollout.runtimes.settings import RuntimeSettings
 from rollout.task import RuntimeSpec
 from tests import ROOT

@@ -61,7 +61,7 @@ def fatal(message: str) -> int:
 
 
 async def started(state: Path, told: argparse.Namespace) -> int:
-    from rollout.runtimes.resources import Resources, hierarchies
+    from rollout.runtimes.local.resources import Resources, hierarchies
     from rollout.task import RuntimeSpec
     from tests.support.runtimes.bwrap_container import Container
 
@@ -106,8 +106,8 @@ async def stopped(state: Path, name: str) -> int:
         return fatal(f"no instance found with name {name}")
     import asyncio
 
+    from rollout.runtimes.local.resources import removed
     from rollout.runtimes.processes import parent
-    from rollout.runtimes.resources import removed
 
     entry = json.loads((state / name).read_text())
     os.kill(entry["pid"], signal.SIGKILL)

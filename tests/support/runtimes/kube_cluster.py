@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from rollout.runtimes.pod import KubernetesKind
+from rollout.runtimes.kubernetes.runtime import KubernetesKind
 from rollout.runtimes.settings import RuntimeSettings
 from rollout.task import RuntimeSpec
 from tests import ROOT

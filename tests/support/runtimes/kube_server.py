@@ -21,7 +21,7 @@ from typing import Any
 
 from aiohttp import WSMsgType, web
 
-from rollout.runtimes.resources import Resources, hierarchies
+from rollout.runtimes.local.resources import Resources, hierarchies
 from rollout.task import RuntimeSpec
 from tests.support.runtimes.bwrap_container import Container
 from tests.support.runtimes.bwrap_words import view

@@ -12,17 +12,16 @@ from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from cli.rollout_store import RolloutConnection
+from cli.rollout_service import RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.attempts import ENDED, RolloutState
-from rollout.models import Judge
 from rollout.node import Node, NodeSettings
-from rollout.node_parts import NodeParts
 from rollout.runtimes.base import Route, RuntimeKind
-from rollout.runtimes.local import LocalKind
+from rollout.runtimes.local.runtime import LocalKind
 from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
-from rollout.sessions import Sessions
+from rollout.sessions import Judge, Sessions
 from rollout.stages import Capacity, Slots, Stages
+from rollout.steps import NodeParts
 from rollout.store import keys
 from rollout.store.tasks import RedisTaskStore
 from rollout.store.work import RedisWorkStore

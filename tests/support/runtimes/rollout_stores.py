@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from cli.rollout_store import RolloutConnection
+from cli.rollout_service import RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.attempts import AttemptId, RolloutState, Verdict
 from rollout.store import keys
 from rollout.store.base import NodeState, Room, Taken
-from rollout.store.records import event
-from rollout.store.tasks import RedisTaskStore
+from rollout.store.tasks import RedisTaskStore, event
 from rollout.store.work import RedisWorkStore
 from rollout.task import HarnessSpec, RuntimeSpec, Task
 from tests.support.service.redis_server import RedisKind

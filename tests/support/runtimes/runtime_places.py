@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout.runtimes.base import Executed, Route, Runtime, RuntimeKind
-from rollout.runtimes.container import ContainerKind
-from rollout.runtimes.local import LocalKind
+from rollout.runtimes.container.runtime import ContainerKind
+from rollout.runtimes.local.runtime import LocalKind
 from rollout.runtimes.settings import RuntimeSettings
 from rollout.task import RuntimeSpec
 from tests.support.machine import unavailable

@@ -24,9 +24,8 @@ import redis
 from proxy.store.connection import StoreConnection
 from proxy.store.delivery import RedisDeliveryStore
 from proxy.store.embedded import redis_server_binary
-from proxy.store.peers import RedisPeerStore
+from proxy.store.service import RedisPeerStore, RedisWeightStore
 from proxy.store.sessions import RedisSessionStore
-from proxy.store.weights import RedisWeightStore
 
 BINARY = os.environ.get("VERBATIM_TEST_REDIS") or str(redis_server_binary())
 """The redis-server under the tests; the variable names another one, for example a newer."""

@@ -14,7 +14,7 @@ from cli.rollout_service import rollouts
 from rollout.evaluators.base import BadEvaluator
 from rollout.runtimes.base import BadRuntime
 from rollout.task import EvaluatorSpec, RuntimeSpec, Task
-from rollout.task_wire import Known
+from rollout.task_body import Known
 from tests.support.service.running_service import ADMIN, RunningService
 
 

@@ -1,0 +1,1 @@
+"""The HTTP server of `verbatim serve`: its processes, connections and logs."""

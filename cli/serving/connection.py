@@ -1,0 +1,249 @@
+"""One client's connection: how large the head of its requests may be, and how long it may take to say and to hear something.
+
+uvicorn waits for ever for a head that does not come, keeps in memory as much of it as is sent, and never gives up a client that
+does not read its answer. Any of these lets somebody without a key hold the service's memory or sockets. Nor does it tell whether an
+answer went out: its `send` is done when the last byte lies in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from proxy.call.http import EXTENSION
+
+if TYPE_CHECKING:
+    from proxy.settings import Settings
+
+
+BODY_GRACE_SECONDS = 15.0
+"""The application answers a body that takes too long; this long after, the connection is cut whatever the application does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """What a client is allowed; seconds of 0 are for ever."""
+
+    header_bytes: int
+    headers: int
+    header_seconds: float
+    body_seconds: float
+    write_seconds: float
+
+    @classmethod
+    def of(cls, settings: Settings) -> Patience:
+        body_seconds = settings.body_timeout_seconds + BODY_GRACE_SECONDS if settings.body_timeout_seconds else 0.0
+        return cls(
+            settings.max_header_bytes,
+            settings.max_headers,
+            settings.header_timeout_seconds,
+            body_seconds,
+            settings.write_timeout_seconds,
+        )
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with its limits kept. What it waits for: a `request` that has not begun, its `head`, its `body`, or `nothing`
+    while it is answered and until the client sends something again."""
+
+    def __init__(self, *args: Any, patience: Patience, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._patience = patience
+        self._awaits = "request"
+        self._awaiting: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
+        self._unread_bytes = 0
+        self._refused = False
+        self._lost = asyncio.Event()
+        self._left = False
+        """Whether the client ended the connection, or was given up."""
+        self._flushing: asyncio.Future[bool] | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.transport = cast("asyncio.Transport", HeadFirst(transport, self.loop))
+        self._await_within(self._patience.header_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _cancel(self._awaiting)
+        _cancel(self._writing)
+        self._left = self._left or exc is not None
+        self._lost.set()
+        self._settle(False)
+        super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        self._left = True
+        super().eof_received()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        if self._awaits == "nothing":
+            self._awaits = "request"
+        self._unread_bytes += len(data)
+        super().data_received(data)
+        # Most requests come whole, and no timer is made for them.
+        if self._awaiting is None and self._awaits != "nothing" and not self._refused:
+            self._await_within(self._patience.body_seconds if self._awaits == "body" else self._patience.header_seconds)
+        if self._unread_bytes <= self._patience.header_bytes:
+            return
+        if self._awaits == "head":
+            self._refuse(431, f"the head of the request is larger than {self._patience.header_bytes} bytes")
+        elif self._awaits == "body":
+            # No body: chunk extensions or trailers, of which the parser would keep any amount.
+            self._refuse(431, f"the request has more than {self._patience.header_bytes} bytes beside head and body")
+
+    def on_message_begin(self) -> None:
+        # What came with its first bytes may be the end of another request.
+        self._awaits, self._unread_bytes = "head", 0
+        super().on_message_begin()
+        self.scope["extensions"] = {EXTENSION: {"flushed": self.flushed}}
+
+    def on_headers_complete(self) -> None:
+        size = sum(map(len, chain.from_iterable(self.headers))) + len(self.url)
+        if size > self._patience.header_bytes:
+            self._refuse(431, f"the head of the request is larger than {self._patience.header_bytes} bytes")
+        elif len(self.headers) > self._patience.headers:
+            self._refuse(431, f"the request has more than {self._patience.headers} headers")
+        else:
+            self._awaits, self._unread_bytes = "body", 0
+            self._await_no_more()
+            super().on_headers_complete()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # What comes after the body is no header, though the parser hands it over as one.
+        if self._awaits == "head":
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._unread_bytes = 0
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._awaits, self._unread_bytes = "nothing", 0
+        self._await_no_more()
+        if not self._refused:
+            super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._patience.write_seconds:
+            self._writing = self.loop.call_later(self._patience.write_seconds, self._give_up)
+
+    def resume_writing(self) -> None:
+        _cancel(self._writing)
+        super().resume_writing()
+        self._settle(not self._left)
+
+    async def flushed(self) -> bool:
+        """Whether everything written so far was taken from this process for a client that had not left; comes back when that is
+        known. What the operating system still holds for the client counts as taken, and under TLS what the encryption does."""
+        if self._left or self._lost.is_set():
+            return False
+        if self.transport.get_write_buffer_size():
+            self._flushing = self.loop.create_future()
+            # Paused at once and resumed when nothing is left; the client has the time it always has to take something.
+            self.transport.set_write_buffer_limits(0)
+            return await self._flushing
+        if self.transport.is_closing():
+            # By this side, after the last answer, or because writing failed: how it ends says which.
+            await self._lost.wait()
+        return not self._left
+
+    def _settle(self, flushed: bool) -> None:
+        if self._flushing is not None and not self._flushing.done():
+            self._flushing.set_result(flushed)
+
+    def _give_up(self) -> None:
+        """The client takes nothing of what is written, and its time is over."""
+        self._left = True
+        self.transport.abort()
+
+    def _await_within(self, seconds: float) -> None:
+        _cancel(self._awaiting)
+        self._awaiting = self.loop.call_later(seconds, self._waited) if seconds else None
+
+    def _await_no_more(self) -> None:
+        _cancel(self._awaiting)
+        self._awaiting = None
+
+    def _waited(self) -> None:
+        """The request is not whole, and its time is over."""
+        if self.flow.read_paused:
+            # Not the client's fault: it is not being read.
+            self._await_within(self._patience.body_seconds or self._patience.header_seconds)
+        elif self._awaits == "head":
+            self._refuse(408, "the head of the request did not come in time")
+        else:
+            self._refused = True
+            self.transport.close()
+
+    def _refuse(self, status: int, why: str) -> None:
+        """Answer what never becomes a request of the application, and close."""
+        self._refused = True
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            phrase = http.HTTPStatus(status).phrase
+            head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: text/plain; charset=utf-8\r\n"
+            self.transport.write(f"{head}content-length: {len(why)}\r\nconnection: close\r\n\r\n{why}".encode())
+        self.transport.close()
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+# HeadFirst: a transport that sends the head of an answer together with what follows it.
+#
+# uvicorn writes the head by itself, and uvloop sends every write at once: two calls into the system where one will do, and a client
+# that is woken twice.
+
+
+_HEAD = b"HTTP/1."
+
+
+class HeadFirst:
+    """`transport` with a head held back until the next write, at most until the loop's next turn. Everything else is the transport's
+    own."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._held = b""
+        # Asked for with every answer, and looked up through `__getattr__` at five times the cost.
+        self.is_closing = transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        if self._held:
+            held, self._held = self._held, b""
+            self._transport.write(held + data)
+        elif data.startswith(_HEAD):
+            self._held = data
+            self._loop.call_soon(self._send)
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._send()
+        self._transport.close()
+
+    def get_write_buffer_size(self) -> int:
+        self._send()
+        return self._transport.get_write_buffer_size()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def _send(self) -> None:
+        held, self._held = self._held, b""
+        if held and not self._transport.is_closing():
+            self._transport.write(held)

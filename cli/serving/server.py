@@ -1,0 +1,214 @@
+"""One serving process: uvicorn on uvloop over sockets that are open already, and what signals mean to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
+
+import uvicorn
+
+from cli.refusal import Refusal
+from cli.rollout_service import KNOWN, rollouts
+from cli.serving.connection import Connection, Patience
+from cli.serving.tls import Certificate, certificate
+from proxy.app import create_app
+
+if TYPE_CHECKING:
+    from proxy.settings import Settings
+
+
+log = logging.getLogger(__name__)
+
+IDLE_CONNECTION_SECONDS = 75
+CUT_SECONDS = 10
+"""After the drain, the time for ending and recording the calls that were cut. Then uvicorn cancels what is left."""
+FORCED_EXIT = 130
+
+
+class Server(uvicorn.Server):
+    """`on_ready` runs when calls are served, `on_force` at the second Ctrl-C, while the first still drains.
+
+    uvicorn raises the captured signal again after a clean stop, which would end the process before its Redis is stopped and
+    with another exit code than 0: here a signal only begins the drain.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        drain: Callable[[], Coroutine[Any, Any, None]],
+        on_ready: Callable[[], None],
+        on_force: Callable[[], None],
+        certificate: Certificate | None,
+    ) -> None:
+        super().__init__(config)
+        self._certificate = certificate
+        self._drain = drain
+        self._on_ready = on_ready
+        self._on_force = on_force
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._certificate is not None:
+            self.config.ssl = self._certificate.context
+            self._following = asyncio.create_task(self._certificate.follow())
+        await super().startup(sockets)
+        if self.started:
+            _keep_what_is_there()
+            self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Beside uvicorn's own wait for open connections: the application ends the replies it cuts in their dialect's way,
+        # uvicorn would only break the connection.
+        if self._certificate is not None:
+            self._following.cancel()
+        log.info("told to stop: takes no more calls")
+        drain = asyncio.create_task(self._drain())
+        await super().shutdown(sockets)
+        await drain
+        log.info("stopped")
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            self._on_force()
+            exit_at_once()
+        self.should_exit = True
+
+
+def _keep_what_is_there() -> None:
+    """Takes modules and all else that stays for good out of later searches for reference cycles, of which a whole one would stop
+    every call for tens of milliseconds."""
+    gc.collect()
+    gc.freeze()
+
+
+def exit_at_once() -> None:
+    """Leave without unwinding: open calls stay behind as intents without a result."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(FORCED_EXIT)
+
+
+def run_server(
+    settings: Settings, listeners: list[socket.socket], on_ready: Callable[[], None], on_force: Callable[[], None]
+) -> None:
+    """Serve until a stop signal; calls in flight may finish for `drain_seconds`, then they are cut and recorded.
+
+    Raises `Refusal` when the application cannot start.
+    """
+    app = create_app(settings, partial(rollouts, KNOWN))
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        # uvicorn calls it as it would call the class.
+        http=cast(Any, partial(Connection, patience=Patience.of(settings))),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=IDLE_CONNECTION_SECONDS,
+        timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + CUT_SECONDS,
+    )
+    server = Server(config, partial(app.drain, settings.drain_seconds), on_ready, on_force, certificate(settings))
+    _run_until_stopped(server, listeners)
+    if not server.started:
+        raise Refusal("the service could not start; the log above says why")
+
+
+def _run_until_stopped(server: Server, listeners: list[socket.socket]) -> None:
+    try:
+        server.run(sockets=listeners)
+    except SystemExit as stopped:
+        # uvicorn ends the process when the lifespan fails; the caller still has a Redis to stop.
+        if stopped.code != uvicorn.config.STARTUP_FAILURE:
+            raise
+
+
+def raise_on_stop_signals() -> None:
+    """Until a server takes over, a stop signal unwinds the stack, so that what was started so far is stopped too."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(0)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave)
+
+
+# The listening socket, opened before anything else so that a taken port is reported first and port 0 is known.
+
+
+BACKLOG = 2048
+
+
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A listening TCP socket on `host`:`port`, which `flag` named. Raises `Refusal` that says why the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, OverflowError) as error:
+        raise Refusal(f"cannot listen on {host}:{port}: {error}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Two sockets with SO_REUSEADDR may both bind one port; only listening settles who has it.
+        listener.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise Refusal(_why(host, port, flag, error)) from error
+    listener.set_inheritable(False)
+    return listener
+
+
+def _why(host: str, port: int, flag: str, error: Exception) -> str:
+    match getattr(error, "errno", None):
+        case errno.EADDRINUSE:
+            return f"port {port} on {host} is taken by another process: choose another with {flag}, or {flag} 0 for a free one"
+        case errno.EACCES:
+            return f"port {port} needs more rights than this user has: choose one above 1023 with {flag}"
+        case errno.EADDRNOTAVAIL:
+            return f"{host} is no address of this machine: choose another with --host"
+        case _:
+            return f"cannot listen on {host}:{port}: {error}"
+
+
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
+    """How this machine reaches the listener: http://host:port, with a wildcard address shown as the loopback one."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"https://{place}" if tls else f"http://{place}"
+
+
+# Open files: every stream holds one connection to its harness and one to its engine, and the usual limit of 1024 ends at five
+# hundred of them.
+
+
+def raise_descriptor_limit() -> None:
+    """Allow this process, and those it starts, as many open files as the system lets it have without asking anybody."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # macOS names a hard limit that it then refuses: what was allowed before stays.
+    with contextlib.suppress(ValueError, OSError):
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,1 @@
+"""One call of a harness, from its request to its record."""

@@ -1,0 +1,353 @@
+"""The harness side as plain ASGI: exact routes, the session's key, then the flow; the answer streamed or whole.
+
+No framework stands in the path of a call. Paths that are not known here are left to the control side, unless that has a port of its own:
+then the port at which a request came in says which side answers it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+from proxy.auth import check_local, check_once, credential, key_opens, named_session, session_of_key
+from proxy.call.answer import TOO_DEEP, Answering
+from proxy.call.flow import Flow
+from proxy.call.http import JSON, Client, Receive, Scope, Send, headers_of, read_body, send_whole
+from proxy.call.routes import Route, dialect_of, find, is_harness
+from proxy.call.tree import Draft, ParseTurn, SessionTree
+from proxy.dialects.base import Asked, Counts, Dialect, Lists, Past, Request
+from proxy.dialects.chat import ChatDialect
+from proxy.dialects.completions import CompletionsDialect
+from proxy.dialects.fields import check_recordable, check_tools
+from proxy.dialects.gemini import GeminiDialect
+from proxy.dialects.messages import MessagesDialect
+from proxy.dialects.responses import ResponsesDialect
+from proxy.errors import Conflict, NotFound, RequestError, Unauthorized, UnknownCall, VerbatimError
+from proxy.services import Services
+from proxy.settings import Settings
+from proxy.store.sessions import SessionInfo
+from proxy.timeline import CLOCK, HARNESS, PARSE, CallClock, Waiting
+
+log = logging.getLogger(__name__)
+
+
+_PROBES = ("/healthz", "/readyz")
+"""Paths of the control side that are served at the harness side's own port, too."""
+
+
+class Harness:
+    """The ASGI application in front: harness calls are answered here, everything else goes to `control`."""
+
+    def __init__(self, services: Services, control: Callable[[Scope, Receive, Send], Awaitable[None]], flow: Flow) -> None:
+        self._services = services
+        self._control = control
+        self._control_port = services.settings.control_port
+        self.description: Callable[[], dict[str, Any]] = dict
+        """The service's OpenAPI document, once whoever made the application has said what it is."""
+        self._flow = flow
+        self._dialects = Dialects(services.settings)
+        self._parsing = Parsing(remote_media=services.settings.remote_media)
+        self._answering = Answering(services, self._flow)
+        self._since = int(time.time())
+        """What models are told to have been created at: one time, for a model does not change from one look to the next."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._is_ours(scope):
+            await self._control(scope, receive, send)
+            return
+        try:
+            await self._route(scope, receive, send)
+        except VerbatimError as error:
+            refusal = error
+        except RecursionError:
+            refusal = RequestError(TOO_DEEP)
+        except Exception:
+            log.exception("a harness call failed inside the service")
+            refusal = VerbatimError("the service failed inside; its log says where")
+        else:
+            return
+        await self._answering.refuse(send, self._dialects[dialect_of(scope["path"])], refusal)
+
+    def _is_ours(self, scope: Scope) -> bool:
+        """Whether the harness side is to answer."""
+        if scope["type"] != "http":
+            return False
+        if self._control_port is None:
+            return is_harness(scope["method"], scope["path"])
+        # Of the socket itself; what is not known to have come in at the control side's port is a harness's.
+        _, port = scope.get("server") or ("", None)
+        return port != self._control_port and scope["path"] not in _PROBES
+
+    def _clock(self) -> CallClock:
+        """The clock of a request that has come in."""
+        return CallClock()
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        clock = self._clock()
+        headers = headers_of(scope)
+        if len(headers) < len(scope["headers"]):
+            check_once(scope["headers"])
+        try:
+            if self._control_port is not None and not is_harness(scope["method"], scope["path"]):
+                raise NotFound(f"{scope['path']} is nothing that harnesses are served; the control side has a port of its own")
+            route = find(scope["method"], scope["path"], headers)
+        except RequestError as error:
+            # A harness that asks for what is not there may work worse and not say why.
+            log.warning("%d %s: %s", error.status, error.code, error.message)
+            raise
+        if route.action == "probe":
+            await send_whole(send, 200, JSON, b"{}" if scope["method"] == "GET" else b"")
+            return
+        if route.action == "call":
+            CLOCK.set(clock)
+        asked = scope.get("query_string", b"")
+        query = _query(asked) if asked else {}
+        tree = await self._session(route, headers, query)
+        self._services.rate.admit(tree.info.session_id)
+        with self._services.slots.take(tree.info.session_id):
+            await self._act(Client.of(scope, receive, send), tree, route, query, headers)
+
+    async def _act(
+        self, client: Client, tree: SessionTree, route: Route, query: Mapping[str, str], headers: Mapping[str, str]
+    ) -> None:
+        """Do what the route says for a caller who may ask for it."""
+        if route.action != "call":
+            await self._check_life(tree)
+        if route.action not in ("call", "count"):
+            await send_whole(client.send, 200, JSON, await self._looked_up(tree, route))
+            return
+        settings = self._services.settings
+        declared = headers.get("content-length", "")
+        length = int(declared) if declared.isdecimal() else None
+        with self._services.body_room.place(tree.info.session_id) as place:
+            with Waiting(HARNESS):
+                body = await read_body(client.receive, settings.max_body_bytes, settings.body_timeout_seconds, place, length)
+            asked = Asked(body, route.path, query)
+            if route.action == "call":
+                await self._answer(client, tree, route, asked, headers)
+            else:
+                await self._count(client.send, tree, route, asked)
+
+    async def _check_life(self, tree: SessionTree) -> None:
+        """A key lives as long as its session, also for what asks nothing else of the store. Raises NotFound and Conflict."""
+        session_id = tree.info.session_id
+        state = await self._services.sessions.load(session_id)
+        if state is None or state.info.created_at != tree.info.created_at:
+            self._services.trees.forget(session_id)
+            raise NotFound(f"session '{session_id}' does not exist")
+        if state.status != "open":
+            raise Conflict(f"session '{session_id}' is {state.status}; its key opens nothing any more")
+
+    async def _looked_up(self, tree: SessionTree, route: Route) -> bytes:
+        """The body that answers a question about what there is: models, and replies that are kept."""
+        if route.action in ("stored", "items"):
+            return await self._stored(tree, route.path["response"], route.action)
+        lists, created = self._dialects.lists(route.dialect), self._since
+        models = self._services.pool.catalogue()
+        if route.action == "models":
+            return lists.models(models, created)
+        name = route.path["model"]
+        # Not all that is answered is listed: see policies.
+        window = models[name] if name in models else self._services.pool.pick(tree.info.session_id, name).max_model_len
+        return lists.model(name, window, created)
+
+    async def _stored(self, tree: SessionTree, response_id: str, what: str) -> bytes:
+        try:
+            return self._dialects.responses.stored(response_id, what, Draft(tree))
+        except UnknownCall:
+            await self._services.trees.refresh(tree)
+            return self._dialects.responses.stored(response_id, what, Draft(tree))
+
+    async def _parsed(self, draft: Draft, read: Read, asked: Asked) -> Request:
+        """Read with what this process knows of the session; once more with what the store knows, where that is not enough."""
+        try:
+            return await self._parsing.parse(draft, read, asked)
+        except UnknownCall:
+            await self._services.trees.refresh(draft.tree)
+            return await self._parsing.parse(draft, read, asked, again=True)
+
+    async def _count(self, send: Send, tree: SessionTree, route: Route, asked: Asked) -> None:
+        counts = self._dialects.counts(route.dialect)
+        request = await self._parsed(Draft(tree), counts.parse_count, asked)
+        tokens = await self._flow.count(tree, request)
+        await send_whole(send, 200, JSON, counts.count(tokens))
+
+    async def _session(self, route: Route, headers: Mapping[str, str], query: Mapping[str, str]) -> SessionTree:
+        """The tree of the session the request names and may use. Raises Unauthorized, Forbidden or NotFound."""
+        key = credential(headers, query)
+        session_id = named_session(route.session, key, keyless=self._services.settings.open)
+        if key is None or session_of_key(key) is None:
+            check_local(headers)
+            return await self._services.trees.open(session_id)
+
+        def admits(info: SessionInfo) -> None:
+            if not key_opens(key, info.key_hash):
+                raise Unauthorized(f"the API key does not open session {session_id}")
+
+        return await self._services.trees.open(session_id, admits)
+
+    async def _answer(self, client: Client, tree: SessionTree, route: Route, asked: Asked, headers: Mapping[str, str]) -> None:
+        """Answer one model call."""
+        if (clock := CLOCK.get()) is not None:
+            clock.begin(PARSE)
+        dialect, draft = self._dialects[route.dialect], Draft(tree)
+        request = await self._parsed(draft, dialect.parse, asked)
+        self._services.metrics.dropped(request.dialect, request.dropped_tools)
+        turn = self._flow.admit(draft, request, asked.body, headers)
+        await self._answering.answer(client, dialect, turn)
+
+    async def drain(self, seconds: float) -> None:
+        """Let calls in flight finish for `seconds`; the rest is cut: recorded, and its reply ended in the dialect's way."""
+        self._services.stopping.set()
+        await self._services.inflight.drain(seconds)
+
+    async def settle(self) -> None:
+        """Wait for what still runs behind answered calls."""
+        await self._answering.settle()
+
+
+def _query(raw: bytes) -> dict[str, str]:
+    """By name; of several of one name the last. Raises RequestError for two keys."""
+    pairs = parse_qsl(raw.decode("latin-1"))
+    if sum(name == "key" for name, _ in pairs) > 1:
+        raise RequestError("the URL has several key=…: send one")
+    return dict(pairs)
+
+
+# What a request could make an engine reach out to: media named by address, and other engines.
+#
+# This service fetches nothing that a caller names. An engine would, from a network that the harness may not reach: media on the chat
+# path, so they are taken by address only where the operator says so (`remote_media`), and caches of other engines, which are the
+# operator's to join.
+
+
+TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+"""Fields of vLLM that name a host and port to fetch a cache from."""
+
+
+def refuse_transfers(request: Request) -> None:
+    """Raise RequestError when the request names an engine to fetch from."""
+    for name in TRANSFERS:
+        if name in request.forward:
+            raise RequestError(f"'{name}' is not taken from a harness", param=name)
+
+
+def refuse_remote_media(request: Request) -> None:
+    """Raise RequestError when a message names media by anything but a data URL."""
+    for message in request.messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict):
+                _refuse_address(part)
+
+
+def _refuse_address(part: Mapping[str, Any]) -> None:
+    for name, value in part.items():
+        if not name.endswith("url"):
+            continue
+        address = value.get("url") if isinstance(value, dict) else value
+        if isinstance(address, str) and address[:5].lower() != "data:":
+            raise RequestError(
+                f"a message names its {name.removesuffix('_url')} by address; here media are taken as data URLs only",
+                param="messages",
+            )
+
+
+# The dialects of one service, by name, and which of them can do more than answer calls.
+
+
+class Dialects:
+    def __init__(self, settings: Settings) -> None:
+        later = settings.later_system_role
+        self._chat = ChatDialect()
+        self._messages = MessagesDialect(later)
+        self._gemini = GeminiDialect()
+        self.responses = ResponsesDialect(later)
+        self._all: dict[str, Dialect] = {
+            dialect.name: dialect
+            for dialect in (self._chat, CompletionsDialect(), self.responses, self._messages, self._gemini)
+        }
+        self._lists: dict[str, Lists] = {"chat": self._chat, "messages": self._messages, "gemini": self._gemini}
+        self._counts: dict[str, Counts] = {
+            "messages": self._messages,
+            "responses": self.responses,
+            "gemini": self._gemini,
+        }
+
+    def __getitem__(self, name: str) -> Dialect:
+        return self._all[name]
+
+    def lists(self, name: str) -> Lists:
+        return self._lists[name]
+
+    def counts(self, name: str) -> Counts:
+        return self._counts[name]
+
+
+# Parsing: a body becomes a canonical request, on the event loop while it is small and in a thread when it is not.
+#
+# Everybody's calls wait while the loop parses one. What takes long is parsed in a thread, one body of a process at a time, so that memory
+# is bounded as well; and one of a session at a time, so that a session with many of them keeps others waiting for one alone. What was
+# refused took time for nothing: its session pays for it with its next request.
+
+
+SMALL_BYTES = 2**16
+LARGE_BYTES = 2**19
+MANY_VALUES = 5_000
+"""Bodies up to the first size are parsed on the loop, and up to the second those that have no more commas than this, text's included:
+a few milliseconds mostly, and tens of them where all of it is new parts of messages."""
+
+Read = Callable[[Asked, Past], Request]
+"""`parse` or `parse_count` of a dialect."""
+
+RESTS = 10
+"""A session whose request was refused waits so many times as long as that took until its next one is read."""
+
+
+class Parsing:
+    def __init__(self, *, remote_media: bool) -> None:
+        self._remote_media = remote_media
+        self._thread = asyncio.Lock()
+
+    async def parse(self, draft: Draft, read: Read, asked: Asked, *, again: bool = False) -> Request:
+        """The request. Raises RequestError as the dialect does, and UnknownCall; `again`: what was unknown was asked of the store."""
+        quick, turn = _is_quick(asked.body), draft.tree.parse_turn
+        if quick and turn is None:
+            return self._timed(draft, read, asked, again)
+        if turn is None:
+            turn = draft.tree.parse_turn = ParseTurn()
+        async with turn.lock:
+            if (left := turn.rests_until - time.monotonic()) > 0:
+                await asyncio.sleep(left)
+            if quick:
+                return self._timed(draft, read, asked, again)
+            async with self._thread:
+                return await asyncio.to_thread(self._timed, draft, read, asked, again)
+
+    def _timed(self, draft: Draft, read: Read, asked: Asked, again: bool) -> Request:
+        began = time.monotonic()
+        try:
+            return self._checked(draft, read, asked)
+        except (RequestError, RecursionError) as error:
+            if again or not isinstance(error, UnknownCall):
+                now = time.monotonic()
+                turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseTurn()
+                turn.rests_until = now + RESTS * (now - began)
+            raise
+
+    def _checked(self, draft: Draft, read: Read, asked: Asked) -> Request:
+        request = read(asked, draft)
+        check_tools(request.tools)
+        check_recordable(request.forward)
+        refuse_transfers(request)
+        if not self._remote_media:
+            refuse_remote_media(request)
+        return request
+
+
+def _is_quick(body: bytes) -> bool:
+    return len(body) <= SMALL_BYTES or (len(body) <= LARGE_BYTES and body.count(b",") <= MANY_VALUES)

@@ -1,0 +1,250 @@
+"""What one caller may take of the service: bytes and seconds of a request body, calls at one time and per second.
+
+The head of a request is limited where the connection is (`cli.serving.connection`); nothing of it comes here before it is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+from proxy.errors import RequestError, RequestTimeout, TooLarge, TooManyCalls
+from proxy.timeline import Deadline
+
+SMALL_BYTES = 2**18
+"""Bodies up to this size find room always."""
+
+
+async def read_body(
+    receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
+    most_bytes: int,
+    seconds: float,
+    place: Place | None = None,
+    declared: int | None = None,
+) -> bytes:
+    """The request body. Raises TooLarge, RequestTimeout when it is not whole after `seconds` (0: any time), TooManyCalls when there was
+    no room for it as long, and RequestError when the caller breaks off. `declared`: its bytes, as its head says."""
+    if declared is not None and declared > most_bytes:
+        raise _too_large(most_bytes)
+    try:
+        async with Deadline(seconds):
+            return await _read(receive, most_bytes, place, most_bytes if declared is None else declared)
+    except TimeoutError as error:
+        if place is not None and place.waits:
+            raise TooManyCalls(f"there was no room for a large body within {seconds:g} seconds: try again shortly") from error
+        raise RequestTimeout(f"the body was not whole after {seconds:g} seconds") from error
+
+
+def _too_large(most_bytes: int) -> TooLarge:
+    return TooLarge(f"the body is larger than {most_bytes} bytes")
+
+
+async def _read(
+    receive: Callable[[], Awaitable[MutableMapping[str, Any]]], most_bytes: int, place: Place | None, expected: int
+) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RequestError("the request broke off before its body was whole")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > most_bytes:
+            raise _too_large(most_bytes)
+        if size > SMALL_BYTES and place is not None:
+            # Before more is read: until then what the caller sends waits in its own system.
+            await place.take(expected)
+        parts.append(part)
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+class BodyRoom:
+    """Bytes that large bodies may take in this process, in all and per session, while their calls are under way. Who finds no room
+    waits; a body larger than all the room is let in when it is the only one."""
+
+    def __init__(self, per_process: int, per_session: int) -> None:
+        self._per_process = per_process
+        self._per_session = per_session
+        self._all = 0
+        self._taken: Counter[str] = Counter()
+        self._waiting: deque[tuple[Place, int, asyncio.Future[None]]] = deque()
+
+    def place(self, session_id: str) -> Place:
+        """Where a call of the session may put its body, for as long as its block runs."""
+        return Place(self, session_id)
+
+    async def let_in(self, place: Place, size: int) -> None:
+        if self._fits(place.session_id, size):
+            self._put(place, size)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        entry = (place, size, turn)
+        self._waiting.append(entry)
+        try:
+            await turn
+        finally:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+
+    def _fits(self, session_id: str, size: int) -> bool:
+        session = self._taken.get(session_id, 0)
+        return (not self._all or self._all + size <= self._per_process) and (not session or session + size <= self._per_session)
+
+    def _put(self, place: Place, size: int) -> None:
+        place.taken = size
+        self._all += size
+        self._taken[place.session_id] += size
+
+    def give_back(self, place: Place) -> None:
+        self._all -= place.taken
+        self._taken[place.session_id] -= place.taken
+        if not self._taken[place.session_id]:
+            del self._taken[place.session_id]
+        # In the order in which they came, but a session that has its share keeps nobody else waiting.
+        for entry in list(self._waiting):
+            waiting, size, turn = entry
+            if not turn.done() and self._fits(waiting.session_id, size):
+                self._waiting.remove(entry)
+                self._put(waiting, size)
+                turn.set_result(None)
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One call's place in the room; `taken`: the bytes it holds there."""
+
+    room: BodyRoom
+    session_id: str
+    taken: int = 0
+    waits: bool = False
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.taken:
+            self.room.give_back(self)
+
+    async def take(self, size: int) -> None:
+        """Returns when there is room for `size` bytes, at once when they were taken before."""
+        if self.taken:
+            return
+        self.waits = True
+        await self.room.let_in(self, size)
+        self.waits = False
+
+
+class CallSlots:
+    """How many calls run at once in this process, in all and per session; 0 of either is any number."""
+
+    def __init__(self, per_process: int, per_session: int) -> None:
+        self._per_process = per_process
+        self._per_session = per_session
+        self._taken: Counter[str] = Counter()
+        self._all = 0
+
+    @contextmanager
+    def take(self, session_id: str) -> Iterator[None]:
+        """A slot for as long as the block runs. Raises TooManyCalls."""
+        if self._per_process and self._all >= self._per_process:
+            raise TooManyCalls(f"this process has {self._all} calls under way, as many as it takes at once: try again shortly")
+        if self._per_session and self._taken[session_id] >= self._per_session:
+            raise TooManyCalls(f"session {session_id} has {self._per_session} calls under way, as many as it may have at once")
+        self._taken[session_id] += 1
+        self._all += 1
+        try:
+            yield
+        finally:
+            self._all -= 1
+            self._taken[session_id] -= 1
+            if not self._taken[session_id]:
+                del self._taken[session_id]
+
+
+class CallRate:
+    """How many calls a session may begin per second in this process; 0 is any number.
+
+    A bucket of tokens per session: it fills with `per_second` and holds those of one second, at least one, so that a harness's
+    short bursts pass.
+    """
+
+    _MOST_BUCKETS = 10_000
+
+    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_second = per_second
+        self._most = max(1.0, per_second)
+        self._clock = clock
+        self._buckets: dict[str, tuple[float, float]] = {}
+
+    def admit(self, session_id: str) -> None:
+        """Count a call. Raises TooManyCalls, which says when the next one may come."""
+        if not self._per_second:
+            return
+        now = self._clock()
+        tokens = self._tokens(session_id, now)
+        if tokens < 1:
+            error = TooManyCalls(f"session {session_id} begins more than {self._per_second:g} calls per second")
+            error.retry_after_seconds = (1 - tokens) / self._per_second
+            raise error
+        self._buckets[session_id] = (tokens - 1, now)
+        if len(self._buckets) > self._MOST_BUCKETS:
+            self._forget_full(now)
+
+    def _tokens(self, session_id: str, now: float) -> float:
+        tokens, at = self._buckets.get(session_id, (self._most, now))
+        return min(self._most, tokens + (now - at) * self._per_second)
+
+    def _forget_full(self, now: float) -> None:
+        """A full bucket is as good as none."""
+        self._buckets = {each: bucket for each, bucket in self._buckets.items() if self._tokens(each, now) < self._most}
+
+
+# The little of ASGI that the path of a call needs: its types, and how a body is sent whole or in parts.
+
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+JSON: Headers = [(b"content-type", b"application/json")]
+EXTENSION = "verbatim"
+"""The server's extension of a request's scope. Its `flushed` tells whether the answer went out: ASGI's `send` comes back without a
+word where the client has gone, and as soon as the answer lies in the server's memory where it has not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who asked. `flushed`, where the server has it: whether all that was sent went out to a client that was still there, once that
+    is known."""
+
+    receive: Receive
+    send: Send
+    flushed: Callable[[], Awaitable[bool]] | None = None
+
+    @classmethod
+    def of(cls, scope: Scope, receive: Receive, send: Send) -> Self:
+        return cls(receive, send, (scope.get("extensions") or {}).get(EXTENSION, {}).get("flushed"))
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """By lower-case name; of several of one name the last."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_part(send: Send, body: bytes, *, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": not last})

@@ -1,0 +1,205 @@
+"""The other processes that serve the same store: we tell them that we live, and end our calls of sessions that they close.
+
+A call under way has an intent in the store, signed by its process. While that process lives the call is in flight; when it does
+not, the call is dangling, for nobody will ever record it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from proxy.errors import StoreUnavailable
+from proxy.store.service import PeerStore
+from proxy.store.sessions import Intent, SessionStore
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 2.5
+LIFE_SECONDS = 10.0
+"""How long a process counts as alive after its last beat."""
+DEAD_SECONDS = 3.0
+"""How long a process must seem dead until nobody waits for it: one that lost its Redis for a while has beaten again by then."""
+ASK_SECONDS = 1.0
+POLL_SECONDS = 0.05
+LISTEN_SECONDS = 5.0
+RETRY_SECONDS = 0.5
+
+
+class Peers:
+    def __init__(
+        self, process: str, store: PeerStore, sessions: SessionStore, inflight: Inflight, close_wait_seconds: float
+    ) -> None:
+        self.process = process
+        self._store = store
+        self._sessions = sessions
+        self._inflight = inflight
+        self._close_wait_seconds = close_wait_seconds
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Begin to beat and to listen."""
+        self._spawn(self._beat_forever())
+        self._spawn(self._listen_forever())
+
+    async def stop(self) -> None:
+        """Nothing is under way here any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(StoreUnavailable):
+            await self._sessions.disown(())
+            await self._store.leave(self.process)
+
+    async def cut(self, session_id: str) -> None:
+        """End the session's calls wherever they run; returns when they are recorded, at the latest after `close_wait_seconds`.
+
+        The session must be closing, so that no call begins. Raises `StoreUnavailable`."""
+        here = self._spawn(self._inflight.cut(session_id))
+        deadline = time.monotonic() + self._close_wait_seconds
+        await self._cut_elsewhere(session_id, deadline)
+        _, late = await asyncio.wait([here], timeout=max(0.0, deadline - time.monotonic()))
+        if late:
+            log.warning("session %s: its calls did not end within %g s", session_id, self._close_wait_seconds)
+
+    async def in_flight(self, intents: Collection[Intent]) -> set[str]:
+        """The ids of those calls that are under way somewhere."""
+        alive = await self._store.alive({intent.process for intent in intents} - {"", self.process})
+        here = self._inflight.call_ids()
+        return {
+            intent.call_id
+            for intent in intents
+            if (intent.call_id in here if intent.process == self.process else intent.process in alive)
+        }
+
+    async def _cut_elsewhere(self, session_id: str, deadline: float) -> None:
+        asked_at = float("-inf")
+        seen_alive: dict[str, float] = {}
+        while others := await self._held_elsewhere(session_id):
+            now = time.monotonic()
+            if now - asked_at >= ASK_SECONDS:
+                await self._store.ask_to_cut(session_id)
+                asked_at = now
+            alive = await self._store.alive(others)
+            seen_alive |= {process: now for process in others if process in alive or process not in seen_alive}
+            if all(now - seen_alive[process] >= DEAD_SECONDS for process in others):
+                return
+            if now >= deadline:
+                log.warning("session %s: other processes did not end its calls in time", session_id)
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _held_elsewhere(self, session_id: str) -> set[str]:
+        """The other processes that have calls of the session under way, as far as the store knows."""
+        return {intent.process for intent in await self._sessions.intents(session_id)} - {"", self.process}
+
+    async def _beat_forever(self) -> None:
+        while True:
+            with _kept_going("beat"):
+                await self._store.beat(self.process, LIFE_SECONDS)
+                await self._sessions.disown(self._inflight.call_ids())
+                await asyncio.sleep(BEAT_SECONDS - RETRY_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _listen_forever(self) -> None:
+        mark = ""
+        while True:
+            with _kept_going("listen"):
+                session_ids, mark = await self._store.to_cut(mark, LISTEN_SECONDS)
+                self._cut_all(session_ids)
+                continue
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def _cut_all(self, session_ids: Sequence[str]) -> None:
+        for session_id in dict.fromkeys(session_ids):
+            self._spawn(self._inflight.cut(session_id))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+@contextlib.contextmanager
+def _kept_going(what: str) -> Iterator[None]:
+    """What goes wrong inside must not end it for good: others would take this process for dead."""
+    try:
+        yield
+    except StoreUnavailable:
+        log.debug("cannot %s: the store is away", what)
+    except Exception:
+        log.exception("cannot %s", what)
+
+
+# The calls in flight in this process, so that closing a session or the service can cut them and wait until they are recorded.
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One call under way. `cut` is set when it must end now; `ask_engine` tells the engine so once there is a job."""
+
+    session_id: str
+    call_id: str
+    cut: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    ask_engine: Callable[[], Awaitable[None]] | None = None
+
+    async def abort(self) -> None:
+        """Ask for the end, once; the call records what was sampled and then is `done`."""
+        if self.cut.is_set() or self.done.is_set():
+            return
+        self.cut.set()
+        if self.ask_engine is not None:
+            await self.ask_engine()
+
+
+class Inflight:
+    def __init__(self) -> None:
+        self._running: dict[str, set[Running]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(calls) for calls in self._running.values())
+
+    def call_ids(self) -> set[str]:
+        return {running.call_id for calls in self._running.values() for running in calls}
+
+    def of(self, session_id: str) -> set[str]:
+        """The ids of the session's calls."""
+        return {running.call_id for running in self._running.get(session_id, ())}
+
+    def enter(self, running: Running) -> None:
+        self._running.setdefault(running.session_id, set()).add(running)
+
+    def leave(self, running: Running) -> None:
+        running.done.set()
+        calls = self._running.get(running.session_id, set())
+        calls.discard(running)
+        if not calls:
+            self._running.pop(running.session_id, None)
+
+    async def cut(self, session_id: str) -> None:
+        """Abort the session's calls in this process; returns when they are recorded."""
+        await _end(list(self._running.get(session_id, ())))
+
+    async def drain(self, seconds: float) -> None:
+        """Let calls in flight finish for `seconds`, then cut the rest and wait until they are recorded."""
+        everyone = [running for calls in self._running.values() for running in calls]
+        waits = [asyncio.ensure_future(running.done.wait()) for running in everyone]
+        if waits:
+            if seconds:
+                log.info("calls in flight: %d, which have up to %g s to end before they are cut", len(waits), seconds)
+            await asyncio.wait(waits, timeout=seconds)
+            for wait in waits:
+                wait.cancel()
+        await _end([running for running in everyone if not running.done.is_set()])
+
+
+async def _end(calls: list[Running]) -> None:
+    await asyncio.gather(*(running.abort() for running in calls))
+    await asyncio.gather(*(running.done.wait() for running in calls))

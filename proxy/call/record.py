@@ -1,0 +1,272 @@
+"""Make the records of a finished call, one of each choice: the node's place and tokens, and what the API later shows of it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from proxy.call.plan import Place, confirm_by_ids, place
+from proxy.call.turn import Turn
+from proxy.dialects.base import Choice, Delta, Request, tool_call_id
+from proxy.dialects.fields import NOTED
+from proxy.engine.apis.base import Outcome, Sampled
+from proxy.engine.apis.vllm_reply import has_unread_call
+from reconstruct.accounting import FROZEN
+from reconstruct.messages import chain, digest_message
+from reconstruct.records import (
+    CONTROL_TOKENS,
+    INVALID_TOOL_CALL,
+    NO_TOKEN_IDS,
+    Call,
+    Ids,
+    Node,
+    Sampling,
+    pack_ids,
+    pack_logprobs,
+)
+
+_encode = msgspec.json.Encoder().encode
+
+
+_NEUTRAL: Mapping[str, Any] = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+"""Values of what is noted that bend nothing: they are left out."""
+
+
+def effective_sampling(asked: Mapping[str, Any], generate_body: Mapping[str, Any] | None, logprob_mode: str) -> Sampling:
+    """What was in effect: on the token path the engine's own parameters under ours, on the chat path what was sent."""
+    engine = (generate_body or {}).get("sampling_params") or {}
+    effective = {**engine, **asked}
+    stop = effective.get("stop") or ()
+    extra = {key: effective[key] for key in NOTED if effective.get(key) not in (None, _NEUTRAL.get(key))}
+    return Sampling(
+        temperature=effective.get("temperature"),
+        top_p=effective.get("top_p"),
+        top_k=effective.get("top_k"),
+        seed=effective.get("seed"),
+        max_tokens=effective.get("max_tokens"),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        logprob_mode=logprob_mode,
+        extra=extra,
+    )
+
+
+def call_records(turn: Turn, outcome: Outcome, choices: Sequence[Choice], *, frozen: bool, logprob_mode: str) -> list[Call]:
+    """The record of every choice, the first one first: the others lean on its prompt instead of repeating it.
+
+    `choices` are the outcome's as the harness gets them. `frozen`: what was sampled is never trained. `logprob_mode`: the engine's."""
+    assert turn.found is not None
+    own_seconds = time.perf_counter() - turn.clock - turn.engine_seconds
+    prompt_ids, branch_reason = prompt_of(turn, outcome)
+    turn.found = confirm_by_ids(turn.tree, turn.found, prompt_ids)
+    where = place(turn.tree, turn.found, prompt_ids, branch_reason)
+    asked = {**turn.request.forward, **turn.sampling}
+    sampling = effective_sampling(asked, turn.plan.body if turn.plan else None, logprob_mode)
+    marks = _marks(turn)
+    calls: list[Call] = []
+    for sampled, choice in zip(outcome.choices, choices, strict=True):
+        node = _node(where, calls[0] if calls else None, sampled)
+        quarantine = _quarantine_reason(turn, outcome, sampled, frozen)
+        calls.append(_call_record(turn, outcome, sampled, choice, node, sampling, quarantine, own_seconds, marks))
+    return calls
+
+
+def prompt_of(turn: Turn, outcome: Outcome) -> tuple[Ids | None, str | None]:
+    """The ids that were sampled after (None: the engine did not tell), and why they are a fresh rendering where they were planned as
+    one."""
+    if turn.plan is not None:
+        return turn.plan.prompt_ids, turn.plan.branch_reason
+    return outcome.prompt_ids, None
+
+
+def _call_record(
+    turn: Turn,
+    outcome: Outcome,
+    sampled: Sampled,
+    choice: Choice,
+    node: Node,
+    sampling: Sampling,
+    quarantine_reason: str,
+    own_seconds: float,
+    marks: Mapping[str, str],
+) -> Call:
+    assert turn.found is not None and turn.replica is not None
+    request, found, aborted = turn.request, turn.found, sampled.finish_reason == "abort"
+    messages_from = found.reply_at + 1 if found.parent is not None else 0
+    unread = has_unread_call(request, choice.message, choice.finish_reason)
+    return Call(
+        call_id=choice.call_id,
+        session_id=turn.session_id,
+        node=node,
+        dialect=request.dialect,
+        api=turn.replica.api or "chat",
+        status="failed" if outcome.broken is not None else "aborted" if aborted else "finished",
+        role=turn.purpose.role,
+        agent=turn.purpose.agent,
+        finish_reason=sampled.finish_reason if aborted else choice.finish_reason,
+        stop_reason=sampled.stop_reason,
+        sampling=sampling,
+        root_key=found.dress,
+        fingerprint=found.fingerprint,
+        reply_fingerprint=chain(found.fingerprint, [digest_message(choice.message)])[-1],
+        message_count=len(request.messages),
+        messages_from=messages_from,
+        messages=_encode(request.messages[messages_from:]),
+        reply=_encode(choice.message),
+        preamble=b"" if node.parent_id else _preamble(request),
+        digest=turn.digest,
+        projection=found.projection,
+        replica=turn.replica.name,
+        started_at=turn.started_at,
+        engine_seconds=turn.engine_seconds,
+        own_seconds=own_seconds,
+        trainable=not quarantine_reason,
+        quarantine_reason=quarantine_reason,
+        marks={**marks, INVALID_TOOL_CALL: "true"} if unread else marks,
+        role_source=turn.purpose.source,
+    )
+
+
+def _marks(turn: Turn) -> Mapping[str, str]:
+    """What the harness said of the call, who sampled it, and what its new messages hold that a text should not."""
+    assert turn.found is not None and turn.replica is not None
+    marks, request, found = turn.marks, turn.request, turn.found
+    if turn.replica.policy:
+        marks = {**marks, "policy": turn.replica.policy}
+    if request.prompt is not None:
+        # A prompt is written with its control tokens.
+        return marks
+    begin = found.reply_at + 1 if found.parent is not None else 0
+    controls = control_tokens(request.messages[begin:], () if begin else request.tools)
+    return {**marks, CONTROL_TOKENS: _encode(controls).decode()} if controls else marks
+
+
+def _quarantine_reason(turn: Turn, outcome: Outcome, sampled: Sampled, frozen: bool) -> str:
+    """Why the choice is not to be trained, "" where it is."""
+    has_prompt_ids = turn.plan is not None or outcome.prompt_ids is not None
+    if not has_prompt_ids or sampled.token_ids is None:
+        return NO_TOKEN_IDS
+    if outcome.broken is not None and sampled.finish_reason != "abort":
+        # A whole reply that no harness was given: nothing came of it.
+        return "not_answered"
+    return FROZEN if frozen else ""
+
+
+def _node(where: Place, sibling: Call | None, sampled: Sampled) -> Node:
+    base_id, base_length, delta_ids = where.base_id, where.base_length, pack_ids(where.delta_ids)
+    if sibling is not None:
+        base_id, base_length = sibling.call_id, where.base_length + len(where.delta_ids)
+        delta_ids = pack_ids(())
+    return Node(
+        parent_id=where.parent_id,
+        branch_reason=where.branch_reason,
+        base_id=base_id,
+        base_length=base_length,
+        delta_ids=delta_ids,
+        completion_ids=pack_ids(sampled.token_ids or ()),
+        logprobs=pack_logprobs(sampled.logprobs),
+        spans=sampled.spans,
+        details=sampled.details and sampled.details.told_after(base_length, len(delta_ids)),
+    )
+
+
+def _preamble(request: Request) -> bytes:
+    return _encode({"model": request.model, "tools": request.tools, "template_kwargs": request.template_kwargs})
+
+
+def minted_delta(delta: Delta, call_ids: Sequence[str]) -> Delta:
+    """The delta with tool-call ids that name its call; `call_ids` holds one per choice."""
+    if delta.tool_calls:
+        call_id = call_ids[delta.index]
+        delta.tool_calls = [
+            {**call, "id": tool_call_id(call_id, call.get("index", 0))} if call.get("id") else call for call in delta.tool_calls
+        ]
+    return delta
+
+
+def minted_choice(sampled: Sampled, call_ids: Sequence[str], *, forced_tool: bool) -> Choice:
+    """The choice as the harness gets it: ids minted, finish reason in the chat words. A tool that the request forced by name
+    ends with "stop"; a reply the engine cut short reads as cut by length."""
+    call_id = call_ids[sampled.index]
+    message = dict(sampled.message)
+    calls = message.get("tool_calls")
+    if calls:
+        message["tool_calls"] = [{**call, "id": tool_call_id(call_id, at)} for at, call in enumerate(calls)]
+    finish_reason = sampled.finish_reason
+    if calls and finish_reason == "stop" and not forced_tool:
+        finish_reason = "tool_calls"
+    if finish_reason == "abort":
+        finish_reason = "length"
+    tokens = len(sampled.token_ids or ())
+    return Choice(
+        sampled.index,
+        call_id,
+        message,
+        finish_reason,
+        tokens,
+        logprobs=sampled.logprob_content,
+        stop_reason=sampled.stop_reason,
+        token_ids=sampled.token_ids or (),
+    )
+
+
+# Control tokens that stand in text: what opens and closes turns for a chat template, written by a user, a tool or an agent.
+#
+# An engine renders messages to one text and tokenises that, so that `<|im_end|>` within a message becomes the same id as the end of
+# that message: whoever writes a tool's answer can close the turn and open another one under any role. No engine that is spoken
+# to here renders messages with their text kept apart (vLLM 0.32: neither render nor tokenize can be told). What the model sees is
+# then what it is, and the ids are true; the call and the rows that hold it say so.
+
+
+_MOST = 16
+"""Different ones that are kept of a call."""
+
+_CONTROL = re.compile(
+    r"<\|[^<>|\s]{1,64}\|>"  # ChatML, Llama 3, harmony, GLM, Phi
+    "|<\uff5c[^<>\uff5c]{1,64}\uff5c>"  # DeepSeek
+    r"|</?s>|<</?SYS>>|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|THINK|ARGS|CALL_ID)\]"  # Mistral
+    r"|<(?:bos|eos|pad|start_of_turn|end_of_turn)>|<\|(?:turn|channel|tool)>|<(?:turn|channel|tool)\|>"  # Gemma
+    r"|\[gMASK\]|<sop>"  # GLM
+)
+_PIECES = (
+    *("<|", "|>", "<\uff5c", "<s>", "</s>", "SYS>>", "_turn>", "<bos>", "<eos>", "<pad>", "<sop>"),
+    *("INST]", "PROMPT]", "TOOLS]", "CALLS]", "RESULTS]", "CONTENT]", "THINK]", "ARGS]", "_ID]", "MASK]"),
+)
+"""A text with none of these holds none of those, which is seen many times faster."""
+
+_FIELDS = ("tool_calls", "name", "reasoning_content", "reasoning", "tool_call_id")
+
+
+def control_tokens(messages: Iterable[Mapping[str, Any]], tools: Sequence[Any] = ()) -> tuple[str, ...]:
+    """Those that texts of the messages and tools hold, sorted, each once and `_MOST` at most. Text parts are looked at as
+    templates put them together: one after the other."""
+    found: set[str] = set()
+    if tools:
+        _look(_encode(tools).decode(), found)
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(map(_text, content))
+        if content and isinstance(content, str):
+            _look(content, found)
+        # Beside its role and content: most messages have no more.
+        if len(message) > 2:
+            _look("\0".join(_said(message.get(name)) for name in _FIELDS), found)
+    return tuple(sorted(found)[:_MOST]) if found else ()
+
+
+def _look(text: str, found: set[str]) -> None:
+    if ("<" in text or "]" in text) and any(piece in text for piece in _PIECES):
+        found.update(_CONTROL.findall(text))
+
+
+def _said(value: Any) -> str:
+    return value if isinstance(value, str) else _encode(value).decode() if value else ""
+
+
+def _text(part: Any) -> str:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return text if isinstance(text, str) else "\n"

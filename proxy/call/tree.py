@@ -1,0 +1,472 @@
+"""SessionTree: one session in memory, with what was decoded, digested and compared once.
+
+`known` says how many records of the session it has read; `begin` tells it of the ones that other processes wrote meanwhile.
+
+Only recorded calls leave anything here. What a request brings that is new stands in its `Draft`, and goes with it when the call is
+refused, fails or is not recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
+import numpy as np
+
+from proxy.dialects.base import Heard, Read, Seen
+from proxy.errors import Conflict, NotFound, Unauthorized, UnknownCall
+from proxy.store.sessions import SessionInfo, SessionStore
+from proxy.timeline import STORE, Waiting
+from reconstruct.codec import decode
+from reconstruct.errors import ReconstructError
+from reconstruct.forest import Forest
+from reconstruct.messages import (
+    Digests,
+    chain,
+    digest_message,
+    edits,
+    hash_bytes,
+    minted_call_ids,
+    projection,
+    root_key,
+    without_lines,
+)
+from reconstruct.records import Call, Ids
+
+_decode = msgspec.json.decode
+_encode = msgspec.json.Encoder().encode
+
+_RECENT_PROMPTS = 2
+"""Calls whose whole ids are kept put together: the next call mostly continues one of them."""
+
+_SHORT_BYTES = 4096
+"""Raw messages up to this size are their own key; longer ones are remembered by their digest."""
+
+_RECENT_HISTORIES = 4
+"""Histories whose fingerprints and replays are kept: a request mostly goes on from one of them."""
+
+
+_SEEN_BYTES = 1536
+"""What one remembered message takes beside its content: measured for a short one, with its digests and its key."""
+
+_CALL_BYTES = 4096
+"""The same for a call: its record, and its places in the forest's indexes."""
+
+_VALUE_BYTES = 96
+"""The same for a JSON value within a message: those of an object of one member."""
+
+_MEMORY_PER_BYTE = 3
+"""Bytes of a message are there raw, decoded and, of some characters, twice as wide."""
+
+SeenKey = tuple[Read, bytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chained:
+    """A history under a root, its fingerprints, what counted as each of its messages, and its names by position."""
+
+    root: bytes
+    history: list[Seen]
+    fingerprints: list[bytes]
+    counted: list[Digests]
+    names: Sequence[tuple[int, str]]
+    """(position, name) of the messages that have one and are not the assistant's."""
+    settled: bool
+    """False: a message names a call that this process is still to hear of, and may count otherwise next time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replay:
+    """A history that ends in a call's reply and replays it and all calls before it without an edit, and its messages with each
+    of those replies as it was sent."""
+
+    history: list[Seen]
+    messages: list[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class ParseTurn:
+    """A session's turn to have something large parsed, or something after it was refused; `rests_until` in seconds of
+    `time.monotonic`."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    rests_until: float = 0.0
+
+
+class SessionTree:
+    """One session's forest, with what was decoded, digested and compared once so that no call does it for its whole history."""
+
+    def __init__(self, info: SessionInfo, volatile: re.Pattern[str] | None = None) -> None:
+        self.info = info
+        self._volatile = volatile
+        self.forest = Forest()
+        self.known = 0
+        self.turn_ends: dict[bytes, Ids] = {}
+        self.told: dict[str, tuple[int, str] | None] = {}
+        """Of calls with a prompt instead of messages: what each added to the text, and after how many characters."""
+        self._by_id = info.echo_policy == "minted"
+        self._replies: dict[str, dict[str, Any]] = {}
+        self._replied: dict[str, Digests] = {}
+        self._seen: dict[SeenKey, list[Seen]] = {}
+        self._recent: OrderedDict[str, Ids] = OrderedDict()
+        self._renderings: OrderedDict[str, Ids] = OrderedDict()
+        self._replays: OrderedDict[str, Replay] = OrderedDict()
+        self._histories: OrderedDict[str, list[Seen]] = OrderedDict()
+        self._roots = (b"", b"", b"")
+        self._chains: deque[Chained] = deque(maxlen=_RECENT_HISTORIES)
+        self._bytes = 0
+        self._longest = 0
+        self.parse_turn: ParseTurn | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """About how much memory the session takes here: an estimate, of what its calls and messages brought."""
+        # The ids of recent calls are kept whole, their renderings beside them.
+        return self._bytes + 2 * _RECENT_PROMPTS * np.dtype(np.int32).itemsize * self._longest
+
+    def seen(self, key: SeenKey) -> list[Seen] | None:
+        """The messages of a raw item that a recorded call of the session brought."""
+        return self._seen.get(key)
+
+    def keep(self, key: SeenKey, seen: list[Seen], size: int) -> None:
+        """Remember the messages of a raw item that a recorded call brought; `size` is about how much memory they take, in bytes."""
+        if self._seen.setdefault(key, seen) is seen:
+            self._bytes += size
+
+    def digest(self, heard: Heard) -> Seen:
+        message = heard.message
+        if self._volatile is not None:
+            message = dict(without_lines(message, self._volatile))
+        named = minted_call_ids(message)
+        return Seen(message, digest_message(message), (*named, heard.minted) if heard.minted else tuple(named))
+
+    def roots(self, model: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any], policy: str) -> tuple[bytes, bytes]:
+        """`root_key` of the same, and that without template kwargs, made only where a call does not bring the values of the one before:
+        all of a harness's tools go with every call."""
+        told = hash_bytes(_encode((model, tools, template_kwargs, policy)))
+        if told != self._roots[0]:
+            chained = root_key(model, tools, {}, policy)
+            own = root_key(model, tools, template_kwargs, policy) if template_kwargs else chained
+            self._roots = (told, own, chained)
+        return self._roots[1:]
+
+    def chained(self, root: bytes, history: list[Seen]) -> Chained:
+        """The hash chain over `history` (see reconstruct.messages.chain), hashed only from where no recent history agrees. Where ids
+        prove replies, a message that names the one call whose request is the history before it counts as that call's reply."""
+        known = max(
+            (item for item in self._chains if item.root == root and _begins(history, item.history)), key=_length, default=None
+        )
+        if known is not None and len(known.history) == len(history):
+            return known
+        counted = list(known.counted) if known is not None else []
+        counted += [seen.digests for seen in history[len(counted) :]]
+        settled = True
+
+        def counts(at: int, before: bytes) -> Digests:
+            nonlocal settled
+            seen = history[at]
+            named = set(seen.minted) if seen.digests.is_assistant else set()
+            if len(named) != 1:
+                return seen.digests
+            call = self.forest.calls.get(named.pop())
+            # Of a call that this process is still to hear of: next time it may count.
+            settled = settled and call is not None
+            return self._sent(call) if call is not None and call.fingerprint == before else seen.digests
+
+        made = chain(root, counted, known.fingerprints if known else (), counts if self._by_id else None)
+        names = _names(history, len(known.history), known.names) if known is not None else _names(history)
+        return Chained(root, history, made, counted, names, settled)
+
+    def remember(self, chained: Chained) -> None:
+        """A recorded call has this history."""
+        if chained.settled and chained not in self._chains:
+            self._chains.append(chained)
+
+    def _sent(self, call: Call) -> Digests:
+        """The digests of the call's reply as it was sent."""
+        digests = self._replied.get(call.call_id)
+        if digests is None:
+            digests = self._replied[call.call_id] = digest_message(self.reply(call.call_id))
+        return digests
+
+    def replay(self, call_id: str, history: list[Seen]) -> Replay | None:
+        """How `history` replays the call, if that was looked at before: the very same messages up to its reply."""
+        known = self._replays.get(call_id)
+        return known if known is not None and _begins(history, known.history) else None
+
+    def replayed(self, call_id: str, replay: Replay) -> None:
+        self._replays[call_id] = replay
+        while len(self._replays) > _RECENT_HISTORIES:
+            self._replays.popitem(last=False)
+
+    def projection(self, call_id: str, seen: Seen, schemas: Mapping[str, Any]) -> str | None:
+        """How a replayed message shows the call's reply; see reconstruct.messages.projection, and `edits` for what an id proves where
+        that is the session's echo policy. Compared once per pair."""
+        known = seen.projections
+        if call_id not in known:
+            used = projection(self.reply(call_id), seen.message, schemas)
+            if used is None and self._by_id and set(seen.minted) == {call_id}:
+                used = edits(self.reply(call_id), seen.message)
+            known[call_id] = used
+        return known[call_id]
+
+    def known_ids(self, call_id: str) -> Ids | None:
+        """The call's prompt and completion ids, int32; None where its engine did not tell them."""
+        ids = self._recent.get(call_id)
+        if ids is None:
+            ids = self.forest.known_ids(call_id)
+            if ids is not None:
+                self._remember(call_id, ids)
+        return ids
+
+    def rendering(self, call_id: str) -> Ids | None:
+        """The template's own rendering of the call's request, where it is still known."""
+        return self._renderings.get(call_id)
+
+    def rendered(self, call_id: str, ids: Ids) -> None:
+        _keep_recent(self._renderings, call_id, ids)
+
+    def _remember(self, call_id: str, ids: Ids) -> None:
+        _keep_recent(self._recent, call_id, ids)
+
+    def call(self, call_id: str) -> Call:
+        """Raises UnknownCall."""
+        call = self.forest.calls.get(call_id)
+        if call is None:
+            raise UnknownCall(f"session {self.info.session_id} has no call {call_id}")
+        return call
+
+    def reply(self, call_id: str) -> dict[str, Any]:
+        """The reply of a call as it was sent to the harness, a chat message. Raises UnknownCall."""
+        message = self._replies.get(call_id)
+        if message is None:
+            message = self._replies[call_id] = _decode(self.call(call_id).reply)
+        return message
+
+    def history(self, call_id: str) -> list[Seen]:
+        """The messages of the call's request, then its reply. Raises UnknownCall."""
+        missing: list[Call] = []
+        made: list[Seen] = []
+        for call in self._lineage(call_id):
+            if call.call_id in self._histories:
+                made = self._histories[call.call_id]
+                break
+            missing.append(call)
+        for call in reversed(missing):
+            made = [*made, *(Seen(message, digest_message(message)) for message in _decode(call.messages))]
+            reply = self.reply(call.call_id)
+            made.append(Seen(reply, digest_message(reply), (call.call_id,)))
+        self._histories[call_id] = made
+        while len(self._histories) > _RECENT_HISTORIES:
+            self._histories.popitem(last=False)
+        return made
+
+    def _lineage(self, call_id: str) -> Iterator[Call]:
+        """The call and those whose messages and replies its history begins with, newest first."""
+        call = self.call(call_id)
+        yield call
+        while call.messages_from and call.node.parent_id is not None:
+            call = self.call(call.node.parent_id)
+            yield call
+
+    def learn(self, records: Sequence[bytes], start: int) -> bool:
+        """Take in the store's records from number `start` on; whether any was new. A damaged record is left to the accounting:
+        it stays in the store, and no call can be found to continue it."""
+        size = len(self.forest)
+        for record in records:
+            with contextlib.suppress(ReconstructError):
+                self._add(decode(record))
+        self.known = max(self.known, start + len(records))
+        return len(self.forest) > size
+
+    def committed(self, calls: Sequence[Call], prompt_ids: Ids | None, total: int) -> None:
+        """This process appended `calls`, all sampled after `prompt_ids` (None: not known); the store now counts `total` records."""
+        for call in calls:
+            self._add(call)
+        if prompt_ids is not None and calls[0].ids_known:
+            self._remember(calls[0].call_id, np.concatenate((prompt_ids, calls[0].node.completion_ids)))
+        if total == self.known + len(calls):
+            self.known = total
+
+    def _add(self, call: Call) -> None:
+        if call.call_id in self.forest:
+            return
+        self.forest.add(call)
+        self._longest = max(self._longest, self.forest.full_length(call.call_id))
+        # The reply is decoded when a request replays it.
+        self._bytes += _CALL_BYTES + call.size_bytes + _MEMORY_PER_BYTE * len(call.reply)
+
+
+class Draft:
+    """What one request adds to its session's memory, for as long as nobody knows whether its call is recorded. `keep` gives it to the
+    tree; without that it goes with the request, as whatever was refused does.
+
+    Implements `proxy.dialects.base.Past`."""
+
+    __slots__ = ("_new", "missed", "tree")
+
+    def __init__(self, tree: SessionTree) -> None:
+        self.tree = tree
+        self.missed: set[str] = set()
+        self._new: dict[SeenKey, tuple[list[Seen], int]] = {}
+
+    def see(self, raw: bytes, read: Read) -> list[Seen]:
+        # The same bytes may mean another message in another dialect.
+        key = (read, raw if len(raw) <= _SHORT_BYTES else hash_bytes(raw))
+        seen = self.tree.seen(key)
+        if seen is not None:
+            return seen
+        new = self._new.get(key)
+        if new is None:
+            size = _SEEN_BYTES + _MEMORY_PER_BYTE * len(raw) + _VALUE_BYTES * raw.count(b",")
+            new = self._new[key] = [self.tree.digest(heard) for heard in read(raw)], size
+        return new[0]
+
+    def keep(self) -> None:
+        """The call is recorded."""
+        for key, (seen, size) in self._new.items():
+            self.tree.keep(key, seen, size)
+        self._new = {}
+
+    def call(self, call_id: str) -> Call:
+        return self.tree.call(call_id)
+
+    def reply(self, call_id: str) -> dict[str, Any]:
+        return self.tree.reply(call_id)
+
+    def history(self, call_id: str) -> list[Seen]:
+        return self.tree.history(call_id)
+
+
+def _begins(history: list[Seen], known: list[Seen]) -> bool:
+    """Whether `history` begins with the very messages of `known`: compared by identity, a session decodes each but once."""
+    return history[: len(known)] == known
+
+
+def _names(history: list[Seen], start: int = 0, known: Sequence[tuple[int, str]] = ()) -> Sequence[tuple[int, str]]:
+    new = [(start + at, seen.digests.name) for at, seen in enumerate(history[start:]) if seen.digests.name]
+    return [*known, *new] if new else known
+
+
+def _length(chained: Chained) -> int:
+    return len(chained.history)
+
+
+def _keep_recent(kept: OrderedDict[str, Ids], call_id: str, ids: Ids) -> None:
+    kept[call_id] = ids
+    while len(kept) > _RECENT_PROMPTS:
+        kept.popitem(last=False)
+
+
+# SessionTrees: the sessions this process has in memory, read from the store when they are not.
+#
+# The store is the only state; this is a cache. Trees beyond `session_cache` of them or `session_cache_bytes` in all are not kept, least
+# recently used first, nor is one that would fill a quarter of it alone. All calls under way of a session share one tree, kept or not.
+
+
+LONG_BYTES = 2**20
+"""Records of more than this take a while to be decoded."""
+
+LARGEST_SHARE = 4
+"""One session's tree is kept while it takes at most one part in so many of the memory for all."""
+
+
+class SessionTrees:
+    def __init__(self, sessions: SessionStore, capacity: int, capacity_bytes: int, volatile_lines: Sequence[str] = ()) -> None:
+        self._volatile = (
+            re.compile("|".join(f"(?:{line})" for line in volatile_lines), re.MULTILINE) if volatile_lines else None
+        )
+        self._sessions = sessions
+        self._capacity = capacity
+        self._capacity_bytes = capacity_bytes
+        self._trees: OrderedDict[str, SessionTree] = OrderedDict()
+        self._used: WeakValueDictionary[str, SessionTree] = WeakValueDictionary()
+        """Kept ones, and those that a call under way still holds."""
+        self._weighed: dict[str, int] = {}
+        self.memory_bytes = 0
+        """About how much memory the trees that are kept take."""
+
+    def __len__(self) -> int:
+        return len(self._trees)
+
+    async def open(self, session_id: str, admits: Callable[[SessionInfo], None] = lambda _: None) -> SessionTree:
+        """The session's tree, from memory or from the store. Raises NotFound for a session that does not exist, Conflict for one that
+        is known to be closed, and what `admits` raises for a caller who may not have it: before anything but the session's own
+        state is read."""
+        tree = self._trees.get(session_id)
+        if tree is not None and _admitted(admits, tree.info):
+            self._trees.move_to_end(session_id)
+            return tree
+        tree = self._used.get(session_id)
+        if tree is not None and _admitted(admits, tree.info):
+            return tree
+        # Also when memory admits nobody: meanwhile another session may have been given the same id, and another key.
+        with Waiting(STORE):
+            state = await self._sessions.load(session_id)
+        if state is None:
+            self.forget(session_id)
+            raise NotFound(f"session '{session_id}' does not exist")
+        admits(state.info)
+        if state.status != "open":
+            raise Conflict(f"session '{session_id}' is {state.status}; it takes no more calls")
+        if tree is not None and tree.info.created_at != state.info.created_at:
+            self.forget(session_id)
+        tree = SessionTree(state.info, self._volatile)
+        if state.calls:
+            with Waiting(STORE):
+                records = await self._sessions.records(session_id)
+            # Of a long session beside everybody else's calls.
+            if sum(map(len, records)) > LONG_BYTES:
+                await asyncio.to_thread(tree.learn, records, 0)
+            else:
+                tree.learn(records, 0)
+        # Another call may have opened it while the store was asked: one tree for all of them.
+        tree = self._used.setdefault(session_id, tree)
+        self.weigh(tree)
+        return tree
+
+    async def refresh(self, tree: SessionTree) -> None:
+        """Take in what other processes recorded meanwhile."""
+        known = tree.known
+        with Waiting(STORE):
+            records = await self._sessions.records(tree.info.session_id, known)
+        tree.learn(records, known)
+        self.weigh(tree)
+
+    def weigh(self, tree: SessionTree) -> None:
+        """The tree has grown: keep it where there is room, at the cost of those used longest ago."""
+        session_id, size = tree.info.session_id, tree.memory_bytes
+        if self._used.get(session_id) is not tree:
+            return
+        if size > self._capacity_bytes // LARGEST_SHARE:
+            self._drop(session_id)
+            return
+        self._trees[session_id] = tree
+        self.memory_bytes += size - self._weighed.get(session_id, 0)
+        self._weighed[session_id] = size
+        while len(self._trees) > self._capacity or self.memory_bytes > self._capacity_bytes:
+            self._drop(next(iter(self._trees)))
+
+    def forget(self, session_id: str) -> None:
+        """The session is closed or gone, or another one has its id by now."""
+        self._drop(session_id)
+        self._used.pop(session_id, None)
+
+    def _drop(self, session_id: str) -> None:
+        self._trees.pop(session_id, None)
+        self.memory_bytes -= self._weighed.pop(session_id, 0)
+
+
+def _admitted(admits: Callable[[SessionInfo], None], info: SessionInfo) -> bool:
+    try:
+        admits(info)
+    except Unauthorized:
+        return False
+    return True

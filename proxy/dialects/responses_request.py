@@ -1,0 +1,326 @@
+"""The input items of a Responses request as chat messages: each function reads a section of them (see responses_sections)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from proxy.dialects.base import Heard, Past, tool_call_id, unseal
+from proxy.dialects.fields import decode, tool_call
+from proxy.dialects.responses_tools import KINDS_OF_ITEMS, Named, function_of, is_call_of, named
+from proxy.errors import RequestError, UnknownCall
+
+_TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+
+
+@dataclass(frozen=True)
+class ReadSystem:
+    """Reads a system or developer message, under `role`."""
+
+    role: str
+
+    def __call__(self, raw: bytes) -> list[Heard]:
+        text = _text(_item(raw).get("content"), "\n")
+        return [Heard({"role": self.role, "content": text})] if text else []
+
+
+def read_message(raw: bytes) -> list[Heard]:
+    """A user's message, another agent's, or a compacted history that can be read."""
+    item = _item(raw)
+    if item.get("type") == "agent_message":
+        content: Any = "".join(_agent_text(part) for part in _parts(item.get("content")))
+    elif item.get("type") == "compaction":
+        content = _compacted(item)
+    else:
+        content = chat_content(item.get("content"))
+    return [Heard({"role": "user", "content": content})]
+
+
+def _agent_text(part: Any) -> str:
+    # To Codex what its model says to another agent is sealed by OpenAI's servers; what ours says is plain text.
+    sealed = part.get("encrypted_content") if isinstance(part, dict) else None
+    return sealed if isinstance(sealed, str) else _part_text(part)
+
+
+def _compacted(item: Mapping[str, Any]) -> str:
+    opened = unseal(item.get("encrypted_content"))
+    text = opened[1] if opened else _text(item.get("content") or item.get("summary"), "\n\n")
+    if not text:
+        raise RequestError("a compaction item that another service has sealed cannot be read", param="input")
+    return text
+
+
+def read_output(raw: bytes) -> list[Heard]:
+    """What a tool answered."""
+    item = _item(raw)
+    name = named(item.get("call_id"), item.get("id"))
+    answers = tool_call_id(name.call_id, name.position) if name else item.get("call_id") or item.get("id")
+    if not isinstance(answers, str):
+        raise RequestError(f"'call_id' of a {item['type']} must be a string", param="input")
+    return [Heard({"role": "tool", "tool_call_id": answers, "content": _output(item)})]
+
+
+def _output(item: Mapping[str, Any]) -> Any:
+    output = item.get("output")
+    if item["type"] == "shell_call_output" and isinstance(output, list):
+        return json.dumps(output, ensure_ascii=False)
+    if item["type"] == "apply_patch_call_output":
+        return "\n".join(part for part in (item.get("status"), output) if isinstance(part, str) and part)
+    return chat_content(output)
+
+
+@dataclass(frozen=True)
+class ReadReply:
+    """Reads the items of one reply as an assistant message.
+
+    Where an item does not carry the sampled arguments as they were, or is only a reference, they are looked up in `past`. A call
+    that is not known there raises UnknownCall, once in a request: it may be known to the store.
+    """
+
+    past: Past = field(compare=False)
+    """Not compared: within one session all read alike."""
+
+    def __call__(self, raw: bytes) -> list[Heard]:
+        message: dict[str, Any] = {"role": "assistant", "content": ""}
+        reasoning, minted = "", ""
+        for item in decode(raw):
+            name, sealed = named(item.get("id"), item.get("call_id")), ""
+            if item.get("type") == "reasoning":
+                opened = unseal(item.get("encrypted_content"))
+                sealed = opened[0] if opened else ""
+                reasoning += _reasoning(item) or (opened[1] if opened else "")
+            elif item.get("type") in CALLS:
+                message.setdefault("tool_calls", []).append(self._call(item))
+            elif item.get("role") == "assistant":
+                message["content"] += _text(item.get("content"), "")
+            elif name is not None:
+                reasoning += self._referred(item, name, message)
+            minted = minted or sealed or (name.call_id if name else "")
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        return [Heard(message, minted)]
+
+    def _call(self, item: dict[str, Any]) -> dict[str, Any]:
+        name, arguments = function_of(item)
+        call_id = item.get("call_id")
+        if not isinstance(call_id, str):
+            raise RequestError(f"'call_id' of a {item['type']} must be a string", param="input")
+        minted = named(call_id, item.get("id"))
+        if minted is not None and item["type"] != "function_call":
+            function = self._sampled(minted)
+            if function is not None and is_call_of(item, function):
+                name, arguments = function["name"], function["arguments"]
+        return tool_call(call_id, name, arguments)
+
+    def _sampled(self, minted: Named) -> dict[str, Any] | None:
+        """The function call as it was sampled, None where the session has no such call."""
+        try:
+            calls = self.past.reply(minted.call_id).get("tool_calls") or []
+        except UnknownCall:
+            if minted.call_id in self.past.missed:
+                return None
+            self.past.missed.add(minted.call_id)
+            raise
+        return calls[minted.position]["function"] if minted.position < len(calls) else None
+
+    def _referred(self, item: Mapping[str, Any], name: Named, message: dict[str, Any]) -> str:
+        """Puts what the reference names into `message`; returns it where it is reasoning."""
+        try:
+            kept = self.past.call(name.call_id).marks.get("store") != "false"
+            reply = self.past.reply(name.call_id)
+        except UnknownCall as error:
+            raise no_item(item.get("id")) from error
+        calls = reply.get("tool_calls") or []
+        if not kept or (name.kind not in ("rs", "msg") and name.position >= len(calls)):
+            raise no_item(item.get("id"))
+        if name.kind == "rs":
+            return reply.get("reasoning_content") or ""
+        if name.kind == "msg":
+            message["content"] += reply.get("content") or ""
+        else:
+            message.setdefault("tool_calls", []).append(calls[name.position])
+        return ""
+
+
+def _reasoning(item: Mapping[str, Any]) -> str:
+    return _text(item.get("content"), "") or _text(item.get("summary"), "\n\n")
+
+
+def chat_content(content: Any) -> Any:
+    """Chat content: a string, or parts where there are several or one that is no text."""
+    if isinstance(content, str):
+        return content
+    parts = [_chat_part(part) for part in _parts(content)]
+    if all(part["type"] == "text" for part in parts) and len(parts) < 2:
+        return parts[0]["text"] if parts else ""
+    return parts
+
+
+def _chat_part(part: Any) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "input_image":
+        return {"type": "text", "text": _part_text(part)}
+    if not isinstance(part.get("image_url"), str):
+        raise RequestError("an input_image needs an 'image_url': there are no uploaded files here", param="input")
+    detail = part.get("detail")
+    url = {"url": part["image_url"], **({"detail": detail} if isinstance(detail, str) else {})}
+    return {"type": "image_url", "image_url": url}
+
+
+def _text(content: Any, between: str) -> str:
+    """The text of content that may hold nothing else."""
+    return content if isinstance(content, str) else between.join(_part_text(part) for part in _parts(content))
+
+
+def _parts(content: Any) -> Iterator[Any]:
+    if content is not None and not isinstance(content, list):
+        raise RequestError("content must be a string or a list of parts", param="input")
+    yield from content or ()
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+    if (kind in _TEXT_PARTS or kind == "refusal") and isinstance(text, str):
+        return text
+    if kind == "input_file":
+        raise RequestError("files are not taken as input: send their text", param="input")
+    raise RequestError(f"a part of type {kind!r} is not taken here", param="input")
+
+
+def _item(raw: bytes) -> dict[str, Any]:
+    item = decode(raw)
+    assert isinstance(item, dict), "its head was read"
+    return item
+
+
+# The input items of a Responses request, told apart without decoding them.
+#
+# The items of one reply stand side by side and make one assistant message. Their ids name the reply they come from, wherever they
+# stand: items that a harness puts between the outputs of the calls before them still belong to it. Items that only OpenAI's servers
+# make and that say nothing to another model are passed over; a kind that is not known is refused, since leaving it out would change
+# what the model is told.
+
+
+CALLS = frozenset({"function_call", *KINDS_OF_ITEMS})
+_OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "local_shell_call_output", "shell_call_output"}) | {
+    "apply_patch_call_output"
+}
+_PASSED_OVER = frozenset(
+    {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "tool_search_call"}
+    | {"mcp_list_tools", "mcp_approval_request", "mcp_approval_response"}
+)
+_TOOLS = frozenset({"additional_tools", "tool_search_output"})
+
+
+class _Head(msgspec.Struct):
+    """As much of an item as says what it is and which reply it is of."""
+
+    type: str | None = None
+    role: str | None = None
+    id: str | None = None
+    call_id: str | None = None
+
+
+_read_head = msgspec.json.Decoder(_Head).decode
+
+
+@dataclass(slots=True)
+class Section:
+    """Raw items that are read together: `kind` is system, message, output, tools or reply."""
+
+    kind: str
+    items: list[bytes]
+    reply: str | None = None
+    """The call that ids in a reply's items name."""
+
+    @property
+    def raw(self) -> bytes:
+        return self.items[0] if self.kind != "reply" else b"[" + b",".join(self.items) + b"]"
+
+
+def sections(items: Sequence[bytes]) -> list[Section]:
+    """The items in order, those of one reply put together. Raises RequestError for a kind of item that is not known, UnknownCall
+    for a reference to what no reply of this service holds."""
+    found: list[Section] = []
+    reply: Section | None = None
+    beside = False
+    for raw in items:
+        head = _head(raw)
+        kind = _kind(head)
+        if kind == "":
+            continue
+        if kind == "reply":
+            name = named(head.id, head.call_id)
+            call_id = name.call_id if name else None
+            if reply is None or not _belongs(reply, call_id, beside):
+                reply = Section("reply", [])
+                found.append(reply)
+            reply.items.append(raw)
+            reply.reply, beside = reply.reply or call_id, True
+            continue
+        found.append(Section(kind, [raw]))
+        beside = False
+        if kind in ("system", "message"):
+            reply = None
+    return found
+
+
+def _belongs(reply: Section, call_id: str | None, beside: bool) -> bool:
+    """Whether an item is of the reply last begun: it stands beside it and does not name another, or names the very same."""
+    if beside:
+        return call_id is None or reply.reply in (None, call_id)
+    return call_id is not None and reply.reply == call_id
+
+
+def _head(raw: bytes) -> _Head:
+    try:
+        return _read_head(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if isinstance(item := decode(raw), dict) and all(
+            isinstance(item.get(key), str | None) for key in _Head.__struct_fields__
+        ):
+            return _Head(**{key: item.get(key) for key in _Head.__struct_fields__})
+        raise RequestError(
+            "'input' must be a list of items: objects whose type, role and ids are strings", param="input"
+        ) from error
+
+
+def _kind(head: _Head) -> str:
+    """ "" for items that are passed over."""
+    kind = head.type or ("message" if head.role is not None else "item_reference" if head.id else "")
+    if kind == "message":
+        return _message_kind(head.role)
+    if kind == "item_reference":
+        if named(head.id) is None:
+            raise no_item(head.id)
+        return "reply"
+    if kind in CALLS or kind == "reasoning":
+        return "reply"
+    if kind in _OUTPUTS:
+        return "output"
+    if kind in _TOOLS:
+        return "tools"
+    if kind in ("agent_message", "compaction"):
+        return "message"
+    if kind in _PASSED_OVER:
+        return ""
+    raise RequestError(f"items of type '{kind}' are not taken as input", param="input")
+
+
+def _message_kind(role: str | None) -> str:
+    if role == "assistant":
+        return "reply"
+    if role in ("system", "developer"):
+        return "system"
+    if role == "user":
+        return "message"
+    raise RequestError(f"a message's 'role' must be user, assistant, system or developer, not {role!r}", param="input")
+
+
+def no_item(identifier: str | None) -> UnknownCall:
+    return UnknownCall(f"Item with id '{identifier}' not found.", param="input")

@@ -1,0 +1,1 @@
+"""How a replica is asked to sample: one module per engine API."""

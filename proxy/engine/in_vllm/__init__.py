@@ -1,0 +1,1 @@
+"""What runs inside or starts vLLM; the service does not import it."""

@@ -1,0 +1,521 @@
+"""The part that runs inside vLLM: takes a safetensors checkpoint from a path into the running model, all of it or none.
+
+vLLM imports this module in every worker because `--worker-extension-cls proxy.engine.in_vllm.backend.VerbatimWorker` names it; the
+import registers the weight-transfer backend "verbatim" (`--weight-transfer-config '{"backend": "verbatim"}'`). It imports
+nothing of the service, so the file can be copied alone to an engine's machine. Written against vLLM 0.32.
+
+One update is one checkpoint: start, update {"path", "version"}, finish. Before the model is touched the checkpoint is opened,
+its headers are read, and a *rehearsal* sends its names and shapes through the model's own weight loaders on the meta device,
+counting what lands where. It must fill exactly what the engine's original checkpoint fills. So a bad checkpoint costs nothing:
+the old weights still serve and the update can be repeated. `verbatim_check` tells beforehand, without a pause. Only a read
+error halfway can tear the weights; `verbatim_weights` says so until the next whole update.
+
+The update may also come from a trainer's GPUs: after `init_weight_transfer_engine {"group", "nccl"}` has joined the trainer's NCCL
+group, update {"transfer": {"group", "names", "dtype_names", "shapes"}, "version"} receives the parameters with vLLM's own engine.
+
+`verbatim_claim` keeps those apart who would change the weights: see `Claims`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import CopyCounter
+
+logger = init_logger("vllm.verbatim")
+
+BACKEND = "verbatim"
+INDEX = "model.safetensors.index.json"
+_NO_BACKEND = f'start vLLM with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
+
+
+class BadCheckpoint(ValueError):
+    """The checkpoint was refused; the model was not touched."""
+
+
+class TornWeights(RuntimeError):
+    """The update broke off halfway: the model holds parts of two checkpoints."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """A tensor's place, shape and dtype, read without its data."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Headers = dict[str, Header]
+
+
+def read_headers(path: str | Path) -> Headers:
+    """Names to headers of a safetensors file, or of a directory with one file, several, or an index.
+
+    Raises BadCheckpoint when it is missing, unreadable, cut short, or names a tensor twice.
+    """
+    headers: Headers = {}
+    for file, wanted in _files(Path(path)).items():
+        try:
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                names = list(tensors.keys()) if wanted is None else wanted
+                for name in names:
+                    if name in headers:
+                        raise BadCheckpoint(f"{path} holds {name} twice")
+                    part = tensors.get_slice(name)
+                    headers[name] = Header(file, tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+        except (SafetensorError, OSError) as error:
+            raise BadCheckpoint(f"{file} is not a whole safetensors file: {error}") from error
+        except KeyError as error:
+            raise BadCheckpoint(f"{file} holds a dtype that is not known here: {error}") from error
+    if not headers:
+        raise BadCheckpoint(f"{path} holds no tensors")
+    return headers
+
+
+def _files(path: Path) -> dict[Path, list[str] | None]:
+    """The files to read and which tensors of each, None for all."""
+    if path.is_file():
+        return {path: None}
+    if not path.is_dir():
+        raise BadCheckpoint(f"{path} does not exist on the engine's machine")
+    if (path / INDEX).is_file():
+        return _indexed(path)
+    files = sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("adapter_"))
+    if not files:
+        kind = "is a LoRA adapter, push it as kind lora" if (path / "adapter_config.json").is_file() else "has no *.safetensors"
+        raise BadCheckpoint(f"{path} {kind}")
+    return dict.fromkeys(files)
+
+
+def _indexed(path: Path) -> dict[Path, list[str] | None]:
+    try:
+        places = json.loads((path / INDEX).read_text())["weight_map"]
+        shards: dict[Path, list[str] | None] = {}
+        for name, file in places.items():
+            shards.setdefault(path / file, []).append(name)  # type: ignore[union-attr]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadCheckpoint(f"{path / INDEX} is not a safetensors index: {error!r}") from error
+    if missing := [file.name for file in shards if not file.is_file()]:
+        raise BadCheckpoint(f"{path} lacks {', '.join(missing)}, which its index names")
+    return shards
+
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def read_tensors(headers: Headers) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors, file by file, mapped from disk rather than copied where that is possible."""
+    by_file: dict[Path, list[str]] = {}
+    for name, header in headers.items():
+        by_file.setdefault(header.file, []).append(name)
+    for file, names in by_file.items():
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            for name in names:
+                yield name, tensors.get_tensor(name)
+
+
+class Claims:
+    """Who may change the weights: one owner at a time, and of an owner only the bearer of its greatest fence."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._fences: dict[str, int] = {}
+        self._owner, self._until = "", 0.0
+
+    def take(self, owner: str, fence: int, seconds: float) -> str | None:
+        """Why it cannot be had, or None. 0 seconds give it back."""
+        if refused := self.refusal(owner, fence):
+            return refused
+        self._fences[owner] = fence
+        self._owner, self._until = owner, self._clock() + seconds
+        return None
+
+    def refusal(self, owner: str, fence: int) -> str | None:
+        """Why an update of this owner must not be taken. One without an owner never claims and is not refused."""
+        if owner and self.holder not in (None, owner):
+            return f"another service changes this engine's weights, for {self._until - self._clock():.0f} seconds at most"
+        if owner and fence < self._fences.get(owner, 0):
+            return "another process has taken over since this push began"
+        return None
+
+    @property
+    def holder(self) -> str | None:
+        return self._owner if self._clock() < self._until else None
+
+
+@dataclass
+class VerbatimInit(WeightTransferInitInfo):
+    """`nccl` are the fields of vLLM's NCCLWeightTransferInitInfo; `group` is what the trainer calls the group."""
+
+    group: str
+    nccl: dict[str, Any]
+
+
+@dataclass
+class VerbatimUpdate(WeightTransferUpdateInfo):
+    """A checkpoint's `path`, or the `transfer` of one; `owner` and `fence` as claimed."""
+
+    path: str | None = None
+    transfer: dict[str, Any] | None = None
+    version: int | None = None
+    owner: str = ""
+    fence: int = 0
+
+
+class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
+    init_info_cls = VerbatimInit
+    update_info_cls = VerbatimUpdate
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tied = _tied_names(self.model)
+        self._original = _original_headers(self.vllm_config)
+        self._expected: dict[str, int] | None = None
+        self._accepted: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
+        self.claims = Claims()
+        self._nccl: Any = None
+        self._received = False
+        self.state: dict[str, Any] = {
+            "whole": True,
+            "path": None,
+            "version": None,
+            "updates": 0,
+            "error": None,
+            "group": None,
+        }
+
+    def init_transfer_engine(self, init_info: VerbatimInit) -> None:
+        """Join the trainer's NCCL group, in the place of one joined before. Raises BadCheckpoint on an engine without a GPU."""
+        try:
+            self._join(init_info)
+        except Exception as error:
+            self.state = {**self.state, "group": None, "error": str(error)}
+            if self.parallel_config.world_size == 1:
+                raise
+            logger.error("%s", error)
+
+    def _join(self, init_info: VerbatimInit) -> None:
+        if self.device.type != "cuda":
+            raise BadCheckpoint(f"nccl needs engines on GPUs, this one runs on {self.device.type}")
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferInitInfo
+
+        self.shutdown()
+        self._nccl = NCCLWeightTransferEngine(self.config, self.vllm_config, self.device, self.model)
+        self._nccl.init_transfer_engine(NCCLWeightTransferInitInfo(**init_info.nccl))
+        self.state = {**self.state, "group": init_info.group, "error": None}
+
+    def start_weight_update(self) -> None:
+        """The model is not touched before the checkpoint has been checked."""
+        self._received = False
+
+    def receive_weights(self, update_info: VerbatimUpdate) -> None:
+        """Load the checkpoint. Raises BadCheckpoint with the model as it was, or TornWeights."""
+        # The update may have been begun for another one, which broke off.
+        self._received = False
+        try:
+            if refused := self.claims.refusal(update_info.owner, update_info.fence):
+                raise BadCheckpoint(refused)
+            if update_info.transfer is not None:
+                self._receive(update_info.transfer)
+            elif update_info.path is not None:
+                self._load(self.checked(update_info.path), update_info.path)
+            else:
+                raise BadCheckpoint("an update needs a path or a transfer")
+            self._received = True
+        except Exception as error:
+            self.state = {**self.state, "error": str(error) or type(error).__name__}
+            # With several workers vLLM takes the answer of the first that failed and leaves the others' in their queues,
+            # where the next call finds them instead of its own. So there the error is only in the state.
+            if self.parallel_config.world_size == 1:
+                raise
+            logger.error("%s", error)
+            return
+        updates = self.state["updates"] + 1
+        self.state = {
+            **self.state,
+            "whole": True,
+            "path": update_info.path,
+            "version": update_info.version,
+            "updates": updates,
+            "error": None,
+        }
+
+    def checked(self, path: str) -> Headers:
+        """What to load of the checkpoint at `path`. Raises BadCheckpoint when it does not fit; the model is not touched."""
+        headers = self._untied(read_headers(path), path)
+        self._check_shapes(headers, path)
+        self._check_coverage(headers, path)
+        return headers
+
+    def checked_transfer(self, transfer: dict[str, Any]) -> None:
+        """Raises BadCheckpoint unless the group is the one that was joined and the parameters fill the model."""
+        if transfer["group"] != self.state["group"]:
+            raise BadCheckpoint("the engine is not in the trainer's NCCL group: the trainer has to connect again")
+        described = zip(transfer["names"], transfer["dtype_names"], transfer["shapes"], strict=True)
+        headers = {name: Header(Path(), tuple(shape), getattr(torch, dtype)) for name, dtype, shape in described}
+        if len(headers) < len(transfer["names"]):
+            raise BadCheckpoint("the trainer names a parameter twice")
+        if twice := [name for name, first in self._tied.items() if name in headers and first in headers]:
+            raise BadCheckpoint(f"the trainer sends {twice[0]} beside the weight that this model ties it to")
+        self._check_shapes(headers, "the trainer's model")
+        self._check_coverage(headers, "the trainer's model")
+
+    def finish_weight_update(self) -> None:
+        """An update is complete when `receive_weights` returns; without one there is nothing to finish, and no new label."""
+        if not self._received:
+            raise BadCheckpoint("no weights came since the update was started")
+        self._received = False
+
+    def shutdown(self) -> None:
+        if self._nccl is not None:
+            self._nccl.shutdown()
+            self._nccl = None
+
+    def _untied(self, headers: Headers, path: str) -> Headers:
+        """Without the second name of tied weights, which must say the same as the first."""
+        kept = dict(headers)
+        for second, first in self._tied.items():
+            if second not in kept or first not in kept:
+                continue
+            pair = dict(read_tensors({name: headers[name] for name in (first, second)}))
+            if not torch.equal(pair[first], pair[second]):
+                raise BadCheckpoint(f"{path}: {second} differs from {first}, but this model ties them")
+            del kept[second]
+        return kept
+
+    def _check_shapes(self, headers: Headers, path: str) -> None:
+        for name, header in headers.items():
+            original = self._original.get(name)
+            if original is not None and original.shape != header.shape:
+                raise BadCheckpoint(f"{path}: {name} has shape {list(header.shape)}, the model {list(original.shape)}")
+
+    def _check_coverage(self, headers: Headers, path: str) -> None:
+        """Raise BadCheckpoint unless the checkpoint fills what the original one fills, by the model's own loaders."""
+        wanted = {name: (header.shape, header.dtype) for name, header in headers.items()}
+        if wanted == self._accepted:
+            return
+        if self._expected is None:
+            original = {name: header for name, header in self._original.items() if name not in self._tied}
+            self._expected = rehearse(self.model, original) if original else None
+        covered = rehearse(self.model, headers)
+        expected = self._expected or {name: max(count, 1) for name, count in covered.items() if name not in self._tied}
+        short = [name for name, count in expected.items() if covered.get(name, 0) < count]
+        if short:
+            absent = [name for name in self._original if name not in headers and name not in self._tied]
+            what = f"lacks {_some(absent)}" if absent else f"does not fill {_some(short)}"
+            raise BadCheckpoint(f"{path} {what}")
+        self._accepted = wanted
+
+    def _load(self, headers: Headers, path: str) -> None:
+        self.state = {**self.state, "whole": False}
+        try:
+            with torch.device(self.device):
+                initialize_layerwise_reload(self.model)
+                try:
+                    self.model.load_weights(read_tensors(headers))
+                finally:
+                    # Also after an error: it puts back the tensors the kernels use, so that the next update finds a model.
+                    finalize_layerwise_reload(self.model, self.model_config)
+                self._retie()
+        except Exception as error:
+            raise TornWeights(f"reading {path} broke off, the weights are torn: {error}") from error
+
+    def _receive(self, transfer: dict[str, Any]) -> None:
+        """Raises BadCheckpoint before anything is received, TornWeights after. Waits for the trainer for as long as NCCL does."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+
+        self.checked_transfer(transfer)
+        info = NCCLWeightTransferUpdateInfo(transfer["names"], transfer["dtype_names"], transfer["shapes"])
+        self.state = {**self.state, "whole": False}
+        try:
+            with torch.device(self.device):
+                self._nccl.start_weight_update()
+                try:
+                    self._nccl.receive_weights(info)
+                    torch.accelerator.synchronize()
+                finally:
+                    self._nccl.finish_weight_update()
+                self._retie()
+        except Exception as error:
+            raise TornWeights(f"the transfer broke off, the weights are torn: {error}") from error
+
+    def _retie(self) -> None:
+        # On a CPU vLLM packs each linear layer's weight for its kernel. The reload packs the embedding anew but not the
+        # output layer that shares its weight, which would go on answering with the old one.
+        for second in self._tied:
+            layer = self.model.get_submodule(second.rpartition(".")[0])
+            if hasattr(layer, "cpu_linear"):
+                layer.quant_method.process_weights_after_loading(layer)
+
+
+def rehearse(model: torch.nn.Module, headers: Headers) -> dict[str, int]:
+    """How many elements of each parameter the checkpoint would fill; nothing is loaded and the model is as before.
+
+    The model's own loaders run on the meta device, so renamed, packed and sharded weights count where they land. Every
+    parameter has an entry, 0 where nothing lands. Raises BadCheckpoint naming the tensor that a loader refuses.
+    """
+    initialize_layerwise_reload(model)
+    covered: dict[str, int] = {}
+    current = ""
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal current
+        for name, header in headers.items():
+            current = name
+            yield name, torch.empty(header.shape, dtype=header.dtype, device="meta")
+
+    wrapped = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        covered[name] = 0
+        loader = getattr(parameter, "weight_loader", None)
+        wrapped.append((parameter, loader))
+        parameter.weight_loader = _counting(_original_loader(loader), name, covered)
+    try:
+        model.load_weights(tensors())
+    except Exception as error:
+        what = str(error) or type(error).__name__
+        raise BadCheckpoint(f"the model has no place for {current}: {what}") from error
+    finally:
+        for parameter, loader in wrapped:
+            parameter.weight_loader = loader
+        _put_back(model)
+    return covered
+
+
+def _put_back(model: torch.nn.Module) -> None:
+    """Undo `initialize_layerwise_reload`. vLLM's own finalize would, too, but warns about every layer left unloaded."""
+    model._do_torchao_reload = model._original_do_torchao_reload
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+        info.reset()
+
+
+def _original_loader(loader: Callable[..., Any]) -> Callable[..., Any]:
+    while loader.__name__ == "online_process_loader":
+        loader = loader.__wrapped__  # type: ignore[attr-defined]
+    return loader
+
+
+def _counting(loader: Callable[..., Any], name: str, covered: dict[str, int]) -> Callable[..., Any]:
+    @functools.wraps(loader)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        target, source = args[0], args[1] if len(args) > 1 else kwargs["loaded_weight"]
+        if not _castable(source.dtype, target.dtype):
+            raise BadCheckpoint(f"{source.dtype} cannot become {target.dtype}")
+        with CopyCounter() as counter:
+            result = loader(*args, **kwargs)
+        covered[name] += counter.copied_numel
+        return result
+
+    return counted
+
+
+def _castable(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a loader's silent cast keeps the weights' meaning: the same dtype, or between floats of 16 bits and more."""
+    wide = source.is_floating_point and target.is_floating_point and min(source.itemsize, target.itemsize) >= 2
+    return source == target or wide
+
+
+def _tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """The second and later names of parameters that several modules share, each with the first name."""
+    first: dict[int, str] = {}
+    return {
+        name: first[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(parameter), name) != name
+    }
+
+
+def _original_headers(vllm_config: Any) -> Headers:
+    """Headers of the checkpoint that the engine was started with; empty when it was not safetensors or is gone."""
+    model_config, load_config = vllm_config.model_config, vllm_config.load_config
+    path = Path(model_config.model)
+    try:
+        if not path.is_dir():
+            from huggingface_hub import snapshot_download
+
+            path = Path(
+                snapshot_download(
+                    model_config.model,
+                    revision=model_config.revision,
+                    cache_dir=load_config.download_dir,
+                    local_files_only=True,
+                )
+            )
+        return read_headers(path)
+    except (BadCheckpoint, OSError, ValueError):
+        return {}
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+class VerbatimWorker:
+    """Mixed into vLLM's worker: what `/collective_rpc` may ask it.
+
+    A worker without the backend says so, as `no_backend`. Were it to raise, so would the others, and of several vLLM takes one answer
+    and leaves the rest for whoever asks next."""
+
+    def verbatim_weights(self) -> dict[str, Any]:
+        """`whole`: False while the weights are torn; `path`, `version` of the last whole update, `updates` how many; `error`
+        of the last update if it failed; `claimed_by`: who is changing them; `group`: the NCCL group that was joined;
+        `begun`: whether vLLM has an update begun and not ended; `logprob_mode`: what the engine reports as logprobs."""
+        told = self._answer(
+            lambda engine: {
+                **engine.state,
+                "claimed_by": engine.claims.holder,
+                "begun": self._weight_update_active,  # type: ignore[attr-defined]
+            }
+        )
+        return {**told, "logprob_mode": self.vllm_config.model_config.logprobs_mode}  # type: ignore[attr-defined]
+
+    def verbatim_claim(self, owner: str, fence: int, seconds: float) -> dict[str, Any]:
+        """`error`: why the weights cannot be this owner's to change for so long, None when they are."""
+        return self._answer(lambda engine: {"error": engine.claims.take(owner, fence, seconds)})
+
+    def verbatim_check(self, path: str) -> dict[str, Any]:
+        """`error`: why the checkpoint at `path` cannot be loaded, None when it can. Safe while requests run."""
+        return self._answer(lambda engine: _error_of(engine.checked, path))
+
+    def verbatim_check_transfer(self, transfer: dict[str, Any]) -> dict[str, Any]:
+        """`error`: why the trainer's parameters cannot be received, None when they can. Safe while requests run."""
+        return self._answer(lambda engine: _error_of(engine.checked_transfer, transfer))
+
+    def _answer(self, ask: Callable[[VerbatimEngine], dict[str, Any]]) -> dict[str, Any]:
+        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        return ask(engine) if isinstance(engine, VerbatimEngine) else {"no_backend": _NO_BACKEND}
+
+
+def _error_of(check: Callable[[Any], object], what: Any) -> dict[str, Any]:
+    try:
+        check(what)
+    except Exception as error:
+        # Whatever it is, no worker may raise: see `VerbatimWorker`.
+        return {"error": str(error) or type(error).__name__}
+    return {"error": None}
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, VerbatimEngine)

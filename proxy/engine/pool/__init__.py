@@ -1,0 +1,1 @@
+"""The replicas, which of them gets a call, and whether they are well."""

@@ -1,0 +1,1 @@
+"""Pushes a trainer's weights into the replicas."""

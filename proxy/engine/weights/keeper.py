@@ -1,0 +1,324 @@
+"""WeightKeeper: lets only replicas with known, current weights serve, and puts right what a restart or a killed push left.
+
+Version 0 is whatever the engines were started with, before any push. An engine without routes for weights keeps those, so it is
+version 0 as long as nothing was pushed; after that it cannot follow and leaves the pool. An engine that restarts has lost what
+was pushed: it comes back labelled "default" and is given the current checkpoint again before it serves. So no token carries a
+version whose weights it was not sampled under, and none goes without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from proxy.engine.pool.pool import EnginePool
+from proxy.engine.replica import Replica
+from proxy.engine.weights.replica import Guard, Push, claimed, update_replica
+from proxy.engine.weights.sglang import SglangWeightApi
+from proxy.engine.weights.vllm import SETUP, TORN, Claim, Loaded, StepRefused, WeightApi
+from proxy.errors import Conflict, EngineFailed, StoreUnavailable
+from proxy.settings import Settings
+from proxy.store.service import KEPT_WEIGHTS, WeightState, WeightStore
+
+log = logging.getLogger(__name__)
+
+TURN_SECONDS = 1.0
+"""How long a replica waits while others of its policy are put right: several may come up at once."""
+REPAIR_SECONDS = 30.0
+"""Pause between two attempts to give a replica the current weights."""
+
+
+class WeightKeeper:
+    """Implements `proxy.engine.pool.pool.WeightKeeper`. `updating` are the replicas that this process is pushing into."""
+
+    def __init__(self, pool: EnginePool, weights: WeightStore, settings: Settings, metrics: WeightMetrics) -> None:
+        self.updating: set[str] = set()
+        self._pool = pool
+        self._weights = weights
+        self._settings = settings
+        self._metrics = metrics
+        self._repair_after: dict[str, tuple[float, str]] = {}
+
+    def api(self, replica: Replica, identity: str = "", fence: int = 0) -> WeightApi:
+        """The replica's weight routes; with an identity, for changing what it holds."""
+        # Claimed anew before the load, the longest of the steps.
+        seconds = 2 * self._settings.weights_timeout_seconds
+        claim = Claim(identity, fence, seconds) if identity else None
+        routes = SglangWeightApi if replica.api == "sglang" else WeightApi
+        return routes(self._pool.http, replica, self._settings.weights_timeout_seconds, claim)
+
+    def lock(self, policy: str, wait_seconds: float) -> PushLock:
+        return PushLock(self._weights, policy, self._settings.weights_lock_seconds, wait_seconds)
+
+    def repaired(self, replica: Replica) -> None:
+        """What failed before is of no account: the replica has whole, current weights."""
+        self._repair_after.pop(replica.name, None)
+
+    async def admit(self, replica: Replica) -> None:
+        """See `proxy.engine.pool.pool.WeightKeeper.admit`."""
+        if replica.name in self.updating:
+            return _stay(replica)
+        current = await self._weights.current(replica.policy)
+        if not replica.updatable:
+            if current.version > 0:
+                raise EngineFailed(f"weights {current.version} were pushed and it cannot take them; {SETUP}")
+            replica.weight_version = 0
+            return None
+        if await _runs_on(self.api(replica), current.version, replica):
+            replica.weight_version = current.version
+            return None
+        try:
+            async with self.lock(replica.policy, TURN_SECONDS) as lock:
+                await self._settle(replica, lock)
+        except Conflict:
+            return _stay(replica)
+
+    async def _settle(self, replica: Replica, lock: PushLock) -> None:
+        """With the lock held nobody on this store is pushing: bring the replica to the policy's current weights."""
+        api = self.api(replica, await self._weights.identity(), lock.fence)
+        # Its pause, if it has one, may be that of a service on another store, whose claim then refuses this one; and a process
+        # that was stopped in the middle of a push must not load into it when it goes on.
+        async with claimed(api, required=False):
+            await self._bring_up(replica, api, lock)
+
+    async def _bring_up(self, replica: Replica, api: WeightApi, lock: PushLock) -> None:
+        policy, loaded = replica.policy, await _loaded_if_known(api)
+        current, label, paused = await self._weights.current(policy), await api.label(), await _may_stand(api, replica)
+        version, torn = int(label) if label.isdecimal() else None, label.startswith(TORN)
+        if version is None and current.version == 0 and not torn and (loaded is None or loaded.updates == 0):
+            await api.set_label(0)
+            version = 0
+        whole = not torn and (loaded is None or (loaded.whole and _is_of(label, loaded, replica)))
+        if whole and version is not None and version > current.version:
+            # The engine outlived the store, or someone updates it directly: its weights are newer, and versions only grow.
+            for state in _promoted(version, current.version, loaded, replica):
+                await self._weights.advance(state, policy, lock.fence)
+                current = state
+        if whole and version == current.version and (loaded is None or (loaded.version or 0) <= version):
+            if paused:
+                if replica.adapter is not None:
+                    # As a push does: calls that are queued may name the folder of an older adapter.
+                    await api.abort_all()
+                lock.check()
+                await api.resume()
+                self._metrics.taken_over(policy)
+            replica.weight_version = version
+            return
+        await self._repair(replica, api, lock, current, label)
+
+    async def _repair(self, replica: Replica, api: WeightApi, lock: PushLock, current: WeightState, label: str) -> None:
+        """Load the current weights into a replica that holds others."""
+        after, reason = self._repair_after.get(replica.name, (0.0, ""))
+        if time.monotonic() < after:
+            raise EngineFailed(reason)
+        try:
+            pushes = await self._chain(current, replica)
+            if any(push.path is None for push in pushes):
+                raise EngineFailed(f"it holds weights {label!r}, not {current.version}, and no path to load those from")
+            if label.startswith(TORN) and replica.adapter is not None and all(push.kind != "lora" for push in pushes):
+                raise EngineFailed("its adapter is not whole, and no other was pushed; push one, or restart the engine")
+            for push in pushes:
+                # Between the two halves it holds a mixture that was never a version.
+                await update_replica(api, replica, push, Guard(lock.check, resumes=push is pushes[-1]))
+        except EngineFailed as error:
+            reason = f"it lacks weights {current.version}, and loading them failed: {error.message}"
+            self._repair_after[replica.name] = (time.monotonic() + REPAIR_SECONDS, reason)
+            self._metrics.repaired(replica.policy, "failed")
+            raise type(error)(reason) from error
+        log.info("engine %s held weights %s and was given %d", replica.name, label, current.version)
+        self._metrics.repaired(replica.policy, "done")
+        replica.weight_version = current.version
+
+    async def _chain(self, current: WeightState, replica: Replica) -> list[Push]:
+        """What to load, in order, to arrive at `current`: the last full weights and, before or after them, the last adapter.
+        Raises EngineFailed when one of them may be older than the store remembers."""
+        latest: dict[bool, WeightState] = {}
+        history = await self._weights.history(replica.policy, KEPT_WEIGHTS)
+        for state in [current, *history]:
+            if 0 < state.version <= current.version:
+                latest.setdefault(state.kind == "lora", state)
+        latest.setdefault(current.kind == "lora", current)
+        if replica.adapter is not None and len(latest) < 2 and len(history) >= KEPT_WEIGHTS:
+            other = "what is its adapter" if True not in latest else "what belongs under its adapter"
+            raise EngineFailed(f"the last {KEPT_WEIGHTS} versions do not tell {other}")
+        states = sorted(latest.values(), key=lambda state: state.version)
+        return [
+            Push(state.version, state.path, "lora" if state.kind == "lora" else "full", policy=replica.policy)
+            for state in states
+        ]
+
+
+def _is_of(label: str, loaded: Loaded, replica: Replica) -> bool:
+    """Whether the label can be that of what is loaded. Beside an adapter it is the adapter's, which no worker reports."""
+    return loaded.version is None or replica.adapter is not None or label == str(loaded.version)
+
+
+def _promoted(version: int, known: int, loaded: Loaded | None, replica: Replica) -> list[WeightState]:
+    """What the store did not know, oldest first: the full weights that the workers report, and the adapter, which none does."""
+    now, states = time.time(), []
+    if loaded is not None and loaded.version is not None and known < loaded.version <= version:
+        states.append(WeightState(loaded.version, loaded.path, "full", now))
+    if not states or states[0].version < version:
+        states.append(WeightState(version, None, "full" if replica.adapter is None else "lora", now))
+    return states
+
+
+async def _runs_on(api: WeightApi, version: int, replica: Replica) -> bool:
+    try:
+        return await api.label() == str(version) and not await _may_stand(api, replica)
+    except EngineFailed:
+        # A large checkpoint going in, pushed by another process, keeps the engine from answering: the lock tells.
+        return False
+
+
+async def _may_stand(api: WeightApi, replica: Replica) -> bool:
+    """Whether the engine is paused; of one that does not tell, whether it may be: a push may have left it so before it was seen here,
+    or when it was taken out. To resume one that runs changes nothing."""
+    paused = await api.paused()
+    return not replica.healthy if paused is None else paused
+
+
+async def _loaded_if_known(api: WeightApi) -> Loaded | None:
+    try:
+        return await api.loaded()
+    except StepRefused:
+        return None
+
+
+def _stay(replica: Replica) -> None:
+    if not replica.healthy:
+        raise EngineFailed("a weight update is running")
+
+
+# PushLock: a policy's one push lock, held and renewed, so that two pushes never interleave, whichever process runs them.
+#
+# Who takes it gets a fencing token, greater than every one before. The store makes a version current only under the last token
+# given, and an engine loads nothing under an older one: a process that was stopped for so long that another took over can do
+# neither when it goes on.
+
+
+RENEWALS = 6
+"""How often the lock is renewed in the time it lasts."""
+RETRY_SECONDS = 0.1
+
+
+class PushLock:
+    """`async with PushLock(weights, policy, lease_seconds, wait_seconds)`: raises Conflict when another owner held it all that
+    time. `lease_seconds` is how long it outlives a process that dies.
+
+    `check()` raises StoreUnavailable once the lock was lost: it could not be renewed for longer than it lasts.
+    """
+
+    def __init__(self, weights: WeightStore, policy: str, lease_seconds: float, wait_seconds: float) -> None:
+        self.fence = 0
+        self._weights = weights
+        self._policy = policy
+        self._lease_seconds = lease_seconds
+        self._wait_seconds = wait_seconds
+        self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self._held_until = 0.0
+        self._released = False
+        self._renewal: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> PushLock:
+        deadline = _now() + self._wait_seconds
+        while not await self._take():
+            if _now() >= deadline:
+                raise Conflict("another weight push is running")
+            await asyncio.sleep(RETRY_SECONDS)
+        self._renewal = asyncio.create_task(self._renew())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._released = True
+        if self._renewal is not None:
+            self._renewal.cancel()
+            await asyncio.wait([self._renewal])
+        # When the store is away the lock ends by itself after its lease.
+        with contextlib.suppress(StoreUnavailable):
+            await self._weights.unlock(self._owner, self._policy)
+
+    def check(self) -> None:
+        if _now() >= self._held_until:
+            raise StoreUnavailable("the push lock could not be renewed in the store")
+
+    async def _take(self) -> bool:
+        asked = _now()
+        fence = await self._weights.lock(self._owner, self._lease_seconds, self._policy, self.fence)
+        if fence:
+            self.fence, self._held_until = fence, asked + self._lease_seconds
+        return bool(fence)
+
+    async def _renew(self) -> None:
+        # Not only until cancelled: before Python 3.12 a command to Redis can swallow a cancellation.
+        while not self._released:
+            await asyncio.sleep(self._lease_seconds / RENEWALS)
+            with contextlib.suppress(StoreUnavailable):
+                if not await self._take():
+                    self._held_until = 0.0
+                    return
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# Prometheus metrics of weight updates; docs/metrics.md has the table of them. Every label is bounded by the settings.
+
+
+_SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
+
+
+class WeightVersions(Collector):
+    """Read from the pool whenever they are asked for, since replicas come and go."""
+
+    def __init__(self, replicas: Callable[[], Iterable[Replica]]) -> None:
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[Metric]:
+        versions = GaugeMetricFamily(
+            "verbatim_weight_version", "Weight version that a replica holds.", labels=["policy", "replica"]
+        )
+        for replica in self._replicas():
+            if replica.weight_version is not None:
+                versions.add_metric([replica.policy, replica.name], replica.weight_version)
+        yield versions
+
+
+class WeightMetrics:
+    def __init__(self, registry: CollectorRegistry, replicas: Callable[[], Iterable[Replica]]) -> None:
+        registry.register(WeightVersions(replicas))
+        self._pushes = Counter("verbatim_weight_pushes", "Weight pushes.", ("policy", "mode", "outcome"), registry=registry)
+        self._seconds = Histogram(
+            "verbatim_weight_push_seconds", "Seconds of a push.", ("policy", "mode"), registry=registry, buckets=_SECONDS
+        )
+        self._paused = Counter(
+            "verbatim_weight_paused_seconds", "Seconds paused.", ("policy", "replica", "mode"), registry=registry
+        )
+        self._repairs = Counter("verbatim_weight_repairs", "Replicas repaired.", ("policy", "outcome"), registry=registry)
+        self._takeovers = Counter("verbatim_weight_takeovers", "Replicas found paused.", ("policy",), registry=registry)
+
+    def pushed(self, policy: str, mode: str, outcome: str, seconds: float) -> None:
+        self._pushes.labels(policy, mode, outcome).inc()
+        if outcome != "refused":
+            self._seconds.labels(policy, mode).observe(seconds)
+
+    def paused(self, policy: str, replica: str, mode: str, seconds: float) -> None:
+        self._paused.labels(policy, replica, mode).inc(seconds)
+
+    def repaired(self, policy: str, outcome: str) -> None:
+        self._repairs.labels(policy, outcome).inc()
+
+    def taken_over(self, policy: str) -> None:
+        self._takeovers.labels(policy).inc()

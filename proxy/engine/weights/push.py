@@ -1,0 +1,420 @@
+"""WeightUpdater: new weights into every replica of a policy, as one push, which no other push of that policy interleaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from prometheus_client import CollectorRegistry
+
+from proxy.engine.pool.pool import EnginePool
+from proxy.engine.replica import Replica
+from proxy.engine.weights.keeper import PushLock, WeightKeeper, WeightMetrics
+from proxy.engine.weights.replica import Guard, Kind, Mode, Push, ReplicaLeft, Step, update_replica
+from proxy.engine.weights.vllm import TORN, Transfer, WeightApi
+from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, RequestError, StoreUnavailable, VerbatimError
+from proxy.settings import Settings
+from proxy.store.service import WeightState, WeightStore
+
+log = logging.getLogger(__name__)
+
+
+def unwatched(event: dict[str, Any]) -> None:
+    """Nobody watches."""
+
+
+class WeightUpdater:
+    def __init__(
+        self, pool: EnginePool, weights: WeightStore, settings: Settings, metrics: WeightMetrics | None = None
+    ) -> None:
+        self._pool = pool
+        self._weights = weights
+        self._settings = settings
+        self._metrics = metrics or WeightMetrics(CollectorRegistry(), lambda: pool.replicas)
+        self._pushes: set[asyncio.Task[dict[str, Any]]] = set()
+        self._keeper = WeightKeeper(pool, weights, settings, self._metrics)
+        pool.keeper = self._keeper
+
+    async def push(
+        self,
+        version: int,
+        path: str | None,
+        kind: str = "full",
+        mode: str = "keep",
+        *,
+        policy: str = "",
+        transfer: Transfer | None = None,
+        watch: Watcher = unwatched,
+    ) -> dict[str, Any]:
+        """`{applied, version, kind, mode, seconds, replicas: {name: {ok, seconds, paused_seconds, error?}}, error?}`.
+
+        `applied` when at least one replica runs on the new weights; then the policy's version is `version` and replicas that
+        failed serve no one until they are repaired. Otherwise nothing has changed and the push can be repeated. Goes on to
+        its end even when the caller is cancelled. Raises RequestError, NotFound (a policy without replicas), Conflict (a frozen
+        model, a version not greater than the current one, or another push running for too long), EngineUnavailable (no engine
+        reached), StoreUnavailable (nothing was begun), EngineFailed (the store was lost in the middle; `status` tells once it is back).
+        """
+        push = checked(self._settings, version, path, kind, mode, policy, transfer)
+        self._check_known(policy)
+        if frozen := self._frozen(policy):
+            raise Conflict(f"model {frozen!r} is frozen: its weights never change", param="model")
+        task = asyncio.create_task(self._push(push, watch))
+        self._pushes.add(task)
+        task.add_done_callback(self._pushes.discard)
+        return await asyncio.shield(task)
+
+    async def plan_group(self, policy: str = "") -> dict[str, Any]:
+        """What an NCCL group of a trainer and the policy's engines would be: see `nccl_group.plan`."""
+        return await plan(self._apis(policy))
+
+    async def join_group(self, policy: str, world_size: int, nccl: Mapping[str, Any]) -> dict[str, Any]:
+        """Have the policy's engines join the trainer's NCCL group: see `nccl_group.join`. No push runs meanwhile."""
+        self._check_known(policy)
+        async with self._keeper.lock(policy, self._settings.weights_timeout_seconds):
+            return await join(self._apis(policy), world_size, nccl)
+
+    def _check_known(self, policy: str) -> None:
+        """Raises NotFound for a policy without replicas."""
+        if policy and not self._pool.of(policy):
+            raise NotFound(f"there is no model {policy!r}", param="model")
+
+    def _apis(self, policy: str) -> dict[str, WeightApi]:
+        self._check_known(policy)
+        return {replica.name: self._keeper.api(replica) for replica in self._pool.of(policy) if replica.alive}
+
+    async def stop(self) -> None:
+        """Wait for a push under way: broken off it would leave its replicas paused."""
+        await asyncio.gather(*self._pushes, return_exceptions=True)
+
+    async def status(self) -> dict[str, Any]:
+        """`{current: {version, path, kind, updated_at}, history: [newest first], updating, frozen, replicas: {name: {...}}}` of the
+        default policy, and under `models` the same of each other one."""
+        others = dict.fromkeys(replica.policy for replica in self._pool.replicas if replica.policy)
+        return {**await self._line(""), "models": {policy: await self._line(policy) for policy in others}}
+
+    async def _line(self, policy: str) -> dict[str, Any]:
+        replicas = self._pool.of(policy)
+        return {
+            "current": _as_wire(await self._weights.current(policy)),
+            "history": [_as_wire(state) for state in await self._weights.history(policy)],
+            "updating": any(replica.name in self._keeper.updating for replica in replicas),
+            "frozen": self._frozen(policy) is not None,
+            "replicas": {replica.name: _standing(replica) for replica in replicas},
+        }
+
+    def _frozen(self, policy: str) -> str | None:
+        """The name under which the policy is frozen, its own or one that its engines serve; None: it is not."""
+        names = [policy, *(model for replica in self._pool.of(policy) for model in replica.models)]
+        return next((name for name in names if name in self._settings.frozen_models), None)
+
+    async def _push(self, push: Push, watch: Watcher) -> dict[str, Any]:
+        async with self._keeper.lock(push.policy, self._settings.weights_timeout_seconds) as lock:
+            started = time.monotonic()
+            try:
+                replicas = await self._ready(push)
+            except VerbatimError:
+                self._metrics.pushed(push.policy, push.mode, "refused", time.monotonic() - started)
+                raise
+            names = {replica.name for replica in replicas}
+            self._keeper.updating |= names
+            try:
+                return await self._push_to(replicas, push, lock, watch)
+            finally:
+                self._keeper.updating -= names
+
+    async def _ready(self, push: Push) -> list[Replica]:
+        """The replicas to push into. Raises Conflict for a version that is taken, EngineUnavailable when there are none."""
+        current = await self._weights.current(push.policy)
+        if push.version <= current.version:
+            raise Conflict(f"version {push.version} is not greater than the current {current.version}", param="version")
+        replicas = [replica for replica in self._pool.of(push.policy) if replica.alive]
+        if not replicas:
+            reasons = "; ".join(f"{replica.name}: {replica.reason}" for replica in self._pool.of(push.policy))
+            raise EngineUnavailable(f"no engine can take the weights: {reasons or 'no engine is configured'}")
+        if push.transfer is not None:
+            await check_group([self._keeper.api(replica) for replica in replicas], push.transfer)
+        return replicas
+
+    async def _push_to(self, replicas: Sequence[Replica], push: Push, lock: PushLock, watch: Watcher) -> dict[str, Any]:
+        started = time.monotonic()
+        commit = Commit(self._weights, push, lock.fence)
+        identity = await self._weights.identity()
+        meeting = Meeting([replica.name for replica in replicas], watch) if push.transfer else None
+        with self._pool.hold(push.policy):
+            outcomes = await asyncio.gather(
+                *(self._push_one(replica, push, lock, commit, identity, meeting, watch) for replica in replicas)
+            )
+            try:
+                await commit.settle()
+            except StoreUnavailable as error:
+                # Not as the store's own error, which would say that nothing was begun and the push may be sent again.
+                raise EngineFailed(f"it is not known whether version {push.version} is current: {error.message}") from error
+            finally:
+                self._settle_pool(replicas, outcomes, commit.done)
+        answer = self._answer(push, outcomes, commit.done, time.monotonic() - started)
+        self._count(push, outcomes, answer)
+        return answer
+
+    async def _push_one(
+        self,
+        replica: Replica,
+        push: Push,
+        lock: PushLock,
+        commit: Commit,
+        identity: str,
+        meeting: Meeting | None,
+        watch: Watcher,
+    ) -> Outcome:
+        outcome = Outcome(replica.name, watch)
+        guard = Guard(lock.check, commit, tell=outcome.tell)
+        if meeting is not None:
+            guard = Guard(lock.check, commit, lambda: meeting.arrive(replica.name), outcome.tell)
+        try:
+            api = self._keeper.api(replica, identity, lock.fence)
+            await self._check_other_half(api, replica, push)
+            await update_replica(api, replica, push, guard)
+        except Exception as error:
+            if meeting is not None:
+                meeting.leave(replica.name)
+            outcome.end(_foreseen(error, replica))
+            return outcome
+        outcome.end()
+        replica.weight_version = push.version
+        self._keeper.repaired(replica)
+        self._pool.mark_serving(replica)
+        return outcome
+
+    async def _check_other_half(self, api: WeightApi, replica: Replica, push: Push) -> None:
+        """An adapter and the weights under it are pushed apart: raise EngineFailed where the half that stays is not current."""
+        if replica.adapter is None:
+            return
+        current, label = (await self._weights.current(push.policy)).version, await api.label()
+        if label != str(current) and not (push.kind == "lora" and label == f"{TORN}-{current}"):
+            raise EngineFailed(f"it holds weights {label!r}, not {current}, and is to be given those first")
+
+    def _settle_pool(self, replicas: Sequence[Replica], outcomes: Sequence[Outcome], applied: bool) -> None:
+        for replica, outcome in zip(replicas, outcomes, strict=True):
+            if outcome.error is not None and (applied or isinstance(outcome.error, ReplicaLeft)):
+                self._pool.mark_failed(replica, f"new weights failed: {outcome.error.message}")
+
+    def _answer(self, push: Push, outcomes: Sequence[Outcome], applied: bool, seconds: float) -> dict[str, Any]:
+        results = {outcome.name: outcome.as_wire() for outcome in outcomes}
+        for replica in self._pool.of(push.policy):
+            results.setdefault(replica.name, {"ok": False, "seconds": 0.0, "paused_seconds": 0.0, "error": replica.reason})
+        answer: dict[str, Any] = {"applied": applied, "version": push.version, "kind": push.kind, "mode": push.mode}
+        answer |= {"seconds": round(seconds, 4), "replicas": results}
+        if not applied:
+            answer["error"] = next(result["error"] for result in results.values() if "error" in result)
+        return answer
+
+    def _count(self, push: Push, outcomes: Sequence[Outcome], answer: dict[str, Any]) -> None:
+        whole = all(result["ok"] for result in answer["replicas"].values())
+        outcome = "failed" if not answer["applied"] else "applied" if whole else "partial"
+        self._metrics.pushed(push.policy, push.mode, outcome, answer["seconds"])
+        for replica in outcomes:
+            self._metrics.paused(push.policy, replica.name, push.mode, replica.paused_seconds)
+
+
+def _foreseen(error: Exception, replica: Replica) -> VerbatimError:
+    """Any other error is this replica's end alone: raised, it would end the push, and its lock, while others still load."""
+    if isinstance(error, VerbatimError):
+        return error
+    log.error("engine %s: new weights broke on an error that nobody foresaw", replica.name, exc_info=error)
+    return ReplicaLeft(f"{type(error).__name__}: {error}")
+
+
+def _standing(replica: Replica) -> dict[str, Any]:
+    return {
+        "url": replica.url,
+        "api": replica.api,
+        "healthy": replica.healthy,
+        "reason": replica.reason or None,
+        "weight_version": replica.weight_version,
+        "takes_weights": replica.updatable,
+    }
+
+
+def _as_wire(state: WeightState) -> dict[str, Any]:
+    return {"version": state.version, "path": state.path, "kind": state.kind, "updated_at": state.updated_at}
+
+
+# A push as it was asked for, held against what may be pushed: `checked` makes a Push of it or says what is wrong.
+
+
+def checked(
+    settings: Settings, version: int, path: str | None, kind: str, mode: str, policy: str, transfer: Transfer | None
+) -> Push:
+    """Raises RequestError."""
+    if kind not in get_args(Kind):
+        raise RequestError(f"kind is {kind!r}, must be one of {', '.join(get_args(Kind))}", param="kind")
+    if mode not in get_args(Mode):
+        raise RequestError(f"mode is {mode!r}, must be one of {', '.join(get_args(Mode))}", param="mode")
+    if version < 1:
+        raise RequestError(f"version is {version}, must be 1 or more", param="version")
+    if (kind == "nccl") != (transfer is not None):
+        raise RequestError("a transfer belongs to kind nccl, and kind nccl to a transfer", param="transfer")
+    if path is not None:
+        _check_path(path, settings.weights_roots)
+    elif kind != "nccl":
+        raise RequestError(f"kind {kind} needs a path", param="path")
+    return Push(version, path, cast(Kind, kind), cast(Mode, mode), policy, transfer)
+
+
+def _check_path(path: str, roots: list[Path]) -> None:
+    if not Path(path).is_absolute():
+        raise RequestError(f"path {path!r} must be absolute: the engines open it", param="path")
+    if "\0" in path:
+        raise RequestError("path holds a zero byte", param="path")
+    resolved = Path(path).resolve()
+    if roots and not any(resolved.is_relative_to(root.resolve()) for root in roots):
+        allowed = ", ".join(str(root) for root in roots)
+        raise RequestError(f"path {path!r} is outside the folders weights may come from: {allowed}", param="path")
+    if ".." in Path(path).parts:
+        # After a link that only the engine's machine has, ".." is somewhere else than it seems here.
+        raise RequestError(f"path {path!r} must lead straight down, without '..'", param="path")
+
+
+# The course of one push over its replicas: how far each has come, for whoever watches, and how long each stood still.
+
+
+Watcher = Callable[[dict[str, Any]], None]
+"""Hears `{replica, step}` at each step of a replica, `{replica, step: "failed", error}`, and `{step: "receiving"}` when a
+trainer that sends its weights itself is to begin."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one replica: `error` None when it runs on the new weights. `paused_seconds` it sampled nothing."""
+
+    name: str
+    watch: Watcher
+    started: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    paused_seconds: float = 0.0
+    error: VerbatimError | None = None
+    paused_at: float | None = None
+
+    def tell(self, step: Step) -> None:
+        now = time.monotonic()
+        if step == "paused":
+            self.paused_at = now
+        elif step == "resumed" and self.paused_at is not None:
+            self.paused_seconds, self.paused_at = now - self.paused_at, None
+        self.watch({"replica": self.name, "step": step})
+
+    def end(self, error: VerbatimError | None = None) -> None:
+        now = time.monotonic()
+        self.seconds, self.error = now - self.started, error
+        if self.paused_at is not None:
+            self.paused_seconds = now - self.paused_at
+        done = {"step": "done"} if error is None else {"step": "failed", "error": error.message}
+        self.watch({"replica": self.name, **done})
+
+    def as_wire(self) -> dict[str, Any]:
+        times = {"seconds": round(self.seconds, 4), "paused_seconds": round(self.paused_seconds, 4)}
+        return {"ok": self.error is None, **times, **({"error": self.error.message} if self.error else {})}
+
+
+class Commit:
+    """Makes the version current when the first replica holds it, once."""
+
+    def __init__(self, weights: WeightStore, push: Push, fence: int) -> None:
+        self._weights = weights
+        self._policy = push.policy
+        self._state = WeightState(push.version, push.path, push.kind, time.time())
+        self._fence = fence
+        self._turn = asyncio.Lock()
+        self._asked = False
+        self.done = False
+
+    async def __call__(self) -> None:
+        async with self._turn:
+            if not self.done:
+                self._asked = True
+                await self._weights.advance(self._state, self._policy, self._fence)
+                self.done = True
+
+    async def settle(self) -> None:
+        """An answer of the store that was lost leaves open whether the version is current: find out, and make it so if a
+        replica has it. Raises StoreUnavailable or Conflict when that cannot be said or done."""
+        if self._asked and not self.done:
+            if await self._weights.current(self._policy) == self._state:
+                self.done = True
+            else:
+                await self()
+
+
+class Meeting:
+    """Where replicas that must load at the same time wait for each other: one that is missing would keep the others waiting in
+    the middle of the transfer. `leave` is for one that does not come."""
+
+    def __init__(self, names: Sequence[str], watch: Watcher) -> None:
+        self._missing = set(names)
+        self._lost = ""
+        self._watch = watch
+        self._over = asyncio.Event()
+
+    async def arrive(self, name: str) -> None:
+        """Raises EngineFailed when one does not come."""
+        self._missing.discard(name)
+        if not self._missing and not self._over.is_set():
+            self._over.set()
+            self._watch({"step": "receiving"})
+        await self._over.wait()
+        if self._lost:
+            raise EngineFailed(f"nothing was sent, for {self._lost} cannot take part")
+
+    def leave(self, name: str) -> None:
+        if not self._over.is_set():
+            self._lost = name
+            self._over.set()
+
+
+# The NCCL group of a trainer and its engines: the trainer is rank 0, the workers of all replicas follow, replica after replica.
+#
+# A broadcast needs every member: before anything is sent, `check_group` makes sure that those that will be told to receive are all
+# there are. Checked against vLLM 0.32 (`vllm/distributed/weight_transfer/nccl_engine.py`).
+
+
+async def plan(apis: Mapping[str, WeightApi]) -> dict[str, Any]:
+    """`{world_size, replicas: {name: {rank_offset, workers}}}` for these engines, in this order. Raises EngineUnavailable."""
+    if not apis:
+        raise EngineUnavailable("no engine can take the weights")
+    workers = dict(zip(apis, await asyncio.gather(*(api.world_size() for api in apis.values())), strict=True))
+    places, offset = {}, 1
+    for name, count in workers.items():
+        places[name] = {"rank_offset": offset, "workers": count}
+        offset += count
+    return {"world_size": offset, "replicas": places}
+
+
+async def join(apis: Mapping[str, WeightApi], world_size: int, nccl: Mapping[str, Any]) -> dict[str, Any]:
+    """`{group, world_size, replicas}` once every engine has joined; the trainer, as rank 0, must be joining meanwhile.
+
+    Raises Conflict when the engines are not those that `world_size` was planned for, EngineFailed when one cannot join."""
+    planned = await plan(apis)
+    if planned["world_size"] != world_size:
+        raise Conflict(f"the group has {planned['world_size']} members now, not {world_size}: ask again", param="world_size")
+    group = uuid.uuid4().hex
+    places = {
+        name: {**nccl, "world_size": world_size, "rank_offset": place["rank_offset"]}
+        for name, place in planned["replicas"].items()
+    }
+    await asyncio.gather(*(apis[name].join(group, place) for name, place in places.items()))
+    return {"group": group, **planned}
+
+
+async def check_group(apis: Sequence[WeightApi], transfer: Transfer) -> None:
+    """Raises Conflict when these engines are not all of the group's members: the trainer has to connect again."""
+    counts = await asyncio.gather(*(api.world_size() for api in apis))
+    if 1 + sum(counts) != transfer.world_size:
+        raise Conflict(
+            f"the engines have {sum(counts)} workers now, the trainer's group {transfer.world_size - 1}: connect again",
+            param="transfer",
+        )

@@ -1,0 +1,282 @@
+"""vLLM's routes for new weights (`VLLM_SERVER_DEV_MODE=1`), one function each, and its errors as one sentence.
+
+The checkpoint route needs the backend of `vllm_backend.py` in the engine; LoRA adapters need `--enable-lora` and
+`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. Checked against vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import aiohttp
+
+from proxy.engine import replica
+from proxy.engine.replica import Replica
+from proxy.errors import EngineFailed
+
+PROBE_SECONDS = 30.0
+TORN = "torn"
+"""How the label of weights begins that are not, or may not be, whole: it is no version, so nothing sampled under them is trained.
+Where only the adapter is in doubt, the label that it had follows: `torn-4`."""
+SETUP = (
+    "start vLLM with VLLM_SERVER_DEV_MODE=1, --worker-extension-cls proxy.engine.in_vllm.backend.VerbatimWorker and "
+    '--weight-transfer-config \'{"backend": "verbatim"}\''
+)
+
+
+# vLLM's server drops the connection after an internal error; the next step must not be sent down it.
+_CLOSE = {"Connection": "close"}
+_WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check the stack trace .*", re.DOTALL)
+
+
+class StepRefused(EngineFailed):
+    """The engine answered a step with an error, `http_status`; any other EngineFailed leaves open whether it took the step."""
+
+    http_status: int | None = None
+
+
+class Claimed(EngineFailed):
+    """The engine is another's to change: of a service on another store, or of a process that has taken over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Who changes the engine's weights: the store's identity, the push lock's fence, and for how many seconds at most."""
+
+    owner: str
+    fence: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What a trainer sends through the NCCL group `group`: its parameters in order, each with its torch dtype and full shape."""
+
+    group: str
+    world_size: int
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a replica's workers hold: `whole` when all of them hold the same complete weights, from the update of `path`
+    (None: what the engine was started with) as `version`; `updates` counts the whole updates since the engine started;
+    `error` is what the last update failed with; `claimed_by` who is changing them now; `group` the NCCL group that it joined;
+    `begun` whether an update was begun and not ended, None where only some workers say so."""
+
+    whole: bool
+    path: str | None
+    version: int | None
+    updates: int
+    error: str | None = field(default=None, compare=False)
+    claimed_by: str | None = field(default=None, compare=False)
+    group: str | None = field(default=None, compare=False)
+    begun: bool | None = field(default=False, compare=False)
+
+
+class WeightApi:
+    """One replica's weight routes. Every method raises EngineFailed, with a sentence that names what the engine said.
+
+    With a `claim` the engine's workers load nothing that comes under an older one."""
+
+    def __init__(self, http: aiohttp.ClientSession, replica: Replica, step_seconds: float, claim: Claim | None = None) -> None:
+        self._http = http
+        self._replica = replica
+        self._step_seconds = step_seconds
+        self._claim = claim
+        self._extended = False
+
+    async def label(self) -> str:
+        answer = await self._ask("GET", "/weight_info", seconds=PROBE_SECONDS)
+        return str(answer.get("weight_version"))
+
+    async def set_label(self, version: int | str) -> None:
+        await self._ask("POST", "/update_weight_version", {"new_version": str(version)}, seconds=PROBE_SECONDS)
+
+    async def paused(self) -> bool | None:
+        """None where the engine does not tell."""
+        answer = await self._ask("GET", "/is_paused", seconds=PROBE_SECONDS)
+        return bool(answer.get("is_paused"))
+
+    async def loaded(self) -> Loaded:
+        try:
+            return _loaded(await self._call_workers("verbatim_weights", seconds=PROBE_SECONDS))
+        except StepRefused as error:
+            raise StepRefused(f"the engine has no backend for checkpoints ({error.message}); {SETUP}") from error
+
+    async def claim(self) -> bool:
+        """Whether the engine's workers keep it, so that nobody else has them. Raises Claimed when another has the engine,
+        StepRefused when it has no backend that could say."""
+        if self._claim is None:
+            return False
+        claim = self._claim
+        for answer in await self._call_workers(
+            "verbatim_claim", claim.owner, claim.fence, claim.seconds, seconds=PROBE_SECONDS
+        ):
+            if answer.get("error"):
+                raise Claimed(str(answer["error"]))
+        return True
+
+    async def release(self) -> None:
+        """Others may change the engine again. A claim that cannot be given back ends by itself."""
+        if self._claim is not None:
+            with contextlib.suppress(EngineFailed):
+                await self._call_workers("verbatim_claim", self._claim.owner, self._claim.fence, 0.0, seconds=PROBE_SECONDS)
+
+    async def check(self, path: str) -> None:
+        """Raises StepRefused when the checkpoint does not fit. Nothing is paused or changed."""
+        self._raise_any(await self._call_workers("verbatim_check", path))
+
+    async def check_transfer(self, transfer: Transfer) -> None:
+        """Raises StepRefused when the engine is not in that group or the parameters do not fit. Nothing is paused or changed."""
+        self._raise_any(await self._call_workers("verbatim_check_transfer", asdict(transfer)))
+
+    async def world_size(self) -> int:
+        """The workers of this engine, over all its parallel ranks."""
+        return int((await self._ask("GET", "/get_world_size", seconds=PROBE_SECONDS)).get("world_size", 0))
+
+    async def join(self, group: str, nccl: dict[str, Any]) -> None:
+        """Returns when every worker has joined the trainer's NCCL group; the trainer must be joining it meanwhile."""
+        await self._ask("POST", "/init_weight_transfer_engine", {"init_info": {"group": group, "nccl": nccl}})
+        joined = await self.loaded()
+        if joined.group != group:
+            raise StepRefused(joined.error or "not every worker of the engine has joined the group")
+
+    async def pause(self, mode: str) -> None:
+        """After it nothing runs. The cache is cleared in every mode: `keep` freezes the requests in flight and computes
+        their context again under the new weights, since a cache of the old ones would mix the two."""
+        await self._ask("POST", f"/pause?mode={mode}&clear_cache=true")
+
+    async def resume(self) -> None:
+        await self._ask("POST", "/resume")
+
+    async def load_full(self, path: str, version: int) -> None:
+        """Return when every worker holds all of the checkpoint. To be called while paused."""
+        await self._update({"path": path, "version": version})
+
+    async def load_transfer(self, transfer: Transfer, version: int) -> None:
+        """Return when every worker holds what the trainer sends. To be called while paused, in all the group's engines at once."""
+        await self._update({"transfer": asdict(transfer), "version": version})
+
+    async def _update(self, update_info: dict[str, Any]) -> None:
+        claim = {"owner": self._claim.owner, "fence": self._claim.fence} if self._claim else {}
+        await self.claim()
+        before = await self.loaded()
+        if before.begun is None:
+            raise StepRefused("some of the engine's workers are in the middle of an update; restart the engine")
+        # Left begun by a push that was killed or refused, the next may go right in. To begin it again would fail in every worker,
+        # and of several vLLM takes the first one's answer: the others' would be taken for the answers to what is asked next.
+        if not before.begun:
+            await self._ask("POST", "/start_weight_update")
+        await self._ask("POST", "/update_weights", {"update_info": {**update_info, **claim}})
+        after = await self.loaded()
+        if not after.whole or after.updates != before.updates + 1:
+            raise StepRefused(after.error or "the engine's workers hold different weights")
+
+    async def finish_full(self, version: int) -> None:
+        await self._ask("POST", "/finish_weight_update", {"weight_version": str(version)})
+
+    async def load_adapter(self, path: str) -> None:
+        body = {"lora_name": self._replica.adapter, "lora_path": path, "load_inplace": True}
+        await self._ask("POST", "/v1/load_lora_adapter", body)
+
+    async def abort_all(self) -> None:
+        await self._ask("POST", "/abort_requests", {}, seconds=PROBE_SECONDS)
+
+    def _raise_any(self, answers: list[dict[str, Any]]) -> None:
+        for answer in answers:
+            if answer.get("error"):
+                raise StepRefused(str(answer["error"]))
+
+    async def _call_workers(self, method: str, *args: Any, seconds: float | None = None) -> list[dict[str, Any]]:
+        """One answer per worker of the engine. Raises StepRefused where they do not know the method."""
+        await self._check_extended()
+        answer = await self._ask("POST", "/collective_rpc", {"method": method, "args": args}, seconds=seconds)
+        results = answer.get("results")
+        if not isinstance(results, list) or not results or not all(isinstance(item, dict) for item in results):
+            raise EngineFailed(f"the engine does not report its weights; {SETUP}")
+        if missing := next((item["no_backend"] for item in results if item.get("no_backend")), None):
+            raise StepRefused(str(missing))
+        return results
+
+    async def _check_extended(self) -> None:
+        """Raises StepRefused where the workers of an engine that has several are known to lack the methods they are asked for."""
+        if self._extended:
+            return
+        try:
+            missing = await replica.is_missing(self._probe)
+        except StepRefused:
+            missing = False
+        if missing:
+            raise StepRefused("its workers were started without --worker-extension-cls")
+        self._extended = True
+
+    async def _probe(self, route: str) -> dict[str, Any]:
+        return await self._ask("GET", route, seconds=PROBE_SECONDS)
+
+    async def _ask(
+        self, method: str, route: str, body: dict[str, Any] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=seconds or self._step_seconds)
+        try:
+            async with self._http.request(
+                method, self._replica.url + route, json=body, timeout=timeout, headers=_CLOSE
+            ) as response:
+                data = await response.read()
+        except TimeoutError as error:
+            raise EngineFailed(f"{_step(route)} did not answer within {timeout.total:g} seconds") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineFailed(f"{_step(route)} broke off: {error or type(error).__name__}") from error
+        if response.status != 200:
+            refused = StepRefused(_sentence(route, response.status, data))
+            refused.http_status = response.status
+            raise refused
+        return _object(data)
+
+
+def _loaded(workers: list[dict[str, Any]]) -> Loaded:
+    first = workers[0]
+    whole = all(worker.get("whole") is True and worker.get("updates") == first.get("updates") for worker in workers)
+    error = next((str(worker["error"]) for worker in workers if worker.get("error")), None)
+    claimed_by = next((str(worker["claimed_by"]) for worker in workers if worker.get("claimed_by")), None)
+    group = first.get("group") if all(worker.get("group") == first.get("group") for worker in workers) else None
+    begun = {worker.get("begun") is True for worker in workers}
+    return Loaded(
+        whole,
+        first.get("path"),
+        first.get("version"),
+        int(first.get("updates", 0)),
+        error,
+        claimed_by,
+        group,
+        begun.pop() if len(begun) == 1 else None,
+    )
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(data)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _sentence(route: str, status: int, data: bytes) -> str:
+    error = _object(data).get("error", _object(data))
+    said = str(error.get("message") or error.get("detail") or "") if isinstance(error, dict) else str(error)
+    if status == 404 and said in ("", "Not Found"):
+        return f"the engine has no {_step(route)}; {SETUP}"
+    said = said.removeprefix("Call to collective_rpc method failed: ")
+    if worker := _WORKER_ERROR.fullmatch(said):
+        said = worker.group(1)
+    return said or f"{_step(route)} answered HTTP {status}"
+
+
+def _step(route: str) -> str:
+    return route.partition("?")[0]

@@ -1,0 +1,330 @@
+"""Where the time of a call goes: its steps, and within each the service's own time and the time it waits for somebody else.
+
+| step | what happens | waits for |
+|---|---|---|
+| admit | path, key and session, and the body as it comes in | store (a session that is not in memory), harness |
+| parse | the body becomes a canonical request | |
+| queue | a replica that serves and has room is found | engine |
+| plan | the parent is found, the prompt's ids are made and proven | engine (renderings; token path) |
+| intent | what is about to be sampled is written down; only what that takes longer than what is done meanwhile | store |
+| sample | the engine is asked for a reply, which is put together | engine |
+| interpret | what the sampled ids say, by the engine's own parsers (token path) | engine |
+| commit | the records are made and stored | store |
+| reply | the answer is rendered and sent | harness |
+
+The clock of a call runs through: everything between two marks belongs to one step and one part, so that all parts together are the
+time from the first look at the request to the answer that went out. Waiting is measured where it happens, at the wire; what a client
+library does there counts as waiting, and so does what else the event loop does meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import compress
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from proxy.settings import Settings
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span, Tracer
+
+
+STEPS = ("admit", "parse", "queue", "plan", "intent", "sample", "interpret", "commit", "reply")
+ADMIT, PARSE, QUEUE, PLAN, INTENT, SAMPLE, INTERPRET, COMMIT, REPLY = range(len(STEPS))
+
+PARTS = ("own", "engine", "store", "harness")
+OWN, ENGINE, STORE, HARNESS = range(len(PARTS))
+
+_CELLS = range(len(STEPS) * len(PARTS))
+
+SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
+"""Upper ends of the histogram's buckets."""
+
+
+class CallClock:
+    """One call's time so far, by step and part. It starts in `admit`."""
+
+    __slots__ = ("_at", "_first", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = [0.0] * len(_CELLS)
+        self._first = ADMIT * len(PARTS)
+        self._at = time.perf_counter()
+
+    def begin(self, step: int) -> None:
+        """The step that was under way is over, and this one begins."""
+        self.wait()
+        self._first = step * len(PARTS)
+
+    def wait(self) -> None:
+        """From here on somebody else is waited for."""
+        now = time.perf_counter()
+        self.seconds[self._first] += now - self._at
+        self._at = now
+
+    def waited(self, part: int) -> None:
+        """It is over; `part` is who was waited for."""
+        now = time.perf_counter()
+        self.seconds[self._first + part] += now - self._at
+        self._at = now
+
+    def taken(self) -> Iterator[tuple[int, float]]:
+        """(place in `seconds`, seconds) where there are any."""
+        return zip(compress(_CELLS, self.seconds), filter(None, self.seconds), strict=True)
+
+    @property
+    def step(self) -> int:
+        return self._first // len(PARTS)
+
+
+CLOCK: ContextVar[CallClock | None] = ContextVar("clock", default=None)
+"""The clock of the call that the running task works for, so that the wire needs not be told."""
+
+
+class Waiting:
+    """`with Waiting(STORE):` around an await; counts for the running task's call, where it works for one."""
+
+    __slots__ = ("_clock", "_part")
+
+    def __init__(self, part: int) -> None:
+        self._clock = CLOCK.get()
+        self._part = part
+
+    def __enter__(self) -> None:
+        if self._clock is not None:
+            self._clock.wait()
+
+    def __exit__(self, *_: object) -> None:
+        if self._clock is not None:
+            self._clock.waited(self._part)
+
+
+class Within:
+    """`with Within(INTERPRET):` around what is a step of its own in the middle of another one."""
+
+    __slots__ = ("_before", "_clock", "_step")
+
+    def __init__(self, step: int) -> None:
+        self._clock = CLOCK.get()
+        self._step = step
+        self._before = step
+
+    def __enter__(self) -> None:
+        if self._clock is not None:
+            self._before = self._clock.step
+            self._clock.begin(self._step)
+
+    def __exit__(self, *_: object) -> None:
+        if self._clock is not None:
+            self._clock.begin(self._before)
+
+
+class StepSeconds(Collector):
+    """`verbatim_step_seconds`: histograms by step and part. Only those that were ever seen are shown.
+
+    Counted in lists instead of metric objects, whose locks would cost a call more than all its marks: one thread writes here."""
+
+    def __init__(self) -> None:
+        cells = len(STEPS) * len(PARTS)
+        self._counts = [[0] * (len(SECONDS) + 1) for _ in range(cells)]
+        self._sums = [0.0] * cells
+
+    def took(self, clock: CallClock) -> None:
+        """A call was recorded and its answer has gone out."""
+        for cell, seconds in clock.taken():
+            self._counts[cell][bisect_left(SECONDS, seconds)] += 1
+            self._sums[cell] += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        shown = HistogramMetricFamily("verbatim_step_seconds", "Seconds of a call by step and part.", labels=["step", "part"])
+        for cell, counts in enumerate(self._counts):
+            if any(counts):
+                step, part = divmod(cell, len(PARTS))
+                shown.add_metric([STEPS[step], PARTS[part]], _buckets(counts), self._sums[cell])
+        yield shown
+
+
+def _buckets(counts: list[int]) -> list[tuple[str, float]]:
+    """(upper end, calls up to it), the whole last."""
+    buckets: list[tuple[str, float]] = []
+    total = 0
+    for end, count in zip((*map(str, SECONDS), "+Inf"), counts, strict=True):
+        total += count
+        buckets.append((end, total))
+    return buckets
+
+
+# What is noted of one call while it is answered, for its log line and its trace. Only where either is wanted.
+#
+# The notes are the call's own: set when its request arrives, and found again by whatever works for it, in whichever task.
+
+
+class CallTrace(Protocol):
+    """The spans of one call. A step lasts until the next one begins, or the call ends."""
+
+    trace_id: str
+
+    def step(self, name: str, attributes: Mapping[str, str] | None = None) -> None: ...
+
+    def event(self, name: str) -> None: ...
+
+    def carry(self, headers: MutableMapping[str, str]) -> None:
+        """Add what lets another service's spans be children of the step."""
+        ...
+
+    def end(self, attributes: Mapping[str, str | int | float | list[str]], error: str) -> None:
+        """`error`: its code, "" where there was none."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Traced:
+    """What a call is traced by, until it is forgotten: tasks that outlive the call hold this too."""
+
+    trace: CallTrace | None = None
+
+
+TRACED: ContextVar[Traced | None] = ContextVar("traced", default=None)
+
+# OpenTelemetry traces: a span of each call, a child of the harness's own where it sends a traceparent, and one of each step in it.
+#
+#     call
+#     ├── admit      path, key and session, and the body as it comes in
+#     ├── parse      the body becomes a canonical request
+#     ├── queue      a replica that serves and has room is found
+#     ├── plan       the parent is found, the prompt's ids are made and proven
+#     ├── intent     what is about to be sampled is written down
+#     ├── sample     the engine samples; event first_token
+#     ├── commit     the records are stored
+#     └── reply      the rest of the answer goes out
+#
+# A call that another replica is tried for has the middle steps once more. What the engine is asked carries the step's context, so
+# the engine's own spans are children of it. Made by the official SDK, which is loaded only where traces are asked for.
+
+
+EXPORT_SECONDS = 5.0
+"""How long a batch may take to be sent, tried again or not, and so the last one of a service that stops."""
+
+
+class Tracing:
+    """`exporter` is given the spans that ended, in batches, from a thread of its own."""
+
+    def __init__(self, exporter: SpanExporter, ratio: float) -> None:
+        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES have the last word.
+        resource = Resource.create({SERVICE_NAME: "verbatim"}).merge(OTELResourceDetector().detect())
+        self._provider = TracerProvider(ParentBasedTraceIdRatio(ratio), resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("verbatim")
+
+    @classmethod
+    def to(cls, settings: Settings) -> Self | None:
+        """To the collector of the settings; None where they name none."""
+        if settings.trace_endpoint is None:
+            return None
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        return cls(OTLPSpanExporter(settings.trace_endpoint, timeout=EXPORT_SECONDS), settings.trace_ratio)
+
+    def begin(self, headers: Mapping[str, str]) -> Spans:
+        return Spans(self._tracer, headers)
+
+    def close(self) -> None:
+        """Send what is left. Blocks."""
+        self._provider.shutdown()
+
+
+class Spans:
+    """Those of one call; a `CallTrace`. Given as parents by name: what is current would follow a task, and not the call."""
+
+    def __init__(self, tracer: Tracer, headers: Mapping[str, str]) -> None:
+        from opentelemetry.trace import SpanKind, format_trace_id, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._context = set_span_in_context
+        self._propagator = TraceContextTextMapPropagator()
+        self._tracer = tracer
+        self._call = tracer.start_span("call", self._propagator.extract(headers), SpanKind.SERVER)
+        self._step: Span = self._call
+        self.trace_id = format_trace_id(self._call.get_span_context().trace_id)
+
+    def step(self, name: str, attributes: Mapping[str, str] | None = None) -> None:
+        self._end_step()
+        self._step = self._tracer.start_span(name, self._context(self._call), attributes=attributes)
+
+    def event(self, name: str) -> None:
+        self._step.add_event(name)
+
+    def carry(self, headers: MutableMapping[str, str]) -> None:
+        self._propagator.inject(headers, self._context(self._step))
+
+    def end(self, attributes: Mapping[str, str | int | float | list[str]], error: str) -> None:
+        from opentelemetry.trace import StatusCode
+
+        self._end_step()
+        self._call.set_attributes(attributes)
+        if error:
+            self._call.set_status(StatusCode.ERROR, error)
+        self._call.end()
+
+    def _end_step(self) -> None:
+        if self._step is not self._call:
+            self._step.end()
+
+
+def carried() -> Mapping[str, str]:
+    """The headers that let what an engine does for a call be a part of the call's step."""
+    traced, headers = TRACED.get(), dict[str, str]()
+    if traced is not None and traced.trace is not None:
+        traced.trace.carry(headers)
+    return headers
+
+
+# Deadline: `async with Deadline(seconds):` as `asyncio.timeout`, in a third of its instructions: every call runs under several.
+#
+# After so many seconds the task is cancelled where it waits, and the block raises TimeoutError. A cancellation by somebody else
+# stays one.
+
+
+class Deadline:
+    """`seconds` 0 or None: never."""
+
+    __slots__ = ("_cancelling", "_over", "_seconds", "_task", "_timer")
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._over = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> None:
+        if self._seconds:
+            task = asyncio.current_task()
+            assert task is not None, "a deadline is a task's"
+            self._task, self._cancelling = task, task.cancelling()
+            self._timer = task.get_loop().call_later(self._seconds, self._end)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            if self._over and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+                raise TimeoutError from error
+
+    def _end(self) -> None:
+        self._over = True
+        self._task.cancel()

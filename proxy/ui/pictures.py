@@ -1,0 +1,226 @@
+"""TreePicture: a session's tree as boxes and lines. Time runs to the right, every branch has a line of its own.
+
+Calls that each go on from the one before make a *stretch*. In a small tree every call is drawn; in a large one a stretch is one box.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from proxy.ui.look import CallLine
+
+EACH_CALL = 120
+"""Calls up to which all are drawn; with more a stretch is one box."""
+LONGEST = 48
+"""The same for the longest way from a root to a leaf."""
+MOST_STRETCHES = 300
+STEP, LANE, RADIUS, MARGIN = 44, 38, 13, 22
+WIDEST = 4
+"""Steps that the box of a stretch is wide at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """`first` and `last` are the calls in it, `count` how many. `mark` is why it begins a branch."""
+
+    first: CallLine
+    last: CallLine
+    count: int
+    x: int
+    y: int
+    width: int
+    quarantined: int
+
+    @property
+    def label(self) -> str:
+        return str(self.first.number) if self.count == 1 else f"{self.count} calls"
+
+    @property
+    def title(self) -> str:
+        line = self.first
+        what = f"call {line.number}" if self.count == 1 else f"calls {line.number} to {self.last.number}"
+        parts = [what, line.role, line.branch_reason and f"branch: {line.branch_reason}"]
+        parts.append(f"{line.prompt_tokens} + {line.sampled_tokens} tokens" if self.count == 1 else "")
+        parts.append(f"{self.quarantined} quarantined" if self.quarantined and self.count > 1 else line.refused)
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, slots=True)
+class TreePicture:
+    """`left_out` calls are in none of the boxes."""
+
+    boxes: Sequence[Box]
+    lines: Sequence[str]
+    width: int
+    height: int
+    left_out: int
+
+
+def tree_picture(lines: Sequence[CallLine]) -> TreePicture:
+    children = _children(lines)
+    depth = _depth(lines)
+    split = len(lines) <= EACH_CALL and depth <= LONGEST
+    boxes: list[Box] = []
+    drawn: list[str] = []
+    left = [(line, 0, None) for line in reversed(children[""])]
+    pending: list[tuple[CallLine, int, Box | None]] = list(left)
+    lanes = 0
+    while pending and len(boxes) < MOST_STRETCHES:
+        line, column, parent = pending.pop()
+        stretch = [line] if split else _stretch(line, children)
+        # The first that goes on from a box stays on its lane; every other one gets a new lane.
+        straight = parent is not None and not any(box.y == parent.y and box.x > parent.x for box in boxes)
+        lane = (parent.y - MARGIN) // LANE if parent is not None and straight else lanes
+        lanes = max(lanes, lane + 1)
+        box = _box(stretch, column, lane)
+        boxes.append(box)
+        if parent is not None:
+            drawn.append(_line(parent, box))
+        after = column + (box.width + STEP - 1) // STEP
+        pending += [(child, after, box) for child in reversed(children.get(stretch[-1].call_id, []))]
+    width = max((box.x + box.width for box in boxes), default=0) + MARGIN
+    return TreePicture(boxes, drawn, width, lanes * LANE + MARGIN // 2, len(lines) - sum(box.count for box in boxes))
+
+
+def _children(lines: Sequence[CallLine]) -> dict[str, list[CallLine]]:
+    """By parent, those that go straight on first. What has no parent here is a root, under ""."""
+    known = {line.call_id for line in lines}
+    found: dict[str, list[CallLine]] = {"": []}
+    for line in lines:
+        found.setdefault(line.parent_id if line.parent_id in known and line.parent_id else "", []).append(line)
+    for each in found.values():
+        each.sort(key=lambda line: (bool(line.branch_reason), line.number))
+    return found
+
+
+def _depth(lines: Sequence[CallLine]) -> int:
+    depths: dict[str, int] = {}
+    for line in lines:
+        depths[line.call_id] = depths.get(line.parent_id or "", 0) + 1
+    return max(depths.values(), default=0)
+
+
+def _stretch(line: CallLine, children: dict[str, list[CallLine]]) -> list[CallLine]:
+    """The call and those that go straight on from it, up to where the tree branches."""
+    stretch = [line]
+    while len(following := children.get(stretch[-1].call_id, [])) == 1 and not following[0].branch_reason:
+        stretch.append(following[0])
+    return stretch
+
+
+def _box(stretch: Sequence[CallLine], column: int, lane: int) -> Box:
+    steps = 1 if len(stretch) == 1 else min(WIDEST, 2 + len(stretch) // 25)
+    width = 2 * RADIUS + (steps - 1) * STEP
+    x, y = MARGIN + column * STEP, MARGIN + lane * LANE
+    return Box(stretch[0], stretch[-1], len(stretch), x, y, width, sum(bool(line.refused) for line in stretch))
+
+
+def _line(parent: Box, child: Box) -> str:
+    """The path from the parent's right end to the child's left one."""
+    x, end = parent.x + parent.width - RADIUS, child.x - RADIUS
+    if parent.y == child.y:
+        return f"M{x} {parent.y}H{end}"
+    turn = min(x + RADIUS, end)
+    return f"M{x} {parent.y}C{turn} {parent.y} {x} {child.y} {end} {child.y}"
+
+
+# Rewards of a group as numbers and as pictures: a strip of dots and a histogram.
+
+
+BARS = 12
+WIDTH, HEIGHT = 240, 26
+TALL = 90
+DOT_RADIUS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    x: float
+    y: float
+    name: str
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """`x` to `x + width` stands for rewards from `low` to `high`."""
+
+    x: float
+    width: float
+    height: float
+    count: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """Of `values`, those of sessions that have one, by session id. `spread` is the population's standard deviation."""
+
+    values: Sequence[tuple[str, float]]
+    low: float
+    high: float
+    mean: float
+    spread: float
+
+    @classmethod
+    def of(cls, given: Iterable[tuple[str, float | None]]) -> Rewards | None:
+        """None where there is not one finite reward."""
+        values = [(name, reward) for name, reward in given if reward is not None and math.isfinite(reward)]
+        if not values:
+            return None
+        numbers = [reward for _, reward in values]
+        mean = math.fsum(number / len(numbers) for number in numbers)
+        spread = math.hypot(*(number - mean for number in numbers)) / math.sqrt(len(numbers))
+        return cls(values, min(numbers), max(numbers), mean, spread)
+
+    @property
+    def flat(self) -> bool:
+        """Whether all are equal: then a group teaches nothing by comparison."""
+        return self.low == self.high
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The ids of a session with the lowest and of one with the highest reward."""
+        ordered = sorted(self.values, key=lambda each: each[1])
+        return ordered[0][0], ordered[-1][0]
+
+    def dots(self) -> list[Dot]:
+        """One per session from left (lowest) to right, equal ones on top of each other as far as there is room."""
+        piled: dict[int, int] = {}
+        dots = []
+        for name, reward in sorted(self.values, key=lambda each: each[1]):
+            x = DOT_RADIUS + self._place(reward) * (WIDTH - 2 * DOT_RADIUS)
+            column = round(x / (2 * DOT_RADIUS))
+            height = piled[column] = piled.get(column, 0) + 1
+            dots.append(Dot(round(x, 1), round(HEIGHT - DOT_RADIUS - min(height - 1, 4) * DOT_RADIUS, 1), name, reward))
+        return dots
+
+    def bars(self) -> list[Bar]:
+        """The histogram, left to right."""
+        count = 1 if self.flat else BARS
+        heights = [0] * count
+        for _, reward in self.values:
+            heights[min(count - 1, int(self._place(reward) * count))] += 1
+        step, tallest = (self.high - self.low) / count, max(heights)
+        width = WIDTH / count
+        return [
+            Bar(
+                round(at * width, 1),
+                round(width - 2, 1),
+                round(height / tallest * TALL, 1),
+                height,
+                self.low + at * step,
+                self.low + (at + 1) * step,
+            )
+            for at, height in enumerate(heights)
+        ]
+
+    def _place(self, reward: float) -> float:
+        """From 0 at the lowest to 1 at the highest; the middle where there is but one."""
+        if self.flat:
+            return 0.5
+        # Halved, the difference of the largest numbers is a number, too.
+        return (reward / 2 - self.low / 2) / (self.high / 2 - self.low / 2)

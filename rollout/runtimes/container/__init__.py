@@ -1,0 +1,1 @@
+"""Runtimes in containers: podman, docker and apptainer."""

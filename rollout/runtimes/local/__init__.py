@@ -1,0 +1,1 @@
+"""Runtimes on the node itself, in a sandbox or without one."""

@@ -1,0 +1,308 @@
+"""`verbatim generate` as its users run it: a service and a node of its own, local runtimes, and a scripted engine for the model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.archive.folder import ArchiveReader, read_table
+from proxy.store.connection import StoreConnection
+from tests.support.engine.scripted_engine import Say, ScriptedEngine
+from tests.support.machine import unavailable
+from tests.support.runtimes.rollout_nodes import ASK, World
+from tests.support.runtimes.runtime_places import no_sandbox
+from tests.support.service.forked import ForkedVerbatim
+from tests.support.service.rollout_service import serving_tasks
+from tests.support.service.running_service import ADMIN, RunningService
+from tests.support.service.verbatim_process import environment, processes_using, verbatim, wait_until
+
+SECONDS = 280.0
+RUNTIME = {"kind": "local", "network": "full", "options": {"sandbox": "none"}, "cpus": 0.1, "memory_mb": 256}
+LENGTH = 'printf "%s" "$(wc -w < said.txt)"'
+
+
+@pytest.fixture
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine("qwen3") as engine:
+        yield engine
+
+
+def task(task_id: str, command: str = "grep -q 'hello world' said.txt", **fields: Any) -> dict[str, Any]:
+    scored = {"kind": "command", "options": {"command": command, **fields.pop("options", {})}, "fresh_runtime": False}
+    return {
+        "task_id": task_id,
+        "instruction": ASK,
+        "runtime": RUNTIME,
+        "evaluator": scored,
+        "metadata": {"from": task_id},
+        **fields,
+    }
+
+
+def written(path: Path, *tasks: dict[str, Any]) -> str:
+    path.write_text("\n".join(json.dumps(task) for task in tasks) + "\n")
+    return str(path)
+
+
+def variables(tmp_path: Path) -> dict[str, str]:
+    return {"VERBATIM_ENGINE_API": "token", "VERBATIM_LOCAL_DIR": str(tmp_path / "runtimes"), **ForkedVerbatim.forking_env()}
+
+
+def generate(tmp_path: Path, engine: ScriptedEngine, *args: str) -> subprocess.CompletedProcess[str]:
+    given = ("--engine", engine.url, "--harness", "shell", "--out", str(tmp_path / "out"), *args)
+    return verbatim("generate", *given, timeout_seconds=SECONDS, **variables(tmp_path))
+
+
+def stopped(tmp_path: Path, once: str, *given: str) -> str:
+    """What the command has said in the end, which it was told to come to as soon as it said `once`."""
+    with (tmp_path / "stderr").open("w") as told:
+        process = ForkedVerbatim(
+            ("generate", *given), env=environment(**variables(tmp_path)), stdin=subprocess.DEVNULL, stderr=told
+        )
+    try:
+        stderr = (tmp_path / "stderr").read_text
+        wait_until(lambda: once in stderr() or process.poll() is not None, SECONDS, f"it says {once!r}")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 128 + signal.SIGTERM, stderr()
+    finally:
+        process.kill()
+        process.wait()
+    return stderr()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_attempts_are_made_until_one_is_accepted_which_becomes_rows_and_messages(
+    engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    """The third attempt says what is wanted; the command, given again, changes nothing and asks the model nothing."""
+    engine.say("goodbye", "goodbye", "hello world")
+    given = ("--tasks", written(tmp_path / "tasks.jsonl", task("a")), "--max-samples", "4", "--model", "policy")
+    for _ in range(2):
+        done = generate(tmp_path, engine, *given)
+        assert done.returncode == 0, done.stderr
+        assert "1 of 1 tasks ended, 1 with an accepted attempt; 3 attempts, 1 accepted, 1 kept" in done.stderr
+        assert len(engine.generations) == 3
+    out = tmp_path / "out"
+    attempts = lines(out / "rollouts.jsonl")
+    assert [(each["input"], each["reward"], each["accepted"], each["kept"]) for each in attempts] == [
+        ("a", 0.0, False, False),
+        ("a", 0.0, False, False),
+        ("a", 1.0, True, True),
+    ]
+    (conversation,) = lines(out / "chat.jsonl")
+    assert [(each["role"], each["content"]) for each in conversation["messages"]] == [
+        ("user", "hello"),
+        ("assistant", "hello world"),
+    ]
+    kept = attempts[-1]["session_id"]
+    assert (conversation["session_id"], conversation["reward"], conversation["metadata"]["from"]) == (kept, 1.0, "a")
+    (row,) = read_table(out / "accepted" / "trajectories-000000.parquet", "trajectories")
+    assert (row["session_id"], row["reward"]) == (kept, 1.0) and sum(row["loss_mask"]) == attempts[-1]["tokens"]
+    assert ArchiveReader(out / "accepted").manifest["complete"] is True
+    assert (out / "logs" / "node.log").stat().st_size and not processes_using(out)
+
+
+def test_where_nothing_is_accepted_it_says_why_and_its_exit_code_is_not_0(engine: ScriptedEngine, tmp_path: Path) -> None:
+    """What comes next in a script would fine-tune on nothing."""
+    done = generate(tmp_path, engine, "--tasks", written(tmp_path / "tasks.jsonl", task("a", instruction="exit 3")))
+    *_, ended, failed, totals, conversations, refused = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert ended == "task a: 0 of 1 attempts accepted, 0 kept, 0 tokens, 1 harness_failed"
+    assert failed.startswith("1 attempt failed as harness_failed: shell ended with exit code 3") and "(see generate:/" in failed
+    assert totals.startswith("1 of 1 tasks ended, 0 with") and conversations.startswith("0 conversations in ")
+    assert refused == f"verbatim: no attempt was accepted; {tmp_path / 'out' / 'rollouts.jsonl'} says of each why not"
+
+
+def test_what_was_stopped_is_taken_up_where_it_was(engine: ScriptedEngine, tmp_path: Path) -> None:
+    """One task is accepted, the other's harness sleeps until the command is told to end; the second time it does not sleep."""
+    engine.script = lambda generation, index: Say("hello world")
+    sleeping = {"instruction": f"test -e {tmp_path}/go || sleep 3600\n{ASK}"}
+    file = written(tmp_path / "tasks.jsonl", task("a"), task("b", **sleeping))
+    given = ["--tasks", file, "--engine", engine.url, "--harness", "shell", "--out", str(tmp_path / "out")]
+    said = stopped(tmp_path, "task a: 1 of 1", *given)
+    assert "the same command goes on" in said and not processes_using(tmp_path / "out")
+    assert [each["kept"] for each in lines(tmp_path / "out" / "rollouts.jsonl")] == [True]
+    assert [each["input"] for each in lines(tmp_path / "out" / "chat.jsonl")] == ["a"]
+    (tmp_path / "go").touch()
+    done = generate(tmp_path, engine, "--tasks", file)
+    assert done.returncode == 0, done.stderr
+    assert sorted(each["input"] for each in lines(tmp_path / "out" / "chat.jsonl")) == ["a", "b"]
+    assert len(engine.generations) == 2
+
+
+def test_an_accepted_reply_that_was_truncated_is_told_as_such(engine: ScriptedEngine, tmp_path: Path) -> None:
+    """The old bug: chat.jsonl held half a reply as if it were whole, and nothing said so."""
+    engine.script = lambda generation, index: Say("hello world", finish_reason="length")
+    done = generate(tmp_path, engine, "--tasks", written(tmp_path / "tasks.jsonl", task("a")))
+    assert done.returncode == 0, done.stderr
+    (conversation,) = lines(tmp_path / "out" / "chat.jsonl")
+    assert (conversation["truncated"], conversation["finish_reason"]) == (True, "length")
+    assert "1 of 1 conversations are truncated (1 by length)" in done.stderr
+
+
+Generate = Callable[..., Awaitable[subprocess.CompletedProcess[str]]]
+
+
+@asynccontextmanager
+async def generating(redis_url: str, engine: ScriptedEngine, tmp_path: Path) -> AsyncIterator[tuple[RunningService, Generate]]:
+    """A service with a node, and the command that uses it."""
+    with serving_tasks(redis_url, engine.url, engine_api="token") as service:
+        given = ("--url", service.url, "--harness", "shell", "--out", str(tmp_path / "out"))
+
+        async def generate(*args: str) -> subprocess.CompletedProcess[str]:
+            return await asyncio.to_thread(
+                verbatim, "generate", *given, *args, timeout_seconds=SECONDS, VERBATIM_ADMIN_TOKEN=ADMIN
+            )
+
+        connection = StoreConnection(redis_url)
+        try:
+            async with World(service, redis_url, connection, tmp_path).node():
+                yield service, generate
+        finally:
+            await connection.close()
+
+
+async def test_a_service_that_runs_is_used_with_the_nodes_it_has(
+    engine: ScriptedEngine, redis_url: str, tmp_path: Path
+) -> None:
+    """A line that was changed under its id is refused by its number; nothing of the service is ended."""
+    engine.script = lambda generation, index: Say("hello world")
+    async with generating(redis_url, engine, tmp_path) as (service, generate):
+        file = written(tmp_path / "tasks.jsonl", task("a"), task("b"))
+        done = await generate("--tasks", file)
+        assert done.returncode == 0, done.stderr
+        written(tmp_path / "tasks.jsonl", task("a"), task("b", instruction="Something else."))
+        refused = await generate("--tasks", file)
+        assert refused.returncode == 1 and "verbatim: line 2: " in refused.stderr, refused.stderr
+        (out,) = [task["status"] for task in service.request("GET", "/tasks").json()["tasks"] if ".a." in task["task_id"]]
+        assert out == "completed"
+    for name in ("chat.jsonl", "rollouts.jsonl"):
+        assert [each["input"] for each in lines(tmp_path / "out" / name)] == ["a", "b"]
+    assert not (tmp_path / "out" / "logs").exists()
+
+
+async def test_the_best_of_several_attempts_is_kept(engine: ScriptedEngine, redis_url: str, tmp_path: Path) -> None:
+    said = iter(["one", "one two three", "one two"])
+    engine.script = lambda generation, index: Say(next(said))
+    file = written(tmp_path / "tasks.jsonl", task("a", LENGTH, options={"reward": "number"}))
+    given = ("--tasks", file, "--samples", "3", "--want", "1", "--accept", "reward > 1")
+    async with generating(redis_url, engine, tmp_path) as (_, generate):
+        done = await generate(*given)
+    assert done.returncode == 0, done.stderr
+    attempts = lines(tmp_path / "out" / "rollouts.jsonl")
+    assert sorted((each["reward"], each["accepted"], each["kept"]) for each in attempts) == [
+        (1.0, False, False),
+        (2.0, True, False),
+        (3.0, True, True),
+    ]
+    (conversation,) = lines(tmp_path / "out" / "chat.jsonl")
+    assert conversation["messages"][-1]["content"] == "one two three"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "args", "code", "says"),
+    [
+        ([task("a")], ("--accept", "rewrd > 0"), 2, "--accept 'rewrd > 0' cannot be used: there is no 'rewrd'"),
+        ([task("a")], ("--harness", "nobodys"), 2, "there is no harness 'nobodys'"),
+        ([task("a")], ("--runtime", "cloud"), 1, "line 1: runtime: there is no runtime 'cloud'"),
+        ([task("a"), task("b", evaluator="oracle")], (), 1, "line 2: evaluator: there is no evaluator 'oracle'"),
+        ([task("a"), task("a")], (), 1, "line 2: task 'a' is in line 1 already"),
+        ([task("a", evaluator=None)], (), 1, "line 1 has no evaluator"),
+        ([task("a")], ("--want", "2"), 2, "--want 2 of at most 1"),
+        ([], (), 1, "there are no tasks in "),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    tmp_path: Path, tasks: list[dict[str, Any]], args: tuple[str, ...], code: int, says: str
+) -> None:
+    file = written(tmp_path / "tasks.jsonl", *tasks)
+    harness = () if "--harness" in args else ("--harness", "shell")
+    given = ("--tasks", file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), *harness, *args)
+    done = verbatim("generate", *given, timeout_seconds=SECONDS)
+    assert done.returncode == code and says in done.stderr, done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+MISSING = {
+    "description": "is nowhere",
+    "dialect": "chat",
+    "argv": ["no-such-harness", "{prompt}"],
+    "env": {"OPENAI_BASE_URL": "{openai}", "OPENAI_API_KEY": "{api_key}"},
+}
+
+
+@pytest.mark.parametrize(
+    ("install", "told"),
+    [
+        ([], "line 2: mine: there is no 'no-such-harness' in the runtime, and is not to be installed here"),
+        (["echo no package of that name >&2; exit 3"], "ended with exit code 3: no package of that name"),
+    ],
+)
+def test_a_harness_that_is_missing_is_told_once_before_anything_is_started(
+    install: list[str], told: str, tmp_path: Path
+) -> None:
+    """Every attempt failed of it, one after the other, for minutes."""
+    harness = {"name": "mine", "definition": {**MISSING, "install": install}, "install": bool(install)}
+    file = written(
+        tmp_path / "tasks.jsonl", {**task("a"), "harness": "shell"}, task("b", harness=harness), task("c", harness=harness)
+    )
+    given = ("--tasks", file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), "--samples", "8")
+    done = verbatim("generate", *given, timeout_seconds=SECONDS, **variables(tmp_path))
+    assert done.returncode == 1 and "waiting" not in done.stderr, done.stderr
+    assert done.stderr.count(told) == done.stderr.count("no-such-harness' in the runtime") == 1, done.stderr
+    assert not processes_using(tmp_path / "out") and not list((tmp_path / "runtimes").glob("trial*"))
+
+
+def test_a_harness_that_a_sandbox_does_not_see_is_told_with_where_it_is(tmp_path: Path) -> None:
+    if (reason := no_sandbox()) is not None:
+        unavailable(reason)
+    program = tmp_path / "bin" / "no-such-harness"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    harness = {"name": "mine", "definition": MISSING, "install": False}
+    file = written(tmp_path / "tasks.jsonl", {**task("a"), "harness": harness, "runtime": "local"})
+    given = ("--tasks", file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"))
+    path = f"{program.parent}:{os.environ['PATH']}"
+    done = verbatim("generate", *given, timeout_seconds=SECONDS, **{**variables(tmp_path), "PATH": path})
+    assert done.returncode == 1 and f"this machine has {program}: name what it needs in VERBATIM_LOCAL_READABLE" in done.stderr
+
+
+def test_what_runtimes_of_its_node_need_is_told_before_anything_is_started(tmp_path: Path) -> None:
+    file = written(tmp_path / "tasks.jsonl", {**task("a"), "runtime": "local"})
+    given = ("--tasks", file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), "--harness", "shell")
+    done = verbatim("generate", *given, timeout_seconds=SECONDS, **variables(tmp_path), VERBATIM_CGROUP=str(tmp_path / "none"))
+    assert done.returncode == 1 and "this machine lacks what its runtimes need: local: VERBATIM_CGROUP" in done.stderr, (
+        done.stderr
+    )
+    assert not processes_using(tmp_path / "out")
+
+
+def test_an_engine_that_is_not_there_is_named_while_it_is_waited_for(tmp_path: Path) -> None:
+    """It may be about to start; who waits for it sees what for, and may stop."""
+    given = ("--tasks", written(tmp_path / "tasks.jsonl", task("a")), "--out", str(tmp_path / "out"), "--harness", "shell")
+    waits, ended = stopped(tmp_path, "waiting", *given, "--engine", "http://127.0.0.1:9").splitlines()
+    assert waits.startswith("waiting, for 300 s at most: no engine serves: ") and "127.0.0.1:9" in waits
+    assert ended == "verbatim: stopped before anything was begun" and not processes_using(tmp_path / "out")
+
+
+def test_lines_that_are_none_and_a_missing_harness_are_named_with_their_number(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(json.dumps(task("a")) + "\n{oops\n")
+    given = ("--tasks", str(file), "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"))
+    done = verbatim("generate", *given, "--harness", "shell", timeout_seconds=SECONDS)
+    assert done.returncode == 1 and f"line 2 of {file} is no JSON at character 2: " in done.stderr
+    file.write_text(json.dumps(task("a")))
+    done = verbatim("generate", *given, timeout_seconds=SECONDS)
+    assert done.returncode == 2 and "line 1 names no harness, and neither does --harness" in done.stderr

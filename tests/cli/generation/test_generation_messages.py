@@ -1,0 +1,66 @@
+"""What chat.jsonl holds is what those who fine-tune take: it loads with datasets, and a chat template renders it as the model saw it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+from transformers import PreTrainedTokenizerFast
+
+from cli.generation.folder import plain
+from tests import ROOT
+from tests.support.engine.template_families import FAMILIES
+
+ASKED = "Look the number up."
+TEMPLATE = ROOT / "tests/support/engine/chat_templates/qwen3.jinja"
+
+
+def call(name: str, arguments: str) -> dict[str, Any]:
+    """As harnesses write it."""
+    return {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def conversation(name: str, arguments: str, content: Any) -> dict[str, Any]:
+    said = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": None, "tool_calls": [call(name, arguments)]},
+        {
+            "role": "tool",
+            "tool_call_id": f"call_{name}",
+            "content": [{"type": "text", "text": "41"}, {"type": "text", "text": "42"}],
+        },
+        {"role": "assistant", "content": "It is 42.", "reasoning_content": "41 or 42"},
+    ]
+    return {"messages": [plain(message) for message in said], "metadata": {name: 1}}
+
+
+def test_the_messages_load_as_a_dataset_and_are_rendered_as_they_were_said(tmp_path: Path) -> None:
+    """Harnesses write text as a string or as parts, and arguments as text; the tools of two rows have nothing in common."""
+    rows = [
+        conversation("lookup", '{"key": "alpha"}', [{"type": "text", "text": ASKED}]),
+        conversation("open", '{"path": ["a"], "mode": {"w": true}}', ASKED),
+    ]
+    file = tmp_path / "chat.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=FAMILIES["qwen3"].tokenizer, chat_template=TEMPLATE.read_text())
+    rendered = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in loaded]
+    for text, written in zip(
+        rendered, ('"arguments": {"key": "alpha"}}', '"arguments": {"path": ["a"], "mode": {"w": true}}}'), strict=True
+    ):
+        assert f"<|im_start|>user\n{ASKED}<|im_end|>\n" in text
+        assert written in text and "41\n42" in text and text.endswith("It is 42.<|im_end|>\n")
+
+
+def test_what_is_no_text_and_no_object_stays_as_it_is() -> None:
+    image = [{"type": "text", "text": "what is it?"}, {"type": "image_url", "image_url": {"url": "data:,x"}}]
+    assert plain({"role": "user", "content": image})["content"] == image
+    broken = [call("open", "{oops"), call("list", "[1]")]
+    assert plain({"role": "assistant", "content": "", "tool_calls": broken})["tool_calls"] == broken
+
+
+def test_a_prompt_of_token_ids_stays_as_it_is() -> None:
+    """It used to end the command, which looked for a text in each id, after all had been attempted."""
+    assert plain({"role": "prompt", "content": [11, 12]}) == {"role": "prompt", "content": [11, 12]}

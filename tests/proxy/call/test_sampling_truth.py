@@ -1,0 +1,399 @@
+"""What the rows of a real service say of how their tokens were sampled, against an engine that tells all that vLLM tells.
+
+`service` runs a test once per engine path. Every number is worked out again from the ids: see scripted_details.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from proxy.engine.apis.details import PromptLogprob, Wanted, details_of
+from proxy.settings import Settings
+from reconstruct.trajectory import Trajectory
+from tests.proxy.call.test_flow import TOOLS, tool_result, turn
+from tests.support.engine.scripted_details import LAYERS, PER_TOKEN, experts, given_logprobs
+from tests.support.engine.scripted_engine import Say, ScriptedEngine
+from tests.support.engine.scripted_fixtures import Running, both_paths
+from tests.support.service.redis_server import RedisServer, running_redis
+from tests.support.service.running_service import RunningService, Session, streamed_text
+from trainer_client import TrainerClient
+from trainer_client.wire import trajectory_of
+
+TOP = 2
+EVERYTHING = {"top_logprobs": TOP, "prompt_logprobs": True, "routed_experts": True}
+A_CALL = '<tool_call>\n{"name": "lookup", "arguments": {"key": "alpha"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def running(redis_server: RedisServer) -> Iterator[Running]:
+    with both_paths(redis_server) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(running: Running) -> ScriptedEngine:
+    engine = running[0].reset()
+    engine.routes = True
+    return engine
+
+
+def rows_of(session: Session, builder: str = "merged") -> list[Trajectory]:
+    return [trajectory_of(row) for row in session.trajectories(builder)[0]]
+
+
+def tool_turns(session: Session, engine: ScriptedEngine, **fields: Any) -> None:
+    """A tool call, its result, and a reply: one row on the token path."""
+    engine.say(A_CALL, "hello world")
+    asked = [turn("user", "q")]
+    message = session.ask(asked, tools=TOOLS, **fields).choices[0].message.model_dump(exclude_none=True)
+    session.ask([*asked, message, tool_result(message, "sunny")], tools=TOOLS, **fields)
+
+
+def check_given(row: Trajectory, *, without: Sequence[int] = ()) -> None:
+    """Every token that was given has its logprob, but for the first and those at `without`."""
+    assert row.details is not None and row.details.prompt_logprobs is not None
+    ids, mask = row.token_ids.tolist(), row.loss_mask.tolist()
+    told = given_logprobs(ids)
+    expected = [None if mask[at] or at in without else told[at] for at in range(len(ids))]
+    assert [None if np.isnan(value) else value for value in row.details.prompt_logprobs.tolist()] == expected
+
+
+def check_top(row: Trajectory) -> None:
+    assert row.details is not None and row.details.top_token_ids is not None and row.details.top_logprobs is not None
+    trained = row.loss_mask == 1
+    assert row.details.top_token_ids.shape == (len(row.token_ids), TOP)
+    np.testing.assert_array_equal(row.details.top_token_ids[trained, 0], row.token_ids[trained])
+    np.testing.assert_array_equal(row.details.top_logprobs[trained, 0], row.logprobs[trained])
+    assert (row.details.top_logprobs[trained, 1] == -9.0).all() and (row.details.top_token_ids[~trained] == -1).all()
+
+
+def check_routed(row: Trajectory) -> None:
+    assert row.details is not None and row.details.routed_experts is not None
+    table = row.details.routed_experts
+    assert table.shape == (len(row.token_ids), LAYERS, PER_TOKEN)
+    np.testing.assert_array_equal(table[:-1], experts(row.token_ids.tolist())[:-1])
+    assert (table[-1] == -1).all()
+
+
+# Details on the way from the engine to a row
+
+
+@pytest.mark.parametrize("builder", ["merged", "per_call"])
+def test_a_session_gets_what_it_asks_for_at_every_token(
+    engine: ScriptedEngine, token_service: RunningService, builder: str
+) -> None:
+    session = token_service.session(sampling=EVERYTHING)
+    tool_turns(session, engine)
+    rows = rows_of(session, builder)
+    assert len(rows) == (1 if builder == "merged" else 2)
+    for row in rows:
+        check_top(row)
+        check_routed(row)
+    first = session.calls[0]
+    replied = range(len(first["prompt_ids"]), len(first["prompt_ids"]) + len(first["completion_ids"]))
+    # The row of the second call alone has the first one's reply in its context: sampled, not given.
+    check_given(rows[-1], without=replied)
+
+
+def test_only_what_is_new_is_asked_for_and_stored(engine: ScriptedEngine, token_service: RunningService) -> None:
+    """The experts of the first reply's last token come with the second call, which feeds it back."""
+    session = token_service.session(sampling=EVERYTHING)
+    tool_turns(session, engine)
+    first, second = session.calls
+    known = len(first["prompt_ids"]) + len(first["completion_ids"])
+    starts = [made.sampling.get("routed_experts_prompt_start", 0) for made in engine.generations]
+    assert starts == [0, known - 1]
+    assert [made.sampling["skip_reading_prefix_cache"] for made in engine.generations] == [True, True]
+    assert len(second["prompt_ids"]) > known
+
+
+def test_streamed_replies_have_them_too(engine: ScriptedEngine, service: RunningService) -> None:
+    engine.say("hello world")
+    session = service.session(sampling={"top_logprobs": TOP})
+    text, _ = streamed_text(session.ask("q", stream=True))
+    assert text == "hello world"
+    (row,) = rows_of(session)
+    check_top(row)
+
+
+def test_with_prompt_logprobs_a_streamed_reply_comes_with_its_end(
+    engine: ScriptedEngine, token_service: RunningService
+) -> None:
+    """Only whole answers of the engine tell them."""
+    engine.say("hello world", A_CALL)
+    session = token_service.session(sampling=EVERYTHING)
+    text, chunks = streamed_text(session.ask("q", stream=True))
+    assert text == "hello world"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    called = [
+        piece for chunk in session.ask("r", stream=True, tools=TOOLS) for piece in chunk.choices[0].delta.tool_calls or ()
+    ]
+    assert called[0].function.name == "lookup"
+    assert [made.stream for made in engine.generations] == [False, False]
+    for row in rows_of(session):
+        check_given(row)
+        check_top(row)
+        check_routed(row)
+
+
+def test_whole_replies_of_the_chat_path_have_them(engine: ScriptedEngine, running: Running) -> None:
+    engine.say("hello world")
+    session = running[1]["chat"].session(sampling=EVERYTHING)
+    session.ask("q")
+    (row,) = rows_of(session)
+    check_given(row)
+    check_top(row)
+    check_routed(row)
+
+
+def test_a_prompt_without_messages_has_what_comes_with_ids(engine: ScriptedEngine, token_service: RunningService) -> None:
+    session = token_service.session(sampling=EVERYTHING)
+    answer = session.client.completions.create(model="policy", prompt="hello", max_tokens=5, logprobs=1)
+    assert len(answer.choices[0].logprobs.top_logprobs[0]) == 1
+    (row,) = rows_of(session)
+    check_given(row)
+    check_routed(row)
+    assert row.details is not None and row.details.top_token_ids is None
+
+
+def test_every_choice_has_its_own(engine: ScriptedEngine, token_service: RunningService) -> None:
+    engine.say("hello", "hello world")
+    session = token_service.session(sampling=EVERYTHING)
+    session.ask("q", n=2)
+    rows = rows_of(session)
+    assert len(rows) == 2
+    for row in rows:
+        check_given(row)
+        check_top(row)
+        check_routed(row)
+
+
+@pytest.mark.parametrize("asked", [0, 1, 4])
+def test_a_harness_sees_as_many_alternatives_as_it_asked_for(
+    engine: ScriptedEngine, token_service: RunningService, asked: int
+) -> None:
+    """vLLM tells the sampled token alone when none are asked for."""
+    engine.say("hello world")
+    session = token_service.session(sampling={"top_logprobs": TOP})
+    content = session.ask("q", logprobs=True, top_logprobs=asked).choices[0].logprobs.content
+    assert {len(entry.top_logprobs) for entry in content} == {max(asked, 1)}
+    (row,) = rows_of(session)
+    check_top(row)
+
+
+def test_what_nobody_asks_for_is_neither_asked_of_the_engine_nor_kept(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session()
+    session.ask("q")
+    (row,) = rows_of(session)
+    assert row.details is None
+    assert engine.last.sampling["logprobs"] == 0 and "prompt_logprobs" not in engine.last.sampling
+
+
+def test_none_of_it_is_sent_to_the_engine_as_a_parameter(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session(sampling={"top_logprobs": 0, "routed_experts": False, "temperature": 0.5})
+    session.ask("q")
+    assert engine.last.sampling["temperature"] == 0.5
+    assert "routed_experts" not in {**engine.last.body, **engine.last.sampling}
+
+
+def test_an_engine_that_does_not_tell_changes_nothing(engine: ScriptedEngine, token_service: RunningService) -> None:
+    engine.routes = False
+    session = token_service.session(sampling={"routed_experts": True})
+    tool_turns(session, engine)
+    (row,) = rows_of(session)
+    assert row.details is None
+
+
+def test_an_answer_that_breaks_off_leaves_a_gap_and_no_more(engine: ScriptedEngine, token_service: RunningService) -> None:
+    """The experts come with the end of an answer. A later call asks for all again."""
+    engine.say(Say("hello world", break_after=1))
+    session = token_service.session(sampling={"routed_experts": True})
+    with pytest.raises(Exception, match="broke off"):
+        streamed_text(session.ask("q", stream=True))
+    tool_turns(session, engine)
+    assert [made.sampling.get("routed_experts_prompt_start", 0) for made in engine.generations][:2] == [0, 0]
+    check_routed(max(rows_of(session), key=lambda row: len(row.token_ids)))
+
+
+def test_a_trainers_lease_has_them(engine: ScriptedEngine, token_service: RunningService) -> None:
+    from tests.support.service.running_service import TRAINER
+
+    session = token_service.session(sampling=EVERYTHING, group_id="details")
+    tool_turns(session, engine)
+    session.close(reward=1.0)
+    with TrainerClient(token_service.url, TRAINER) as client:
+        batch = client.lease(max_groups=1, wait_seconds=10)
+        assert batch is not None
+        with batch:
+            (row,) = batch.rows
+            check_routed(row)
+            data = batch.padded()
+    assert data.logprob_mode == "raw_logprobs"
+    np.testing.assert_array_equal(data.routed_experts[0], row.details.routed_experts if row.details else 0)
+
+
+# Settings
+
+
+@pytest.mark.parametrize("name", ["prompt_logprobs", "routed_experts", "top_logprobs"])
+def test_a_service_can_keep_them_for_all_sessions_and_a_session_can_decline(
+    engine: ScriptedEngine, own_redis: str, name: str
+) -> None:
+    setting: Any = TOP if name == "top_logprobs" else True
+    with RunningService(engine.url, own_redis, **{f"keep_{name}": setting}) as service:
+        kept, declined = service.session(), service.session(sampling={name: type(setting)(0)})
+        for session in (kept, declined):
+            session.ask("q")
+        (row,), (bare,) = rows_of(kept), rows_of(declined)
+    assert row.details is not None and bare.details is None
+
+
+@pytest.fixture
+def own_redis() -> Iterator[str]:
+    with running_redis() as redis:
+        yield redis.url
+
+
+@pytest.mark.parametrize("wrong", [{"top_logprobs": -1}, {"top_logprobs": 129}, {"prompt_logprobs": "perhaps"}])
+def test_a_session_that_asks_for_nonsense_is_refused(token_service: RunningService, wrong: dict[str, Any]) -> None:
+    answer = token_service.request("POST", "/sessions", json={"sampling": wrong})
+    assert answer.status_code == 400, answer.text
+    assert next(iter(wrong)) in answer.text
+
+
+def test_a_session_says_what_it_asked_for(token_service: RunningService) -> None:
+    session = token_service.session(sampling={**EVERYTHING, "temperature": 0.5})
+    answer = token_service.request("GET", f"/sessions/{session.session_id}").json()
+    assert answer["sampling"] == {**EVERYTHING, "temperature": 0.5}
+
+
+# What the logprobs are
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_the_mode_is_the_one_that_the_engines_workers_tell(own_redis: str, mode: str) -> None:
+    with ScriptedEngine() as engine:
+        engine.weights.loaded["logprob_mode"] = mode
+        # What the operator says is of no account where the engine speaks for itself.
+        with RunningService(engine.url, own_redis, engine_logprob_modes={"": "raw_logits"}) as service:
+            session = service.session()
+            session.ask("q")
+            (call,) = session.calls
+            (row,) = rows_of(session)
+    assert call["sampling"]["logprob_mode"] == row.logprob_mode == mode
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [({}, "unknown"), ({"": "processed_logprobs"}, "processed_logprobs"), ({"other": "raw_logits"}, "unknown")],
+)
+def test_an_engine_that_does_not_tell_has_the_mode_its_operator_says(own_redis: str, said: Any, expected: str) -> None:
+    with ScriptedEngine(updatable=False) as engine, RunningService(engine.url, own_redis, engine_logprob_modes=said) as service:
+        session = service.session()
+        session.ask("q")
+        (row,) = rows_of(session)
+    assert row.logprob_mode == expected
+
+
+@contextmanager
+def said_of_its_logprobs(redis_url: str, answer: Any) -> Iterator[tuple[ScriptedEngine, Session]]:
+    """A session at an engine whose workers say this of the mode of their logprobs."""
+    with ScriptedEngine() as engine:
+        engine.weights.loaded["logprob_mode"] = answer
+        with RunningService(engine.url, redis_url) as service:
+            yield engine, service.session()
+
+
+@pytest.mark.parametrize("answer", [None, "", 3, ["raw_logprobs"]])
+def test_workers_that_tell_no_mode_leave_it_unknown(own_redis: str, answer: Any) -> None:
+    with said_of_its_logprobs(own_redis, answer) as (_, session):
+        session.ask("q")
+        (row,) = rows_of(session)
+    assert row.logprob_mode == "unknown"
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+def test_calls_of_an_engine_that_reports_logits_are_answered_and_never_trained(own_redis: str, mode: str) -> None:
+    with said_of_its_logprobs(own_redis, mode) as (engine, session):
+        engine.say("hello world")
+        assert session.ask("q").choices[0].message.content == "hello world"
+        rows, accounting = session.trajectories()
+    assert rows == [] and accounting["exported_tokens"] == 0
+    assert [item["reason"] for item in accounting["quarantined"]] == ["logits_for_logprobs"]
+
+
+def test_a_service_can_train_on_one_mode_only(engine: ScriptedEngine, own_redis: str) -> None:
+    with RunningService(engine.url, own_redis, train_logprob_modes=["processed_logprobs"]) as service:
+        session = service.session()
+        session.ask("q")
+        rows, accounting = session.trajectories()
+    assert rows == []
+    assert [item["reason"] for item in accounting["quarantined"]] == ["logprob_mode_raw_logprobs"]
+
+
+def test_logits_cannot_be_asked_for() -> None:
+    with pytest.raises(ValidationError):
+        Settings(train_logprob_modes=["raw_logits"])  # type: ignore[list-item]
+
+
+# Reading what an engine says
+
+
+def packed(table: Any) -> str:
+    with io.BytesIO() as buffer:
+        np.save(buffer, table)
+        return base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_the_most_probable_come_first_and_each_once() -> None:
+    """vLLM tells the sampled token first, and it may be among the most probable."""
+    tops = [[(5, -3.0), (6, -1.0), (7, -2.0)], [(8, -0.5), (9, -2.0), (4, -2.5)], [(3, -1.0), (3, -1.0)]]
+    details = details_of(Wanted(top_logprobs=2), [1], 3, tops=tops)
+    assert details is not None and details.top_token_ids is not None and details.top_logprobs is not None
+    assert details.top_token_ids.tolist() == [[6, 7], [8, 9], [3, -1]]
+    assert details.top_logprobs[:2].tolist() == [[-1.0, -2.0], [-0.5, -2.0]] and np.isnan(details.top_logprobs[2, 1])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "not base64",
+        base64.b64encode(b"not an array").decode(),
+        packed(np.zeros((2, 1, 1), np.uint8)),
+        packed(np.zeros((4, 1), np.uint8)),
+        packed(np.zeros((4, 1, 1), np.float32)),
+        packed(np.full((4, 1, 1), 2**15, np.int32)),
+        packed(np.full((4, 1, 1), -1, np.int32)),
+    ],
+)
+def test_experts_that_are_not_of_these_tokens_are_left_out(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert details_of(Wanted(routed_experts=True), [1, 2, 3], 2, routed_experts=text) is None
+    assert "left out" in caplog.text
+
+
+@pytest.mark.parametrize(("most", "dtype"), [(255, "uint8"), (256, "uint16")])
+def test_experts_are_kept_as_small_as_they_are(most: int, dtype: str) -> None:
+    details = details_of(Wanted(routed_experts=True), [1], 2, routed_experts=packed(np.full((2, 1, 1), most, np.int32)))
+    assert details is not None and details.routed_experts is not None
+    assert details.routed_experts.dtype == dtype
+
+
+def test_prompt_logprobs_of_another_prompt_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    told = [None, {"2": PromptLogprob(-1.0)}]
+    assert details_of(Wanted(prompt_logprobs=True), [1, 2, 3], 1, prompt_logprobs=told) is None
+    assert "left out" in caplog.text
+
+
+def test_what_comes_unasked_is_not_kept() -> None:
+    assert (
+        details_of(Wanted(), [1], 1, tops=[[(1, -1.0)]], prompt_logprobs=[None], routed_experts=packed(np.zeros((1, 1, 1))))
+        is None
+    )

@@ -1,0 +1,361 @@
+"""Engines that take and return token ids on `/v1/completions`: rendered and read here, recorded as on the token path.
+
+The engine is the scripted one; it is never asked to render or to read anything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.proxy.call.test_flow import CAPTURED, TOOLS, assemble, assert_sampled_as_recorded, said_of, tool_result, turn
+from tests.support.engine.local_format import QWEN3, TEMPLATE, require_renderers, write_format
+from tests.support.engine.scripted_engine import Generation, Say, ScriptedEngine
+from tests.support.service.redis_server import RedisServer, running_redis
+from tests.support.service.running_service import RunningService, hanging_up, streamed_text, wait_until
+
+require_renderers()
+
+RENDERING = ("/v1/chat/completions", "/v1/chat/completions/render", "/v1/chat/completions/derender", "/inference/v1/generate")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_format("qwen3", tmp_path_factory.mktemp("format"))
+
+
+@pytest.fixture(scope="module")
+def running(redis_server: RedisServer, model: Path) -> Iterator[tuple[ScriptedEngine, dict[str, RunningService]]]:
+    with redis_server.client() as client:
+        client.flushall()
+    with (
+        ScriptedEngine("qwen3") as engine,
+        RunningService(
+            engine.url, redis_server.url, engine_api="completions", renderer=str(model), renderer_options=QWEN3
+        ) as qwen3,
+        RunningService(
+            engine.url, redis_server.url, engine_api="completions", renderer=str(model), renderer_options=TEMPLATE
+        ) as template,
+    ):
+        yield engine, {"qwen3": qwen3, "template": template}
+
+
+@pytest.fixture
+def engine(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> Iterator[ScriptedEngine]:
+    engine = running[0].reset()
+    yield engine
+    asked = [request.path for request in engine.received if request.body]
+    assert not set(asked) & set(RENDERING), "an engine of this kind renders and reads nothing"
+
+
+@pytest.fixture(params=["qwen3", "template"])
+def service(request: pytest.FixtureRequest, running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
+    return running[1][request.param]
+
+
+@pytest.fixture
+def qwen3(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
+    return running[1]["qwen3"]
+
+
+@pytest.fixture
+def template(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
+    return running[1]["template"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_harness_gets_the_text_and_the_store_the_ids(engine: ScriptedEngine, service: RunningService, stream: bool) -> None:
+    engine.say("hello world")
+    session = service.session()
+    if stream:
+        text, chunks = streamed_text(session.ask("q", stream=True, stream_options={"include_usage": True}))
+        usage = chunks[-1].usage
+    else:
+        answer = session.ask("q")
+        text, usage = answer.choices[0].message.content, answer.usage
+    assert text == "hello world"
+    (call,) = session.calls
+    assert_sampled_as_recorded(engine, [call])
+    assert call["prompt_ids"] == engine.family.render([turn("user", "q")])
+    assert call["completion_ids"] == [*engine.family.encode("hello world"), engine.family.end_id]
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(call["prompt_ids"]), len(call["completion_ids"]))
+    assert (call["api"], call["status"], call["finish_reason"]) == ("completions", "finished", "stop")
+    assert call["weight_versions"] == [[0, 0, len(call["completion_ids"])]]
+
+
+def test_a_session_of_tool_calls_is_one_row(engine: ScriptedEngine, service: RunningService) -> None:
+    """The second reply is split otherwise than the tokenizer would split it, and is kept so."""
+    spoken = engine.family.speak(reasoning="think", calls=[("lookup", {"key": "alpha"})])
+    fishing = [*engine.family.encode("fish"), *engine.family.encode("ing"), engine.family.end_id]
+    engine.say(spoken, Say(token_ids=fishing), "hello")
+    session = service.session()
+    message = session.answer("look", tools=TOOLS)
+    assert message["tool_calls"][0]["function"] == {"name": "lookup", "arguments": '{"key": "alpha"}'}
+    assert message["reasoning_content"].strip() == "think"
+    history = [turn("user", "look"), message, tool_result(message, "it is 7")]
+    answer = session.answer(history, tools=TOOLS)
+    assert answer["content"] == "fishing"
+    first, second = session.calls
+    assert_sampled_as_recorded(engine, [first, second])
+    assert second["prompt_ids"][: len(said_of(first))] == said_of(first)
+    assert second["parent_id"] == first["call_id"]
+    rows, accounting = session.trajectories()
+    assert len(rows) == 1
+    assert rows[0]["token_ids"] == said_of(second)
+    assert accounting["exported_tokens"] == accounting["sampled_tokens"] > 0
+
+
+def test_a_conversation_goes_on_where_thinking_is_off(engine: ScriptedEngine, service: RunningService) -> None:
+    engine.say("hello", "world")
+    session = service.session()
+    plain: Any = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    message = session.answer("q", **plain)
+    session.answer([turn("user", "q"), message, turn("user", "more")], **plain)
+    first, second = session.calls
+    assert second["parent_id"] == first["call_id"]
+    assert second["prompt_ids"][: len(said_of(first))] == said_of(first)
+    assert len(session.trajectories()[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"content": "it is sunny", "reasoning": "think step by step"},
+        {"content": "", "calls": [("lookup", {"key": "alpha"})]},
+        {"content": "look it up", "reasoning": "think", "calls": [("lookup", {"key": "a"}), ("lookup", {"key": "b"})]},
+    ],
+    ids=["reasoning", "tool call", "all"],
+)
+def test_streamed_capture_equals_unstreamed_capture(
+    engine: ScriptedEngine, service: RunningService, said: dict[str, Any]
+) -> None:
+    engine.say(*[engine.family.speak(**said)] * 2)
+    whole, streamed = service.session(), service.session()
+    message = whole.answer("q", tools=TOOLS)
+    assembled = assemble(streamed.ask("q", tools=TOOLS, stream=True))
+    (one,), (other,) = whole.calls, streamed.calls
+    assert {name: one[name] for name in CAPTURED} == {name: other[name] for name in CAPTURED}
+    assert assembled.get("content") == message.get("content")
+    told = [call["function"] for call in assembled.get("tool_calls") or ()]
+    assert told == [call["function"] for call in message.get("tool_calls") or ()]
+
+
+def test_the_engine_is_told_all_that_has_a_say(engine: ScriptedEngine, qwen3: RunningService) -> None:
+    """What it would take from the model's generation config is not known here, so nothing is left to it."""
+    session = qwen3.session()
+    session.ask("q", temperature=0.5, seed=7, presence_penalty=0.25)
+    body = engine.last.body
+    sent = {name: body[name] for name in ("temperature", "top_p", "top_k", "seed", "presence_penalty", "max_tokens")}
+    room = 8192 - len(session.calls[0]["prompt_ids"])
+    assert sent == {"temperature": 0.5, "top_p": 1.0, "top_k": -1, "seed": 7, "presence_penalty": 0.25, "max_tokens": room}
+    assert engine.family.end_id in body["stop_token_ids"]
+    recorded = session.calls[0]["sampling"]
+    assert (recorded["temperature"], recorded["top_p"], recorded["top_k"], recorded["seed"]) == (0.5, 1.0, -1, 7)
+
+
+def test_every_choice_is_a_call_and_stop_texts_leave_the_text_but_not_the_ids(
+    engine: ScriptedEngine, qwen3: RunningService
+) -> None:
+    engine.say("hello world", "the cat")
+    session = qwen3.session()
+    reply = session.ask("q", n=2, stop=["or"])
+    assert [choice.message.content for choice in reply.choices] == ["hello w", "the cat"]
+    calls = session.calls
+    assert_sampled_as_recorded(engine, calls)
+    assert [call["stop_reason"] for call in calls] == ["or", None]
+    assert "or" in engine.family.decode(calls[0]["completion_ids"])
+
+
+def test_logprobs_reach_the_harness_when_it_asks(engine: ScriptedEngine, qwen3: RunningService) -> None:
+    engine.say("hello world")
+    session = qwen3.session()
+    content = session.ask("q", logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    (call,) = session.calls
+    assert [entry.logprob for entry in content] == call["logprobs"]
+    assert "".join(entry.token for entry in content) == "hello world<|im_end|>"
+    assert {len(entry.top_logprobs) for entry in content} == {2}
+
+
+def test_a_call_that_cannot_be_read_is_told_as_text(engine: ScriptedEngine, qwen3: RunningService) -> None:
+    broken = '<tool_call>\n{"name": "lookup", "arguments": {\n</tool_call>'
+    engine.say(f"see{broken}", f"see{broken}")
+    session = qwen3.session()
+    message = session.answer("q", tools=TOOLS)
+    assert message["content"] == f"see\n{broken}"
+    assert "tool_calls" not in message
+
+
+@pytest.mark.parametrize("arguments", ['{"key": "al', "[1]", "7", "null", ""])
+def test_arguments_that_are_no_object_are_rendered_as_vllm_renders_them(
+    engine: ScriptedEngine, service: RunningService, arguments: str
+) -> None:
+    """As an empty object: refusing them would refuse every later turn of the conversation."""
+    session = service.session()
+    for told in (arguments, "{}"):
+        call = {"id": "call_1", "type": "function", "function": {"name": "lookup", "arguments": told}}
+        history = [turn("user", "look"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+        session.ask([*history, {"role": "tool", "tool_call_id": "call_1", "content": "7"}], tools=TOOLS)
+    malformed, empty = session.calls
+    assert malformed["prompt_ids"] == empty["prompt_ids"]
+    assert '"arguments": {}' in engine.family.decode(malformed["prompt_ids"])
+
+
+def test_a_tool_call_is_text_where_no_tool_was_offered(engine: ScriptedEngine, qwen3: RunningService) -> None:
+    engine.say(*[engine.family.speak(calls=[("lookup", {"key": "a"})])] * 2)
+    session = qwen3.session()
+    for asked in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        message = session.answer("q", **asked)
+        assert message["content"].startswith("<tool_call>")
+        assert "tool_calls" not in message
+
+
+def test_without_parallel_calls_the_harness_gets_the_first(engine: ScriptedEngine, qwen3: RunningService) -> None:
+    engine.say(engine.family.speak(calls=[("lookup", {"key": key}) for key in ("a", "b")]))
+    message = qwen3.session().answer("q", tools=TOOLS, parallel_tool_calls=False)
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"key": "a"}']
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "lookup"}}}, "tool_choice"),
+        ({"extra_body": {"chat_template_kwargs": {"no_such_thing": 1}}}, "chat_template_kwargs"),
+        ({"extra_body": {"chat_template": "{{ messages }}"}}, "chat_template"),
+    ],
+    ids=["required", "named", "kwargs", "template"],
+)
+def test_what_cannot_be_done_is_refused(
+    engine: ScriptedEngine, qwen3: RunningService, asked: dict[str, Any], param: str
+) -> None:
+    session = qwen3.session()
+    with pytest.raises(openai.BadRequestError) as raised:
+        session.ask("q", **asked)
+    assert raised.value.param == param
+    assert session.calls == engine.generations == []
+
+
+def test_a_template_that_refuses_a_history_refuses_the_request(engine: ScriptedEngine, qwen3: RunningService) -> None:
+    session = qwen3.session()
+    with pytest.raises(openai.BadRequestError, match="has the role 'oracle'"):
+        session.ask([turn("oracle", "q")])
+    assert session.calls == []
+
+
+def test_a_prompt_too_long_for_the_window_is_refused(engine: ScriptedEngine, qwen3: RunningService) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        qwen3.session().ask("cat " * 9000)
+    assert raised.value.code == "context_length_exceeded"
+
+
+def test_a_prompt_of_text_goes_on_from_its_reply(engine: ScriptedEngine, qwen3: RunningService) -> None:
+    """`fish` + `ing`, sampled as two tokens, is tokenised as one: the sampled ones stay."""
+    fishing = [*engine.family.encode("fish"), *engine.family.encode("ing")]
+    engine.say(Say(token_ids=fishing, finish_reason="length"), "world")
+    session = qwen3.session()
+    first = session.client.completions.create(model="policy", prompt="the cat", max_tokens=2).choices[0].text
+    assert first == "fishing"
+    session.client.completions.create(model="policy", prompt="the cat" + first + " is", max_tokens=20)
+    one, two = session.calls
+    assert two["prompt_ids"][: len(said_of(one))] == said_of(one)
+    assert engine.family.decode(two["prompt_ids"]) == "the catfishing is"
+    assert len(session.trajectories()[0]) == 1
+    assert {call["api"] for call in (one, two)} == {"completions"}
+
+
+def test_tokens_are_counted_as_a_call_would_have_them(engine: ScriptedEngine, qwen3: RunningService) -> None:
+    session = qwen3.session()
+    body = {"model": "policy", "messages": [turn("user", "how many")], "max_tokens": 9}
+    with openai.OpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        counted = client.post("/messages/count_tokens", body=body, cast_to=object)
+    session.ask("how many")
+    assert counted == {"input_tokens": len(session.calls[0]["prompt_ids"])}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut_keeps_what_was_sampled(engine: ScriptedEngine, qwen3: RunningService, stream: bool) -> None:
+    said, gate = "hello world the cat is in the ring", threading.Event()
+    engine.say(Say(said, gate=gate, gate_after=3))
+    session = qwen3.session()
+    body = {"model": "policy", "messages": [turn("user", "q")], "stream": stream}
+    with hanging_up(session.base_url + "/chat/completions", body, session.api_key):
+        engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) >= 3)
+    wait_until(lambda: [call["status"] for call in session.calls] == ["aborted"], 30, "the cut call is recorded")
+    gate.set()
+    (call,) = session.calls
+    assert call["finish_reason"] == "abort"
+    assert call["completion_ids"] == engine.family.encode(said)[:3]
+
+
+def test_a_reply_that_breaks_off_is_recorded_and_not_taken_for_whole(engine: ScriptedEngine, qwen3: RunningService) -> None:
+    engine.say(Say("hello world the cat", break_after=2))
+    session = qwen3.session()
+    with pytest.raises(openai.InternalServerError):
+        session.ask("q")
+    (call,) = session.calls
+    assert (call["status"], len(call["completion_ids"])) == ("failed", 2)
+
+
+def test_an_engine_that_returns_no_ids_is_served_flagged_and_never_trained(redis_server: RedisServer, model: Path) -> None:
+    with (
+        ScriptedEngine("qwen3", ids=False) as engine,
+        running_redis() as redis,
+        RunningService(engine.url, redis.url, engine_api="completions", renderer=str(model), renderer_options=QWEN3) as service,
+    ):
+        engine.say(engine.family.speak(calls=[("lookup", {"key": "a"})]))
+        session = service.session()
+        message = session.answer("q", tools=TOOLS)
+        assert message["tool_calls"][0]["function"]["name"] == "lookup"
+        (call,) = session.calls
+        assert call["completion_ids"] == []
+        rows, accounting = session.trajectories()
+        assert rows == []
+        assert [item["reason"] for item in accounting["quarantined"]] == ["no_token_ids"]
+
+
+def test_an_engine_that_samples_after_another_prompt_is_an_error(redis_server: RedisServer, model: Path) -> None:
+    def shorten(generation: Generation, index: int) -> None:
+        generation.prompt_ids.pop()
+
+    with (
+        ScriptedEngine("qwen3") as engine,
+        running_redis() as redis,
+        RunningService(engine.url, redis.url, engine_api="completions", renderer=str(model), renderer_options=QWEN3) as service,
+    ):
+        engine.script = shorten
+        session = service.session()
+        with pytest.raises(openai.InternalServerError, match="other tokens than it was given"):
+            session.ask("q")
+        assert session.calls == []
+
+
+@pytest.mark.parametrize(
+    ("renderer", "options", "reason"),
+    [
+        ("/no/such/folder", QWEN3, "the renderer of '/no/such/folder' cannot be had"),
+        (None, {}, "say which of its renderers fits"),
+        (None, {"name": "no-such-renderer"}, "no-such-renderer"),
+        (None, {"name": "qwen3", "enable_thinking": "perhaps"}, "enable_thinking"),
+    ],
+    ids=["no model", "not known by its name", "no such renderer", "no such option"],
+)
+def test_a_renderer_that_cannot_be_had_is_named_by_every_call(
+    model: Path, caplog: pytest.LogCaptureFixture, renderer: str | None, options: dict[str, Any], reason: str
+) -> None:
+    with (
+        ScriptedEngine("qwen3") as engine,
+        running_redis() as redis,
+        RunningService(
+            engine.url, redis.url, engine_api="completions", renderer=renderer or str(model), renderer_options=options
+        ) as service,
+    ):
+        wait_until(lambda: "cannot be used" in caplog.text, 60, "the log says it at the start")
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError, match=reason):
+                service.session().ask("q")
+        assert engine.generations == []

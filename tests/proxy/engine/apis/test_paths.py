@@ -1,0 +1,375 @@
+"""What both paths to the engine owe a harness beside text: cached tokens, counts, one call at a time, and a clear word on images."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from proxy.engine.apis.vllm import TokenApi
+from proxy.engine.pool.pool import EnginePool
+from proxy.engine.wire.http import EngineHttp
+from tests.proxy.call.test_flow import TOOLS, tool_result, turn
+from tests.support.engine.scripted_answers import Live, call_deltas
+from tests.support.engine.scripted_calls import SamplingCalls
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.engine.scripted_fixtures import Running
+from tests.support.engine.scripted_sampling import Fail, Say
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import RunningService, Session, streamed_text
+
+PIXEL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+
+
+@pytest.fixture(scope="module")
+def running(redis_server: RedisServer) -> Iterator[Running]:
+    with redis_server.client() as client:
+        client.flushall()
+    with (
+        ScriptedEngine("qwen3") as engine,
+        ScriptedEngine("qwen3", plain=True) as plain,
+        RunningService(engine.url, redis_server.url, engine_api="token") as token,
+        RunningService(engine.url, redis_server.url, engine_api="chat") as chat,
+        RunningService(plain.url, redis_server.url, engine_api="chat") as bare,
+    ):
+        yield engine, {"token": token, "chat": chat, "plain": bare}
+
+
+@pytest.fixture
+def services(running: Running) -> dict[str, RunningService]:
+    return running[1]
+
+
+def post(session: Session, path: str, body: dict[str, Any]) -> httpx.Response:
+    base = session.base_url.removesuffix("/v1")
+    return httpx.post(base + path, json=body, headers={"Authorization": f"Bearer {session.api_key}"}, timeout=30)
+
+
+def count(session: Session, **body: Any) -> httpx.Response:
+    return post(session, "/v1/messages/count_tokens", {"model": "policy", "messages": [turn("user", "q")], **body})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_tells_of_cached_tokens(engine: ScriptedEngine, service: RunningService, stream: bool) -> None:
+    engine.cached_tokens = 3
+    session = service.session()
+    if stream:
+        usage = list(session.ask("q", stream=True, stream_options={"include_usage": True}))[-1].usage
+    else:
+        usage = session.ask("q").usage
+    assert usage.prompt_tokens_details.cached_tokens == 3
+    assert usage.total_tokens == sum(len(session.calls[0][name]) for name in ("prompt_ids", "completion_ids"))
+
+
+def test_a_count_is_that_of_the_prompt_a_call_would_have(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session()
+    tools = [{"name": "lookup", "description": "Looks a key up.", "input_schema": {"type": "object", "properties": {}}}]
+    for fields in ({}, {"system": "Be brief."}, {"tools": tools}):
+        counted = count(session, **fields)
+        assert counted.status_code == 200, counted.text
+        body = {"model": "policy", "max_tokens": 9, "messages": [turn("user", "q")], **fields}
+        asked = post(session, "/v1/messages", body)
+        assert asked.status_code == 200, asked.text
+        assert counted.json()["input_tokens"] == len(engine.last.prompt_ids)
+    assert len(session.calls) == 3, "counting records nothing"
+
+
+def test_an_engine_that_cannot_count_is_said_not_to(services: dict[str, RunningService]) -> None:
+    session = services["plain"].session()
+    refused = count(session)
+    assert refused.status_code == 400
+    assert "cannot count tokens" in refused.json()["error"]["message"]
+    assert session.calls == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_calls_the_first_is_all_the_harness_sees_and_goes_on_from(
+    engine: ScriptedEngine, services: dict[str, RunningService], stream: bool
+) -> None:
+    """The ids stay as they were sampled: both calls."""
+    calls = [("lookup", {"key": key}) for key in ("alpha", "beta")]
+    engine.say(engine.family.speak(calls=calls), "hello")
+    session = services["token"].session()
+    asked = {"tools": TOOLS, "parallel_tool_calls": False}
+    if stream:
+        chunks = list(session.ask("q", stream=True, **asked))
+        told = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or ()]
+        assert {call.index for call in told} == {0}
+        message = session.calls[0]["reply"]
+    else:
+        message = session.answer("q", **asked)
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"key": "alpha"}']
+    session.answer([turn("user", "q"), message, tool_result(message, "1")], **asked)
+    first, second = session.calls
+    assert first["completion_ids"] == engine.family.encode(engine.family.speak(calls=calls))
+    assert second["prompt_ids"][: len(first["prompt_ids"]) + len(first["completion_ids"])] == [
+        *first["prompt_ids"],
+        *first["completion_ids"],
+    ]
+    assert len(session.trajectories()[0]) == 1
+
+
+def test_with_parallel_calls_all_of_them_come(engine: ScriptedEngine, service: RunningService) -> None:
+    engine.say(engine.family.speak(calls=[("lookup", {"key": key}) for key in ("alpha", "beta")]))
+    message = service.session().answer("q", tools=TOOLS, parallel_tool_calls=True)
+    assert len(message["tool_calls"]) == 2
+
+
+def test_a_reasoning_effort_that_the_template_ignores_is_no_new_root(engine: ScriptedEngine, service: RunningService) -> None:
+    """On the token path its renderings say so, on the chat path the ids that the engine sampled after."""
+    session = service.session()
+    engine.say("hello world", "it is sunny", "the number")
+    history: list[Any] = [turn("user", "q")]
+    for effort in ("low", "low", "high"):
+        history += [session.answer(history, reasoning_effort=effort), turn("user", "more")]
+    assert [call["parent_id"] for call in session.calls] == [None, *(call["call_id"] for call in session.calls[:2])]
+    assert len(session.trajectories()[0]) == 1
+
+
+def test_a_parameter_that_changes_how_a_reply_begins_is_no_new_root(engine: ScriptedEngine, service: RunningService) -> None:
+    """Without thinking, Qwen3's template begins the reply with an empty thought; the history reads the same."""
+    session = service.session()
+    engine.say("hello world", "it is sunny")
+    first = session.answer("q")
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    session.ask([turn("user", "q"), first, turn("user", "more")], extra_body=kwargs)
+    calls = session.calls
+    assert [call["parent_id"] for call in calls] == [None, calls[0]["call_id"]]
+    ((row,), _) = session.trajectories()
+    assert row["token_ids"] == [*calls[1]["prompt_ids"], *calls[1]["completion_ids"]]
+    assert row["token_ids"][: len(calls[0]["prompt_ids"])] == calls[0]["prompt_ids"]
+    assert engine.family.decode(calls[1]["prompt_ids"]).endswith("<think>\n\n</think>\n\n")
+
+
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (
+        "/v1/chat/completions",
+        {"model": "policy", "messages": [turn("system", "s"), {"role": "user", "content": [PIXEL]}]},
+    ),
+    "messages": (
+        "/v1/messages",
+        {
+            "model": "policy",
+            "max_tokens": 9,
+            "system": "s",
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+                    ],
+                }
+            ],
+        },
+    ),
+    "responses": (
+        "/v1/responses",
+        {
+            "model": "policy",
+            "input": [
+                {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}]}
+            ],
+        },
+    ),
+    "gemini": (
+        "/v1beta/models/policy:generateContent",
+        {"contents": [{"role": "user", "parts": [{"inlineData": {"mimeType": "image/png", "data": "iVBORw0KGgo="}}]}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("dialect", sorted(REQUESTS))
+def test_an_image_is_refused_on_the_token_path_in_words_the_dialect_knows(
+    engine: ScriptedEngine, services: dict[str, RunningService], dialect: str
+) -> None:
+    path, body = REQUESTS[dialect]
+    session = services["token"].session()
+    refused = post(session, path, body)
+    assert refused.status_code == 400, refused.text
+    said = refused.json()["error"]["message"]
+    named = {"chat": "messages[1] (user)", "messages": "'messages'", "responses": "'input'", "gemini": "'contents'"}[dialect]
+    assert named in said
+    assert "the engine of model 'policy' takes text only" in said
+    assert session.calls == engine.generations == []
+
+
+@pytest.mark.parametrize("dialect", sorted(REQUESTS))
+def test_an_image_is_passed_on_on_the_chat_path(
+    engine: ScriptedEngine, services: dict[str, RunningService], dialect: str
+) -> None:
+    path, body = REQUESTS[dialect]
+    session = services["chat"].session()
+    answer = post(session, path, body)
+    assert answer.status_code == 200, answer.text
+    assert engine.last.messages is not None
+    (part,) = engine.last.messages[-1]["content"]
+    assert (part["type"], part["image_url"]["url"]) == ("image_url", "data:image/png;base64,iVBORw0KGgo=")
+
+
+def test_an_sdk_reads_the_refusal_of_an_image(services: dict[str, RunningService]) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        services["token"].session().ask([{"role": "user", "content": [{"type": "text", "text": "see"}, PIXEL]}])
+    assert raised.value.param == "messages[0].content"
+
+
+@pytest.mark.parametrize(
+    ("calls", "parallel"), [([], True), ([("lookup", {"key": "a"})], True), ([("lookup", {"key": key}) for key in "ab"], False)]
+)
+def test_a_reply_whose_whole_parse_contradicts_what_was_told_is_what_the_steps_say_to_its_end(
+    engine: ScriptedEngine,
+    services: dict[str, RunningService],
+    monkeypatch: pytest.MonkeyPatch,
+    calls: list[Any],
+    parallel: bool,
+) -> None:
+    """Told text cannot be taken back; then no word of the rest may be lost either, and the record says what the harness saw."""
+    whole = SamplingCalls._derendered
+
+    def contradicted(self: SamplingCalls, *of: Any) -> dict[str, Any]:
+        derendered = whole(self, *of)
+        derendered["message"]["content"] = "something else"
+        return derendered
+
+    monkeypatch.setattr(SamplingCalls, "_derendered", contradicted)
+    text = "one two three four five six seven eight nine ten"
+    engine.say(Say(engine.family.speak(text, calls=calls), seconds_per_token=0.02))
+    session = services["token"].session()
+    chunks = list(session.ask("q", stream=True, tools=TOOLS, parallel_tool_calls=parallel))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert len([delta for delta in deltas if delta.content]) > 2, "most of it is told before the end"
+    assert "".join(delta.content or "" for delta in deltas).rstrip() == text
+    called = [call for delta in deltas for call in delta.tool_calls or ()]
+    wanted = calls if parallel else calls[:1]
+    assert [call.function.name for call in called] == [name for name, _ in wanted]
+    assert [json.loads(call.function.arguments) for call in called] == [arguments for _, arguments in wanted]
+    history = [turn("user", "q"), {"role": "assistant", "content": text}, turn("user", "r")]
+    if not calls:
+        engine.say("again")
+        session.ask(history, tools=TOOLS)
+        first, second = session.calls
+        assert second["parent_id"] == first["call_id"]
+
+
+def test_a_stream_begins_with_the_first_token_though_nothing_of_it_is_certain(
+    engine: ScriptedEngine, service: RunningService
+) -> None:
+    gate = threading.Event()
+    engine.say(Say(engine.family.speak("", calls=[("lookup", {"key": "a"})]), gate=gate, gate_after=1))
+    # Shorter than the first keep-alive is away, which would begin the stream, too.
+    stream = iter(service.session().ask("q", stream=True, tools=TOOLS, timeout=9))
+    try:
+        assert next(stream).choices[0].delta.role == "assistant"
+    finally:
+        gate.set()
+    assert [chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1] == "tool_calls"
+
+
+def test_a_tool_call_is_told_when_it_is_whole_though_the_engine_goes_on(
+    engine: ScriptedEngine, services: dict[str, RunningService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the chat path, from an engine that tells each call as it closes: the second has not been sampled when the harness knows
+    the first."""
+    late = Live.tell
+
+    def early(self: Live, text: str, finish_reason: str | None) -> tuple[dict[str, Any], bool]:
+        delta, called = late(self, text, finish_reason)
+        before = self.__dict__.setdefault("closed", 0)
+        calls = [("lookup", json.dumps({"key": key})) for key in ("alpha", "beta")][: text.count("</tool_call>")]
+        self.__dict__["closed"] = len(calls)
+        delta["tool_calls"] = [piece for n, call in enumerate(calls) if n >= before for piece in call_deltas(n, *call)]
+        return delta, called or bool(calls)
+
+    monkeypatch.setattr(Live, "tell", early)
+    gate = threading.Event()
+    text = engine.family.speak("I look.", calls=[("lookup", {"key": "alpha"}), ("lookup", {"key": "beta"})])
+    sampled = engine.family.encode(text)
+    engine.say(Say(text, gate=gate, gate_after=len(sampled) - 8))
+    opened = threading.Timer(20, gate.set)
+    opened.start()
+    stream = iter(services["chat"].session().ask("q", stream=True, tools=TOOLS))
+    told: dict[int, str] = {}
+    try:
+        while told.get(0) != '{"key": "alpha"}':
+            for call in next(stream).choices[0].delta.tool_calls or ():
+                told[call.index] = told.get(call.index, "") + (call.function.arguments or "")
+        assert not gate.is_set() and 1 not in told
+    finally:
+        opened.cancel()
+        gate.set()
+    rest = [call.function.arguments for chunk in stream for call in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(rest) == '{"key": "beta"}'
+
+
+@pytest.mark.parametrize(
+    ("path", "owner", "method"),
+    [("token", TokenApi, "render"), ("token", EnginePool, "admitted")],
+    ids=["render", "gate"],
+)
+def test_a_call_that_is_cut_before_its_engine_samples_is_answered(
+    engine: ScriptedEngine,
+    services: dict[str, RunningService],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    owner: type,
+    method: str,
+) -> None:
+    """Where the prompt is rendered, and where a weight update holds calls back."""
+    asked = threading.Event()
+
+    async def hang(*_: Any) -> None:
+        asked.set()
+        await asyncio.sleep(60)
+
+    session = services[path].session()
+    with monkeypatch.context() as patched, ThreadPoolExecutor(1) as pool:
+        patched.setattr(owner, method, hang)
+        answer = pool.submit(session.ask, "q", timeout=25)
+        assert asked.wait(20)
+        session.close("cancelled")
+        with pytest.raises(openai.APIStatusError):
+            answer.result()
+    assert not any(call["completion_ids"] for call in session.calls)
+
+
+def test_an_engine_that_reports_an_error_with_status_200_is_not_believed(
+    engine: ScriptedEngine, service: RunningService
+) -> None:
+    session = service.session()
+    for route in ("/inference/v1/generate", "/v1/chat/completions"):
+        engine.fault(route, Fail(200, "out of memory"))
+    with pytest.raises(openai.APIStatusError, match="out of memory"):
+        session.ask("q")
+    assert session.calls == []
+
+
+def test_a_call_that_is_cut_is_recorded_though_its_engine_does_not_say_its_version(
+    engine: ScriptedEngine, services: dict[str, RunningService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are there; an engine that hangs when asked for the version after them must not keep the session open."""
+    gate = threading.Event()
+
+    async def hang(*_: Any) -> str | None:
+        await asyncio.sleep(60)
+        return None
+
+    monkeypatch.setattr(EngineHttp, "label", hang)
+    monkeypatch.setattr("proxy.call.flow._ABORT_SECONDS", 0.3)
+    monkeypatch.setattr("proxy.engine.wire.http.HUNG_UP_SECONDS", 0.3)
+    engine.say(Say("hello world the cat", gate=gate, gate_after=2))
+    session = services["chat"].session()
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(streamed_text, session.ask("q", stream=True, timeout=50))
+        engine.wait_for(lambda: bool(engine.generations))
+        closed = pool.submit(session.close, "cancelled")
+        closed.result(40)
+        gate.set()
+        answer.exception(50)
+    (call,) = session.calls
+    assert (call["status"], call["weight_versions"]) == ("aborted", [])

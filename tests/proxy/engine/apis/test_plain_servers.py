@@ -1,0 +1,108 @@
+"""Servers that speak OpenAI's chat API and give no token ids: served, recorded, flagged, never trained.
+
+The answers have the shape of llama.cpp's server (build b8681): content with reasoning beside it, logprobs with ids of their own, timings,
+and in a stream the usage on the chunk that ends the reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.proxy.call.test_flow import TOOLS, assemble, turn
+from tests.support.engine.scripted_engine import Exchange, ScriptedEngine
+from tests.support.service.redis_server import running_redis
+from tests.support.service.running_service import RunningService
+
+MODEL = "/models/qwen.gguf"
+TIMINGS = {"cache_n": 0, "prompt_n": 11, "prompt_ms": 30.5, "predicted_n": 4, "predicted_ms": 80.1}
+USAGE = {"completion_tokens": 4, "prompt_tokens": 11, "total_tokens": 15}
+CALL = {"type": "function", "function": {"name": "lookup", "arguments": '{"key":"alpha"}'}, "id": "x7Gd"}
+MESSAGE = {"role": "assistant", "reasoning_content": "think", "content": "hello", "tool_calls": [CALL]}
+ENTRY = {"id": 14990, "token": "hello", "bytes": [104, 101, 108, 108, 111], "logprob": -0.25, "top_logprobs": []}
+
+
+class LlamaCpp(ScriptedEngine):
+    def __init__(self) -> None:
+        super().__init__(plain=True)
+        self._routes = {("GET", "/v1/models"): self._cards, ("POST", "/v1/chat/completions"): self._chat}
+
+    async def _cards(self, exchange: Exchange, body: Any) -> None:
+        card = {"id": MODEL, "object": "model", "created": 1, "owned_by": "llamacpp", "meta": {"n_ctx_train": 4096}}
+        await exchange.answer({"models": [{"name": MODEL}], "object": "list", "data": [card]})
+
+    async def _chat(self, exchange: Exchange, body: Any) -> None:
+        if len(str(body["messages"])) > 1000:
+            message = "the request exceeds the available context size (4096 tokens), try increasing it"
+            error = {
+                "code": 400,
+                "message": message,
+                "type": "exceed_context_size_error",
+                "n_prompt_tokens": 5000,
+                "n_ctx": 4096,
+            }
+            return await exchange.answer({"error": error}, 400)
+        head = {"created": 1, "model": MODEL, "system_fingerprint": "b8681", "id": "chatcmpl-a"}
+        if body.get("stream"):
+            return await self._stream(exchange, {**head, "object": "chat.completion.chunk"})
+        choice = {"finish_reason": "tool_calls", "index": 0, "message": MESSAGE, "logprobs": {"content": [ENTRY]}}
+        answer = {**head, "object": "chat.completion", "choices": [choice], "usage": USAGE, "timings": TIMINGS}
+        return await exchange.answer(answer)
+
+    async def _stream(self, exchange: Exchange, head: dict[str, Any]) -> None:
+        function = {"name": "lookup", "arguments": ""}
+        deltas = [
+            {"role": "assistant", "content": None},
+            {"reasoning_content": "think"},
+            {"content": "hel"},
+            {"content": "lo"},
+            {"tool_calls": [{"index": 0, "id": "x7Gd", "type": "function", "function": function}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": '{"key":"alpha"}'}}]},
+        ]
+        await exchange.open_stream()
+        for delta in deltas:
+            await exchange.event({**head, "choices": [{"finish_reason": None, "index": 0, "delta": delta}]})
+        last = {"choices": [{"finish_reason": "tool_calls", "index": 0, "delta": {}}], "usage": USAGE, "timings": TIMINGS}
+        await exchange.event({**head, **last})
+        await exchange.close_stream()
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RunningService]:
+    """The server is probed, not declared."""
+    with LlamaCpp() as engine, running_redis() as redis, RunningService(engine.url, redis.url) as service:
+        yield service
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_without_ids_is_served_recorded_and_quarantined(service: RunningService, stream: bool) -> None:
+    session = service.session()
+    asked = session.ask([turn("user", "q")], tools=TOOLS, stream=stream)
+    message = assemble(asked) if stream else asked.choices[0].message.model_dump(exclude_none=True)
+    assert (message["content"], message["reasoning_content"]) == ("hello", "think")
+    assert message["tool_calls"][0]["function"] == {"name": "lookup", "arguments": '{"key":"alpha"}'}
+    (call,) = session.calls
+    assert (call["api"], call["status"], call["finish_reason"]) == ("chat", "finished", "tool_calls")
+    assert call["completion_ids"] == call["weight_versions"] == []
+    rows, accounting = session.trajectories()
+    assert rows == []
+    assert accounting["sampled_tokens"] == accounting["exported_tokens"] == 0
+    assert accounting["quarantined"] == [{"call_id": call["call_id"], "tokens": 0, "reason": "no_token_ids"}]
+
+
+def test_its_conversations_hang_together_all_the_same(service: RunningService) -> None:
+    session = service.session()
+    message = session.answer([turn("user", "q")], tools=TOOLS)
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "7"}
+    session.answer([turn("user", "q"), message, result], tools=TOOLS)
+    first, second = session.calls
+    assert second["parent_id"] == first["call_id"]
+
+
+def test_a_context_too_long_is_said_in_the_harnesss_words(service: RunningService) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        service.session().ask("cat " * 1000)
+    assert raised.value.code == "context_length_exceeded"

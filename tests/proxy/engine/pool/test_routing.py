@@ -1,0 +1,155 @@
+"""Where sessions go: rendezvous hashing moves only a lost or added replica's share; policies by the name that was asked for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxy.engine.pool.pool import catalogue, is_frozen, policy_for
+from proxy.engine.pool.seats import preference
+from proxy.engine.replica import Replica, replica_at
+from proxy.errors import EngineUnavailable, NotFound
+
+SESSIONS = [f"session-{number}" for number in range(2000)]
+
+
+def replicas(count: int, first: int = 0) -> list[Replica]:
+    return [replica_at(f"http://10.0.0.{number}:8000") for number in range(first, first + count)]
+
+
+def homes(members: list[Replica]) -> dict[str, str]:
+    return {session: preference(session, members)[0].name for session in SESSIONS}
+
+
+@settings(max_examples=25)
+@given(count=st.integers(1, 8), first=st.integers(0, 200), lost=st.integers(0, 8))
+def test_adding_or_losing_a_replica_moves_its_share_and_nothing_else(count: int, first: int, lost: int) -> None:
+    """Of n + 1 replicas one is taken away, or put back: about 1/(n + 1) of the sessions move, all to it or from it."""
+    more = replicas(count + 1, first)
+    changed = more[lost % len(more)]
+    before, after = homes(more), homes([replica for replica in more if replica is not changed])
+    moved = [session for session in SESSIONS if before[session] != after[session]]
+    assert {before[session] for session in moved} <= {changed.name}
+    share = len(SESSIONS) / (count + 1)
+    # Six standard deviations of a binomial: chance does not reach it in a million runs.
+    assert abs(len(moved) - share) <= 6 * (share * (1 - 1 / (count + 1))) ** 0.5
+
+
+@given(count=st.integers(2, 8), lost=st.integers(0, 7))
+def test_the_sessions_of_a_lost_replica_go_to_their_second_choice(count: int, lost: int) -> None:
+    members = replicas(count)
+    gone = members[lost % count]
+    left = [replica for replica in members if replica is not gone]
+    for session in SESSIONS[:200]:
+        wanted = preference(session, members)
+        if wanted[0] is gone:
+            assert preference(session, left)[0] is wanted[1]
+
+
+@given(order=st.permutations(range(5)))
+def test_every_process_prefers_the_same_whatever_order_it_knows_them_in(order: list[int]) -> None:
+    members = replicas(5)
+    shuffled = [members[number] for number in order]
+    assert all(preference(session, shuffled) == preference(session, members) for session in SESSIONS[:50])
+
+
+def serving(policy: str, *models: str, adapter: str | None = None, healthy: bool = True) -> Replica:
+    replica = replica_at(f"http://{policy or 'default'}-{'-'.join(models)}:8000")
+    replica.policy, replica.models, replica.adapter, replica.healthy = policy, models, adapter, healthy
+    replica.names = (*models, adapter) if adapter else models
+    return replica
+
+
+def test_a_call_goes_to_the_policy_it_names_then_to_one_that_serves_the_model_then_to_the_default_one() -> None:
+    members = [serving("", "base"), serving("judge", "large"), serving("critic", "small", "tiny")]
+    named = {"", "judge", "critic"}
+    for model, policy in [("judge", "judge"), ("large", "judge"), ("tiny", "critic"), ("base", ""), ("gpt-5", ""), ("", "")]:
+        assert policy_for(model, members, named) == policy
+
+
+def test_a_policy_that_is_down_is_not_answered_by_another() -> None:
+    members = [serving("", "base"), serving("judge", "large", healthy=False)]
+    assert policy_for("judge", members, {"", "judge"}) == "judge"
+    assert policy_for("large", members, {"", "judge"}) == "judge"
+    assert policy_for("nobody-yet", members, {"", "nobody-yet"}) == "nobody-yet"
+
+
+def test_a_model_that_two_policies_serve_is_the_default_ones_if_that_is_one_of_them() -> None:
+    assert policy_for("m", [serving("b", "m"), serving("", "m")], {"b", ""}) == ""
+    assert policy_for("m", [serving("b", "m"), serving("a", "m")], {"a", "b"}) == "a"
+
+
+def test_a_name_that_nobody_is_known_by_may_be_that_of_a_policy_that_was_not_met() -> None:
+    members = [serving("", "base"), serving("judge")]
+    assert not members[1].met
+    with pytest.raises(EngineUnavailable, match="'large' is not known, and may be one of critic, judge, whose engines"):
+        policy_for("large", members, {"", "judge", "critic"})
+    assert policy_for("base", members, {"", "judge"}) == "", "the default's own name is known"
+    assert policy_for("", members, {"", "judge"}) == ""
+    members[1].api = "chat"
+    assert policy_for("large", members, {"", "judge"}) == "", "it was met, and lists no models"
+
+
+def test_a_declared_name_goes_to_its_policy_whoever_serves_it() -> None:
+    declared = {"large": "judge", "small": ""}
+    members = [serving("", "large"), serving("judge", "small")]
+    assert policy_for("large", members, {"", "judge"}, declared) == "judge"
+    assert policy_for("small", members, {"", "judge"}, declared) == ""
+    assert policy_for("tiny", [serving("", "base")], {"", "judge"}, declared) == "", "the judge's names are all declared"
+    with pytest.raises(NotFound, match="there are: judge"):
+        policy_for("small", [], {"judge"}, declared)
+
+
+def test_without_a_default_policy_an_unknown_model_is_refused_with_those_there_are() -> None:
+    with pytest.raises(NotFound, match="'gpt-5' does not exist; there are: judge, large") as refused:
+        policy_for("gpt-5", [serving("judge", "large")], {"judge"})
+    assert refused.value.param == "model"
+
+
+def test_strictly_a_name_that_nobody_goes_by_is_refused_where_the_engines_say_theirs() -> None:
+    members = [serving("", "base"), serving("judge", "large")]
+    for model, policy in [("base", ""), ("judge", "judge"), ("large", "judge"), ("", "")]:
+        assert policy_for(model, members, {"", "judge"}, strict=True) == policy
+    assert policy_for("small", members, {"", "judge"}, {"small": ""}, strict=True) == "", "it was declared"
+    with pytest.raises(NotFound, match="'gpt-5' does not exist; there are: base, judge, large") as refused:
+        policy_for("gpt-5", members, {"", "judge"}, strict=True)
+    assert refused.value.param == "model"
+    assert policy_for("gpt-5", [serving("")], {""}, strict=True) == "", "the engine says no names, and refuses it itself"
+
+
+def test_the_catalogue_names_policies_and_what_their_engines_serve() -> None:
+    members = [serving("", "base"), serving("judge", "large"), serving("off", "none", healthy=False)]
+    members[1].max_model_len = 4096
+    assert catalogue(members) == {"judge": 4096, "base": None, "large": 4096}
+
+
+@pytest.mark.parametrize(
+    ("policy", "models", "adapter", "asked", "sent"),
+    [
+        ("judge", ("large",), None, "judge", "large"),
+        ("judge", ("large",), None, "large", "large"),
+        ("judge", ("large", "judge"), None, "judge", "judge"),
+        ("judge", ("large",), "tuned", "judge", "tuned"),
+        ("tuned", ("large",), "tuned", "tuned", "tuned"),
+        ("judge", ("large",), None, "other", "large"),
+        ("", ("base",), None, "gpt-5", "base"),
+        ("", ("base",), "tuned", "gpt-5", "tuned"),
+        ("", (), None, "gpt-5", "gpt-5"),
+        ("judge", (), None, "judge", "judge"),
+        ("", ("base",), None, "", ""),
+        ("", ("base",), "tuned", "base", "tuned"),
+    ],
+)
+def test_the_engine_is_asked_by_a_name_of_its_own(
+    policy: str, models: tuple[str, ...], adapter: str | None, asked: str, sent: str
+) -> None:
+    assert serving(policy, *models, adapter=adapter).model_for(asked) == sent
+
+
+def test_a_frozen_model_is_one_by_any_name_of_the_call() -> None:
+    judge = serving("judge", "large")
+    assert (
+        is_frozen(judge, "judge", ["judge"]) and is_frozen(judge, "large", ["judge"]) and is_frozen(judge, "judge", ["large"])
+    )
+    assert not is_frozen(judge, "judge", ["base"]) and not is_frozen(serving("", "base"), "base", ["judge"])
