@@ -23,11 +23,14 @@ OWN = tuple(f"{ROOT / room}/" for room in ("proxy", "reconstruct"))
 
 
 class Instructions:
-    """Bytecode instructions of this thread while it counts: those of the project's own code, and of everything else."""
+    """Bytecode instructions of this thread while it counts: those of the project's own code, and of everything else.
+
+    `functions`: the project's own that were entered, by file and qualified name."""
 
     def __init__(self) -> None:
         self.own = 0
         self.library = 0
+        self.functions: set[tuple[str, str]] = set()
         self._is_own: dict[str, bool] = {}
         # Bound once: a method is made anew whenever it is asked for.
         self._tracers = (self._count_library, self._count_own)
@@ -38,7 +41,14 @@ class Instructions:
         own = self._is_own.get(name)
         if own is None:
             own = self._is_own[name] = name.startswith(OWN)
+        if own:
+            self.functions.add((name, frame.f_code.co_qualname))
         return self._tracers[own]
+
+    @property
+    def files(self) -> set[str]:
+        """The project's own files that were entered."""
+        return {file for file, _ in self.functions}
 
     def _count_own(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "opcode":

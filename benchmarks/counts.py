@@ -93,6 +93,7 @@ CASES = (
     Case("chat path, first call", "chat", "/v1/chat/completions", _chat),
     Case(f"chat path, call {TURNS}", "chat", "/v1/chat/completions", _chat, TURNS - 1),
     Case("chat path, streamed", "chat", "/v1/chat/completions", _streamed, streamed=True),
+    Case("token path, streamed, call 2", "token", "/v1/chat/completions", _streamed, 1, streamed=True),
     Case("responses", "token", "/v1/responses", _responses),
     Case("messages", "token", "/v1/messages", _messages),
     Case("generateContent", "token", "/v1beta/models/policy:generateContent", _gemini),
@@ -105,7 +106,7 @@ async def prepared(app: Application, case: Case) -> tuple[str, str, dict[str, An
     session_id, key = await app.opened()
     history: list[dict[str, Any]] = []
     for turn in range(case.before):
-        message = json.loads(await app.post(case.path, key, case.body(history)))["choices"][0]["message"]
+        message = json.loads(await app.post(case.path, key, _chat(history)))["choices"][0]["message"]
         history += [message, {"role": "user", "content": f"{turn}: go on. " * 8}]
     return session_id, key, case.body(history)
 
@@ -123,8 +124,9 @@ async def counted(app: Application, case: Case, redis_port: int) -> Counts:
     _, key, body = await prepared(app, case)
     with peak.counted():
         await app.post(case.path, key, body)
+    entered = {"files": len(instructions.files), "functions": len(instructions.functions)}
     if case.streamed:
-        return {"own_instructions": instructions.own, "peak_bytes": peak.bytes, "stored_bytes": stored}
+        return {"own_instructions": instructions.own, "peak_bytes": peak.bytes, "stored_bytes": stored, **entered}
     return {
         "own_instructions": instructions.own,
         "library_instructions": instructions.library,
@@ -133,6 +135,7 @@ async def counted(app: Application, case: Case, redis_port: int) -> Counts:
         "redis_bytes_in": traffic.bytes_in,
         "redis_bytes_out": traffic.bytes_out,
         "stored_bytes": stored,
+        **entered,
     }
 
 
