@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from reconstruct.trajectory import Trajectory
 from trainer_client.arrays import Framework, PackedBatch, PaddedBatch, RowColumns, Side, packed, padded, row_columns
 from trainer_client.lease import Lease
+from trainer_client.tree import TreeBatch, trees
 from trainer_client.wire import Group
 
 Estimator = Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
@@ -137,6 +138,29 @@ class Batch:
         A row over the budget raises RowTooLong, or loses its end with `truncate` (counted in `cut_tokens`). Raises MixedLogprobModes.
         """
         return packed(
+            self.rows,
+            self.columns,
+            self._indexes(rows),
+            token_budget=token_budget,
+            truncate=truncate,
+            advantages=advantages,
+            framework=framework,
+        )
+
+    def tree(
+        self,
+        token_budget: int,
+        framework: Framework = "numpy",
+        *,
+        truncate: bool = False,
+        advantages: Any = None,
+        rows: Sequence[int] | None = None,
+    ) -> list[TreeBatch]:
+        """All rows, or those at the indexes `rows`, as sequences of at most `token_budget` distinct tokens: each shared prefix once.
+
+        A row over the budget raises RowTooLong, or loses its end with `truncate` (counted in `cut_tokens`). Raises MixedLogprobModes.
+        """
+        return trees(
             self.rows,
             self.columns,
             self._indexes(rows),

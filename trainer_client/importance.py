@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_client.arrays import PackedBatch, PaddedBatch
+from trainer_client.tree import TreeBatch
 
 if TYPE_CHECKING:
     from trainer_client.batch import Batch
@@ -104,11 +105,11 @@ def statistics_by(log_ratio: Any, keys: Sequence[Hashable] | NDArray[Any], **opt
 
 
 def batch_statistics(
-    batch: Batch, data: PaddedBatch | PackedBatch, trainer_logprobs: Any, *, prefix: str = "importance/", **options: Any
+    batch: Batch, data: PaddedBatch | PackedBatch | TreeBatch, trainer_logprobs: Any, *, prefix: str = "importance/", **options: Any
 ) -> dict[str, float]:
     """`ratio_statistics` of the sampled tokens of `data`, which `batch` was laid out as: all of them, those of each role
     (`role/main/…`), and those of each number of versions behind their policy's (`staleness/2/…`). `trainer_logprobs` of the shape of
-    `data.token_ids`. With advantages in `data` the clipped shares go by their signs."""
+    `data.loss_mask`. With advantages in `data` the clipped shares go by their signs."""
     mask = _numbers(data.loss_mask) != 0
     rows = row_of_token(data)[mask]
     ratios = log_ratios(trainer_logprobs, data.inference_logprobs, data.loss_mask)
@@ -123,9 +124,9 @@ def batch_statistics(
     return {f"{prefix}{name}": value for name, value in found.items()}
 
 
-def row_of_token(data: PaddedBatch | PackedBatch) -> NDArray[np.int64]:
-    """Of the shape of `data.token_ids`: which row of `data`, counted from 0, each place belongs to."""
-    if isinstance(data, PackedBatch):
+def row_of_token(data: PaddedBatch | PackedBatch | TreeBatch) -> NDArray[np.int64]:
+    """Of the shape of `data.loss_mask`: which row of `data`, counted from 0, each place belongs to."""
+    if not isinstance(data, PaddedBatch):
         return _numbers(data.segment_index).astype(np.int64)
     rows, width = np.shape(data.token_ids)
     return np.repeat(np.arange(rows, dtype=np.int64)[:, None], width, axis=1)
