@@ -62,11 +62,12 @@ class Instructions:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
+        before = sys.gettrace()
         sys.settrace(self._called)
         try:
             yield
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
 
 
 class Peak:
