@@ -3,7 +3,7 @@
     python -m benchmarks.capacity                              # the table for 10,000, 100,000 and 1,000,000 sessions at once
     python -m benchmarks.capacity --sessions 2000 --turns 100 --context 128000
     python -m benchmarks.capacity --inputs                     # every figure it starts from, and where that comes from
-    python -m benchmarks.capacity --write                      # puts the table into README.md
+    python -m benchmarks.capacity --write                      # writes the table into docs/deploy.md
 
 A run is a number of sessions that go on at the same time, each of so many turns until its context is full. Every figure below can be
 given as a flag instead. What it starts from is read from `benchmarks/results`; machines and limits are assumptions, and say so.
@@ -24,7 +24,7 @@ from benchmarks.needs import Costs, Need, Run, end, need
 from benchmarks.processes import ROOT
 from benchmarks.results import RESULTS
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "deploy.md"
 MARKS = ("<!-- capacity: python -m benchmarks.capacity --write -->\n", "<!-- end of capacity -->")
 SCALES = (10_000, 100_000, 1_000_000)
 
@@ -145,12 +145,12 @@ def _round(number: int) -> int:
     return number // 10**digits * 10**digits
 
 
-def in_readme(readme: str, text: str) -> str:
-    """The README with `text` between its marks. Raises SystemExit where they are missing."""
-    before, begin, rest = readme.partition(MARKS[0])
+def fill_page(page: str, text: str) -> str:
+    """The page with `text` between its marks. Raises SystemExit if they are missing."""
+    before, begin, rest = page.partition(MARKS[0])
     _, finish, after = rest.partition(MARKS[1])
     if not begin or not finish:
-        raise SystemExit(f"README.md has no {MARKS[0].strip()} and {MARKS[1]}")
+        raise SystemExit(f"{PAGE.name} has no {MARKS[0].strip()} and {MARKS[1]}")
     return f"{before}{begin}\n{text}\n{finish}{after}"
 
 
@@ -168,7 +168,7 @@ def _flags() -> argparse.ArgumentParser:
         parser.add_argument(flag, dest=field.name, type=float, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the measured figures")
     parser.add_argument("--inputs", action="store_true", help="show every figure, its flag and its source")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/deploy.md")
     return parser
 
 
@@ -191,7 +191,7 @@ def main() -> None:
         return
     text = told(run, costs(found), options.sessions)
     if options.write:
-        README.write_text(in_readme(README.read_text(), text))
+        PAGE.write_text(fill_page(PAGE.read_text(), text))
     else:
         print(text)
 

@@ -1,7 +1,7 @@
 """What a benchmark found: figures with their spread, written as JSON with the machine they were measured on.
 
 Every module that measures has a `run(quick)` that gives its figures, and a `tables(result)` that shows them; both the terminal and
-README.md get them from here, so that they cannot differ.
+Markdown files get them from here, so that they cannot differ.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def export(
     """Write closed sessions to DIR: one row per trajectory, with all that an import needs to bring the sessions back.
 
     An export that was interrupted goes on where it was when it is started again; one that ended adds what is new. The service is
-    the one at VERBATIM_URL, asked with VERBATIM_ADMIN_TOKEN. docs/archive.md describes the files.
+    the one at VERBATIM_URL, asked with VERBATIM_ADMIN_TOKEN. docs/store.md describes the files.
 
     \b
     verbatim export --since 7d --out week

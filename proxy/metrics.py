@@ -1,6 +1,6 @@
 """Prometheus metrics of one process. Labels are bounded: no session, call or group ids.
 
-docs/metrics.md has the table of them all. Those of weight updates are in proxy/engine/weights/keeper.py.
+docs/observability.md has the table of them all. Those of weight updates are in proxy/engine/weights/keeper.py.
 """
 
 from __future__ import annotations

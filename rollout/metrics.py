@@ -1,4 +1,4 @@
-"""Prometheus metrics of tasks; docs/metrics.md has the table of them.
+"""Prometheus metrics of tasks; docs/observability.md has the table of them.
 
 They are counted in the store: every process shows the same, so take the max and not the sum."""
 

@@ -86,7 +86,7 @@ class Batch:
     @property
     def logprob_modes(self) -> tuple[str, ...]:
         """Per row: what its logprobs are, `raw_logprobs`, `processed_logprobs` or `unknown`; `mixed` for a row of several. `padded` and
-        `packed` take rows of one mode only, see docs/off-policy.md."""
+        `packed` take rows of one mode only, see docs/trainers.md."""
         return tuple(row.logprob_mode for row in self.rows)
 
     def advantages(self, estimator: Estimator) -> NDArray[np.float32]:

@@ -5,7 +5,7 @@ Everything goes by the log ratio, per sampled token
     log r = trainer's log p(token | before) - engine's log q(token | before)
 
 in float64, so that nothing overflows before the last step. The trainer's logprobs must mean what the engine's do: the same
-temperature, and the same truncation where the engine was asked for processed logprobs (docs/off-policy.md).
+temperature, and the same truncation where the engine was asked for processed logprobs (docs/trainers.md).
 
     data = batch.padded(framework="torch")
     statistics = batch_statistics(batch, data, trainer_logprobs)        # of the shape of data.token_ids; ready to log

@@ -2,7 +2,7 @@
 
     generation.json  what it was begun with
     rollouts.jsonl   every attempt that has ended, with its verdict
-    accepted/        the kept sessions, an archive: Parquet, one row per trajectory (docs/archive.md)
+    accepted/        the kept sessions, an archive: Parquet, one row per trajectory (docs/store.md)
     chat.jsonl       the same rows as chat messages
     logs/            what the service and the node of --engine said
     .verbatim/       their data

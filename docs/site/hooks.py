@@ -30,8 +30,6 @@ GENERATED: dict[str, Callable[[], str]] = {
 }
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 PICTURE = re.compile(r'<p><img [^>]*\bsrc="([\w/.-]+\.svg)"[^>]*></p>')
-MEASURED = re.compile(r"^<!-- README: (\w+) -->$", re.MULTILINE)
-"""Where a document wants the table that a program of benchmarks/ writes into the README."""
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -56,17 +54,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     path = page.file.src_uri
     if path.startswith("harnesses/"):
         markdown += harness_pages.facts(posixpath.basename(path).removesuffix(".md"))
-    return MEASURED.sub(lambda found: measured(found[1]), within(path, markdown))
-
-
-def measured(name: str) -> str:
-    """What stands in the README between the marks of that name. Raises ValueError where there are none."""
-    found = re.search(
-        rf"^<!-- (?:table: )?{name}\b.*?-->$(.*?)^<!-- end of", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    if found is None:
-        raise ValueError(f"README.md has no table of the name {name}")
-    return found[1].strip()
+    return within(path, markdown)
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -15,7 +15,8 @@ from proxy.settings import Settings
 HEAD = """# Settings
 
 Each setting of the service is an environment variable. Lists and maps are JSON. `verbatim serve` has flags for the common ones
-([commands](commands.md)); a flag wins over the variable. Those of nodes and their runtimes are in [Runtimes](../runtimes.md).
+([commands](commands.md)); a flag wins over the variable. Nodes and their runtimes have settings of their own:
+[Runtimes](../runtimes.md#settings-of-a-node).
 
 | variable | default | meaning |
 |---|---|---|

@@ -138,7 +138,7 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-# The three tables of an archive: their columns, as Arrow types and as Hugging Face features. docs/archive.md explains each.
+# The three tables of an archive: their columns, as Arrow types and as Hugging Face features. docs/store.md explains each.
 #
 # `trajectories` has one row per training row, `sessions` one per session, `records` one per call, in the encoding of the store.
 # Columns of kind `json` hold JSON text: their objects differ from row to row, which no column type survives. A change of a column

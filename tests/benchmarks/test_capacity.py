@@ -1,4 +1,4 @@
-"""The arithmetic of `benchmarks/needs.py`, against numbers worked out by hand, and the table of the README against its inputs."""
+"""The arithmetic of `benchmarks/needs.py`, against numbers worked out by hand, and the table of docs/deploy.md against its inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.capacity import MARKS, README, SCALES, costs, in_readme, inputs, table, told
+from benchmarks.capacity import MARKS, PAGE, SCALES, costs, fill_page, inputs, table, told
 from benchmarks.needs import ENDS, Costs, Run, end, need
 from benchmarks.results import RESULTS
 from benchmarks.store_load import Load, Used, shares
@@ -125,9 +125,9 @@ def test_three_shapes_of_sessions_tell_what_a_session_a_call_and_a_token_cost() 
     assert set(found["cpu_seconds"].values()) == {0.0}
 
 
-def test_the_table_of_the_readme_is_what_the_measured_figures_give() -> None:
+def test_the_table_of_the_page_is_what_the_measured_figures_give() -> None:
     """Measured anew: python -m benchmarks.capacity --write."""
-    shown = README.read_text().partition(MARKS[0])[2].partition(MARKS[1])[0].strip()
+    shown = PAGE.read_text().partition(MARKS[0])[2].partition(MARKS[1])[0].strip()
     assert shown == told(Run(1), costs(inputs(RESULTS)), SCALES).strip()
 
 
@@ -138,7 +138,7 @@ def test_much_traffic_is_told_in_whole_gigabits() -> None:
 
 
 def test_the_table_takes_its_place_and_touches_nothing_else() -> None:
-    written = in_readme(f"before\n{MARKS[0]}old\n{MARKS[1]}\nafter\n", "new\n")
+    written = fill_page(f"before\n{MARKS[0]}old\n{MARKS[1]}\nafter\n", "new\n")
     assert written == f"before\n{MARKS[0]}\nnew\n\n{MARKS[1]}\nafter\n"
     with pytest.raises(SystemExit, match="has no"):
-        in_readme("nothing", "new")
+        fill_page("nothing", "new")

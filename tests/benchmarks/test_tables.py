@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -16,9 +17,9 @@ from benchmarks.calls import tables
 from benchmarks.contenders import Proxy, wait_for_answer
 from benchmarks.first_byte import CHAT, Way, compared
 from benchmarks.load import Body, CallsFailed, Loaded
-from benchmarks.processes import free_port, started
+from benchmarks.processes import ROOT, free_port, started
 from benchmarks.replies import LARGE, SMALL, answers
-from benchmarks.results import measure, spread
+from benchmarks.results import RESULTS, measure, spread
 from benchmarks.tables import FILES, MINUTES, module, written
 from benchmarks.trials import MOST_SECONDS, SLOWEST_SECONDS, Trial, figures, measured, run_seconds
 
@@ -34,12 +35,25 @@ def test_every_table_is_the_one_of_the_committed_results() -> None:
 
 
 def test_every_benchmark_has_its_tables_in_the_readme() -> None:
-    text = FILES[1].read_text()
+    text = (ROOT / "benchmarks" / "README.md").read_text()
     for name, minutes in MINUTES.items():
         assert f"| {name} | {minutes} |" in text
         assert f"<!-- table: {name} -->" in text
         assert callable(module(name).run)
     assert sum(MINUTES.values()) <= 35
+
+
+def test_the_readme_tells_the_ratios_of_the_committed_results() -> None:
+    rows = tables(json.loads((RESULTS / "calls.json").read_text()))[0].rows
+    told = " ".join((ROOT / "README.md").read_text().partition("## Cost")[2].partition("\n## ")[0].split())
+    for beside, scale, unit in (
+        ("rllm-model-gateway, SQLite", 1, " times the calls per second"),
+        ("LiteLLM proxy", 1, " times those of the LiteLLM proxy"),
+        ("nginx passing through unread", 100, " % of what nginx"),
+        ("added latency, p50", 1, " ms"),
+    ):
+        found = [float(re.sub(r"[^\d.]", "", row[3])) * scale for row in rows if row[1] == beside]
+        assert f"{min(found):.2g} to {max(found):.2g}{unit}" in told, beside
 
 
 def test_a_table_appears_with_its_results_and_goes_with_them(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -158,8 +157,8 @@ def closed_session(page: Page) -> None:
 
 
 def an_agent_and_a_repository(page: Page) -> None:
-    """What the README calls my_agent.py, a repository to clone, and an agent that its node has in place of Pi."""
-    (page.folder / "my_agent.py").write_text(ASKS_ONCE)
+    """A file of tasks, a repository to clone, and an agent that the node of the page has in place of Pi."""
+    tasks(page)
     repository = page.folder / "repository"
     repository.mkdir()
     (repository / "Makefile").write_text("test:\n\ttrue\n")
@@ -169,30 +168,20 @@ def an_agent_and_a_repository(page: Page) -> None:
     runtime = {"kind": "local", "network": "full", "options": {"sandbox": "none"}}
     agent = json.dumps({"definition": AGENT}).replace("'", "'\\''")
     page.said |= {
-        "/tmp/claude-home": str(page.folder / "home"),
         "https://example.com/repo.git": str(repository),
         '"harness": "pi", "num_samples": 8': f'"harness": {agent}, "num_samples": 2, "runtime": {json.dumps(runtime)}',
     }
 
 
 STAGES: dict[str, Callable[[Page], None]] = {
-    "README.md": an_agent_and_a_repository,
-    "docs/archive.md": closed_session,
     "docs/delivery.md": dead_letters,
-    "docs/operations.md": closed_session,
-    "docs/rollouts.md": tasks,
     "docs/security.md": certificate,
+    "docs/store.md": closed_session,
+    "docs/tasks.md": an_agent_and_a_repository,
     "docs/weights.md": checkpoints,
 }
 """What a page takes for granted."""
-NOT_IN_THE_README = {
-    "export VLLM_SERVER_DEV_MODE=1": "the variables of the next one",
-    "-m vllm.entrypoints.openai.api_server": "an engine with a model of Hugging Face; its flags are tested in docs/test_readme.py",
-    "verbatim run --harness codex": "a command-line agent; real ones are run in tests/harnesses",
-    "verbatim generate": "a model that solves the tasks; the command itself is run in cli/test_generate.py",
-}
-"""What of the README is not run, and where it is."""
-WITH_PROGRAMS = {"docs/quickstart.md"}
+WITH_PROGRAMS = {"README.md", "docs/quickstart.md"}
 """Pages whose Python is run between their commands."""
 
 
@@ -214,6 +203,7 @@ class Page:
             "an-admin-of-mine": ADMIN,
             "a-trainer-of-mine": TRAINER,
             "/shared/weights": str(folder),
+            "/tmp/claude-home": str(folder / "claude-home"),
         }
         self._names: dict[str, Any] = {}
         tools = folder / "bin"
@@ -230,6 +220,7 @@ class Page:
             VERBATIM_ADMIN_TOKEN=ADMIN,
             VERBATIM_LOCAL_DIR=str(folder / "local"),
             VERBATIM_LOCAL_SANDBOX="none",
+            VERBATIM_TRAINER_TOKEN=TRAINER,
             VERBATIM_URL=service.url,
         )
 
@@ -283,21 +274,13 @@ def page(tmp_path: Path, redis_server: RedisServer, commands: str) -> Iterator[P
 
 def runnable(path: Path) -> list[Block]:
     kinds = (*SHELLS, "python") if path.relative_to(ROOT).as_posix() in WITH_PROGRAMS else SHELLS
-    found = [block for block in blocks_of(path) if block.language in kinds and not block.needs]
-    return [without_what_is_not_run(block) for block in found] if path.name == "README.md" else found
-
-
-def without_what_is_not_run(block: Block) -> Block:
-    """A block of the README without its lines of such a command."""
-    commands = re.split(r"(?<!\\)\n", block.text)
-    kept = [each for each in commands if not any(word in each for word in NOT_IN_THE_README)]
-    return replace(block, text="\n".join(kept))
+    return [block for block in blocks_of(path) if block.language in kinds and not block.needs]
 
 
 def followed() -> dict[str, list[Path]]:
     """Pages by what they are followed as: each alone, but those of harnesses one after the other, for they differ in a name only.
 
-    The README's programs are run in docs/test_readme.py.
+    Programs of other pages than `WITH_PROGRAMS` are run in docs/test_readme.py and docs/test_off_policy.py.
     """
     together: dict[str, list[Path]] = {}
     for path in PAGES:
@@ -319,14 +302,9 @@ def test_the_commands_of_a_page_run(page: Page, name: str, monkeypatch: pytest.M
             page.program(block, monkeypatch)
         else:
             page.shell(block)
-    if name == "README.md":
+    if name == "docs/tasks.md":
         task = page.service.request("GET", "/tasks/bug-7").json()
         assert (task["status"], task["usable"]) == ("completed", 2), task
-
-
-def test_what_is_not_run_of_the_readme_is_in_it_once() -> None:
-    text = "".join(block.text for block in blocks_of(ROOT / "README.md") if block.language in SHELLS)
-    assert {word: text.count(word) for word in NOT_IN_THE_README} == dict.fromkeys(NOT_IN_THE_README, 1)
 
 
 def test_a_block_that_runs_leaves_the_system_alone() -> None:
@@ -336,13 +314,7 @@ def test_a_block_that_runs_leaves_the_system_alone() -> None:
 
 
 def test_a_block_that_is_not_run_says_why_and_names_files_that_are_there() -> None:
-    left = [
-        block
-        for path in PAGES
-        if path.name != "README.md"
-        for block in blocks_of(path)
-        if block.language in SHELLS and block.needs
-    ]
+    left = [block for path in PAGES for block in blocks_of(path) if block.language in SHELLS and block.needs]
     assert [f"{block.page}:{block.line} {block.needs}" for block in left if not block.reason] == []
     named = {word for block in left for word in re.findall(r"(?:deploy|helm)/[\w./-]*\w", block.text)}
     assert named and [word for word in sorted(named - {"deploy/.env"}) if not (ROOT / word).exists()] == []
@@ -384,10 +356,5 @@ def test_python_that_is_shown_compiles_and_what_make_and_python_are_told_exists(
 
 def test_no_command_hides_where_it_is_not_run() -> None:
     hidden = re.compile(r"^\n {4}(?:\$ )?(?:verbatim|pip|python|make|docker|helm|kubectl) .*", re.MULTILINE)
-    shown = [
-        f"{path.name}: {line.strip()}"
-        for path in PAGES
-        if path.name != "README.md"
-        for line in hidden.findall(path.read_text())
-    ]
+    shown = [f"{path.name}: {line.strip()}" for path in PAGES for line in hidden.findall(path.read_text())]
     assert shown == []

@@ -1,4 +1,4 @@
-"""What docs/kubernetes.md says to put before the service and beside it: real nginx and real Lua find the session of a request."""
+"""What docs/deploy.md says to put before the service and beside it: real nginx and real Lua find the session of a request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.documents.helm_chart import CHART, MATRIX, rendered, the
 from tests.support.machine import require
 from tests.support.service.verbatim_process import wait_until
 
-PAGE = (CHART.parents[1] / "docs" / "kubernetes.md").read_text()
+PAGE = (CHART.parents[1] / "docs" / "deploy.md").read_text().partition("\n## On Kubernetes\n")[2]
 SESSION = "run-7.a_b"
 KEY = mint_key(SESSION)[0]
 REQUESTS: list[tuple[str, dict[str, str], str | None]] = [

@@ -1,4 +1,4 @@
-"""The README: what it names is there, its flags are the flags, and its snippets run."""
+"""The README and the documents beside it: what they name exists, their links lead somewhere, and the snippets of pages run."""
 
 from __future__ import annotations
 
@@ -16,56 +16,81 @@ from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, wait_until
 from trainer_client import TrainerClient
 
-README = (ROOT / "README.md").read_text()
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "AGENTS.md")
+"""Those that are no pages of the site, whose links a test of the site checks."""
 
 
-def blocks(language: str) -> list[str]:
-    """The fenced blocks of `language`, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def text(name: str) -> str:
+    return (ROOT / name).read_text()
 
 
-def snippet(containing: str) -> str:
-    (found,) = [block for block in blocks("python") if containing in block]
-    return found
+def snippet(page: str, containing: str) -> str:
+    blocks = re.findall(r"^```python\n(.*?)^```$", text(page), re.MULTILINE | re.DOTALL)
+    (found,) = [block for block in blocks if containing in block]
+    return str(found)
 
 
 def test_the_tests_that_the_promises_name_exist() -> None:
-    named = set(re.findall(r"`([\w/]*test_\w+\.py)`", README))
-    assert named
+    section = text("docs/index.md").partition("## What holds")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| (P\d) \|", section, re.MULTILINE) == [f"P{number}" for number in range(1, 9)]
+    named = set(re.findall(r"`([\w/]*test_\w+\.py)`", section))
+    assert len(named) > 10
     assert [name for name in sorted(named) if not (ROOT / "tests" / name).is_file()] == []
 
 
-def test_the_paths_that_the_text_names_exist() -> None:
-    """Tests apart, which are named by where they are in tests/."""
-    named = set(re.findall(r"`((?:proxy|cli|reconstruct|rollout|trainer_client|examples)/(?![\w/]*test_)[\w/.]*)`", README))
-    assert named
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_paths_that_a_document_names_exist(name: str) -> None:
+    """Ends of paths in the section on extension points stand for a folder's own files, and tests are named by where they are."""
+    folders = "proxy|cli|reconstruct|rollout|trainer_client|examples|benchmarks|helm|deploy|docs|tests|wheels"
+    named = set(re.findall(rf"`((?:{folders})/[\w/.-]*)`", text(name)))
+    assert named or name in ("README.md", "AGENTS.md")
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("code", blocks("python"))
-def test_python_snippets_compile(code: str) -> None:
-    compile(code, "README.md", "exec")
+def anchors(path: Path) -> set[str]:
+    """What links to headings of the document end in."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_links_of_a_document_lead_to_files_and_headings(name: str) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", text(name)):
+        if ":" in link:
+            continue
+        file, _, heading = link.partition("#")
+        target = ROOT / file if file else ROOT / name
+        assert target.exists(), link
+        assert not heading or heading in anchors(target), link
+
+
+@pytest.mark.parametrize(("name", "lines"), [("README.md", 150), ("ARCHITECTURE.md", 80)])
+def test_a_document_that_everybody_reads_is_short(name: str, lines: int) -> None:
+    assert len(text(name).splitlines()) <= lines
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 def test_the_vllm_command_has_the_flags_that_verbatim_uses_itself(device: Any) -> None:
-    """Values apart: the README names a model of its own."""
+    """Values apart: the page names a model of its own."""
     argv, variables = vllm_command("model", 8000, device=device)
-    section = README.partition("## Serve")[2].partition("## The harness")[0]
+    section = text("docs/quickstart.md").partition("## With a real model")[2].partition("\n## ")[0]
     assert [flag for flag in argv if flag.startswith("--") and flag not in section] == []
     assert [name for name in variables if name not in section] == []
 
 
-def test_the_make_targets_it_names_exist() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"`?make ([a-z-]+)", README)) <= targets
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_make_targets_it_names_exist(name: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", text("Makefile"), re.MULTILINE))
+    assert set(re.findall(r"(?:^ *|`)make ([a-z-]+)", text(name), re.MULTILINE)) <= targets
 
 
 def pushed_version(client: TrainerClient) -> int:
     return int(client.weights()["current"]["version"])
 
 
-def test_the_snippets_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_harness_of_ones_own_and_a_trainers_loop_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As written, but for the folder of the weights; `train` and `model` are the reader's, here a step that changes nothing."""
     import torch
 
@@ -81,8 +106,8 @@ def test_the_snippets_run_one_after_the_other(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setenv("VERBATIM_TRAINER_TOKEN", TRAINER)
         wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
         for part in ('admin.post("/sessions"', "OpenAI(", "/close"):
-            exec(snippet(part), names)
-        trainer = snippet("TrainerClient").replace("/shared/weights", str(tmp_path / "weights"))
+            exec(snippet("docs/harnesses.md", part), names)
+        trainer = snippet("docs/trainers.md", "client.publish(").replace("/shared/weights", str(tmp_path / "weights"))
         with ThreadPoolExecutor(1) as pool:
             loop = pool.submit(exec, trainer, names)
             wait_until(

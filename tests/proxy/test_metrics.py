@@ -1,4 +1,4 @@
-"""What /metrics shows is what docs/metrics.md says, and what alerts and dashboard read is there."""
+"""What /metrics shows is what docs/observability.md says, and what alerts and dashboard read is there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import KNOWN
 from tests.support.service.running_service import RunningService
 
-PAGE = (ROOT / "docs/metrics.md").read_text()
+PAGE = (ROOT / "docs/observability.md").read_text()
 OF_THE_PROCESS = "process_"
 """What prometheus-client tells of any process on Linux, documented by a sentence."""
 

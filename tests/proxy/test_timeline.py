@@ -86,7 +86,7 @@ def test_a_call_that_the_engine_refuses_counts_in_no_step(token_service: Running
 def test_the_documentation_names_every_metric(token_service: RunningService) -> None:
     page = token_service.request("GET", "/metrics").text
     families = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE verbatim_")}
-    documented = (ROOT / "docs" / "metrics.md").read_text()
+    documented = (ROOT / "docs" / "observability.md").read_text()
     assert len(families) > 20
     # Counters have another family of when they were made.
     assert [name for name in sorted(families) if not name.endswith("_created") and f"`{name}`" not in documented] == []

@@ -274,7 +274,7 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-# Prometheus metrics of weight updates; docs/metrics.md has the table of them. Every label is bounded by the settings.
+# Prometheus metrics of weight updates; docs/observability.md has the table of them. Every label is bounded by the settings.
 
 
 _SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)

@@ -24,7 +24,7 @@ from tests.support.runtimes.swebench_instance import FIXED, make_instance
 
 HERE = __name__
 ALL = ["command", "diff", "harbor", "http", "llm_judge", "pytest", "python", "swebench"]
-DOCS = (ROOT / "docs" / "evaluators.md").read_text(encoding="utf-8")
+DOCS = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
 STAND_INS = ("/testbed", "/agent-result", "/tests", "/logs")
 JUDGED = {"rubric": "r", "model": "m", "show": "diff", "diff_command": "cat diff"}
 
@@ -176,9 +176,7 @@ async def test_every_option_is_documented(name: str, tmp_path: Path, url: str) -
     with pytest.raises(BadEvaluator) as raised:
         check(name, {**good, "treshold": 1})
     known = re.findall(r"\w+", str(raised.value).rpartition("known: ")[2])
-    section = (
-        DOCS.partition(f"\n## {name}\n")[2].partition("\n## ")[0] + DOCS.partition("\n## Commands\n")[2].partition("\n## ")[0]
-    )
+    section = "".join(DOCS.partition(f"\n### {title}\n")[2].partition("\n##")[0] for title in (name, "Commands"))
     assert known
     assert [option for option in known if f"`{option}`" not in section] == []
 
