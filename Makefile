@@ -1,4 +1,4 @@
-# Needs make, python3 (3.11 or newer) with its venv module, and a pip that can find torch's CPU build (see README.md).
+# Needs make, python3 (3.11 or newer) with its venv module, and a pip that can find torch's CPU build (see docs/quickstart.md).
 # Everything is installed into .venv, once; a change of pyproject.toml or constraints.txt installs again.
 
 PYTHON ?= python3

@@ -1,6 +1,6 @@
-"""What tables of Markdown ask of their cells."""
+"""Cells of Markdown tables."""
 
 
-def in_a_cell(text: str) -> str:
-    """The text on one line, with no bar that would end its cell."""
+def escape_cell(text: str) -> str:
+    """The text on one line, with its bars escaped, so that none ends the cell."""
     return " ".join(text.split()).replace("|", "\\|")

@@ -1,4 +1,4 @@
-// The search is a worker, and of pages that were opened from the disk browsers start none. There its script runs in a frame.
+// Browsers start no workers for pages opened from the disk, and the search is one: there, run its script in a frame.
 if (location.protocol === "file:") {
   window.Worker = class extends EventTarget {
     constructor(url) {

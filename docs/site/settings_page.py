@@ -1,4 +1,4 @@
-"""The page of settings: those of the service, from the object that reads them."""
+"""The reference of settings, from the settings object of the service."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cells import in_a_cell
+from cells import escape_cell
 from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
 
@@ -23,19 +23,19 @@ Each setting of the service is an environment variable. Lists and maps are JSON.
 """
 
 
-def page() -> str:
+def render() -> str:
     prefix = Settings.model_config["env_prefix"]
     rows = [
-        f"| `{prefix}{name.upper()}` | {_default(field)} | {in_a_cell(field.description or '')} |"
+        f"| `{prefix}{name.upper()}` | {_format_default(field)} | {escape_cell(field.description or '')} |"
         for name, field in Settings.model_fields.items()
     ]
     return HEAD + "\n".join(rows) + "\n"
 
 
-def _default(field: Any) -> str:
+def _format_default(field: Any) -> str:
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
-        return "needed"
+        return "required"
     if value is None or value in ([], {}, ""):
         return "-"
     if isinstance(value, bool):
@@ -43,5 +43,5 @@ def _default(field: Any) -> str:
     if isinstance(value, (Path, str, int, float)) and not isinstance(value, SecretStr):
         return f"`{value}`"
     if isinstance(value, (list, tuple, dict)):
-        return f"`{in_a_cell(json.dumps(value, default=str))}`"
-    return f"`{in_a_cell(str(value))}`"
+        return f"`{escape_cell(json.dumps(value, default=str))}`"
+    return f"`{escape_cell(str(value))}`"
