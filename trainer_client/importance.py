@@ -105,7 +105,12 @@ def statistics_by(log_ratio: Any, keys: Sequence[Hashable] | NDArray[Any], **opt
 
 
 def batch_statistics(
-    batch: Batch, data: PaddedBatch | PackedBatch | TreeBatch, trainer_logprobs: Any, *, prefix: str = "importance/", **options: Any
+    batch: Batch,
+    data: PaddedBatch | PackedBatch | TreeBatch,
+    trainer_logprobs: Any,
+    *,
+    prefix: str = "importance/",
+    **options: Any,
 ) -> dict[str, float]:
     """`ratio_statistics` of the sampled tokens of `data`, which `batch` was laid out as: all of them, those of each role
     (`role/main/…`), and those of each number of versions behind their policy's (`staleness/2/…`). `trainer_logprobs` of the shape of

@@ -100,7 +100,9 @@ SHOWN_BY: dict[str, list[str]] = {
         "kubernetes/test_kubernetes.py::test_nothing_starts_that_no_policy_holds_where_one_is_to_be_there",
     ],
     "K3": ["test_contract.py::test_what_a_command_left_running_ends_with_it"],
-    "K4": ["kubernetes/test_kubernetes.py::test_commands_are_a_users_without_capabilities_and_roots_only_where_that_is_asked_for"],
+    "K4": [
+        "kubernetes/test_kubernetes.py::test_commands_are_a_users_without_capabilities_and_roots_only_where_that_is_asked_for"
+    ],
     "K5": [
         "test_contract.py::test_a_command_that_takes_too_much_memory_ends_with_137",
         "kubernetes/test_kubernetes.py::test_a_pod_asks_for_what_it_may_use_and_has_no_token",
