@@ -162,7 +162,7 @@ def test_watching_tells_what_happens_until_the_end(fresh: RunningService, redis_
     stdout, stderr = watching.communicate(timeout=SECONDS)
     assert (watching.returncode, stderr) == (0, "")
     told = [line.split()[1] for line in stdout.splitlines()]
-    assert told == ["rollout.steps", "rollout.concluding", "rollout.completed", "task.ended"]
+    assert told == ["rollout.preparing", "rollout.concluding", "rollout.completed", "task.ended"]
     assert "reward=1" in stdout and "node=node-1" in stdout and stdout.rstrip().endswith("completed")
 
 

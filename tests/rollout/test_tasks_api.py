@@ -143,7 +143,7 @@ async def test_a_task_is_watched_from_its_beginning_to_its_end(service: RunningS
         await node.end(taken.attempt, Verdict("completed", reward=0.25, feedback="nearly"))
     await asyncio.to_thread(watching.join, SECONDS)
     assert not watching.is_alive()
-    kinds = ["task.created", "rollout.steps", "rollout.concluding", "rollout.completed", "task.ended"]
+    kinds = ["task.created", "rollout.preparing", "rollout.concluding", "rollout.completed", "task.ended"]
     assert [event["kind"] for event in told] == kinds
     assert told[3]["reward"] == 0.25 and told[4]["status"] == "completed"
     assert [event["kind"] for event in read_events(service, "watched", told[1]["id"])] == kinds[2:]
