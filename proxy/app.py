@@ -1,7 +1,7 @@
-"""`create_app`: wiring only. Store, pool, updater, trees and metrics are made here and handed to the two sides of the service.
+"""`create_app` wires one process: it builds the store, pool, updater, trees and metrics and hands them to the two sides of the service.
 
-The harness side is plain ASGI (`proxy.call.door`), the control side FastAPI (`proxy.api`); the lifespan opens and closes what both
-share. `settings.redis` must be set: an embedded server is started by whoever starts the process.
+The harness side is plain ASGI (`proxy.call.door`), the control side FastAPI (`proxy.api`); the lifespan opens and closes what both share.
+`settings.redis` must be set: whoever starts the process starts the embedded server.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from fastapi import APIRouter, FastAPI
 
-from proxy.api import archive, batches, engines, sessions, weights
-from proxy.api.closing import expire_idle, policy_of, sweep, sweep_seconds
-from proxy.api.description.catalogue import OPERATIONS
-from proxy.api.description.operation import Operation
-from proxy.api.openapi import description
+from proxy.api import archive, batches, calls, dead_letters, engines, sessions, weights
+from proxy.api.admission import reclaim_places
+from proxy.api.closing import build_group_policy, choose_sweep_interval, close_idle, finish_announced
+from proxy.api.openapi import build_document
 from proxy.api.requests import install_error_handlers
-from proxy.api.sessions import reclaim_places
 from proxy.auth import Tokens
 from proxy.call.door import Harness
 from proxy.call.http import Application, BodyRoom, CallRate, CallSlots
@@ -49,34 +47,26 @@ from proxy.ui.shown import Ui
 
 log = logging.getLogger(__name__)
 
-ABOUT = (
-    "Harnesses call a model under `/s/{session_id}/…` with the key of their session; trainers lease batches and push weights; whoever "
-    "runs harnesses opens and closes sessions, or submits tasks. Bodies and answers are JSON. Errors of the control side are "
-    '`{"error": {"code", "message", "param"?}}`, those of model calls have the shape of their dialect.'
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What another package brings into the served app: routes of the control side, and what runs for as long as the app does."""
+    """What another package adds to the app: control routes, and a context that is open while the app runs."""
 
     router: APIRouter
     running: Callable[[], AbstractAsyncContextManager[None]]
-    operations: Sequence[Operation] = ()
-    """What the description of the service says of the routes."""
 
 
 Adding = Callable[[Services, Application], Addition]
-"""Makes one, of what the process holds and the control side itself."""
+"""Builds an addition from the process's services and the control app."""
 
 
 def create_app(settings: Settings, *adding: Adding) -> Harness:
     """The ASGI application of one process."""
     if settings.redis is None:
-        raise ValueError("create_app needs settings.redis; start EmbeddedRedis first and put its URL there")
+        raise ValueError("create_app needs settings.redis; start EmbeddedRedis first and set its URL")
     store = StoreConnection.to(settings, settings.redis)
     services = build_services(settings, store)
-    # No pages that load scripts from elsewhere and ask for a token.
+    # FastAPI's own documentation pages load scripts from elsewhere and ask for a token.
     control = FastAPI(title="Verbatim", docs_url=None, redoc_url=None)
     harness = harness_of(services, control)
     additions = [add(services, control) for add in adding]
@@ -84,18 +74,26 @@ def create_app(settings: Settings, *adding: Adding) -> Harness:
     control.state.services = services
     control.state.ui = Ui(services)
     install_error_handlers(control)
-    for router in (control_router(), ui_router()):
-        # As they are. To include a router builds each of its routes again, which would be half of the start of the app.
+    for router in (build_control_router(), ui_router(), *(addition.router for addition in additions)):
+        # include_router would build every route a second time, which takes half of the time to create the app.
         control.routes.extend(router.routes)
-    for addition in additions:
-        control.include_router(addition.router)
-    operations = [*OPERATIONS, *(operation for addition in additions for operation in addition.operations)]
-    control.openapi = harness.description = cache(lambda: description(control, operations, ABOUT))  # type: ignore[method-assign]
+    control.openapi = harness.description = cache(partial(build_document, control))  # type: ignore[method-assign]
     return harness
 
 
+def build_control_router() -> APIRouter:
+    """Sessions, batches, weights, engines and health. Its errors need `proxy.api.requests.install_error_handlers(app)`."""
+    router = APIRouter()
+    for part in (
+        *(sessions.router, calls.router, archive.router, dead_letters.router, batches.router),
+        *(weights.router, engines.router, engines.health_router),
+    ):
+        router.routes.extend(part.routes)
+    return router
+
+
 def build_services(settings: Settings, store: StoreConnection) -> Services:
-    """What one process holds, not yet started."""
+    """What one process shares between its two sides, not yet started."""
     engines, metrics = RedisEngineStore(store), Metrics()
     pool = EnginePool(settings, engines, observer=metrics)
     process, inflight = uuid.uuid4().hex, Inflight()
@@ -133,7 +131,7 @@ async def _lifespan(
     preparing = asyncio.create_task(services.renderer.prepare())
     await services.pool.start()
     sweeper = asyncio.create_task(_sweep_forever(services))
-    # Beside the sweep, which must not wait while an archive is written.
+    # Separate from the sweep, which must not wait while an archive is written.
     retention = asyncio.create_task(Retention(services, RedisRetentionStore(store)).run())
     try:
         async with AsyncExitStack() as stack:
@@ -144,7 +142,7 @@ async def _lifespan(
         preparing.cancel()
         sweeper.cancel()
         retention.cancel()
-        # The server has waited drain_seconds for answers to go out; what is still under way is cut and recorded.
+        # The server has waited drain_seconds for answers to be sent; calls still in flight are cut and recorded.
         await services.inflight.drain(0)
         await harness.settle()
         await services.peers.stop()
@@ -154,34 +152,21 @@ async def _lifespan(
 
 
 async def _sweep_forever(services: Services) -> None:
-    """Finish what processes that died left half closed, close what nobody uses any more, give up what nobody completes."""
+    """Finish the closes of dead processes, close idle sessions, reclaim places and give up incomplete groups."""
     services.metrics.swept("sessions")
     while True:
-        await asyncio.sleep(sweep_seconds(services.settings))
+        await asyncio.sleep(choose_sweep_interval(services.settings))
         try:
-            await sweep(services)
-            await expire_idle(services)
+            await finish_announced(services)
+            await close_idle(services)
             await reclaim_places(services)
             settings = services.settings
-            await services.delivery.tend(policy_of(settings), settings.group_timeout_seconds, await services.clock.now())
+            await services.delivery.tend(
+                build_group_policy(settings), settings.group_timeout_seconds, await services.clock.now()
+            )
             services.metrics.swept("sessions")
         except StoreUnavailable as error:
-            log.warning("the sweep of sessions waits: %s", error.message)
+            log.warning("the sweep of sessions is postponed: %s", error.message)
         except Exception:
-            # It would end for good, and nobody would see that sessions are left half closed.
-            log.exception("the sweep of sessions failed and is tried again")
-
-
-# The control side as one router: `app.include_router(control_router())` after `app.state.services = services`.
-
-
-def control_router() -> APIRouter:
-    """Sessions, batches, weights, engines and health. Its errors need `proxy.api.requests.install_error_handlers(app)`."""
-    router = APIRouter()
-    for part in (
-        *(sessions.router, archive.router, batches.dead_letters_router, batches.router),
-        *(weights.router, engines.router, engines.health_router),
-    ):
-        # As they are. To include a router builds each of its routes again, which takes milliseconds per route.
-        router.routes.extend(part.routes)
-    return router
+            # Otherwise the task would end for good and sessions would silently stay half closed.
+            log.exception("the sweep of sessions failed and will be retried")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from proxy import rows
 from proxy.api.archive import intents_as_wire
-from proxy.api.closing import CLOSED, withdraw_session
+from proxy.api.closing import CLOSED, delete_session
 from proxy.api.sessions import session_as_wire
 from proxy.archive.folder import ArchiveError, ArchiveWriter, FolderBusy, KnownSessions
 from proxy.archive.tables import ArchivedSession
@@ -197,7 +197,7 @@ class Retention:
     async def _delete(self, state: SessionState, cleared: Cleared) -> None:
         session_id = state.info.session_id
         try:
-            await withdraw_session(self._services, session_id)
+            await delete_session(self._services, session_id)
         except (NotFound, Conflict) as error:
             log.info("session %s stays: %s", session_id, error.message)
             return

@@ -1,14 +1,8 @@
-"""Tasks over HTTP: submit, list, look into, watch, cancel; and the nodes. Mounted into the served app, for the admin; nodes may list nodes.
+"""Tasks over HTTP: submit, list, inspect, follow and cancel them; and list the nodes. Mounted into the served app, for the admin; nodes may
+list nodes.
 
-    POST   /tasks                  201; 200 when it was submitted before; 409 when its id was with another body
-    GET    /tasks                  newest first; ?status=&limit=&cursor=
-    GET    /tasks/{id}             where it stands, and what was submitted
-    DELETE /tasks/{id}             cancel: at once and for good
-    GET    /tasks/{id}/rollouts    each of its rollouts
-    GET    /tasks/{id}/events      server-sent events from the first, or from behind Last-Event-ID, up to the task's end
-    GET    /nodes                  the nodes, and how many rollouts wait in each queue
-
-Errors are those of the control side, `{"error": {"code", "message", "param"?}}`.
+Errors have the control API's shape, `{"error": {"code", "message", "param"?}}`. The models in `responses=` describe answers in the OpenAPI
+document; handlers encode their answers themselves.
 """
 
 from __future__ import annotations
@@ -20,14 +14,17 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
+from pydantic import ConfigDict
 
+from rollout import attempts
 from rollout.store.base import Event, NoSuchTask, StoreUnavailable, TaskConflict
 from rollout.store.tasks import RedisTaskStore
 from rollout.task_body import (
     BadTask,
+    Body,
     Known,
     event_as_wire,
     node_as_wire,
@@ -37,21 +34,199 @@ from rollout.task_body import (
     task_as_wire,
 )
 
+log = logging.getLogger(__name__)
+
 CURSOR = r"^[0-9]{1,15}\z"
 EVENT_ID = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})?\Z")
 RETRY_AFTER_SECONDS = 1
+KEEPALIVE = b": nothing new\n\n"
+MAX_QUEUED_EVENTS = 256
+"""Events read ahead of a slow reader."""
 
 Status = Literal["queued", "running", "completed", "cancelled"]
-ReadBody = Callable[[Request], Awaitable[bytes]]
+TaskId = Annotated[str, Path(description="The task's id.")]
+Line = tuple[str, str, str]
+"""Id, kind and data of a server-sent event."""
+
+TASK: dict[str, Any] = {
+    "task_id": "bug-7",
+    "instruction": "Make the tests pass.",
+    "harness": "pi",
+    "num_samples": 8,
+    "evaluator": {"kind": "command", "options": {"command": "make test"}},
+}
+SUMMARY: dict[str, Any] = {
+    "task_id": "bug-7",
+    "status": "queued",
+    "instruction": "Make the tests pass.",
+    "harness": "pi",
+    "num_samples": 8,
+    "priority": 50,
+    "rollouts": {"queued": 8},
+    "usable": 0,
+    "lacks": None,
+    "created_at": 1767225600.0,
+    "ended_at": None,
+    "callback": None,
+    "metadata": {},
+}
+ROLLOUT: dict[str, Any] = {
+    "index": 0,
+    "status": "running",
+    "attempt": 1,
+    "node": "node-1",
+    "session_id": "bug-7.0.1",
+    "calls": None,
+    "exit_code": None,
+    "verdict": None,
+    "failures": [],
+    "times": {"queued": 1767225600.0, "preparing": 1767225601.0, "ready": 1767225604.0, "running": 1767225604.5},
+    "logs": "node-1:/srv/verbatim-node/logs/bug-7.0.1",
+}
+QUEUE: dict[str, Any] = {
+    "priority": 50,
+    "runtimes": ["local"],
+    "cpus": 1.0,
+    "memory_mb": 2048,
+    "labels": {},
+    "waiting": 8,
+}
+
+
+class Shape(Body):
+    """The JSON of an answer, for the OpenAPI document only."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class CallbackShape(Shape):
+    url: str
+    tries: int
+    next_try_at: float | None
+    delivered_at: float | None
+    last_error: str | None
+
+
+class TaskSummary(Shape):
+    task_id: str
+    status: Status
+    instruction: str
+    harness: str
+    num_samples: int
+    priority: int
+    rollouts: dict[attempts.Status, int]
+    """Number of rollouts by status."""
+    usable: int
+    """Rollouts that may be delivered to a trainer."""
+    lacks: str | None
+    """A requirement that no node meets."""
+    created_at: float
+    ended_at: float | None
+    callback: CallbackShape | None
+    metadata: dict[str, Any]
+
+
+class TaskShape(TaskSummary, json_schema_extra={"example": {**SUMMARY, "task": TASK}}):
+    task: dict[str, Any]
+    """What was submitted, with defaults filled in; uploads are replaced by their sizes."""
+
+
+class TaskPage(Shape, json_schema_extra={"example": {"tasks": [SUMMARY], "cursor": None}}):
+    tasks: list[TaskSummary]
+    cursor: str | None
+
+
+class CancelledTask(
+    TaskSummary,
+    json_schema_extra={"example": {**SUMMARY, "status": "cancelled", "cancelled_now": [0, 1, 2, 3, 4, 5, 6, 7]}},
+):
+    cancelled_now: list[int]
+    """Indices of the rollouts that this request ended."""
+
+
+class FailureShape(Shape):
+    failure: str
+    """Its class."""
+    message: str
+    look: str
+    """Where to look next."""
+
+
+class VerdictShape(Shape):
+    status: attempts.Ended
+    reward: float | None
+    per_call: dict[str, float]
+    per_branch: dict[str, float]
+    feedback: str
+    metadata: dict[str, Any]
+    failure: FailureShape | None
+    usable: bool
+
+
+class RolloutShape(Shape):
+    index: int
+    status: attempts.Status
+    attempt: int
+    """The current attempt, from 1; 0: not started."""
+    node: str | None
+    session_id: str | None
+    calls: int | None
+    exit_code: int | None
+    verdict: VerdictShape | None
+    failures: list[FailureShape]
+    """Of earlier attempts."""
+    times: dict[str, float]
+    """When each status was reached."""
+    logs: str | None
+    """`<node>:<folder>`"""
+
+
+class Rollouts(Shape, json_schema_extra={"example": {"rollouts": [ROLLOUT]}}):
+    rollouts: list[RolloutShape]
+
+
+class NodeShape(Shape):
+    name: str
+    labels: dict[str, str]
+    runtimes: list[str]
+    cpus: float
+    memory_mb: int
+    slots: dict[str, int]
+    busy: dict[str, int]
+    free_cpus: float
+    free_memory_mb: int
+    draining: bool
+    """It takes no new rollouts."""
+    started_at: float
+    seen_at: float
+    """Its last heartbeat."""
+    lease_seconds: float
+    """Silence after which it loses its rollouts."""
+
+
+class Queue(Shape):
+    """Rollouts with the same requirements."""
+
+    priority: int
+    runtimes: list[str]
+    cpus: float
+    memory_mb: int
+    labels: dict[str, str]
+    waiting: int
+
+
+class Nodes(Shape, json_schema_extra={"example": {"nodes": [], "queues": [QUEUE]}}):
+    nodes: list[NodeShape]
+    queues: list[Queue]
 
 
 class TaskRoute(APIRoute):
-    """Answers what this package raises in the control side's shape; all else is the app's."""
+    """Maps this package's errors to the control API's error shape."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
-        async def answered(request: Request) -> Response:
+        async def handle(request: Request) -> Response:
             try:
                 return await handler(request)
             except BadTask as error:
@@ -63,94 +238,138 @@ class TaskRoute(APIRoute):
             except StoreUnavailable as error:
                 return _error(503, "store_unavailable", str(error), headers={"retry-after": str(RETRY_AFTER_SECONDS)})
 
-        return answered
+        return handle
 
 
-def task_router(
+def build_task_router(
     store: RedisTaskStore,
     known: Known,
     *,
     admin: Callable[[Request], None],
     node: Callable[[Request], None],
-    read_body: ReadBody,
+    read_body: Callable[[Request], Awaitable[bytes]],
     keepalive_seconds: float,
     stopping: asyncio.Event,
 ) -> APIRouter:
-    """`admin` and `node` raise for a caller who is none. `read_body` gives the body of a request, within the service's limits. `stopping`
-    is set when the process begins to end, and ends streams."""
-    router = APIRouter(route_class=TaskRoute)
+    """`admin` and `node` raise for a caller without that role. `read_body` reads a request's body within the service's limits. `stopping`
+    is set when the process shuts down; it ends event streams."""
+    router = APIRouter(tags=["tasks"], route_class=TaskRoute, default_response_class=Response)
     admins = [Depends(admin)]
 
-    @router.post("/tasks", dependencies=admins)
-    async def submit(request: Request) -> Response:
-        task, digest = submitted(await read_body(request), known)
+    @router.post(
+        "/tasks",
+        dependencies=admins,
+        status_code=201,
+        summary="Submit a task",
+        responses={
+            201: {"model": TaskShape, "description": "submitted"},
+            200: {"model": TaskShape, "description": "it was submitted before"},
+            409: {"description": "the id belongs to a task with another body (`conflict`)"},
+        },
+        openapi_extra={"requestBody": {"content": {"application/json": {"example": TASK}}}},
+    )
+    async def submit_task(raw: bytes = Depends(read_body)) -> Response:
+        """Its rollouts wait for nodes. A string for `harness`, `runtime` or `evaluator` stands for an object with that name. Submitting the
+        same body under the same `task_id` again is 200 and changes nothing."""
+        task, digest = submitted(raw, known)
         state, new = await store.submit(task, digest, await store.now())
         return _json(task_as_wire(state), 201 if new else 200)
 
-    @router.get("/tasks", dependencies=admins)
-    async def listing(
-        status: Status | None = None,
-        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-        cursor: Annotated[str | None, Query(pattern=CURSOR)] = None,
+    @router.get(
+        "/tasks",
+        dependencies=admins,
+        summary="List tasks",
+        responses={200: {"model": TaskPage, "description": "a page"}},
+    )
+    async def list_tasks(
+        status: Annotated[Status | None, Query(description="Only tasks with this status.")] = None,
+        limit: Annotated[int, Query(ge=1, le=1000, description="Entries per page.")] = 100,
+        cursor: Annotated[str | None, Query(pattern=CURSOR, description="`cursor` of the previous page.")] = None,
     ) -> Response:
+        """Newest first."""
         states, following = await store.page(status=status, limit=limit, cursor=cursor)
         return _json({"tasks": [summary_as_wire(state) for state in states], "cursor": following})
 
-    @router.get("/tasks/{task_id}", dependencies=admins)
-    async def one(task_id: str) -> Response:
+    @router.get(
+        "/tasks/{task_id}",
+        dependencies=admins,
+        summary="Get a task",
+        responses={200: {"model": TaskShape, "description": "the task"}},
+    )
+    async def get_task(task_id: TaskId) -> Response:
+        """Its current state, and what was submitted."""
         return _json(task_as_wire(await store.load(task_id)))
 
-    @router.delete("/tasks/{task_id}", dependencies=admins)
-    async def cancel(task_id: str) -> Response:
+    @router.delete(
+        "/tasks/{task_id}",
+        dependencies=admins,
+        summary="Cancel a task",
+        responses={200: {"model": CancelledTask, "description": "cancelled"}},
+    )
+    async def cancel_task(task_id: TaskId) -> Response:
+        """Immediately and for good. Rollouts that have already ended keep their results."""
         ended = await store.cancel(task_id, await store.now())
         state = await store.load(task_id)
         return _json(summary_as_wire(state) | {"cancelled_now": [rollout.index for rollout in ended]})
 
-    @router.get("/tasks/{task_id}/rollouts", dependencies=admins)
-    async def rollouts(task_id: str) -> Response:
+    @router.get(
+        "/tasks/{task_id}/rollouts",
+        dependencies=admins,
+        summary="List the rollouts of a task",
+        responses={200: {"model": Rollouts, "description": "all of them"}},
+    )
+    async def list_rollouts(task_id: TaskId) -> Response:
+        """Ordered by index."""
         return _json({"rollouts": [rollout_as_wire(state) for state in await store.rollouts(task_id)]})
 
-    @router.get("/tasks/{task_id}/events", dependencies=admins)
-    async def events(request: Request, task_id: str) -> Response:
-        after = _last_event(request)
+    @router.get(
+        "/tasks/{task_id}/events",
+        dependencies=admins,
+        summary="Follow a task",
+        responses={
+            200: {"content": {"text/event-stream": {}}, "description": "the stream"},
+            204: {"description": "the task has ended and the reader has all its events"},
+        },
+    )
+    async def follow_task(request: Request, task_id: TaskId) -> Response:
+        """Server-sent events up to `task.ended`, from the first one or from the one after the header `Last-Event-ID`."""
+        after = _parse_last_event_id(request)
         state = await store.load(task_id)
         following = store.events(task_id, after or "0")
         first = await anext(following, None) if state.ended_at is not None else None
         if after and state.ended_at is not None and first is None:
-            # What tells a reader that reconnects by itself that there is no more to come.
+            # 204 tells a reader that reconnects automatically to stop.
             return Response(status_code=204)
-        stream = told(_chained(first, following), keepalive_seconds, stopping)
+        stream = stream_events(_as_lines(first, following), keepalive_seconds, stopping)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
-    @router.get("/nodes", dependencies=[Depends(node)])
-    async def nodes() -> Response:
+    @router.get(
+        "/nodes",
+        dependencies=[Depends(node)],
+        summary="List nodes",
+        responses={200: {"model": Nodes, "description": "the nodes"}},
+    )
+    async def list_nodes() -> Response:
+        """With their free capacity, and how many rollouts wait for which kind of node."""
         found = [node_as_wire(state) for state in await store.nodes()]
-        waiting = [_queue(name, count) for name, count in sorted((await store.depths()).items())]
+        waiting = [_queue_as_wire(name, count) for name, count in sorted((await store.depths()).items())]
         return _json({"nodes": found, "queues": waiting})
 
     return router
 
 
-def _last_event(request: Request) -> str | None:
-    """Raises `BadTask` for an id that no event has."""
+def _parse_last_event_id(request: Request) -> str | None:
+    """Raises `BadTask` for a malformed id."""
     given = request.headers.get("last-event-id") or None
     if given is not None and not EVENT_ID.match(given):
         raise BadTask(f"Last-Event-ID: {given!r} is not the id of an event", "Last-Event-ID")
     return given
 
 
-async def _chained(first: Event | None, rest: AsyncIterator[Event]) -> AsyncIterator[tuple[str, str, str]]:
-    """Id, kind and data of each."""
-    if first is not None:
-        yield first.id, first.kind, json.dumps(event_as_wire(first))
-    async for event in rest:
-        yield event.id, event.kind, json.dumps(event_as_wire(event))
-
-
-def _queue(name: str, waiting: int) -> dict[str, Any]:
+def _queue_as_wire(name: str, waiting: int) -> dict[str, Any]:
     priority, kinds, cpus, memory_mb, labels = json.loads(name)
-    wanted = {"priority": priority, "runtimes": kinds, "cpus": cpus, "memory_mb": memory_mb, "labels": labels}
-    return wanted | {"waiting": waiting}
+    needs = {"priority": priority, "runtimes": kinds, "cpus": cpus, "memory_mb": memory_mb, "labels": labels}
+    return needs | {"waiting": waiting}
 
 
 def _json(content: Any, status: int = 200) -> Response:
@@ -164,60 +383,54 @@ def _error(
     return Response(json.dumps({"error": error}), status, headers=headers, media_type="application/json")
 
 
-# Server-sent events: what is told, as text, with a comment while nothing is, so that no one on the way takes the line for dead.
+# Server-sent events.
 
 
-log = logging.getLogger(__name__)
-
-KEEPALIVE = b": nothing new\n\n"
-TOLD_AT_ONCE = 256
-"""Events that are read ahead of a slow reader."""
-
-Told = tuple[str, str, str]
-"""Id, kind, data of one line."""
-
-
-async def told(events: AsyncIterator[Told], keepalive_seconds: float, stopping: asyncio.Event) -> AsyncIterator[bytes]:
-    """Ends with `events`, when the store cannot be read, and when the process stops: a reader comes back with the id of the last
-    event that it got."""
-    queue: asyncio.Queue[Told | None] = asyncio.Queue(TOLD_AT_ONCE)
-    sources = [asyncio.create_task(_read(events, queue)), asyncio.create_task(_end(stopping, queue))]
+async def stream_events(lines: AsyncIterator[Line], keepalive_seconds: float, stopping: asyncio.Event) -> AsyncIterator[bytes]:
+    """Ends with `lines`, when the store cannot be read, or when the process stops; the reader reconnects with the id of its last event.
+    Sends a comment while nothing happens, so that no proxy in between drops the idle connection."""
+    queue: asyncio.Queue[Line | None] = asyncio.Queue(MAX_QUEUED_EVENTS)
+    sources = [asyncio.create_task(_read(lines, queue)), asyncio.create_task(_end(stopping, queue))]
     try:
         while True:
             try:
                 async with asyncio.timeout(keepalive_seconds):
-                    event = await queue.get()
+                    line = await queue.get()
             except TimeoutError:
                 yield KEEPALIVE
                 continue
-            if event is None:
+            if line is None:
                 return
-            yield _line(*event)
+            id_, kind, data = line
+            yield f"id: {id_}\nevent: {kind}\ndata: {data}\n\n".encode()
     finally:
         for source in sources:
             source.cancel()
         await asyncio.wait(sources)
 
 
-async def _read(events: AsyncIterator[Told], queue: asyncio.Queue[Told | None]) -> None:
+async def _as_lines(first: Event | None, rest: AsyncIterator[Event]) -> AsyncIterator[Line]:
+    if first is not None:
+        yield first.id, first.kind, json.dumps(event_as_wire(first))
+    async for event in rest:
+        yield event.id, event.kind, json.dumps(event_as_wire(event))
+
+
+async def _read(lines: AsyncIterator[Line], queue: asyncio.Queue[Line | None]) -> None:
     try:
-        async for event in events:
-            await queue.put(event)
+        async for line in lines:
+            await queue.put(line)
     except NoSuchTask:
-        # Deleted meanwhile by retention.
+        # Retention deleted it meanwhile.
         pass
     except StoreUnavailable as error:
-        log.warning("a stream of events ends early: %s", error)
+        log.warning("an event stream ends early: %s", error)
     except Exception:
-        log.exception("a stream of events ends early")
-    # Not when it is cancelled: of a reader that has gone away nobody empties the queue.
+        log.exception("an event stream ends early")
+    # Not in a finally: when the reader is gone, this task is cancelled, nobody empties the queue and `put` would block.
     await queue.put(None)
 
 
-async def _end(stopping: asyncio.Event, queue: asyncio.Queue[Told | None]) -> None:
+async def _end(stopping: asyncio.Event, queue: asyncio.Queue[Line | None]) -> None:
     await stopping.wait()
     await queue.put(None)
-
-
-def _line(id_: str, kind: str, data: str) -> bytes:
-    return f"id: {id_}\nevent: {kind}\ndata: {data}\n\n".encode()

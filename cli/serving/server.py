@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import uvicorn
 
 from cli.refusal import Refusal
-from cli.rollout_service import KNOWN, rollouts
+from cli.rollout_service import KNOWN, add_rollouts
 from cli.serving.connection import Connection, Patience
 from cli.serving.tls import Certificate, certificate
 from proxy.app import create_app
@@ -116,7 +116,7 @@ def run_server(
 
     Raises `Refusal` when the application cannot start.
     """
-    app = create_app(settings, partial(rollouts, KNOWN))
+    app = create_app(settings, partial(add_rollouts, KNOWN))
     config = uvicorn.Config(
         app,
         loop="uvloop",

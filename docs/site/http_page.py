@@ -9,7 +9,7 @@ from typing import Any
 
 from cells import escape_cell
 
-from cli.rollout_service import KNOWN, rollouts
+from cli.rollout_service import KNOWN, add_rollouts
 from proxy.app import create_app
 from proxy.settings import Settings
 
@@ -35,7 +35,7 @@ WHO = {"AdminToken": "admin", "TrainerToken": "trainer", "NodeToken": "node", "S
 def describe_service() -> dict[str, Any]:
     """The OpenAPI document of a service that is created for it and never started."""
     settings = Settings(engine=[], redis="redis://127.0.0.1:1/0")
-    app = create_app(settings, partial(rollouts, KNOWN))
+    app = create_app(settings, partial(add_rollouts, KNOWN))
     return app.description()
 
 

@@ -1,33 +1,43 @@
-"""Sessions out and in, as the store holds them: what `verbatim export` reads and `verbatim import` writes. For the admin.
+"""Export and import of sessions as the store holds them, for `verbatim export` and `verbatim import`. For the admin.
 
-Both speak msgpack, for records are bytes. A session's key is in neither: a session that came back opens to no key.
+Both use msgpack, since records are bytes. A session's key is never exported: no key opens an imported session.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from proxy.api.closing import CLOSED, offer
-from proxy.api.requests import Form, Served, admin_only, answer, json_response, read_body
-from proxy.api.sessions import session_as_wire, session_of_wire
+from proxy.api.closing import CLOSED, fill_group, load_session
+from proxy.api.requests import (
+    MSGPACK,
+    Body,
+    Form,
+    Served,
+    SessionId,
+    encode_response,
+    json_response,
+    read_body,
+    require_admin,
+)
+from proxy.api.sessions import session_as_wire, session_from_wire
 from proxy.auth import SESSION_ID
-from proxy.errors import Conflict, NotFound, RequestError
+from proxy.errors import Conflict, RequestError
 from proxy.services import Services
 from proxy.store.sessions import Intent, SessionState
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
 
-router = APIRouter(prefix="/sessions", dependencies=[Depends(admin_only)])
+router = APIRouter(prefix="/sessions", tags=["archive"], dependencies=[Depends(require_admin)], default_response_class=Response)
 
 
 class Restore(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a session: `records` from number `start` on. The `last` part carries the marks and closes it. `deliver`: put it
-    into its group, as if it had been closed now; otherwise no trainer is given it."""
+    """Part of a session: `records` from number `start` on. The `last` part carries the remaining state and closes the session. With
+    `deliver` the session joins its group as if it had been closed now; otherwise it is never delivered to a trainer."""
 
     session: dict[str, Any]
     start: int
@@ -38,64 +48,61 @@ class Restore(msgspec.Struct, forbid_unknown_fields=True):
     deliver: bool = False
 
     def stored_intents(self) -> list[Intent]:
-        """Raises RequestError for one that is none."""
+        """Raises `RequestError` for an invalid intent."""
         try:
             return msgspec.convert(self.intents, list[Intent])
         except msgspec.ValidationError as error:
             raise RequestError(f"{error}", param="intents") from error
 
 
-@router.get("/{session_id}/records")
-async def records(
+class RestoredPart(Body, json_schema_extra={"example": {"session_id": "first", "outcome": "restored", "group": None}}):
+    session_id: str
+    outcome: Literal["part", "restored", "present"]
+    group: str | None
+
+
+@router.get(
+    "/{session_id}/records",
+    summary="Export the records of a session",
+    responses={200: {"content": {MSGPACK: {}}, "description": "a part of the session"}},
+)
+async def export_records(
     services: Served,
-    session_id: str,
-    start: Annotated[int, Query(ge=0)] = 0,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    session_id: SessionId,
+    start: Annotated[int, Query(ge=0, description="Number of the first record.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Records per part.")] = 100,
 ) -> Response:
-    state = await services.sessions.load(session_id)
-    if state is None:
-        raise NotFound(f"there is no session {session_id}")
+    """Answers msgpack: `session`, `delivered`, `intents`, `records` as the store holds them, and `next_start`."""
+    state = await load_session(services, session_id)
     named, delivered, intents = await asyncio.gather(
         services.archive.named_records(session_id, start, start + limit - 1),
         services.sessions.delivered(session_id),
         services.sessions.intents(session_id),
     )
     following = start + len(named)
-    return answer(part_as_wire(state, delivered, intents, named, following if following < state.calls else None), Form.MSGPACK)
+    part = part_as_wire(state, delivered, intents, named, following if following < state.calls else None)
+    return encode_response(part, Form.MSGPACK)
 
 
-@router.post("/{session_id}/records")
-async def restore(request: Request, services: Served, session_id: str) -> Response:
-    part, state = _part(await read_body(request, services.settings.max_body_bytes))
+@router.post(
+    "/{session_id}/records",
+    summary="Import the records of a session",
+    responses={
+        200: {"model": RestoredPart, "description": "stored"},
+        409: {"description": "the session is not closed, or exists with other contents (`conflict`)"},
+    },
+    openapi_extra={"requestBody": {"required": True, "content": {MSGPACK: {"schema": {"type": "object"}}}}},
+)
+async def import_records(request: Request, services: Served, session_id: SessionId) -> Response:
+    """Takes msgpack: a part as an export gave it. The last part closes the session."""
+    part, state = _decode_part(await read_body(request, services.settings.max_body_bytes))
     _check(part, state, session_id)
     await services.archive.restore(state.info, part.start, part.records)
     if not part.last:
         return json_response({"session_id": session_id, "outcome": "part", "group": None})
-    finish = _deliver if part.deliver else _keep
+    finish = _finish_with_delivery if part.deliver else _finish
     fresh, group = await finish(services, part, state)
     return json_response({"session_id": session_id, "outcome": "restored" if fresh else "present", "group": group})
-
-
-async def _keep(services: Services, part: Restore, state: SessionState) -> tuple[bool, str | None]:
-    return await services.archive.finish(state, part.delivered, part.stored_intents(), await services.clock.now()), None
-
-
-async def _deliver(services: Services, part: Restore, state: SessionState) -> tuple[bool, str | None]:
-    """Announced before it is closed, as every session is, so that a crash in between is made good."""
-    await services.delivery.announce(state.info.session_id, None, await services.clock.now())
-    try:
-        fresh = await services.archive.finish(state, part.delivered, part.stored_intents(), None)
-    except RequestError:
-        await services.delivery.retract(state.info.session_id)
-        raise
-    # As it is there: an old archive does not tell of a session that no trainer gets it.
-    return fresh, await offer(services, await services.sessions.load(state.info.session_id) or state)
-
-
-def intents_as_wire(intents: Sequence[Intent]) -> list[dict[str, Any]]:
-    """Calls without a result, their digests in base64."""
-    wire: list[dict[str, Any]] = msgspec.to_builtins(intents)
-    return wire
 
 
 def part_as_wire(
@@ -115,33 +122,56 @@ def part_as_wire(
     }
 
 
-def _part(raw: bytes) -> tuple[Restore, SessionState]:
+def intents_as_wire(intents: Sequence[Intent]) -> list[dict[str, Any]]:
+    """Calls without a result, with their digests in base64."""
+    wire: list[dict[str, Any]] = msgspec.to_builtins(intents)
+    return wire
+
+
+async def _finish(services: Services, part: Restore, state: SessionState) -> tuple[bool, str | None]:
+    """Whether the session is new, and the state of its group."""
+    return await services.archive.finish(state, part.delivered, part.stored_intents(), await services.clock.now()), None
+
+
+async def _finish_with_delivery(services: Services, part: Restore, state: SessionState) -> tuple[bool, str | None]:
+    """As `_finish`. The session is announced first, as before every close, so that a sweep completes it after a crash."""
+    await services.delivery.announce(state.info.session_id, None, await services.clock.now())
+    try:
+        fresh = await services.archive.finish(state, part.delivered, part.stored_intents(), None)
+    except RequestError:
+        await services.delivery.retract(state.info.session_id)
+        raise
+    # The stored state counts: an old archive does not record that a session is not trained.
+    return fresh, await fill_group(services, await services.sessions.load(state.info.session_id) or state)
+
+
+def _decode_part(raw: bytes) -> tuple[Restore, SessionState]:
     try:
         part = msgspec.msgpack.decode(raw, type=Restore)
-        return part, session_of_wire(part.session)
+        return part, session_from_wire(part.session)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is no part of a session: {error}") from error
+        raise RequestError(f"the body is not part of a session: {error}") from error
 
 
 def _check(part: Restore, state: SessionState, session_id: str) -> None:
-    """Raise unless the part is one of a closed session of that id, and every record is a call of it."""
+    """Raise unless the part is of a closed session with that id and every record is one of its calls."""
     if state.info.session_id != session_id or not SESSION_ID.match(session_id):
         raise RequestError(f"the part is of session {state.info.session_id!r}", param="session")
     if state.status not in CLOSED or state.closed_at is None:
         raise Conflict(f"session {session_id} was {state.status}: only closed sessions can be imported", param="session")
-    for at, (call_id, record) in enumerate(part.records):
-        _check_record(session_id, part.start + at, call_id, record)
+    for number, (call_id, record) in enumerate(part.records, part.start):
+        _check_record(session_id, number, call_id, record)
 
 
-def _check_record(session_id: str, position: int, call_id: str, record: bytes) -> None:
+def _check_record(session_id: str, number: int, call_id: str, record: bytes) -> None:
     try:
         call = decode(record)
     except DecodeError as error:
-        # It was damaged before it was exported; it is kept as what it was, never trained.
-        if call_id == f"record-{position}":
+        # It was already damaged when it was exported. It is kept as it was and never trained.
+        if call_id == f"record-{number}":
             return
-        raise RequestError(f"record {position} of session {session_id} cannot be read: {error}", param="records") from error
+        raise RequestError(f"record {number} of session {session_id} cannot be read: {error}", param="records") from error
     if (call.session_id, call.call_id) != (session_id, call_id):
         raise RequestError(
-            f"record {position} of session {session_id} is call {call.call_id} of session {call.session_id}", param="records"
+            f"record {number} of session {session_id} is call {call.call_id} of session {call.session_id}", param="records"
         )

@@ -1,7 +1,7 @@
-"""Engines: the replicas there are, and those that are added and removed while the service runs. For the admin.
+"""Engines over HTTP: the admin lists them, adds and removes them while the service runs. And the health probes.
 
-What is added here is in the store: every process serves through it a few seconds later, and a restart keeps it. What the settings
-name is theirs, and cannot be removed here.
+Engines added here are stored: every process serves through them a few seconds later, and they survive a restart. Engines named in the
+settings cannot be removed here.
 """
 
 from __future__ import annotations
@@ -10,51 +10,103 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends, Path, Response
 from pydantic import Field
 
-from proxy.api.requests import Body, Served, admin_only, body_of, json_response
-from proxy.api.sessions import versions_ahead
+from proxy.api.admission import estimate_versions_ahead
+from proxy.api.requests import Body, JsonBody, Served, json_response, require_admin
 from proxy.engine.pool.membership import EngineSpec, engine_spec
 from proxy.engine.replica import Replica
 from proxy.errors import Conflict, NotFound, RequestError, StoreUnavailable
 from proxy.services import Services
 from proxy.store.service import StoredEngine
 
-router = APIRouter(prefix="/engines", dependencies=[Depends(admin_only)])
+router = APIRouter(prefix="/engines", tags=["engines"], dependencies=[Depends(require_admin)], default_response_class=Response)
 
 
-class Addition(Body):
+class NewEngine(Body, json_schema_extra={"example": {"url": "http://gpu3:8000"}}):
     url: str = Field(min_length=1, max_length=2048)
     """http://host:port, or dns://name:port for every address of a name."""
     policy: str = Field("", max_length=200)
-    """Whose replica it is; empty: the default one's."""
+    """The policy it serves; empty: the default one."""
     models: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default_factory=list, max_length=256)
-    """Names under which it serves, so that calls for them wait for it."""
+    """The model names it serves, so that calls for them wait for it."""
 
 
-@router.get("")
-async def listing(services: Served) -> Response:
-    """What was given (`engines`) and the replicas that came of it, as this process sees them."""
+class EngineShape(
+    Body,
+    json_schema_extra={"example": {"name": "gpu3:8000", "url": "http://gpu3:8000", "policy": "", "source": "api"}},
+):
+    name: str
+    url: str
+    policy: str
+    source: Literal["settings", "api"]
+    models: list[str] | None = None
+
+
+class ReplicaShape(Body):
+    name: str
+    url: str
+    policy: str
+    source: str
+    """settings, api, or the DNS name it was resolved from."""
+    status: Literal["serving", "down", "draining"]
+    reason: str | None
+    api: str | None
+    models: list[str]
+    max_model_len: int | None
+    weight_version: int | None
+    in_flight: int
+    max_calls: int
+
+
+class Engines(
+    Body,
+    json_schema_extra={
+        "example": {
+            "engines": [{"name": "127.0.0.1:8000", "url": "http://127.0.0.1:8000", "policy": "", "source": "settings"}],
+            "replicas": [],
+            "waiting": {"": 0},
+        }
+    },
+):
+    engines: list[EngineShape]
+    replicas: list[ReplicaShape]
+    waiting: dict[str, int]
+    """Calls waiting for a replica, by policy."""
+
+
+class RemovedEngine(Body, json_schema_extra={"example": {"name": "gpu3:8000", "removed": True}}):
+    name: str
+    removed: Literal[True]
+
+
+@router.get("", summary="List engines", responses={200: {"model": Engines, "description": "the engines"}})
+async def list_engines(services: Served) -> Response:
+    """The configured engines, and their replicas as the answering process sees them."""
     stored = await services.engines.engines()
     fixed = services.pool.membership.fixed
-    given = [_given(spec, "settings") for spec in fixed]
-    given += [_given(spec, "api", each.models) for each in stored if (spec := EngineSpec(each.url, each.policy)) not in fixed]
-    replicas = [*services.pool.replicas, *services.pool.draining]
-    return json_response(
-        {
-            "engines": given,
-            "replicas": [_replica(replica) for replica in replicas],
-            "waiting": dict(services.pool.seats.depths()),
-        }
-    )
+    engines = [_engine_as_wire(spec, "settings") for spec in fixed]
+    engines += [
+        _engine_as_wire(spec, "api", each.models) for each in stored if (spec := EngineSpec(each.url, each.policy)) not in fixed
+    ]
+    replicas = [_replica_as_wire(replica) for replica in (*services.pool.replicas, *services.pool.draining)]
+    return json_response({"engines": engines, "replicas": replicas, "waiting": dict(services.pool.seats.depths())})
 
 
-@router.post("")
-async def add(services: Served, body: Annotated[Addition, Depends(body_of(Addition))]) -> Response:
-    """201 with what was added, also when it was there already. It takes calls once it answers and has the current weights."""
+@router.post(
+    "",
+    status_code=201,
+    summary="Add an engine",
+    responses={
+        201: {"model": EngineShape, "description": "added"},
+        409: {"description": "the settings name it, or calls for one of its models go elsewhere (`conflict`)"},
+    },
+)
+async def add_engine(services: Served, body: Annotated[NewEngine, Depends(JsonBody(NewEngine).read)]) -> Response:
+    """It receives calls once it answers and has the current weights, and survives a restart. Adding it again is not an error."""
     try:
         spec = engine_spec(body.url, body.policy)
     except ValueError as error:
@@ -65,21 +117,29 @@ async def add(services: Served, body: Annotated[Addition, Depends(body_of(Additi
         _check_name_is_free(services, name, spec.policy)
     await services.engines.add(StoredEngine(spec.name, spec.url, spec.policy, time.time(), tuple(body.models)))
     await services.pool.look()
-    return json_response(_given(spec, "api", body.models), 201)
+    return json_response(_engine_as_wire(spec, "api", body.models), 201)
 
 
-@router.delete("/{name:path}")
-async def remove(services: Served, name: str) -> Response:
-    """It gets no more calls; those in flight end. 404 when there is no such engine, 409 when it is in the settings."""
-    found = await services.engines.remove(name)
-    if not found:
-        _refuse(services, name)
+@router.delete(
+    "/{name:path}",
+    summary="Remove an engine",
+    responses={
+        200: {"model": RemovedEngine, "description": "removed"},
+        409: {"description": "it is in the settings, or an address of a DNS name (`conflict`)"},
+    },
+)
+async def remove_engine(
+    services: Served, name: Annotated[str, Path(description="Its `name` in the list of engines.")]
+) -> Response:
+    """It gets no more calls; those in flight finish there."""
+    if not await services.engines.remove(name):
+        _raise_not_removable(services, name)
     await services.pool.look()
     return json_response({"name": name, "removed": True})
 
 
 def _check_name_is_free(services: Services, name: str, policy: str) -> None:
-    """Raises Conflict when calls for that name go to another policy now: sessions would go on under other weights."""
+    """Raises `Conflict` if calls for that name currently go to another policy: sessions would continue under other weights."""
     pool = services.pool
     declared = pool.membership.declared.get(name, policy)
     if name and (declared != policy or (name != policy and name in pool.policy_names)):
@@ -89,21 +149,21 @@ def _check_name_is_free(services: Services, name: str, policy: str) -> None:
             raise Conflict(f"calls for the model {name!r} go to engine {replica.name}, which serves it", param="policy")
 
 
-def _refuse(services: Services, name: str) -> None:
+def _raise_not_removable(services: Services, name: str) -> None:
     if any(name == spec.name for spec in services.pool.membership.fixed):
-        raise Conflict(f"engine {name} is in the settings of the service: take it out there")
+        raise Conflict(f"engine {name} is in the settings of the service: remove it there")
     for replica in services.pool.replicas:
         if replica.name == name:
             raise Conflict(f"engine {name} is an address of {replica.source}: remove that name, or the address from it")
     raise NotFound(f"there is no engine {name!r}")
 
 
-def _given(spec: EngineSpec, source: str, models: Sequence[str] = ()) -> dict[str, Any]:
-    given = {"name": spec.name, "url": spec.url, "policy": spec.policy, "source": source}
-    return given | ({"models": list(models)} if models else {})
+def _engine_as_wire(spec: EngineSpec, source: str, models: Sequence[str] = ()) -> dict[str, Any]:
+    wire = {"name": spec.name, "url": spec.url, "policy": spec.policy, "source": source}
+    return wire | ({"models": list(models)} if models else {})
 
 
-def _replica(replica: Replica) -> dict[str, Any]:
+def _replica_as_wire(replica: Replica) -> dict[str, Any]:
     return {
         "name": replica.name,
         "url": replica.url,
@@ -120,42 +180,67 @@ def _replica(replica: Replica) -> dict[str, Any]:
     }
 
 
-# Whether the process lives, and whether it can serve a call. Open to everyone: probes carry no token.
+# Health. Unauthenticated: probes carry no token.
 
 
-health_router = APIRouter()
+health_router = APIRouter(tags=["health"], default_response_class=Response)
 
 
-@health_router.get("/healthz")
-async def healthz() -> Response:
+class Alive(Body, json_schema_extra={"example": {"status": "ok"}}):
+    status: Literal["ok"]
+
+
+class Ready(Body, json_schema_extra={"example": {"status": "ready"}}):
+    status: Literal["ready"]
+
+
+class NotReady(
+    Body,
+    json_schema_extra={
+        "example": {"status": "unavailable", "reason": "no engine serves: 127.0.0.1:8000: it was not reached yet"}
+    },
+):
+    status: Literal["unavailable"]
+    reason: str
+
+
+@health_router.get(
+    "/healthz", summary="Whether the process is alive", responses={200: {"model": Alive, "description": "it is"}}
+)
+async def check_health() -> Response:
+    """Contacts neither the store nor an engine."""
     return json_response({"status": "ok"})
 
 
-@health_router.get("/metrics")
-async def metrics(services: Served) -> Response:
-    """Prometheus text; see proxy/metrics.py for what is measured. What the store counts is as old as the store's last answer."""
+@health_router.get(
+    "/metrics",
+    summary="Prometheus metrics",
+    responses={200: {"content": {"text/plain; version=0.0.4; charset=utf-8": {}}, "description": "text"}},
+)
+async def get_metrics(services: Served) -> Response:
+    """Of the answering process; the documentation lists them."""
+    # Numbers of the store are as old as its last answer.
     with contextlib.suppress(StoreUnavailable):
         counts, totals = await asyncio.gather(services.delivery.counts(), services.delivery.totals())
-        services.metrics.stored_groups(counts, totals, await versions_ahead(services))
+        services.metrics.stored_groups(counts, totals, await estimate_versions_ahead(services))
     return Response(services.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-@health_router.get("/readyz")
-async def readyz(services: Served) -> Response:
-    reasons = [reason for reason in (await _store(services), _engines(services)) if reason]
-    if reasons:
-        return json_response({"status": "unavailable", "reason": "; ".join(reasons)}, 503)
-    return json_response({"status": "ready"})
-
-
-async def _store(services: Served) -> str | None:
+@health_router.get(
+    "/readyz",
+    summary="Whether the service can serve a call",
+    responses={200: {"model": Ready, "description": "it can"}, 503: {"model": NotReady, "description": "it cannot"}},
+)
+async def check_readiness(services: Served) -> Response:
+    """It can if the store answers and an engine serves."""
+    reasons = []
     try:
         await services.sessions.ping()
     except StoreUnavailable as error:
-        return error.message
-    return None
-
-
-def _engines(services: Served) -> str | None:
-    ready, reason = services.pool.ready()
-    return None if ready else f"no engine serves: {reason}"
+        reasons.append(error.message)
+    engine_ready, reason = services.pool.ready()
+    if not engine_ready:
+        reasons.append(f"no engine serves: {reason}")
+    if reasons:
+        return json_response({"status": "unavailable", "reason": "; ".join(reasons)}, 503)
+    return json_response({"status": "ready"})

@@ -1,53 +1,48 @@
-"""The OpenAPI description of the service: what FastAPI knows of the routes, and what a table of operations adds to it.
+"""The OpenAPI document: what FastAPI knows of the control routes, completed with what it cannot know, and the model calls.
 
-Routes answer with bytes they have encoded themselves and read bodies by themselves, so FastAPI sees neither. What is said here is held
-against real answers by a test.
+Routes declare their summary, answers, parameters and specific errors. Added here: bodies, which routes read themselves (`JsonBody`); the
+security and the common errors that follow from a route's role, body and path; and the paths that are not FastAPI routes. Tests hold real
+answers to the document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from proxy.api.description.operation import JSON, Answer, Operation, Who
-from proxy.api.description.shape import Refused
+from proxy.api.model_calls import describe_model_calls
+from proxy.api.requests import ErrorBody, JsonBody, require_admin, require_node, require_trainer
 
+Json = dict[str, Any]
+
+ABOUT = (
+    "Harnesses call a model under `/s/{session_id}/…` with the key of their session; trainers lease batches and push weights; whoever "
+    "runs harnesses opens and closes sessions, or submits tasks. Bodies and answers are JSON. Errors of the control API are "
+    '`{"error": {"code", "message", "param"?}}`; those of model calls have the shape of their dialect.'
+)
 REF = "#/components/schemas/{model}"
-Json = Mapping[str, Any]
-
-REFUSALS = {
+ERRORS = {
     400: "the request cannot be read, or a field is wrong (`bad_request`)",
-    401: "no token, or one that is not known (`invalid_api_key`)",
+    401: "no token, or an unknown one (`invalid_api_key`)",
     403: "a token of another role (`forbidden`)",
-    404: "there is no such thing (`not_found`)",
-    405: "another method is meant",
-    408: "the body did not come in time (`request_timeout`)",
-    409: "what is there stands against it (`conflict`)",
+    404: "not found (`not_found`)",
+    405: "the path does not take this method (`method_not_allowed`)",
+    408: "the body did not arrive in time (`request_timeout`)",
     413: "the body is too large (`request_too_large`)",
-    429: "too much at once; `Retry-After` says when to try again (`backpressure`, `too_many_calls`)",
-    502: "an engine broke off or answered nonsense (`engine_failed`)",
-    503: "store or engines are away; nothing was done (`store_unavailable`, `engine_unavailable`)",
+    503: "the store or the engines are unavailable; nothing was done (`store_unavailable`, `engine_unavailable`)",
 }
-OF_EVERYBODY: Mapping[str, Sequence[int]] = {
-    "admin": (400, 401, 403, 503),
-    "trainer": (400, 401, 403, 503),
-    "node": (400, 401, 403, 503),
-    "session": (),
-    "anyone": (),
+TOKENS: Mapping[Any, tuple[str, ...]] = {
+    require_admin: ("AdminToken",),
+    require_trainer: ("TrainerToken", "AdminToken"),
+    require_node: ("NodeToken", "AdminToken"),
 }
-KEYS = {
-    "admin": ("AdminToken",),
-    "trainer": ("TrainerToken", "AdminToken"),
-    "node": ("NodeToken", "AdminToken"),
-    "session": ("SessionKey", "SessionKeyHeader", "SessionKeyGoogle"),
-    "anyone": (),
-}
-SCHEMES: Json = {
+SECURITY_SCHEMES: Json = {
     "AdminToken": {"type": "http", "scheme": "bearer", "description": "an admin token"},
     "TrainerToken": {"type": "http", "scheme": "bearer", "description": "a trainer token"},
     "NodeToken": {"type": "http", "scheme": "bearer", "description": "a node token"},
@@ -55,86 +50,93 @@ SCHEMES: Json = {
     "SessionKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "the key of the session"},
     "SessionKeyGoogle": {"type": "apiKey", "in": "header", "name": "x-goog-api-key", "description": "the key of the session"},
 }
+HTML: Json = {"text/html; charset=utf-8": {}}
+UI: Json = {
+    "tags": ["health"],
+    "summary": "The web pages",
+    "description": "Sessions, groups, trees and tokens for people. A browser without a token gets the login page.",
+    "operationId": "get_ui",
+    "parameters": [],
+    "responses": {
+        "200": {"description": "the first page", "content": HTML},
+        "400": {"description": "a page that says what is wrong", "content": HTML},
+        "401": {"description": "the login page", "content": HTML},
+        "403": {"description": "the login page, for a token of another role", "content": HTML},
+        "503": {"description": "a page that says that the store is unavailable", "content": HTML},
+    },
+    "security": [{"AdminToken": []}],
+}
 
 
-def description(app: FastAPI, operations: Iterable[Operation], text: str) -> dict[str, Any]:
-    """The document: each operation in its place, those of the harness side, which are no routes of `app`, among them."""
-    operations = list(operations)
-    made = get_openapi(title=app.title, version=app.version, description=text, routes=app.routes)
-    components = made.setdefault("components", {})
-    components["schemas"] = {**components.get("schemas", {}), **_schemas(operations)}
-    # FastAPI's own errors of validation are never answered here.
-    for name in ("HTTPValidationError", "ValidationError"):
-        components["schemas"].pop(name, None)
-    components["securitySchemes"] = dict(SCHEMES)
-    for operation in operations:
-        known = made["paths"].setdefault(operation.path, {}).get(operation.method, {})
-        made["paths"][operation.path][operation.method] = _as_wire(operation, known)
-    return made
+def build_document(app: FastAPI) -> Json:
+    document = get_openapi(
+        title=app.title,
+        version=app.version,
+        description=ABOUT,
+        routes=app.routes,
+        separate_input_output_schemas=False,
+    )
+    routes = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
+    models: dict[type[BaseModel], None] = dict.fromkeys([ErrorBody, *(model for route in routes for model in _models(route))])
+    # FastAPI's own schemas lack the models of bodies and all values that are null, and include its validation errors.
+    _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=REF)
+    for schema in schemas["$defs"].values():
+        schema.pop("example", None)
+    document["components"] = {"schemas": schemas["$defs"], "securitySchemes": SECURITY_SCHEMES}
+    examples = {model.__name__: example for model in models if (example := _example(model))}
+    for route in routes:
+        for method in route.methods:
+            _complete(document["paths"][route.path_format][method.lower()], route, examples)
+    document["paths"] |= describe_model_calls() | {"/ui": {"get": UI}}
+    return document
 
 
-def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
-    models = {Refused: None} | dict.fromkeys(model for operation in operations for model in _models(operation))
-    _, document = models_json_schema([(model, "validation") for model in models], ref_template=REF)
-    found: dict[str, Any] = document["$defs"]
-    return found
+def _models(route: APIRoute) -> Iterator[type[BaseModel]]:
+    if body := _body_model(route):
+        yield body
+    for response in route.responses.values():
+        if "model" in response:
+            yield response["model"]
 
 
-def _models(operation: Operation) -> Iterator[type[BaseModel]]:
-    for model in (operation.body, *(answer.model for answer in operation.answers.values())):
-        if model is not None and issubclass(model, BaseModel):
-            yield model
+def _body_model(route: APIRoute) -> type[BaseModel] | None:
+    readers = (getattr(dependency.call, "__self__", None) for dependency in route.dependant.dependencies)
+    return next((reader.model for reader in readers if isinstance(reader, JsonBody)), None)
 
 
-def _as_wire(operation: Operation, known: Json) -> dict[str, Any]:
-    body = {} if operation.body is None else {"requestBody": _request_body(operation)}
-    lost = (404, 405) if "{" in operation.path else ()
-    refused = sorted({*OF_EVERYBODY[operation.who], *operation.refusals, *lost} - set(operation.answers))
-    return {
-        "tags": [operation.group],
-        "summary": operation.title,
-        "description": operation.said,
-        "operationId": known.get("operationId") or f"{operation.method}_{operation.path}",
-        "parameters": [_parameter(each, operation) for each in known.get("parameters") or _named(operation.path)],
-        **body,
-        "responses": {
-            **{str(status): _response(answer) for status, answer in operation.answers.items()},
-            **{str(status): _refusal(status, operation.who) for status in refused},
-        },
-        "security": [{key: []} for key in KEYS[operation.who]],
-    }
+def _example(model: type[BaseModel]) -> Any:
+    extra = model.model_config.get("json_schema_extra")
+    return extra.get("example") if isinstance(extra, dict) else None
 
 
-def _request_body(operation: Operation) -> dict[str, Any]:
-    assert operation.body is not None
-    if issubclass(operation.body, BaseModel):
-        schema = {"$ref": REF.format(model=operation.body.__name__)}
-        needed = any(each.is_required() for each in operation.body.model_fields.values())
-    else:
-        schema, needed = {"type": "object"}, True
-    example = {} if operation.example is None else {"example": operation.example}
-    return {"required": needed, "content": {operation.body_media: {"schema": schema, **example}}}
+def _complete(operation: Json, route: APIRoute, examples: Json) -> None:
+    operation["operationId"] = route.name
+    operation.setdefault("parameters", [])
+    tokens = next((TOKENS[each.dependency] for each in route.dependencies if each.dependency in TOKENS), ())
+    operation["security"] = [{token: []} for token in tokens]
+    if model := _body_model(route):
+        required = any(field.is_required() for field in model.model_fields.values())
+        body = operation.setdefault("requestBody", {"content": {"application/json": {}}})
+        body |= {"required": required}
+        body["content"]["application/json"] |= {"schema": {"$ref": REF.format(model=model.__name__)}}
+    responses = operation["responses"]
+    responses.pop("422", None)
+    for status in _implied_errors(route, bool(tokens), "requestBody" in operation):
+        responses.setdefault(str(status), {"description": ERRORS[status]})
+    for status, response in responses.items():
+        if int(status) >= 400:
+            response.setdefault("content", {"application/json": {"schema": {"$ref": REF.format(model=ErrorBody.__name__)}}})
+    for holder in (operation.get("requestBody", {}), *responses.values()):
+        for content in holder.get("content", {}).values():
+            name = content.get("schema", {}).get("$ref", "").rpartition("/")[2]
+            if name in examples:
+                content.setdefault("example", examples[name])
 
 
-def _response(answer: Answer) -> dict[str, Any]:
-    if not answer.media:
-        return {"description": answer.said}
-    schema = {"schema": {"$ref": REF.format(model=answer.model.__name__)}} if answer.model else {}
-    example = {} if answer.example is None else {"example": answer.example}
-    return {"description": answer.said, "content": {answer.media: {**schema, **example}}}
-
-
-def _refusal(status: int, who: Who) -> dict[str, Any]:
-    """An error; of a model call it has the shape of its dialect."""
-    content = {"schema": {"type": "object"} if who == "session" else {"$ref": REF.format(model="Refused")}}
-    return {"description": REFUSALS[status], "content": {JSON: content}}
-
-
-def _named(path: str) -> list[dict[str, Any]]:
-    names = [part.partition("}")[0] for part in path.split("{")[1:]]
-    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
-
-
-def _parameter(known: Json, operation: Operation) -> dict[str, Any]:
-    said = operation.parameters.get(known["name"])
-    return {**known, **({"description": said} if said else {})}
+def _implied_errors(route: APIRoute, has_role: bool, has_body: bool) -> Iterator[int]:
+    if has_role:
+        yield from (400, 401, 403, 503)
+    if has_body:
+        yield from (408, 413)
+    if "{" in route.path_format:
+        yield from (404, 405)

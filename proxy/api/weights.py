@@ -1,4 +1,4 @@
-"""Weights: push a version into the engines, and see what each of them holds. For the trainer."""
+"""Weights over HTTP: a trainer pushes versions into the engines and sees which version each of them holds."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import Field, model_validator
 
-from proxy.api.requests import Body, Served, body_of, json_response, trainer_only
+from proxy.api.requests import Body, JsonBody, Served, json_response, require_trainer
 from proxy.engine.weights.push import Watcher, unwatched
 from proxy.engine.weights.vllm import Transfer
 from proxy.errors import VerbatimError
 from proxy.services import Services
 
 log = logging.getLogger(__name__)
-router = APIRouter(prefix="/weights", dependencies=[Depends(trainer_only)])
+router = APIRouter(
+    prefix="/weights", tags=["weights"], dependencies=[Depends(require_trainer)], default_response_class=Response
+)
 
-LINES = "application/x-ndjson"
+NDJSON = "application/x-ndjson"
+FAILED: dict[int | str, dict[str, Any]] = {
+    404: {"description": "no engine serves such a model (`not_found`)"},
+    502: {"description": "an engine broke off or answered nonsense (`engine_failed`)"},
+}
 
 
-class Sent(Body):
-    """What a trainer sends itself: its parameters in order."""
+class SentParameters(Body):
+    """What a trainer sends itself: its parameters, in order."""
 
     group: str = Field(max_length=64)
     world_size: int = Field(ge=2)
@@ -34,28 +40,28 @@ class Sent(Body):
     shapes: list[list[int]]
 
 
-class Push(Body):
+class Push(Body, json_schema_extra={"example": {"version": 12, "path": "/shared/weights/version-12", "mode": "keep"}}):
     version: int = Field(ge=0, lt=2**53)
     """Greater than the current one."""
     path: str | None = Field(None, min_length=1, max_length=4096)
     """A safetensors file or folder, or an adapter's folder, that the engines can read."""
     kind: Literal["full", "lora", "nccl"] = "full"
     mode: Literal["keep", "wait", "abort"] = "keep"
-    """Calls in flight go on under the new weights, end first, or are cut."""
+    """Calls in flight continue under the new weights, finish first, or are cut."""
     model: str = Field("", max_length=200)
     """The policy; empty: the default one."""
-    transfer: Sent | None = None
+    transfer: SentParameters | None = None
     """For nccl: what the trainer is about to send."""
 
     @model_validator(mode="after")
-    def _has_weights(self) -> Self:
+    def _check_has_weights(self) -> Self:
         if self.path is None and self.transfer is None:
             raise ValueError("a push needs a path, or what a trainer sends")
         return self
 
 
-class Group(Body):
-    """Where the trainer, rank 0 of `world_size`, waits for the engines, and how it will pack what it sends."""
+class NcclGroup(Body, json_schema_extra={"example": {"world_size": 3, "master_address": "10.0.0.5", "master_port": 29600}}):
+    """Where the trainer, rank 0 of `world_size`, waits for the engines, and how it packs what it sends."""
 
     model: str = Field("", max_length=200)
     world_size: int = Field(ge=2)
@@ -66,25 +72,157 @@ class Group(Body):
     packed_num_buffers: int | None = Field(None, ge=1)
 
 
-@router.post("")
-async def push(services: Served, request: Request, body: Annotated[Push, Depends(body_of(Push))]) -> Response:
-    if LINES in request.headers.get("accept", ""):
-        return StreamingResponse(_lines(services, body), media_type=LINES)
+class PushedReplica(Body):
+    ok: bool
+    seconds: float
+    paused_seconds: float
+    """How long it sampled nothing."""
+    error: str | None = None
+
+
+class PushResult(
+    Body,
+    json_schema_extra={
+        "example": {
+            "applied": True,
+            "version": 12,
+            "kind": "full",
+            "mode": "keep",
+            "seconds": 1.9,
+            "replicas": {"127.0.0.1:8000": {"ok": True, "seconds": 1.9, "paused_seconds": 0.12}},
+        }
+    },
+):
+    applied: bool
+    """Whether it is the current version: at least one replica runs it."""
+    version: int
+    kind: str
+    mode: str
+    seconds: float
+    replicas: dict[str, PushedReplica]
+    error: str | None = None
+    """Why it was not applied."""
+
+
+class VersionShape(Body):
+    version: int
+    path: str | None
+    kind: str | None
+    updated_at: float | None
+
+
+class ReplicaWeights(Body):
+    url: str
+    api: str | None
+    healthy: bool
+    reason: str | None
+    weight_version: int | None
+    """Null: unknown."""
+    takes_weights: bool
+
+
+class PolicyWeights(Body):
+    current: VersionShape
+    history: list[VersionShape]
+    """Newest first."""
+    updating: bool
+    frozen: bool
+    replicas: dict[str, ReplicaWeights]
+
+
+VERSION = {"version": 12, "path": "/shared/weights/version-12", "kind": "full", "updated_at": 1767225600.0}
+REPLICA = {
+    "url": "http://127.0.0.1:8000",
+    "api": "token",
+    "healthy": True,
+    "reason": None,
+    "weight_version": 12,
+    "takes_weights": True,
+}
+
+
+class WeightStatus(
+    PolicyWeights,
+    json_schema_extra={
+        "example": {
+            "current": VERSION,
+            "history": [VERSION],
+            "updating": False,
+            "frozen": False,
+            "replicas": {"127.0.0.1:8000": REPLICA},
+            "models": {},
+        }
+    },
+):
+    models: dict[str, PolicyWeights]
+    """The other policies."""
+
+
+class RankRange(Body):
+    rank_offset: int
+    workers: int
+
+
+PLAN = {"world_size": 3, "replicas": {"127.0.0.1:8000": {"rank_offset": 1, "workers": 2}}}
+
+
+class GroupPlan(Body, json_schema_extra={"example": PLAN}):
+    world_size: int
+    """Including the trainer, which is rank 0."""
+    replicas: dict[str, RankRange]
+
+
+class JoinedGroup(GroupPlan, json_schema_extra={"example": {"group": "9f", **PLAN}}):
+    group: str
+    """To be named in pushes."""
+
+
+@router.post(
+    "",
+    summary="Push weights",
+    responses={
+        200: {"model": PushResult, "description": "the result, by replica"},
+        **FAILED,
+        409: {"description": "the version is not greater than the current one, or the model is frozen (`conflict`)"},
+    },
+)
+async def push_weights(services: Served, request: Request, body: Annotated[Push, Depends(JsonBody(Push).read)]) -> Response:
+    """Checks the weights, then pauses every replica of the model, loads them, sets the version and resumes. With
+    `Accept: application/x-ndjson`, one line of JSON for each step, then `{result}` or `{error}`."""
+    if NDJSON in request.headers.get("accept", ""):
+        return StreamingResponse(_stream_push(services, body), media_type=NDJSON)
     return json_response(await _push(services, body, unwatched))
 
 
-@router.get("")
-async def status(services: Served) -> Response:
+@router.get("", summary="Get the weight versions", responses={200: {"model": WeightStatus, "description": "the versions"}})
+async def get_weights(services: Served) -> Response:
+    """The current version, what each replica holds, and earlier pushes; other policies under `models`."""
     return json_response(await services.updater.status())
 
 
-@router.get("/group")
-async def plan(services: Served, model: str = "") -> Response:
+@router.get(
+    "/group",
+    summary="Plan an NCCL group",
+    responses={200: {"model": GroupPlan, "description": "the plan"}, **FAILED},
+)
+async def plan_group(
+    services: Served, model: Annotated[str, Query(description="The policy; empty: the default one.")] = ""
+) -> Response:
+    """The group consists of the trainer, as rank 0, and the workers of all engines of the model."""
     return json_response(await services.updater.plan_group(model))
 
 
-@router.post("/group")
-async def join(services: Served, body: Annotated[Group, Depends(body_of(Group))]) -> Response:
+@router.post(
+    "/group",
+    summary="Join an NCCL group",
+    responses={
+        200: {"model": JoinedGroup, "description": "joined"},
+        **FAILED,
+        409: {"description": "the engines are not those of the plan (`conflict`)"},
+    },
+)
+async def join_group(services: Served, body: Annotated[NcclGroup, Depends(JsonBody(NcclGroup).read)]) -> Response:
+    """Answers once every engine has joined; the trainer must be joining at the same time."""
     nccl = body.model_dump(exclude={"model", "world_size"}, exclude_none=True)
     return json_response(await services.updater.join_group(body.model, body.world_size, nccl))
 
@@ -96,19 +234,19 @@ async def _push(services: Services, body: Push, watch: Watcher) -> dict[str, Any
     )
 
 
-async def _lines(services: Services, body: Push) -> AsyncIterator[bytes]:
-    """Each step as a line of JSON; the last line is `{"result": ...}`, or `{"error": {code, message}, "status": ...}`."""
+async def _stream_push(services: Services, body: Push) -> AsyncIterator[bytes]:
+    """Each step as a line of JSON; the last line is `{"result": ...}` or `{"error": {code, message}, "status": ...}`."""
     events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
     async def run() -> None:
         try:
             events.put_nowait({"result": await _push(services, body, events.put_nowait)})
         except VerbatimError as error:
-            events.put_nowait(_last_line(error))
+            events.put_nowait(_error_line(error))
         except Exception:
-            # The answer has begun: without a last line its reader would wait for ever.
+            # The response has begun: without a last line its reader would wait forever.
             log.exception("a push of weights failed")
-            events.put_nowait(_last_line(VerbatimError("the push failed; the log of the service says why")))
+            events.put_nowait(_error_line(VerbatimError("the push failed; the service's log has the cause")))
 
     running = asyncio.create_task(run())
     try:
@@ -117,9 +255,9 @@ async def _lines(services: Services, body: Push) -> AsyncIterator[bytes]:
             event = await events.get()
             yield msgspec.json.encode(event) + b"\n"
     finally:
-        # The push itself goes on when the one who watches is gone.
+        # The push itself continues after its watcher is gone.
         running.cancel()
 
 
-def _last_line(error: VerbatimError) -> dict[str, Any]:
+def _error_line(error: VerbatimError) -> dict[str, Any]:
     return {"error": {"code": error.code, "message": error.message}, "status": error.status}

@@ -35,7 +35,7 @@ from starlette.exceptions import HTTPException
 
 from proxy import rows
 from proxy.api.archive import part_as_wire
-from proxy.api.requests import admin_only, describe, json_response, read_body, services_of
+from proxy.api.requests import describe, get_services, json_response, read_body, require_admin
 from proxy.api.sessions import session_as_wire
 from proxy.auth import Role, Tokens, credential, hash_key
 from proxy.errors import Forbidden, NotFound, RequestError, Unauthorized, VerbatimError
@@ -106,14 +106,14 @@ LASTS_SECONDS = 12 * 3600
 def admitted(request: Request) -> None:
     """Raises Unauthorized or Forbidden for a caller who is not the admin."""
     sealed = request.cookies.get(COOKIE)
-    if credential(request.headers, {}) is None and sealed and opens(services_of(request).tokens, sealed):
+    if credential(request.headers, {}) is None and sealed and opens(get_services(request).tokens, sealed):
         return
-    admin_only(request)
+    require_admin(request)
 
 
 def log_in(request: Request, token: str) -> str:
     """The cookie's value for an admin token. Raises Unauthorized or Forbidden for any other."""
-    services = services_of(request)
+    services = get_services(request)
     try:
         services.tokens.check(token or None, Role.ADMIN)
     except RequestError as error:
@@ -155,7 +155,7 @@ def set_cookie(request: Request, response: Response, value: str) -> None:
 
 def is_secure(request: Request) -> bool:
     """Whether browsers reach the service over TLS, which something before it may end."""
-    public = services_of(request).settings.public_url or ""
+    public = get_services(request).settings.public_url or ""
     return request.url.scheme == "https" or public.startswith("https:")
 
 

@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from cli.rollout_service import rollouts
+from cli.rollout_service import add_rollouts
 from cli.top import Exposition
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.forked import ForkedVerbatim
@@ -28,7 +28,7 @@ from tests.support.service.verbatim_process import environment, verbatim
 def service(redis_server: RedisServer) -> Iterator[RunningService]:
     """One group that is ready, and an open session that has said something."""
     redis_server.flushall()
-    adding = [partial(rollouts, KNOWN)]
+    adding = [partial(add_rollouts, KNOWN)]
     with ScriptedEngine() as engine, RunningService(engine.url, redis_server.url, adding=adding, engine_api="token") as running:
         ended = running.session(session_id="ended", group_id="g")
         ended.ask("hello")

@@ -29,7 +29,7 @@ import typer
 from typer.core import TyperGroup
 
 from cli.main import app
-from cli.rollout_service import KNOWN, rollouts
+from cli.rollout_service import KNOWN, add_rollouts
 from tests import ROOT
 from tests.cli.serving.test_tls import make
 from tests.support.documents.docs_blocks import PAGES, SHELLS, Block, blocks_of, shown_commands
@@ -263,7 +263,7 @@ def page(tmp_path: Path, redis_server: RedisServer, commands: str) -> Iterator[P
     redis_server.flushall()
     with (
         ScriptedEngine() as engine,
-        RunningService(engine.url, redis_server.url, adding=[partial(rollouts, KNOWN)], engine_api="token") as service,
+        RunningService(engine.url, redis_server.url, adding=[partial(add_rollouts, KNOWN)], engine_api="token") as service,
     ):
         page = Page(tmp_path, service, engine, redis_server, commands)
         try:

@@ -18,7 +18,7 @@ import yaml
 from typer.main import get_command
 
 from cli.main import app
-from cli.rollout_service import KNOWN, rollouts
+from cli.rollout_service import KNOWN, add_rollouts
 from cli.serving.server import CUT_SECONDS, listen
 from proxy.app import create_app
 from proxy.call.routes import is_harness
@@ -150,7 +150,7 @@ def test_the_engine_is_started_as_verbatim_starts_its_own(device: Any) -> None:
 
 
 def routes() -> set[str]:
-    made = create_app(Settings(engine=[], redis="redis://127.0.0.1:1"), partial(rollouts, KNOWN))
+    made = create_app(Settings(engine=[], redis="redis://127.0.0.1:1"), partial(add_rollouts, KNOWN))
     paths: set[str] = set(made._control.openapi()["paths"])
     return paths
 

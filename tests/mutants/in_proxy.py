@@ -240,8 +240,8 @@ FAULTS = (
     ),
     Fault(
         "The routes of sessions open to everybody.",
-        "def admin_only(request: Request) -> None:\n    _check(request, Role.ADMIN)\n",
-        "def admin_only(request: Request) -> None:\n    pass\n",
+        "def require_admin(request: Request) -> None:\n    _require(request, Role.ADMIN)\n",
+        "def require_admin(request: Request) -> None:\n    pass\n",
         _CONTROL + "'its_own_token'",
     ),
     Fault(

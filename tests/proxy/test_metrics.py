@@ -16,7 +16,7 @@ from fastapi import APIRouter
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from cli.rollout_service import rollouts
+from cli.rollout_service import add_rollouts
 from proxy.app import Addition
 from proxy.call.http import Application
 from proxy.services import Services
@@ -84,7 +84,7 @@ def shown(redis_server: RedisServer) -> Iterator[tuple[str, dict[str, tuple[str,
         kept.append(services)
         return Addition(APIRouter(), contextlib.nullcontext)
 
-    adding = [partial(rollouts, KNOWN), keep]
+    adding = [partial(add_rollouts, KNOWN), keep]
     settings: dict[str, Any] = {"engine_api": "token", "groups_per_version": 8, "admission_staleness": 8}
     with ScriptedEngine() as engine, RunningService(engine.url, redis_server.url, adding=adding, **settings) as service:
         session = service.session(session_id=IDS[0], group_id=IDS[1], task_id=IDS[2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from rollout.api import TOLD_AT_ONCE, told
+from rollout.api import MAX_QUEUED_EVENTS, stream_events
 
 SECONDS = 120.0
 
@@ -14,13 +14,13 @@ async def test_a_reader_that_goes_away_while_much_is_left_to_tell_leaves_nothing
     ahead = asyncio.Event()
 
     async def events() -> AsyncIterator[tuple[str, str, str]]:
-        for number in range(2 * TOLD_AT_ONCE):
-            if number == TOLD_AT_ONCE + 1:
+        for number in range(2 * MAX_QUEUED_EVENTS):
+            if number == MAX_QUEUED_EVENTS + 1:
                 ahead.set()
             yield str(number), "kind", "{}"
 
     before = asyncio.all_tasks()
-    stream = told(events(), SECONDS, asyncio.Event())
+    stream = stream_events(events(), SECONDS, asyncio.Event())
     assert (await anext(stream)).startswith(b"id: 0\n")
     await ahead.wait()
     await asyncio.wait_for(stream.aclose(), SECONDS)  # type: ignore[attr-defined]
@@ -32,4 +32,4 @@ async def test_a_stream_whose_events_cannot_be_read_ends() -> None:
         yield "1", "kind", "{}"
         raise ValueError("a stored event cannot be read")
 
-    assert [line async for line in told(events(), SECONDS, asyncio.Event())] == [b"id: 1\nevent: kind\ndata: {}\n\n"]
+    assert [line async for line in stream_events(events(), SECONDS, asyncio.Event())] == [b"id: 1\nevent: kind\ndata: {}\n\n"]

@@ -17,9 +17,9 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 
 from proxy.api import batches
-from proxy.api.closing import reward_session, sweep, withdraw_session
+from proxy.api.closing import delete_session, finish_announced, reward_session
 from proxy.api.requests import install_error_handlers
-from proxy.app import build_services, control_router
+from proxy.app import build_control_router, build_services
 from proxy.auth import key_opens
 from proxy.errors import EngineUnavailable
 from proxy.services import Services
@@ -104,7 +104,7 @@ async def running(url: str, **options: Any) -> AsyncIterator[Service]:
     app = FastAPI()
     app.state.services = services
     install_error_handlers(app)
-    app.routes.extend(control_router().routes)
+    app.routes.extend(build_control_router().routes)
 
     def client(token: str) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -497,9 +497,9 @@ async def close_until(service: Service, step: str, session_id: str) -> None:
 async def test_a_close_cut_short_at_any_step_is_finished_by_the_sweep(service: Service, step: str) -> None:
     await service.session("s0", 7)
     await close_until(service, step, "s0")
-    assert await sweep(service.services, older_than_seconds=60) == 0, "a close still at work is left alone"
-    assert await sweep(service.services, older_than_seconds=0) == 1
-    assert await sweep(service.services, older_than_seconds=0) == 0
+    assert await finish_announced(service.services, older_than_seconds=60) == 0, "a close still at work is left alone"
+    assert await finish_announced(service.services, older_than_seconds=0) == 1
+    assert await finish_announced(service.services, older_than_seconds=0) == 0
     batch = await service.lease(max_groups=9)
     assert batch is not None and len(batch["groups"]) == 1
     assert batch["groups"][0]["trajectories"][0]["reward"] == 0.5
@@ -510,7 +510,7 @@ async def test_a_close_cut_short_may_be_repeated_by_its_caller(service: Service,
     await service.session("s0", 7)
     await close_until(service, step, "s0")
     assert (await service.close("s0", reward=0.5)).status_code == 200
-    assert await sweep(service.services, older_than_seconds=0) == 0
+    assert await finish_announced(service.services, older_than_seconds=0) == 0
     batch = await service.lease(max_groups=9)
     assert batch is not None and len(batch["groups"]) == 1
 
@@ -534,7 +534,7 @@ async def delete_until(service: Service, monkeypatch: pytest.MonkeyPatch, step: 
         await asyncio.Event().wait()
 
     monkeypatch.setattr(*following[step], never)
-    deleting = asyncio.create_task(withdraw_session(service.services, session_id))
+    deleting = asyncio.create_task(delete_session(service.services, session_id))
     await reached.wait()
     deleting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -549,9 +549,9 @@ async def test_a_delete_cut_short_at_any_step_is_finished_by_the_sweep(
 ) -> None:
     await (service.finished if closed else service.session)("s0", 7)
     await delete_until(service, monkeypatch, step, "s0")
-    assert await sweep(service.services, older_than_seconds=60) == 0, "a delete still at work is left alone"
-    assert await sweep(service.services, older_than_seconds=0) == 1
-    assert await sweep(service.services, older_than_seconds=0) == 0
+    assert await finish_announced(service.services, older_than_seconds=60) == 0, "a delete still at work is left alone"
+    assert await finish_announced(service.services, older_than_seconds=0) == 1
+    assert await finish_announced(service.services, older_than_seconds=0) == 0
     assert (await service.admin.get("/sessions/s0")).status_code == 404
     assert (await service.admin.get("/sessions")).json()["sessions"] == []
     assert await service.lease() is None
@@ -567,7 +567,7 @@ async def test_a_late_reward_does_not_bring_a_session_back_that_is_being_deleted
     await service.session("s1", 7, group_id="g", group_size=2)
     await service.close("s1")
     steps = {
-        "delete": lambda: withdraw_session(service.services, "s1"),
+        "delete": lambda: delete_session(service.services, "s1"),
         "reward": lambda: reward_session(service.services, "s1", 1.0, {}, {}, {}),
     }
     at = (service.services.sessions, "delete") if inside == "delete" else (service.services.delivery, "fill")
@@ -594,7 +594,7 @@ async def test_a_delete_cut_short_may_be_repeated_by_its_caller(
     await service.finished("s0", 7)
     await delete_until(service, monkeypatch, step, "s0")
     assert (await service.admin.delete("/sessions/s0")).status_code == (404 if step == "delete" else 204)
-    await sweep(service.services, older_than_seconds=0)
+    await finish_announced(service.services, older_than_seconds=0)
     assert await service.services.delivery.announced(time.time() + 60) == []
     assert (await service.admin.get("/sessions/s0")).status_code == 404
 
@@ -605,7 +605,7 @@ async def test_a_delete_cut_short_takes_no_later_session_of_the_same_id(
     await service.session("s0", 7)
     await delete_until(service, monkeypatch, "delete", "s0")
     await service.session("s0", 8)
-    assert await sweep(service.services, older_than_seconds=0) == 1
+    assert await finish_announced(service.services, older_than_seconds=0) == 1
     assert await service.services.delivery.announced(time.time() + 60) == []
     state = (await service.admin.get("/sessions/s0")).json()
     assert (state["status"], state["calls"]) == ("open", 1)
@@ -617,7 +617,7 @@ async def test_a_delete_that_a_lease_refuses_is_not_tried_again_when_the_lease_h
     assert batch is not None
     assert (await service.admin.delete("/sessions/s0")).status_code == 409
     await service.trainer.post(f"/batches/{batch['lease_id']}/nack")
-    assert await sweep(service.services, older_than_seconds=0) == 0
+    assert await finish_announced(service.services, older_than_seconds=0) == 0
     assert await service.lease() is not None
 
 
@@ -625,8 +625,8 @@ async def test_the_sweep_clears_what_cannot_be_finished(service: Service) -> Non
     await service.session("open", 7)
     await service.services.delivery.announce("open", None, 0.0)
     await service.services.delivery.announce("deleted", CloseRequest("completed"), 0.0)
-    assert await sweep(service.services, older_than_seconds=0) == 2
-    assert await sweep(service.services, older_than_seconds=0) == 0
+    assert await finish_announced(service.services, older_than_seconds=0) == 2
+    assert await finish_announced(service.services, older_than_seconds=0) == 0
     assert (await service.admin.get("/sessions/open")).json()["status"] == "open"
 
 
@@ -637,7 +637,7 @@ async def test_a_session_that_cannot_be_read_keeps_the_sweep_from_no_other(servi
     connection = StoreConnection(redis_url)
     await connection.execute("HSET", keys.state("newer"), "info", pack((99, {})))
     await connection.close()
-    assert await sweep(service.services, older_than_seconds=0) == 2
+    assert await finish_announced(service.services, older_than_seconds=0) == 2
     assert (await service.admin.get("/sessions/s0")).json()["status"] == "completed"
 
 
@@ -646,7 +646,7 @@ async def test_a_crash_between_a_late_reward_and_its_group_is_made_good(service:
     await service.close("s0")
     await service.services.delivery.announce("s0", None, time.time())
     await service.services.sessions.set_reward("s0", 0.5, {}, {}, {})
-    assert await sweep(service.services, older_than_seconds=0) == 1
+    assert await finish_announced(service.services, older_than_seconds=0) == 1
     assert await service.lease() is not None
 
 

@@ -13,7 +13,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from proxy.api.sessions import reclaim_places
+from proxy.api.admission import reclaim_places
 from proxy.settings import Settings
 from proxy.store.groups import GroupPolicy
 from proxy.store.service import WeightState
@@ -359,7 +359,7 @@ async def test_no_group_is_begun_that_would_be_too_old_when_it_is_leased(redis_u
 async def test_a_session_is_held_until_it_may_be_opened(
     redis_url: str, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.api.sessions.LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("proxy.api.admission.RETRY_SECONDS", 0.02)
 
     async def asked_again(times: int = 5) -> None:
         goal = calls_of(redis_server, "evalsha") + times
@@ -382,7 +382,7 @@ async def test_a_session_is_held_until_it_may_be_opened(
 
 
 def test_a_held_session_whose_caller_hung_up_is_not_opened(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.api.sessions.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.api.admission.RETRY_SECONDS", 0.05)
     rules = {"groups_per_version": 1, "admission_staleness": 0, "admission_hold_seconds": 600}
     with RunningService(NO_ENGINE, redis_url, **rules) as service:
         finished(redis_url, service, "s0")

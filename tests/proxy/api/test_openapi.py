@@ -19,7 +19,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import CHECKS, load_all_checks
 
-from cli.rollout_service import rollouts
+from cli.rollout_service import add_rollouts
 from proxy.app import create_app
 from proxy.call.routes import _ENDPOINTS
 from proxy.settings import Settings
@@ -28,7 +28,7 @@ from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import KNOWN
 from tests.support.service.running_service import ADMIN, RunningService, wait_until
 
-DOCUMENT = create_app(Settings(engine=[], redis="redis://127.0.0.1:1/0"), partial(rollouts, KNOWN)).description()
+DOCUMENT = create_app(Settings(engine=[], redis="redis://127.0.0.1:1/0"), partial(add_rollouts, KNOWN)).description()
 OPERATIONS = [(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods]
 EXAMPLES = 4
 """Per endpoint."""
@@ -37,7 +37,7 @@ EXAMPLES = 4
 @pytest.fixture(scope="module")
 def running(redis_server: RedisServer) -> Iterator[RunningService]:
     redis_server.flushall()
-    adding = [partial(rollouts, KNOWN)]
+    adding = [partial(add_rollouts, KNOWN)]
     with ScriptedEngine() as engine, RunningService(engine.url, redis_server.url, adding=adding, engine_api="token") as service:
         yield service
 
@@ -70,6 +70,12 @@ def test_every_endpoint_is_described_with_its_role_and_its_answers() -> None:
             assert all("example" in content for content in operation["requestBody"]["content"].values()), f"{method} {path}"
         told = [content for _, content in told_on_success(operation) if "schema" in content]
         assert not told or any("example" in content for content in told), f"{method} {path}"
+
+
+def test_operation_ids_are_unique() -> None:
+    """Client generators make a function of each."""
+    ids = [DOCUMENT["paths"][path][method]["operationId"] for method, path in OPERATIONS]
+    assert len(set(ids)) == len(ids)
 
 
 def test_every_endpoint_of_the_harness_side_is_described() -> None:

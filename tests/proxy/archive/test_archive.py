@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from cli.main import app
 from cli.refusal import Refusal
-from proxy.api.sessions import session_as_wire, session_of_wire
+from proxy.api.sessions import session_as_wire, session_from_wire
 from proxy.archive.folder import ArchiveReader, read_table
 from proxy.archive.tables import SCHEMA_VERSION, TABLES, arrow_schema, session_of
 from proxy.errors import Conflict
@@ -311,8 +311,8 @@ def test_a_session_of_which_a_part_has_come_is_no_closed_one(
     [
         ({"session_id": "other"}, 400, "the part is of session 'other'"),
         ({"status": "open"}, 409, "only closed sessions"),
-        ({"calls": "many"}, 400, "no part of a session"),
-        ({"group_size": "many"}, 400, "no part of a session"),
+        ({"calls": "many"}, 400, "not part of a session"),
+        ({"group_size": "many"}, 400, "not part of a session"),
     ],
 )
 def test_a_part_that_is_none_is_refused(
@@ -333,17 +333,17 @@ def test_a_session_as_it_is_shown_has_every_field_and_is_the_same_session_again(
     assert {*wire, "info", "key_hash", "group_rule", "role_rules", "unserved"} == {
         each.name for kind in (SessionInfo, SessionState) for each in fields(kind)
     }
-    assert session_of_wire(wire) == replace(state, info=replace(info, key_hash=b""))
+    assert session_from_wire(wire) == replace(state, info=replace(info, key_hash=b""))
     bounded = replace(state, info=replace(info, key_hash=b"", max_calls=3, max_completion_tokens=40, max_total_tokens=500))
-    assert session_of_wire(session_as_wire(bounded)) == bounded
+    assert session_from_wire(session_as_wire(bounded)) == bounded
     ruled = replace(state, info=replace(info, group_rule=GroupRule("drop")))
     assert session_as_wire(ruled) == wire
     later = ("trained", "echo_policy", "max_calls", "max_completion_tokens", "max_total_tokens")
     untold = {name: value for name, value in wire.items() if name not in later}
-    assert session_of_wire(untold) == session_of_wire(wire)
+    assert session_from_wire(untold) == session_from_wire(wire)
     for name in untold:
         with pytest.raises(msgspec.ValidationError, match=name):
-            session_of_wire({other: value for other, value in wire.items() if other != name})
+            session_from_wire({other: value for other, value in wire.items() if other != name})
 
 
 def test_a_session_keeps_its_budget_in_the_archive(service: RunningService, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from openai import APIError, OpenAI
 
-from proxy.api.closing import close_session, expire_idle, withdraw_session
+from proxy.api.closing import close_idle, close_session, delete_session
 from proxy.app import build_services
 from proxy.call import inflight
 from proxy.call.inflight import Running
@@ -361,9 +361,9 @@ async def test_an_idle_session_is_closed_as_timeout_by_one_process(redis_kind: R
         clock.ahead = -60.0
         for number in range(20):
             await opened(processes[0], f"s{number}", group_id="g", group_size=20)
-        assert await expire_idle(processes[0]) == 0
+        assert await close_idle(processes[0]) == 0
         clock.ahead = 1.0
-        expired = await asyncio.gather(*(expire_idle(services) for services in processes))
+        expired = await asyncio.gather(*(close_idle(services) for services in processes))
         assert sum(expired) == 20
         for number in range(20):
             state = await processes[0].sessions.load(f"s{number}")
@@ -384,13 +384,13 @@ async def test_calls_keep_a_session_from_expiring_and_dangling_ones_do_not(
         own.inflight.enter(running)
         await own.sessions.begin("s", 0, intent("c1"))
         clock.ahead = 700.0
-        assert await expire_idle(own) == 0, "a call is under way"
+        assert await close_idle(own) == 0, "a call is under way"
         await own.sessions.drop_intent("s", "c1")
         own.inflight.leave(running)
-        assert await expire_idle(own) == 0, "one has just failed"
+        assert await close_idle(own) == 0, "one has just failed"
         await begun_elsewhere(own, redis_kind.url, "dead", "c2")
         clock.ahead = 1400.0
-        assert await expire_idle(own) == 1, "a dead process's call is no activity"
+        assert await close_idle(own) == 1, "a dead process's call is no activity"
 
 
 async def test_a_session_is_not_closed_in_the_moment_in_which_a_call_begins(own: Services) -> None:
@@ -405,7 +405,7 @@ async def test_a_session_is_not_closed_in_the_moment_in_which_a_call_begins(own:
 
 async def test_with_no_idle_time_set_nothing_expires(own: Services) -> None:
     await own.sessions.create(SessionInfo("s", b"hash", 1.0))
-    assert await expire_idle(own) == 0
+    assert await close_idle(own) == 0
     state = await own.sessions.load("s")
     assert state is not None and state.status == "open"
 
@@ -447,7 +447,7 @@ async def test_a_delete_removes_every_key_of_a_session(own: Services, redis_kind
     for session_id in ("before", "stays"):
         await opened(own, session_id, group_id="other")
         await close_session(own, session_id, "completed", 1.0, None)
-    await withdraw_session(own, "before")
+    await delete_session(own, "before")
     while keys.PROCESSES.encode() not in redis_kind.all_keys():
         await asyncio.sleep(0.02)
     before = lasting_keys(redis_kind)
@@ -461,7 +461,7 @@ async def test_a_delete_removes_every_key_of_a_session(own: Services, redis_kind
         if ended:
             await close_session(own, "s", "completed", 1.0, None)
         assert len(lasting_keys(redis_kind) - before) >= 6
-        await withdraw_session(own, "s")
+        await delete_session(own, "s")
         assert lasting_keys(redis_kind) == before
     assert await own.sessions.unclosed(time.time() + 60) == []
 

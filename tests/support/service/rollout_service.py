@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from cli.rollout_service import rollouts
+from cli.rollout_service import add_rollouts
 from rollout.evaluators.base import BadEvaluator
 from rollout.runtimes.base import BadRuntime
 from rollout.task import EvaluatorSpec, RuntimeSpec, Task
@@ -37,7 +37,7 @@ BODY: dict[str, Any] = {"instruction": "Fix the bug.", "harness": "pi"}
 @contextmanager
 def serving_tasks(redis_url: str, engine: str = "http://127.0.0.1:9", **settings: Any) -> Iterator[RunningService]:
     settings = {"engine_api": "chat", "keepalive_seconds": 0.2, **settings}
-    with RunningService(engine, redis_url, adding=[partial(rollouts, KNOWN)], **settings) as service:
+    with RunningService(engine, redis_url, adding=[partial(add_rollouts, KNOWN)], **settings) as service:
         yield service
 
 

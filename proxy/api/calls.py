@@ -1,0 +1,248 @@
+"""The calls of a session and the training rows built from them, over HTTP, with the models that describe both."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import Field
+
+from proxy import rows
+from proxy.api.closing import CLOSED, load_session
+from proxy.api.requests import (
+    ENCODINGS,
+    Body,
+    PageCursor,
+    PageSize,
+    Served,
+    SessionId,
+    choose_form,
+    encode_response,
+    require_admin,
+    require_node,
+)
+from proxy.rows import CallsCursor
+from proxy.settings import Role
+from reconstruct.trajectory import accounting_as_wire, as_wire
+
+router = APIRouter(prefix="/sessions/{session_id}", tags=["sessions"], default_response_class=Response)
+
+Span = Annotated[list[int], Field(min_length=3, max_length=3)]
+"""[version, start, end]"""
+
+
+class CallShape(Body):
+    call_id: str
+    parent_id: str | None
+    """The call whose context it continues; null: a root."""
+    branch_reason: str | None
+    """Why it does not simply extend its parent."""
+    role: str | None
+    role_source: str | None
+    """Where the role comes from: declared (the harness or its definition), rule (the operator's) or inferred."""
+    dialect: str | None
+    api: str | None
+    """The engine API it used: token, completions, sglang or chat."""
+    model: str | None
+    """The model name the harness requested."""
+    status: str
+    """finished; aborted: it was cut; failed: the engine broke off; in_flight; dangling: its process died."""
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    """As long as completion_ids."""
+    weight_versions: list[Span]
+    """Spans over completion_ids."""
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    invalid_tool_call: bool
+    """Whether the engine's parser failed on a tool call in the reply."""
+    sampling: dict[str, Any] | None
+    """The parameters in effect."""
+    delivered: bool
+    """Whether the whole answer was sent."""
+    projection: str | None = None
+    """The declared equality under which its history was recognised."""
+    control_tokens: list[str] | None = None
+    """Turn delimiters of the chat template that occur in the text of its new messages."""
+    messages: list[dict[str, Any]] | None
+    reply: dict[str, Any] | None
+    replica: str | None
+    started_at: float
+    engine_seconds: float | None
+    own_seconds: float | None
+
+
+CALL: dict[str, Any] = {
+    "call_id": "c0ffee",
+    "parent_id": None,
+    "branch_reason": None,
+    "role": "main",
+    "role_source": "inferred",
+    "dialect": "chat",
+    "api": "token",
+    "model": "policy",
+    "status": "finished",
+    "prompt_ids": [101, 102],
+    "completion_ids": [7, 8],
+    "logprobs": [-0.5, -1.25],
+    "weight_versions": [[12, 0, 2]],
+    "finish_reason": "stop",
+    "stop_reason": None,
+    "invalid_tool_call": False,
+    "sampling": {"temperature": 1.0, "max_tokens": 32},
+    "delivered": True,
+    "projection": None,
+    "control_tokens": [],
+    "messages": [{"role": "user", "content": "Say hello."}],
+    "reply": {"role": "assistant", "content": "Hello."},
+    "replica": "127.0.0.1:8000",
+    "started_at": 1767225600.0,
+    "engine_seconds": 0.8,
+    "own_seconds": 0.001,
+}
+
+
+class CallPage(Body, json_schema_extra={"example": {"calls": [CALL], "cursor": None}}):
+    calls: list[CallShape]
+    cursor: str | None
+
+
+class Trajectory(Body):
+    trajectory_id: str
+    """The same calls always give the same id."""
+    session_id: str
+    group_id: str | None
+    task_id: str | None
+    role: Role
+    role_source: Literal["declared", "rule", "inferred"]
+    """Where the role comes from: the harness or its definition, an operator's rule, or inference."""
+    agent: str | None
+    token_ids: list[int]
+    """Starts with the first prompt."""
+    loss_mask: list[Literal[0, 1]]
+    """As long as token_ids; 1: sampled, and trained in this row."""
+    logprobs: list[float]
+    """As long as token_ids; 0.0 where the mask is 0."""
+    weight_versions: list[Span]
+    """Spans that cover exactly the trained tokens."""
+    reward: float | None
+    call_ids: list[str]
+    finish_reason: str | None
+    truncated: bool
+    metadata: dict[str, Any]
+    rollout_id: str
+    row_weight: float
+    """1 / (the rollout's rows of this policy that have trained tokens)"""
+    logprob_mode: str
+    policy: str
+    """Empty: the default one."""
+    top_token_ids: list[Any] | None = None
+    top_logprobs: list[Any] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    routed_experts: list[Any] | None = None
+
+
+class Quarantined(Body):
+    call_id: str
+    tokens: int
+    reason: str
+
+
+class Accounting(Body):
+    """sampled_tokens = exported_tokens + quarantined tokens"""
+
+    sampled_tokens: int
+    exported_tokens: int
+    quarantined: list[Quarantined]
+    dangling_calls: int
+    """Calls whose process died while the engine was sampling."""
+    complete: bool
+    """No call is dangling or damaged, and no call that the outcome depends on is quarantined; roles and models that are not trained do
+    not count."""
+
+
+ROW: dict[str, Any] = {
+    "trajectory_id": "6f1c7d0a",
+    "session_id": "first",
+    "group_id": "task-1",
+    "task_id": None,
+    "role": "main",
+    "role_source": "inferred",
+    "agent": "",
+    "token_ids": [101, 102, 7, 8],
+    "loss_mask": [0, 0, 1, 1],
+    "logprobs": [0.0, 0.0, -0.5, -1.25],
+    "weight_versions": [[12, 2, 4]],
+    "reward": 1.0,
+    "call_ids": ["c0ffee"],
+    "finish_reason": "stop",
+    "truncated": False,
+    "metadata": {},
+    "rollout_id": "first",
+    "row_weight": 1.0,
+    "logprob_mode": "raw_logprobs",
+    "policy": "",
+}
+ACCOUNTING: dict[str, Any] = {
+    "sampled_tokens": 2,
+    "exported_tokens": 2,
+    "quarantined": [],
+    "dangling_calls": 0,
+    "complete": True,
+}
+
+
+class Trajectories(Body, json_schema_extra={"example": {"trajectories": [ROW], "accounting": ACCOUNTING}}):
+    trajectories: list[Trajectory]
+    accounting: Accounting
+
+
+@router.get(
+    "/calls",
+    dependencies=[Depends(require_node)],
+    summary="List the calls of a session",
+    description="In the order they were recorded, followed by those in flight. With n > 1 every choice is a call of its own. "
+    + ENCODINGS,
+    responses={200: {"model": CallPage, "description": "a page"}},
+)
+async def list_calls(
+    request: Request, services: Served, session_id: SessionId, cursor: PageCursor = None, limit: PageSize = 100
+) -> Response:
+    state = await load_session(services, session_id)
+    records, delivered, intents = await asyncio.gather(
+        services.sessions.records(session_id), services.sessions.delivered(session_id), services.sessions.intents(session_id)
+    )
+    form = choose_form(request)
+    in_flight = () if state.status in CLOSED else await services.peers.in_flight(intents)
+    start = CallsCursor.parse(cursor)
+    page, following = await asyncio.to_thread(
+        rows.calls_as_wire, records, delivered, intents, in_flight, start, limit, form.arrays
+    )
+    return encode_response({"calls": page, "cursor": following}, form)
+
+
+@router.get(
+    "/trajectories",
+    dependencies=[Depends(require_admin)],
+    summary="Get the training rows of a session",
+    description=f"And the accounting of every sampled token: sampled = exported + quarantined. {ENCODINGS}",
+    responses={200: {"model": Trajectories, "description": "the rows"}},
+)
+async def get_trajectories(
+    request: Request,
+    services: Served,
+    session_id: SessionId,
+    builder: Annotated[
+        str | None,
+        Query(
+            description="`merged`: one row per branch; `per_call`: one row per call; or a custom builder. Default: the service's setting."
+        ),
+    ] = None,
+) -> Response:
+    state = await load_session(services, session_id)
+    built = await rows.session_rows(services, state, builder)
+    form = choose_form(request)
+    wire = [as_wire(row, arrays=form.arrays) for row in built.rows]
+    return encode_response({"trajectories": wire, "accounting": accounting_as_wire(built.accounting)}, form)
