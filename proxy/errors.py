@@ -1,32 +1,32 @@
-"""What can go wrong in the service, one class per boundary crossed.
+"""The errors of the service, one class per boundary crossed.
 
 VerbatimError                        status  code
-├── RequestError                     400     bad_request          the caller's fault, said in its dialect
+├── RequestError                     400     bad_request          the caller's fault; reported in its dialect
 │   ├── ContextTooLong               400     context_length_exceeded
 │   ├── Unauthorized                 401     invalid_api_key
 │   ├── Forbidden                    403     forbidden
-│   │   └── BudgetExhausted          403     budget_exhausted     the session has spent its calls or tokens
+│   │   └── BudgetExhausted          403     budget_exhausted     the session has used up its calls or tokens
 │   ├── NotFound                     404     not_found            unknown session, model, lease, path
 │   │   └── UnknownCall              404     not_found            a call or response that the session does not have
 │   ├── Conflict                     409     conflict             closed session, older version, duplicate id
-│   ├── RequestTimeout               408     request_timeout      the body did not come in time
+│   ├── RequestTimeout               408     request_timeout      the body did not arrive in time
 │   └── TooLarge                     413     request_too_large
-│       └── SessionFull              413     session_full         the session has recorded all the bytes that it may
+│       └── SessionFull              413     session_full         the session has reached its limit of recorded bytes
 └── Unavailable                      503     unavailable          retryable; carries Retry-After
-    ├── Backpressure                 429     backpressure         too many groups wait for a trainer: no new one is begun
-    ├── TooManyCalls                 429     too_many_calls       the session or the process has as many under way as it may
+    ├── Backpressure                 429     backpressure         trainers lag behind: no new group may begin
+    ├── TooManyCalls                 429     too_many_calls       the session or the process is at its limit of calls in flight
     ├── EngineUnavailable            503     engine_unavailable
     ├── EngineFailed                 502     engine_failed        the engine broke off or answered nonsense
     └── StoreUnavailable             503     store_unavailable    Redis is down, full or loading: nothing was answered unrecorded
 
-A dialect turns any of them into its vendor's shape; the control API into `{"error": {"code", "message"}}`.
+A dialect renders any of them in its vendor's shape; the control API as `{"error": {"code", "message", "param"?}}`.
 """
 
 from __future__ import annotations
 
 
 class VerbatimError(Exception):
-    """Base of every error the service answers with."""
+    """Base of every error the service reports to a caller. `param` names the offending field."""
 
     status = 500
     code = "internal_error"
@@ -44,7 +44,7 @@ class RequestError(VerbatimError):
 
 
 class ContextTooLong(RequestError):
-    """`tokens` of prompt do not fit into the `window`, both in tokens; None where the engine did not say."""
+    """A prompt of `tokens` tokens does not fit into the `window`, also in tokens. None: the engine did not say."""
 
     code = "context_length_exceeded"
 

@@ -48,49 +48,24 @@ TaskId = Annotated[str, Path(description="The task's id.")]
 Line = tuple[str, str, str]
 """Id, kind and data of a server-sent event."""
 
-TASK: dict[str, Any] = {
-    "task_id": "bug-7",
-    "instruction": "Make the tests pass.",
-    "harness": "pi",
-    "num_samples": 8,
-    "evaluator": {"kind": "command", "options": {"command": "make test"}},
-}
-SUMMARY: dict[str, Any] = {
-    "task_id": "bug-7",
-    "status": "queued",
-    "instruction": "Make the tests pass.",
-    "harness": "pi",
-    "num_samples": 8,
-    "priority": 50,
-    "rollouts": {"queued": 8},
-    "usable": 0,
-    "lacks": None,
-    "created_at": 1767225600.0,
-    "ended_at": None,
-    "callback": None,
-    "metadata": {},
-}
-ROLLOUT: dict[str, Any] = {
-    "index": 0,
-    "status": "running",
-    "attempt": 1,
-    "node": "node-1",
-    "session_id": "bug-7.0.1",
-    "calls": None,
-    "exit_code": None,
-    "verdict": None,
-    "failures": [],
-    "times": {"queued": 1767225600.0, "preparing": 1767225601.0, "ready": 1767225604.0, "running": 1767225604.5},
-    "logs": "node-1:/srv/verbatim-node/logs/bug-7.0.1",
-}
-QUEUE: dict[str, Any] = {
-    "priority": 50,
-    "runtimes": ["local"],
-    "cpus": 1.0,
-    "memory_mb": 2048,
-    "labels": {},
-    "waiting": 8,
-}
+TASK: dict[str, Any] = json.loads("""
+{"task_id": "bug-7", "instruction": "Make the tests pass.", "harness": "pi", "num_samples": 8,
+ "evaluator": {"kind": "command", "options": {"command": "make test"}}}
+""")
+SUMMARY: dict[str, Any] = json.loads("""
+{"task_id": "bug-7", "status": "queued", "instruction": "Make the tests pass.", "harness": "pi", "num_samples": 8,
+ "priority": 50, "rollouts": {"queued": 8}, "usable": 0, "lacks": null, "created_at": 1767225600.0, "ended_at": null,
+ "callback": null, "metadata": {}}
+""")
+ROLLOUT: dict[str, Any] = json.loads("""
+{"index": 0, "status": "running", "attempt": 1, "node": "node-1", "session_id": "bug-7.0.1", "calls": null,
+ "exit_code": null, "verdict": null, "failures": [],
+ "times": {"queued": 1767225600.0, "preparing": 1767225601.0, "ready": 1767225604.0, "running": 1767225604.5},
+ "logs": "node-1:/srv/verbatim-node/logs/bug-7.0.1"}
+""")
+QUEUE: dict[str, Any] = json.loads("""
+{"priority": 50, "runtimes": ["local"], "cpus": 1.0, "memory_mb": 2048, "labels": {}, "waiting": 8}
+""")
 
 
 class Shape(Body):
@@ -260,7 +235,6 @@ def build_task_router(
         "/tasks",
         dependencies=admins,
         status_code=201,
-        summary="Submit a task",
         responses={
             201: {"model": TaskShape, "description": "submitted"},
             200: {"model": TaskShape, "description": "it was submitted before"},
@@ -275,12 +249,7 @@ def build_task_router(
         state, new = await store.submit(task, digest, await store.now())
         return _json(task_as_wire(state), 201 if new else 200)
 
-    @router.get(
-        "/tasks",
-        dependencies=admins,
-        summary="List tasks",
-        responses={200: {"model": TaskPage, "description": "a page"}},
-    )
+    @router.get("/tasks", dependencies=admins, responses={200: {"model": TaskPage, "description": "a page"}})
     async def list_tasks(
         status: Annotated[Status | None, Query(description="Only tasks with this status.")] = None,
         limit: Annotated[int, Query(ge=1, le=1000, description="Entries per page.")] = 100,
@@ -290,21 +259,13 @@ def build_task_router(
         states, following = await store.page(status=status, limit=limit, cursor=cursor)
         return _json({"tasks": [summary_as_wire(state) for state in states], "cursor": following})
 
-    @router.get(
-        "/tasks/{task_id}",
-        dependencies=admins,
-        summary="Get a task",
-        responses={200: {"model": TaskShape, "description": "the task"}},
-    )
+    @router.get("/tasks/{task_id}", dependencies=admins, responses={200: {"model": TaskShape, "description": "the task"}})
     async def get_task(task_id: TaskId) -> Response:
         """Its current state, and what was submitted."""
         return _json(task_as_wire(await store.load(task_id)))
 
     @router.delete(
-        "/tasks/{task_id}",
-        dependencies=admins,
-        summary="Cancel a task",
-        responses={200: {"model": CancelledTask, "description": "cancelled"}},
+        "/tasks/{task_id}", dependencies=admins, responses={200: {"model": CancelledTask, "description": "cancelled"}}
     )
     async def cancel_task(task_id: TaskId) -> Response:
         """Immediately and for good. Rollouts that have already ended keep their results."""
@@ -313,10 +274,7 @@ def build_task_router(
         return _json(summary_as_wire(state) | {"cancelled_now": [rollout.index for rollout in ended]})
 
     @router.get(
-        "/tasks/{task_id}/rollouts",
-        dependencies=admins,
-        summary="List the rollouts of a task",
-        responses={200: {"model": Rollouts, "description": "all of them"}},
+        "/tasks/{task_id}/rollouts", dependencies=admins, responses={200: {"model": Rollouts, "description": "all of them"}}
     )
     async def list_rollouts(task_id: TaskId) -> Response:
         """Ordered by index."""
@@ -325,7 +283,6 @@ def build_task_router(
     @router.get(
         "/tasks/{task_id}/events",
         dependencies=admins,
-        summary="Follow a task",
         responses={
             200: {"content": {"text/event-stream": {}}, "description": "the stream"},
             204: {"description": "the task has ended and the reader has all its events"},
@@ -343,12 +300,7 @@ def build_task_router(
         stream = stream_events(_as_lines(first, following), keepalive_seconds, stopping)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
-    @router.get(
-        "/nodes",
-        dependencies=[Depends(node)],
-        summary="List nodes",
-        responses={200: {"model": Nodes, "description": "the nodes"}},
-    )
+    @router.get("/nodes", dependencies=[Depends(node)], responses={200: {"model": Nodes, "description": "the nodes"}})
     async def list_nodes() -> Response:
         """With their free capacity, and how many rollouts wait for which kind of node."""
         found = [node_as_wire(state) for state in await store.nodes()]
@@ -367,9 +319,8 @@ def _parse_last_event_id(request: Request) -> str | None:
 
 
 def _queue_as_wire(name: str, waiting: int) -> dict[str, Any]:
-    priority, kinds, cpus, memory_mb, labels = json.loads(name)
-    needs = {"priority": priority, "runtimes": kinds, "cpus": cpus, "memory_mb": memory_mb, "labels": labels}
-    return needs | {"waiting": waiting}
+    needs = zip(("priority", "runtimes", "cpus", "memory_mb", "labels"), json.loads(name), strict=True)
+    return {**dict(needs), "waiting": waiting}
 
 
 def _json(content: Any, status: int = 200) -> Response:

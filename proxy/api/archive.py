@@ -61,11 +61,7 @@ class RestoredPart(Body, json_schema_extra={"example": {"session_id": "first", "
     group: str | None
 
 
-@router.get(
-    "/{session_id}/records",
-    summary="Export the records of a session",
-    responses={200: {"content": {MSGPACK: {}}, "description": "a part of the session"}},
-)
+@router.get("/{session_id}/records", responses={200: {"content": {MSGPACK: {}}, "description": "a part of the session"}})
 async def export_records(
     services: Served,
     session_id: SessionId,
@@ -86,7 +82,6 @@ async def export_records(
 
 @router.post(
     "/{session_id}/records",
-    summary="Import the records of a session",
     responses={
         200: {"model": RestoredPart, "description": "stored"},
         409: {"description": "the session is not closed, or exists with other contents (`conflict`)"},

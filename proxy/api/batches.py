@@ -119,7 +119,6 @@ class GroupCounts(Body, json_schema_extra={"example": {"groups": {"ready": 3, "l
 
 @router.post(
     "/lease",
-    summary="Lease ready groups",
     description=f"Whole groups, oldest first, until `expires_at`. Groups not acknowledged by then go to another consumer. {ENCODINGS}",
     responses={
         200: {"model": LeaseShape, "description": "a batch"},
@@ -140,31 +139,19 @@ async def lease_batch(
     return batch.response(form) if isinstance(batch, Batch) else Response(status_code=204)
 
 
-@router.post(
-    "/{lease_id}/ack",
-    summary="Acknowledge a lease",
-    responses={200: {"model": SettledLease, "description": "done"}, **EXPIRED},
-)
+@router.post("/{lease_id}/ack", responses={200: {"model": SettledLease, "description": "done"}, **EXPIRED})
 async def ack_lease(services: Served, lease_id: LeaseId) -> Response:
     """Its groups are never delivered again. May be repeated."""
     return _settled_response(lease_id, await services.delivery.ack(lease_id, await services.clock.now()))
 
 
-@router.post(
-    "/{lease_id}/nack",
-    summary="Give a lease back",
-    responses={200: {"model": SettledLease, "description": "done"}, **EXPIRED},
-)
+@router.post("/{lease_id}/nack", responses={200: {"model": SettledLease, "description": "done"}, **EXPIRED})
 async def nack_lease(services: Served, lease_id: LeaseId) -> Response:
     """Its groups are ready again, in their old place."""
     return _settled_response(lease_id, await services.delivery.nack(lease_id, await services.clock.now()))
 
 
-@router.post(
-    "/{lease_id}/extend",
-    summary="Extend a lease",
-    responses={200: {"model": ExtendedLease, "description": "done"}, **EXPIRED},
-)
+@router.post("/{lease_id}/extend", responses={200: {"model": ExtendedLease, "description": "done"}, **EXPIRED})
 async def extend_lease(
     services: Served, lease_id: LeaseId, body: Annotated[ExtendRequest, Depends(JsonBody(ExtendRequest).read)]
 ) -> Response:
@@ -174,7 +161,7 @@ async def extend_lease(
     return json_response({"lease_id": lease_id, "expires_at": expires_at})
 
 
-@router.get("", summary="Count groups by state", responses={200: {"model": GroupCounts, "description": "the counts"}})
+@router.get("", responses={200: {"model": GroupCounts, "description": "the counts"}})
 async def count_groups(services: Served) -> Response:
     """Also lists the newest dead letters."""
     counts, (letters, _) = await asyncio.gather(services.delivery.counts(), services.delivery.dead_letters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -74,34 +75,15 @@ class CallShape(Body):
     own_seconds: float | None
 
 
-CALL: dict[str, Any] = {
-    "call_id": "c0ffee",
-    "parent_id": None,
-    "branch_reason": None,
-    "role": "main",
-    "role_source": "inferred",
-    "dialect": "chat",
-    "api": "token",
-    "model": "policy",
-    "status": "finished",
-    "prompt_ids": [101, 102],
-    "completion_ids": [7, 8],
-    "logprobs": [-0.5, -1.25],
-    "weight_versions": [[12, 0, 2]],
-    "finish_reason": "stop",
-    "stop_reason": None,
-    "invalid_tool_call": False,
-    "sampling": {"temperature": 1.0, "max_tokens": 32},
-    "delivered": True,
-    "projection": None,
-    "control_tokens": [],
-    "messages": [{"role": "user", "content": "Say hello."}],
-    "reply": {"role": "assistant", "content": "Hello."},
-    "replica": "127.0.0.1:8000",
-    "started_at": 1767225600.0,
-    "engine_seconds": 0.8,
-    "own_seconds": 0.001,
-}
+CALL: dict[str, Any] = json.loads("""
+{"call_id": "c0ffee", "parent_id": null, "branch_reason": null, "role": "main", "role_source": "inferred",
+ "dialect": "chat", "api": "token", "model": "policy", "status": "finished", "prompt_ids": [101, 102],
+ "completion_ids": [7, 8], "logprobs": [-0.5, -1.25], "weight_versions": [[12, 0, 2]], "finish_reason": "stop",
+ "stop_reason": null, "invalid_tool_call": false, "sampling": {"temperature": 1.0, "max_tokens": 32}, "delivered": true,
+ "projection": null, "control_tokens": [], "messages": [{"role": "user", "content": "Say hello."}],
+ "reply": {"role": "assistant", "content": "Hello."}, "replica": "127.0.0.1:8000", "started_at": 1767225600.0,
+ "engine_seconds": 0.8, "own_seconds": 0.001}
+""")
 
 
 class CallPage(Body, json_schema_extra={"example": {"calls": [CALL], "cursor": None}}):
@@ -163,35 +145,16 @@ class Accounting(Body):
     not count."""
 
 
-ROW: dict[str, Any] = {
-    "trajectory_id": "6f1c7d0a",
-    "session_id": "first",
-    "group_id": "task-1",
-    "task_id": None,
-    "role": "main",
-    "role_source": "inferred",
-    "agent": "",
-    "token_ids": [101, 102, 7, 8],
-    "loss_mask": [0, 0, 1, 1],
-    "logprobs": [0.0, 0.0, -0.5, -1.25],
-    "weight_versions": [[12, 2, 4]],
-    "reward": 1.0,
-    "call_ids": ["c0ffee"],
-    "finish_reason": "stop",
-    "truncated": False,
-    "metadata": {},
-    "rollout_id": "first",
-    "row_weight": 1.0,
-    "logprob_mode": "raw_logprobs",
-    "policy": "",
-}
-ACCOUNTING: dict[str, Any] = {
-    "sampled_tokens": 2,
-    "exported_tokens": 2,
-    "quarantined": [],
-    "dangling_calls": 0,
-    "complete": True,
-}
+ROW: dict[str, Any] = json.loads("""
+{"trajectory_id": "6f1c7d0a", "session_id": "first", "group_id": "task-1", "task_id": null, "role": "main",
+ "role_source": "inferred", "agent": "", "token_ids": [101, 102, 7, 8], "loss_mask": [0, 0, 1, 1],
+ "logprobs": [0.0, 0.0, -0.5, -1.25], "weight_versions": [[12, 2, 4]], "reward": 1.0, "call_ids": ["c0ffee"],
+ "finish_reason": "stop", "truncated": false, "metadata": {}, "rollout_id": "first", "row_weight": 1.0,
+ "logprob_mode": "raw_logprobs", "policy": ""}
+""")
+ACCOUNTING: dict[str, Any] = json.loads("""
+{"sampled_tokens": 2, "exported_tokens": 2, "quarantined": [], "dangling_calls": 0, "complete": true}
+""")
 
 
 class Trajectories(Body, json_schema_extra={"example": {"trajectories": [ROW], "accounting": ACCOUNTING}}):
@@ -202,7 +165,6 @@ class Trajectories(Body, json_schema_extra={"example": {"trajectories": [ROW], "
 @router.get(
     "/calls",
     dependencies=[Depends(require_node)],
-    summary="List the calls of a session",
     description="In the order they were recorded, followed by those in flight. With n > 1 every choice is a call of its own. "
     + ENCODINGS,
     responses={200: {"model": CallPage, "description": "a page"}},
@@ -226,7 +188,6 @@ async def list_calls(
 @router.get(
     "/trajectories",
     dependencies=[Depends(require_admin)],
-    summary="Get the training rows of a session",
     description=f"And the accounting of every sampled token: sampled = exported + quarantined. {ENCODINGS}",
     responses={200: {"model": Trajectories, "description": "the rows"}},
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Response
@@ -33,14 +35,10 @@ class DeadLetterShape(Body):
     died_at: float
 
 
-LETTER = {
-    "letter_id": "1:g:task-7",
-    "group_id": "task-7",
-    "session_ids": ["a", "b"],
-    "deliveries": 0,
-    "reason": "incomplete: 1 of 2 members are usable",
-    "died_at": 1767225700.0,
-}
+LETTER: dict[str, Any] = json.loads("""
+{"letter_id": "1:g:task-7", "group_id": "task-7", "session_ids": ["a", "b"], "deliveries": 0,
+ "reason": "incomplete: 1 of 2 members are usable", "died_at": 1767225700.0}
+""")
 
 
 class DeadLetters(Body, json_schema_extra={"example": {"dead_letters": [LETTER], "cursor": None}}):
@@ -52,7 +50,7 @@ class LetterIds(Body, json_schema_extra={"example": {"letters": ["1:g:task-7"]}}
     letters: list[str]
 
 
-@router.get("", summary="List dead letters", responses={200: {"model": DeadLetters, "description": "a page"}})
+@router.get("", responses={200: {"model": DeadLetters, "description": "a page"}})
 async def list_dead_letters(
     services: Served,
     cursor: PageCursor = None,
@@ -68,7 +66,6 @@ async def list_dead_letters(
 
 @router.post(
     "/{group:path}/retry",
-    summary="Deliver a dead letter again",
     responses={
         200: {"model": LetterIds, "description": "done"},
         409: {"description": "a later group with its id exists (`conflict`)"},
@@ -82,21 +79,14 @@ async def retry_dead_letter(services: Served, group: Group) -> Response:
     )
 
 
-@router.delete("/{group:path}", summary="Drop a dead letter", responses={200: {"model": LetterIds, "description": "done"}})
+@router.delete("/{group:path}", responses={200: {"model": LetterIds, "description": "done"}})
 async def drop_dead_letter(services: Served, group: Group) -> Response:
     """Removes it from the list for good. Its sessions stay until they are deleted."""
     return _letters_response(group, await services.delivery.drop_dead(_possible_refs(group)))
 
 
 def letter_as_wire(letter: DeadLetter) -> dict[str, Any]:
-    return {
-        "letter_id": letter.letter_id,
-        "group_id": group_name(letter.group_id),
-        "session_ids": list(letter.session_ids),
-        "deliveries": letter.deliveries,
-        "reason": letter.reason,
-        "died_at": letter.died_at,
-    }
+    return {**asdict(letter), "group_id": group_name(letter.group_id)}
 
 
 def _possible_refs(group: str) -> tuple[str, ...]:

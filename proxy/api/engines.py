@@ -83,7 +83,7 @@ class RemovedEngine(Body, json_schema_extra={"example": {"name": "gpu3:8000", "r
     removed: Literal[True]
 
 
-@router.get("", summary="List engines", responses={200: {"model": Engines, "description": "the engines"}})
+@router.get("", responses={200: {"model": Engines, "description": "the engines"}})
 async def list_engines(services: Served) -> Response:
     """The configured engines, and their replicas as the answering process sees them."""
     stored = await services.engines.engines()
@@ -99,7 +99,6 @@ async def list_engines(services: Served) -> Response:
 @router.post(
     "",
     status_code=201,
-    summary="Add an engine",
     responses={
         201: {"model": EngineShape, "description": "added"},
         409: {"description": "the settings name it, or calls for one of its models go elsewhere (`conflict`)"},
@@ -122,7 +121,6 @@ async def add_engine(services: Served, body: Annotated[NewEngine, Depends(JsonBo
 
 @router.delete(
     "/{name:path}",
-    summary="Remove an engine",
     responses={
         200: {"model": RemovedEngine, "description": "removed"},
         409: {"description": "it is in the settings, or an address of a DNS name (`conflict`)"},
@@ -204,18 +202,14 @@ class NotReady(
     reason: str
 
 
-@health_router.get(
-    "/healthz", summary="Whether the process is alive", responses={200: {"model": Alive, "description": "it is"}}
-)
+@health_router.get("/healthz", responses={200: {"model": Alive, "description": "it is"}})
 async def check_health() -> Response:
     """Contacts neither the store nor an engine."""
     return json_response({"status": "ok"})
 
 
 @health_router.get(
-    "/metrics",
-    summary="Prometheus metrics",
-    responses={200: {"content": {"text/plain; version=0.0.4; charset=utf-8": {}}, "description": "text"}},
+    "/metrics", responses={200: {"content": {"text/plain; version=0.0.4; charset=utf-8": {}}, "description": "text"}}
 )
 async def get_metrics(services: Served) -> Response:
     """Of the answering process; the documentation lists them."""
@@ -227,9 +221,7 @@ async def get_metrics(services: Served) -> Response:
 
 
 @health_router.get(
-    "/readyz",
-    summary="Whether the service can serve a call",
-    responses={200: {"model": Ready, "description": "it can"}, 503: {"model": NotReady, "description": "it cannot"}},
+    "/readyz", responses={200: {"model": Ready, "description": "it can"}, 503: {"model": NotReady, "description": "it cannot"}}
 )
 async def check_readiness(services: Served) -> Response:
     """It can if the store answers and an engine serves."""

@@ -59,11 +59,7 @@ POSTS: dict[str, tuple[str, str, Json]] = {
         "The number of input tokens, as the engine counts them. Nothing is recorded.",
         {"model": "policy", "input": "Say hello."},
     ),
-    "/v1beta/models/{model}:generateContent": (
-        "Google generateContent",
-        "Also under `/v1` and `/v1alpha`.",
-        GENERATE,
-    ),
+    "/v1beta/models/{model}:generateContent": ("Google generateContent", "Also under `/v1` and `/v1alpha`.", GENERATE),
     "/v1beta/models/{model}:streamGenerateContent": (
         "Google streamGenerateContent",
         "Server-sent events with `?alt=sse`, otherwise one JSON list.",
@@ -89,13 +85,8 @@ def describe_model_calls() -> Json:
     """OpenAPI paths."""
     paths: Json = {}
     for path, (summary, text, example) in POSTS.items():
-        operation = _describe(
-            "post",
-            path,
-            summary,
-            f"{text} With `stream`, or the vendor's equivalent, server-sent events. 429, 502 and 503 may be retried.",
-            tuple(ERRORS),
-        )
+        text += " With `stream`, or the vendor's equivalent, server-sent events. 429, 502 and 503 may be retried."
+        operation = _describe("post", path, summary, text, tuple(ERRORS))
         content = {"application/json": {"schema": {"type": "object"}, "example": example}}
         paths[f"/s/{{session_id}}{path}"] = {"post": {**operation, "requestBody": {"required": True, "content": content}}}
     for path, (summary, text) in GETS.items():
@@ -105,22 +96,14 @@ def describe_model_calls() -> Json:
 
 def _describe(method: str, path: str, summary: str, text: str, errors: tuple[int, ...]) -> Json:
     names = [name for name in PARAMETERS if name == "session_id" or f"{{{name}}}" in path]
+    named = {"in": "path", "required": True, "schema": {"type": "string"}}
     error = {"application/json": {"schema": {"type": "object"}}}
     return {
         "tags": ["model calls"],
         "summary": summary,
         "description": text,
         "operationId": f"{method}_/s/{{session_id}}{path}",
-        "parameters": [
-            {
-                "name": name,
-                "in": "path",
-                "required": True,
-                "schema": {"type": "string"},
-                "description": PARAMETERS[name],
-            }
-            for name in names
-        ],
+        "parameters": [{"name": name, **named, "description": PARAMETERS[name]} for name in names],
         "responses": {
             "200": {"description": "in the vendor's shape", "content": {"application/json": {}}},
             **{str(status): {"description": ERRORS[status], "content": error} for status in errors},

@@ -69,24 +69,20 @@ UI: Json = {
 
 
 def build_document(app: FastAPI) -> Json:
-    document = get_openapi(
-        title=app.title,
-        version=app.version,
-        description=ABOUT,
-        routes=app.routes,
-        separate_input_output_schemas=False,
-    )
+    document = get_openapi(title=app.title, version=app.version, description=ABOUT, routes=app.routes)
     routes = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
     models: dict[type[BaseModel], None] = dict.fromkeys([ErrorBody, *(model for route in routes for model in _models(route))])
-    # FastAPI's own schemas lack the models of bodies and all values that are null, and include its validation errors.
+    # FastAPI's own schemas lack the models of bodies and every value that is null, and include its validation errors.
     _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     for schema in schemas["$defs"].values():
         schema.pop("example", None)
     document["components"] = {"schemas": schemas["$defs"], "securitySchemes": SECURITY_SCHEMES}
-    examples = {model.__name__: example for model in models if (example := _example(model))}
+    examples = {REF.format(model=model.__name__): example for model in models if (example := _example(model))}
     for route in routes:
         for method in route.methods:
-            _complete(document["paths"][route.path_format][method.lower()], route, examples)
+            operation = document["paths"][route.path_format][method.lower()]
+            _complete(operation, route)
+            _add_examples(operation, examples)
     document["paths"] |= describe_model_calls() | {"/ui": {"get": UI}}
     return document
 
@@ -109,16 +105,15 @@ def _example(model: type[BaseModel]) -> Any:
     return extra.get("example") if isinstance(extra, dict) else None
 
 
-def _complete(operation: Json, route: APIRoute, examples: Json) -> None:
-    operation["operationId"] = route.name
+def _complete(operation: Json, route: APIRoute) -> None:
+    operation |= {"operationId": route.name, "summary": route.name.replace("_", " ").capitalize()}
     operation.setdefault("parameters", [])
     tokens = next((TOKENS[each.dependency] for each in route.dependencies if each.dependency in TOKENS), ())
     operation["security"] = [{token: []} for token in tokens]
     if model := _body_model(route):
-        required = any(field.is_required() for field in model.model_fields.values())
         body = operation.setdefault("requestBody", {"content": {"application/json": {}}})
-        body |= {"required": required}
-        body["content"]["application/json"] |= {"schema": {"$ref": REF.format(model=model.__name__)}}
+        body["required"] = any(field.is_required() for field in model.model_fields.values())
+        body["content"]["application/json"]["schema"] = {"$ref": REF.format(model=model.__name__)}
     responses = operation["responses"]
     responses.pop("422", None)
     for status in _implied_errors(route, bool(tokens), "requestBody" in operation):
@@ -126,11 +121,15 @@ def _complete(operation: Json, route: APIRoute, examples: Json) -> None:
     for status, response in responses.items():
         if int(status) >= 400:
             response.setdefault("content", {"application/json": {"schema": {"$ref": REF.format(model=ErrorBody.__name__)}}})
-    for holder in (operation.get("requestBody", {}), *responses.values()):
+
+
+def _add_examples(operation: Json, examples: Json) -> None:
+    """Beside each reference to a model that has one."""
+    for holder in (operation.get("requestBody", {}), *operation["responses"].values()):
         for content in holder.get("content", {}).values():
-            name = content.get("schema", {}).get("$ref", "").rpartition("/")[2]
-            if name in examples:
-                content.setdefault("example", examples[name])
+            ref = content.get("schema", {}).get("$ref")
+            if ref in examples:
+                content.setdefault("example", examples[ref])
 
 
 def _implied_errors(route: APIRoute, has_role: bool, has_body: bool) -> Iterator[int]:

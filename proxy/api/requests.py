@@ -7,6 +7,7 @@ Handlers read `request.app.state.services`, which `create_app` sets, and return 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, Generic, TypeVar
@@ -184,11 +185,8 @@ class ErrorBody(Body):
 
 def install_error_handlers(app: FastAPI) -> None:
     """Make `app` answer every error as an `ErrorBody`, with the status and Retry-After that the error carries."""
-    app.add_exception_handler(VerbatimError, _handle_verbatim_error)
-    app.add_exception_handler(RequestValidationError, _handle_invalid_request)
-    app.add_exception_handler(HTTPException, _handle_http_exception)
-    app.add_exception_handler(RecursionError, _handle_recursion_error)
-    app.add_exception_handler(Exception, _handle_unexpected)
+    for kind in (VerbatimError, RequestValidationError, HTTPException, RecursionError, Exception):
+        app.add_exception_handler(kind, _handle_error)
 
 
 def describe(error: ValidationError | RequestValidationError) -> str:
@@ -204,36 +202,27 @@ def _describe_problem(location: tuple[int | str, ...], kind: str, message: str) 
     return f"{field}: {message}" if field else message
 
 
-async def _handle_verbatim_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, VerbatimError)
-    response = _error_response(error.status, error.code, error.message, error.param)
-    if error.retry_after_seconds is not None:
-        response.headers["retry-after"] = str(max(1, round(error.retry_after_seconds)))
-    return response
+async def _handle_error(request: Request, error: Exception) -> Response:
+    match error:
+        case VerbatimError(retry_after_seconds=seconds):
+            retry = {} if seconds is None else {"retry-after": str(max(1, round(seconds)))}
+            return _error_response(error.status, error.code, error.message, error.param, headers=retry)
+        case RequestValidationError():
+            return _error_response(400, "bad_request", describe(error))
+        case HTTPException(status_code=status, headers=headers):
+            code = CODES.get(status, "bad_request" if status < 500 else "internal_error")
+            return _error_response(status, code, f"{request.method} {request.url.path}: {error.detail}", headers=headers)
+        case RecursionError():
+            return _error_response(400, "bad_request", "the body is nested too deeply")
+        case _:
+            log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+            return _error_response(500, "internal_error", "an internal error occurred; the service's log has the cause")
 
 
-async def _handle_invalid_request(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return _error_response(400, "bad_request", describe(error))
-
-
-async def _handle_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    code = CODES.get(error.status_code, "bad_request" if error.status_code < 500 else "internal_error")
-    response = _error_response(error.status_code, code, f"{request.method} {request.url.path}: {error.detail}")
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _handle_recursion_error(_: Request, error: Exception) -> Response:
-    return _error_response(400, "bad_request", "the body is nested too deeply")
-
-
-async def _handle_unexpected(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return _error_response(500, "internal_error", "an internal error occurred; the service's log has the cause")
-
-
-def _error_response(status: int, code: str, message: str, param: str | None = None) -> Response:
+def _error_response(
+    status: int, code: str, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
     error = {"code": code, "message": message} | ({} if param is None else {"param": param})
-    return json_response({"error": error}, status)
+    response = json_response({"error": error}, status)
+    response.headers.update(headers or {})
+    return response

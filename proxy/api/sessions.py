@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -129,6 +130,13 @@ class Close(Body, json_schema_extra={"example": {"status": "completed", "reward"
     """What went wrong, in words."""
 
 
+OPENED: dict[str, Any] = json.loads("""
+{"session_id": "first", "api_key": "vb-0123456789abcdef0123456789abcdef01234567-first",
+ "base_urls": {"openai": "http://127.0.0.1:8700/s/first/v1", "anthropic": "http://127.0.0.1:8700/s/first",
+  "gemini": "http://127.0.0.1:8700/s/first"}}
+""")
+
+
 class BaseUrls(Body):
     openai: str
     """For OpenAI clients: ends in /v1."""
@@ -136,49 +144,19 @@ class BaseUrls(Body):
     gemini: str
 
 
-class OpenedSession(
-    Body,
-    json_schema_extra={
-        "example": {
-            "session_id": "first",
-            "api_key": "vb-0123456789abcdef0123456789abcdef01234567-first",
-            "base_urls": {
-                "openai": "http://127.0.0.1:8700/s/first/v1",
-                "anthropic": "http://127.0.0.1:8700/s/first",
-                "gemini": "http://127.0.0.1:8700/s/first",
-            },
-        }
-    },
-):
+class OpenedSession(Body, json_schema_extra={"example": OPENED}):
     session_id: str
     api_key: str
     """Shown only here."""
     base_urls: BaseUrls
 
 
-EXAMPLE: dict[str, Any] = {
-    "session_id": "first",
-    "created_at": 1767225600.0,
-    "task_id": None,
-    "group_id": "task-1",
-    "group_size": 1,
-    "metadata": {},
-    "sampling": {},
-    "trained": True,
-    "echo_policy": "strict",
-    "max_calls": None,
-    "max_completion_tokens": None,
-    "max_total_tokens": None,
-    "status": "completed",
-    "calls": 2,
-    "reward": 1.0,
-    "per_call": {},
-    "per_branch": {},
-    "reward_metadata": {},
-    "error": None,
-    "closed_at": 1767225700.0,
-    "updated_at": 1767225700.0,
-}
+EXAMPLE: dict[str, Any] = json.loads("""
+{"session_id": "first", "created_at": 1767225600.0, "task_id": null, "group_id": "task-1", "group_size": 1, "metadata": {},
+ "sampling": {}, "trained": true, "echo_policy": "strict", "max_calls": null, "max_completion_tokens": null,
+ "max_total_tokens": null, "status": "completed", "calls": 2, "reward": 1.0, "per_call": {}, "per_branch": {},
+ "reward_metadata": {}, "error": null, "closed_at": 1767225700.0, "updated_at": 1767225700.0}
+""")
 
 
 class SessionShape(Body, json_schema_extra={"example": EXAMPLE}):
@@ -239,7 +217,6 @@ STATE_FIELDS = tuple(name for name in SessionShape.model_fields if name in Sessi
     "",
     dependencies=NODE,
     status_code=201,
-    summary="Open a session",
     responses={
         201: {"model": OpenedSession, "description": "opened"},
         409: {"description": "a session with this id exists (`conflict`)"},
@@ -271,16 +248,11 @@ async def open_session(
     )
     if not await admission.open_session(services, info, request.is_disconnected):
         raise Conflict(f"there is a session {session_id} already", param="session_id")
-    urls = _base_urls(_harness_url(request, services.settings), session_id)
+    urls = _base_urls(request, services.settings, session_id)
     return json_response({"session_id": session_id, "api_key": api_key, "base_urls": urls}, 201)
 
 
-@router.get(
-    "",
-    dependencies=ADMIN,
-    summary="List sessions",
-    responses={200: {"model": SessionPage, "description": "a page"}},
-)
+@router.get("", dependencies=ADMIN, responses={200: {"model": SessionPage, "description": "a page"}})
 async def list_sessions(
     services: Served,
     status: Annotated[Status | None, Query(description="Only sessions with this status.")] = None,
@@ -293,12 +265,7 @@ async def list_sessions(
     return json_response({"sessions": [session_as_wire(state) for state in states], "cursor": following})
 
 
-@router.get(
-    "/{session_id}",
-    dependencies=NODE,
-    summary="Get a session",
-    responses={200: {"model": SessionDetail, "description": "the session"}},
-)
+@router.get("/{session_id}", dependencies=NODE, responses={200: {"model": SessionDetail, "description": "the session"}})
 async def get_session(services: Served, session_id: SessionId) -> Response:
     """Its current state. `unserved` is the last call that the service or the engine failed, and why."""
     state = await closing.load_session(services, session_id)
@@ -310,11 +277,7 @@ async def get_session(services: Served, session_id: SessionId) -> Response:
     "/{session_id}",
     dependencies=NODE,
     status_code=204,
-    summary="Delete a session",
-    responses={
-        204: {"description": "deleted"},
-        409: {"description": "a trainer has leased it (`conflict`)"},
-    },
+    responses={204: {"description": "deleted"}, 409: {"description": "a trainer has leased it (`conflict`)"}},
 )
 async def delete_session(services: Served, session_id: SessionId) -> Response:
     """Ends its calls in flight, then removes its records and its key for good. A group left short is dropped or becomes a dead
@@ -326,7 +289,6 @@ async def delete_session(services: Served, session_id: SessionId) -> Response:
 @router.post(
     "/{session_id}/reward",
     dependencies=NODE,
-    summary="Reward a session",
     responses={
         200: {"model": SessionShape, "description": "the session"},
         409: {"description": "its group has been leased (`conflict`)"},
@@ -343,7 +305,6 @@ async def reward_session(
 @router.post(
     "/{session_id}/close",
     dependencies=NODE,
-    summary="Close a session",
     responses={
         200: {"model": SessionShape, "description": "the session"},
         409: {"description": "it was closed with another status (`conflict`)"},
@@ -376,13 +337,9 @@ def session_from_wire(wire: Mapping[str, Any]) -> SessionState:
     return msgspec.convert({"info": info, **{name: wire[name] for name in STATE_FIELDS}}, SessionState)
 
 
-def _harness_url(request: Request, settings: Settings) -> str:
-    """The URL under which harnesses reach this service, as far as the request reveals it."""
-    if settings.public_url is not None:
-        return settings.public_url
-    return str(request.base_url if settings.control_port is None else request.base_url.replace(port=settings.port))
-
-
-def _base_urls(base: str, session_id: str) -> dict[str, str]:
+def _base_urls(request: Request, settings: Settings, session_id: str) -> dict[str, str]:
+    """Under the URL by which harnesses reach this service, as far as the request reveals it."""
+    url = request.base_url if settings.control_port is None else request.base_url.replace(port=settings.port)
+    base = str(url) if settings.public_url is None else settings.public_url
     root = f"{base.rstrip('/')}/s/{session_id}"
     return {"openai": f"{root}/v1", "anthropic": root, "gemini": root}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal, Self
@@ -80,19 +81,13 @@ class PushedReplica(Body):
     error: str | None = None
 
 
-class PushResult(
-    Body,
-    json_schema_extra={
-        "example": {
-            "applied": True,
-            "version": 12,
-            "kind": "full",
-            "mode": "keep",
-            "seconds": 1.9,
-            "replicas": {"127.0.0.1:8000": {"ok": True, "seconds": 1.9, "paused_seconds": 0.12}},
-        }
-    },
-):
+RESULT: dict[str, Any] = json.loads("""
+{"applied": true, "version": 12, "kind": "full", "mode": "keep", "seconds": 1.9,
+ "replicas": {"127.0.0.1:8000": {"ok": true, "seconds": 1.9, "paused_seconds": 0.12}}}
+""")
+
+
+class PushResult(Body, json_schema_extra={"example": RESULT}):
     applied: bool
     """Whether it is the current version: at least one replica runs it."""
     version: int
@@ -130,30 +125,17 @@ class PolicyWeights(Body):
     replicas: dict[str, ReplicaWeights]
 
 
-VERSION = {"version": 12, "path": "/shared/weights/version-12", "kind": "full", "updated_at": 1767225600.0}
-REPLICA = {
-    "url": "http://127.0.0.1:8000",
-    "api": "token",
-    "healthy": True,
-    "reason": None,
-    "weight_version": 12,
-    "takes_weights": True,
-}
+STATUS: dict[str, Any] = json.loads("""
+{"current": {"version": 12, "path": "/shared/weights/version-12", "kind": "full", "updated_at": 1767225600.0},
+ "history": [{"version": 12, "path": "/shared/weights/version-12", "kind": "full", "updated_at": 1767225600.0}],
+ "updating": false, "frozen": false,
+ "replicas": {"127.0.0.1:8000": {"url": "http://127.0.0.1:8000", "api": "token", "healthy": true, "reason": null,
+  "weight_version": 12, "takes_weights": true}},
+ "models": {}}
+""")
 
 
-class WeightStatus(
-    PolicyWeights,
-    json_schema_extra={
-        "example": {
-            "current": VERSION,
-            "history": [VERSION],
-            "updating": False,
-            "frozen": False,
-            "replicas": {"127.0.0.1:8000": REPLICA},
-            "models": {},
-        }
-    },
-):
+class WeightStatus(PolicyWeights, json_schema_extra={"example": STATUS}):
     models: dict[str, PolicyWeights]
     """The other policies."""
 
@@ -179,7 +161,6 @@ class JoinedGroup(GroupPlan, json_schema_extra={"example": {"group": "9f", **PLA
 
 @router.post(
     "",
-    summary="Push weights",
     responses={
         200: {"model": PushResult, "description": "the result, by replica"},
         **FAILED,
@@ -194,17 +175,13 @@ async def push_weights(services: Served, request: Request, body: Annotated[Push,
     return json_response(await _push(services, body, unwatched))
 
 
-@router.get("", summary="Get the weight versions", responses={200: {"model": WeightStatus, "description": "the versions"}})
+@router.get("", responses={200: {"model": WeightStatus, "description": "the versions"}})
 async def get_weights(services: Served) -> Response:
     """The current version, what each replica holds, and earlier pushes; other policies under `models`."""
     return json_response(await services.updater.status())
 
 
-@router.get(
-    "/group",
-    summary="Plan an NCCL group",
-    responses={200: {"model": GroupPlan, "description": "the plan"}, **FAILED},
-)
+@router.get("/group", responses={200: {"model": GroupPlan, "description": "the plan"}, **FAILED})
 async def plan_group(
     services: Served, model: Annotated[str, Query(description="The policy; empty: the default one.")] = ""
 ) -> Response:
@@ -214,7 +191,6 @@ async def plan_group(
 
 @router.post(
     "/group",
-    summary="Join an NCCL group",
     responses={
         200: {"model": JoinedGroup, "description": "joined"},
         **FAILED,
