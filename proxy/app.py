@@ -84,11 +84,9 @@ def create_app(settings: Settings, *adding: Adding) -> Harness:
 def build_control_router() -> APIRouter:
     """Sessions, batches, weights, engines and health. Its errors need `proxy.api.requests.install_error_handlers(app)`."""
     router = APIRouter()
-    for part in (
-        *(sessions.router, calls.router, archive.router, dead_letters.router, batches.router),
-        *(weights.router, engines.router, engines.health_router),
-    ):
-        router.routes.extend(part.routes)
+    for part in (sessions, calls, archive, dead_letters, batches, weights, engines):
+        router.routes.extend(part.router.routes)
+    router.routes.extend(engines.health_router.routes)
     return router
 
 
@@ -139,9 +137,8 @@ async def _lifespan(
                 await stack.enter_async_context(addition.running())
             yield
     finally:
-        preparing.cancel()
-        sweeper.cancel()
-        retention.cancel()
+        for task in (preparing, sweeper, retention):
+            task.cancel()
         # The server has waited drain_seconds for answers to be sent; calls still in flight are cut and recorded.
         await services.inflight.drain(0)
         await harness.settle()

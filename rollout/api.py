@@ -302,7 +302,7 @@ def build_task_router(
 
     @router.get("/nodes", dependencies=[Depends(node)], responses={200: {"model": Nodes, "description": "the nodes"}})
     async def list_nodes() -> Response:
-        """With their free capacity, and how many rollouts wait for which kind of node."""
+        """Nodes with their free capacity, and how many rollouts wait for which kind of node."""
         found = [node_as_wire(state) for state in await store.nodes()]
         waiting = [_queue_as_wire(name, count) for name, count in sorted((await store.depths()).items())]
         return _json({"nodes": found, "queues": waiting})

@@ -89,14 +89,17 @@ async def export_records(
     openapi_extra={"requestBody": {"required": True, "content": {MSGPACK: {"schema": {"type": "object"}}}}},
 )
 async def import_records(request: Request, services: Served, session_id: SessionId) -> Response:
-    """Takes msgpack: a part as an export gave it. The last part closes the session."""
+    """Takes msgpack: a part from an export. The last part closes the session."""
     part, state = _decode_part(await read_body(request, services.settings.max_body_bytes))
     _check(part, state, session_id)
     await services.archive.restore(state.info, part.start, part.records)
     if not part.last:
         return json_response({"session_id": session_id, "outcome": "part", "group": None})
-    finish = _finish_with_delivery if part.deliver else _finish
-    fresh, group = await finish(services, part, state)
+    if part.deliver:
+        fresh, group = await _finish_with_delivery(services, part, state)
+    else:
+        intents, now = part.stored_intents(), await services.clock.now()
+        fresh, group = await services.archive.finish(state, part.delivered, intents, now), None
     return json_response({"session_id": session_id, "outcome": "restored" if fresh else "present", "group": group})
 
 
@@ -123,13 +126,9 @@ def intents_as_wire(intents: Sequence[Intent]) -> list[dict[str, Any]]:
     return wire
 
 
-async def _finish(services: Services, part: Restore, state: SessionState) -> tuple[bool, str | None]:
-    """Whether the session is new, and the state of its group."""
-    return await services.archive.finish(state, part.delivered, part.stored_intents(), await services.clock.now()), None
-
-
 async def _finish_with_delivery(services: Services, part: Restore, state: SessionState) -> tuple[bool, str | None]:
-    """As `_finish`. The session is announced first, as before every close, so that a sweep completes it after a crash."""
+    """Whether the session is new, and the state of its group. The session is announced first, as before every close, so that a sweep
+    completes it after a crash."""
     await services.delivery.announce(state.info.session_id, None, await services.clock.now())
     try:
         fresh = await services.archive.finish(state, part.delivered, part.stored_intents(), None)

@@ -33,7 +33,7 @@ DEFAULT_CONSUMER = "a trainer"
 
 LeaseId = Annotated[str, Path(description="The lease's id.")]
 LeaseSeconds = Annotated[float, Field(gt=0, le=7 * 86400)]
-EXPIRED: dict[int | str, dict[str, Any]] = {409: {"description": "the lease has expired (`conflict`)"}}
+EXPIRED: dict[int | str, dict[str, Any]] = {409: {"description": "the lease has expired or was given back (`conflict`)"}}
 
 
 class LeaseRequest(
@@ -163,7 +163,7 @@ async def extend_lease(
 
 @router.get("", responses={200: {"model": GroupCounts, "description": "the counts"}})
 async def count_groups(services: Served) -> Response:
-    """Also lists the newest dead letters."""
+    """Groups by state, and the newest dead letters."""
     counts, (letters, _) = await asyncio.gather(services.delivery.counts(), services.delivery.dead_letters())
     return json_response({"groups": dict(counts), "dead_letters": [letter_as_wire(letter) for letter in letters]})
 
@@ -194,7 +194,11 @@ async def _lease(services: Services, body: LeaseRequest, form: Form, *, waits: b
         versions, settings = await load_current_versions(services), services.settings
         if body.policy is not None and body.policy not in versions:
             raise NotFound(f"there is no model {body.policy!r}", param="policy")
-        lines = {policy: _policy_line(version, body.max_staleness) for policy, version in versions.items()}
+        behind = body.max_staleness
+        lines = {
+            policy: PolicyLine(version, None if behind is None else max(0, version - behind))
+            for policy, version in versions.items()
+        }
         line = lines.pop(DEFAULT_POLICY)
         terms = LeaseTerms(
             consumer=body.consumer or DEFAULT_CONSUMER,
@@ -223,10 +227,6 @@ async def _lease(services: Services, body: LeaseRequest, form: Form, *, waits: b
             raise
         if groups:
             return Batch(lease.lease_id, lease.expires_at, line.version, versions, groups)
-
-
-def _policy_line(version: int, max_staleness: int | None) -> PolicyLine:
-    return PolicyLine(version, None if max_staleness is None else max(0, version - max_staleness))
 
 
 async def _give_back(services: Services, lease_id: str) -> None:

@@ -188,7 +188,7 @@ async def list_calls(
 @router.get(
     "/trajectories",
     dependencies=[Depends(require_admin)],
-    description=f"And the accounting of every sampled token: sampled = exported + quarantined. {ENCODINGS}",
+    description=f"With the accounting of every sampled token: sampled = exported + quarantined. {ENCODINGS}",
     responses={200: {"model": Trajectories, "description": "the rows"}},
 )
 async def get_trajectories(

@@ -73,10 +73,8 @@ async def list_dead_letters(
 )
 async def retry_dead_letter(services: Served, group: Group) -> Response:
     """Makes the group ready again with its deliveries reset. A group given up as incomplete waits for its members again."""
-    policy = build_group_policy(services.settings)
-    return _letters_response(
-        group, await services.delivery.retry_dead(_possible_refs(group), policy, await services.clock.now())
-    )
+    refs, policy = _possible_refs(group), build_group_policy(services.settings)
+    return _letters_response(group, await services.delivery.retry_dead(refs, policy, await services.clock.now()))
 
 
 @router.delete("/{group:path}", responses={200: {"model": LetterIds, "description": "done"}})

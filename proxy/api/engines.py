@@ -202,9 +202,9 @@ class NotReady(
     reason: str
 
 
-@health_router.get("/healthz", responses={200: {"model": Alive, "description": "it is"}})
+@health_router.get("/healthz", responses={200: {"model": Alive, "description": "alive"}})
 async def check_health() -> Response:
-    """Contacts neither the store nor an engine."""
+    """Whether the process is alive. Contacts neither the store nor an engine."""
     return json_response({"status": "ok"})
 
 
@@ -212,7 +212,7 @@ async def check_health() -> Response:
     "/metrics", responses={200: {"content": {"text/plain; version=0.0.4; charset=utf-8": {}}, "description": "text"}}
 )
 async def get_metrics(services: Served) -> Response:
-    """Of the answering process; the documentation lists them."""
+    """Prometheus metrics of the answering process; the documentation lists them."""
     # Numbers of the store are as old as its last answer.
     with contextlib.suppress(StoreUnavailable):
         counts, totals = await asyncio.gather(services.delivery.counts(), services.delivery.totals())
@@ -221,10 +221,10 @@ async def get_metrics(services: Served) -> Response:
 
 
 @health_router.get(
-    "/readyz", responses={200: {"model": Ready, "description": "it can"}, 503: {"model": NotReady, "description": "it cannot"}}
+    "/readyz", responses={200: {"model": Ready, "description": "ready"}, 503: {"model": NotReady, "description": "not ready"}}
 )
 async def check_readiness(services: Served) -> Response:
-    """It can if the store answers and an engine serves."""
+    """The service is ready if the store answers and an engine serves."""
     reasons = []
     try:
         await services.sessions.ping()

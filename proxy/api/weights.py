@@ -182,7 +182,7 @@ async def get_weights(services: Served) -> Response:
 
 
 @router.get("/group", responses={200: {"model": GroupPlan, "description": "the plan"}, **FAILED})
-async def plan_group(
+async def plan_nccl_group(
     services: Served, model: Annotated[str, Query(description="The policy; empty: the default one.")] = ""
 ) -> Response:
     """The group consists of the trainer, as rank 0, and the workers of all engines of the model."""
@@ -197,7 +197,7 @@ async def plan_group(
         409: {"description": "the engines are not those of the plan (`conflict`)"},
     },
 )
-async def join_group(services: Served, body: Annotated[NcclGroup, Depends(JsonBody(NcclGroup).read)]) -> Response:
+async def join_nccl_group(services: Served, body: Annotated[NcclGroup, Depends(JsonBody(NcclGroup).read)]) -> Response:
     """Answers once every engine has joined; the trainer must be joining at the same time."""
     nccl = body.model_dump(exclude={"model", "world_size"}, exclude_none=True)
     return json_response(await services.updater.join_group(body.model, body.world_size, nccl))
