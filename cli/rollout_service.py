@@ -32,7 +32,7 @@ from rollout.store.work import RedisWorkStore
 from rollout.sweeper import Callbacks, RolloutSettings, Sweeper
 from rollout.task_body import Known, TaskBody
 
-KNOWN = Known(runtimes.names, runtimes.load, evaluators.names, evaluators.kind)
+KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.names, evaluators.kind)
 OWN_URL = "http://127.0.0.1"
 """Base URL of requests that the process makes to its own control side, in memory."""
 

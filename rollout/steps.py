@@ -97,7 +97,7 @@ async def with_harness(
     a runtime which is there for the install alone. Raises `RuntimeFailed`."""
     if harness.takes_command or not (task.harness.install and harness.install):
         return Installed(task.runtime)
-    return await kind.installed(task.runtime, Install(harness.argv[0], harness.install), name, route, logs.of("install"))
+    return await kind.install(task.runtime, Install(harness.argv[0], harness.install), name, route, logs.of("install"))
 
 
 # The end of a runtime, which is brought about whatever happens to the rollout meanwhile.
@@ -312,7 +312,7 @@ def check(harness: HarnessRun, done: Executed, calls: Calls, unserved: Unserved 
 
 def _urls_inside(url: str, base_urls: Mapping[str, str], runtime: Runtime) -> dict[str, str]:
     """The session's base URLs as the runtime reaches them: the service's own name for itself may mean nothing there."""
-    inside = runtime.base_url(url).rstrip("/")
+    inside = runtime.map_url(url).rstrip("/")
     return {dialect: inside + urlsplit(given).path for dialect, given in base_urls.items()}
 
 

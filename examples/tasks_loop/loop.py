@@ -37,7 +37,7 @@ SLOTS = ("--prepare", "3", "--ready", "4", "--run", "8", "--evaluate", "3")
 
 async def closed_loop(plan: Plan, screen: Screen) -> Loop:
     """Start everything, run the loop to its end, collect what was recorded. Raises ChildDied when a process does not last."""
-    if (lacking := await catalogue.load("local").missing()) is not None:
+    if (lacking := await catalogue.load("local").probe()) is not None:
         raise RuntimeError(f"agents are to work in sandboxes, and this machine lacks what they need: {lacking}")
     async with contextlib.AsyncExitStack() as stack:
         served = await stack.enter_async_context(serving(plan))

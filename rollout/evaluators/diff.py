@@ -21,7 +21,7 @@ from posixpath import join, normpath, relpath
 from rollout.evaluators.base import Case, EvaluationFailed, File, Options, Score, of_case, shortened
 from rollout.evaluators.command import runtime_of
 from rollout.runtimes.base import Runtime, RuntimeFailed
-from rollout.runtimes.files import entries
+from rollout.runtimes.files import iterate_entries
 from rollout.task import EvaluatorSpec, Task
 
 WHITESPACE = ("exact", "trailing", "any")
@@ -149,7 +149,7 @@ def _contents(archive: bytes, bound_bytes: int) -> dict[str, bytes]:
     contents: dict[str, bytes] = {}
     left = bound_bytes
     try:
-        for entry, file in entries(archive):
+        for entry, file in iterate_entries(archive):
             # An entry that is another name of an earlier file says of itself that it has no size.
             linked = contents.get(_name(entry.linkname)) if entry.islnk() else None
             if linked is None and not entry.isreg():

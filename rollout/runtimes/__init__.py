@@ -1,1 +1,1 @@
-"""Where harnesses run: one Protocol (`base`), one module per kind."""
+"""The machine that rollouts run on: `base` is the contract of a runtime, `catalogue` lists the kinds."""

@@ -1,19 +1,20 @@
-"""A runtime: an isolated place with files and processes, made for one rollout or one evaluation and removed with it.
+"""The contract of a runtime: an isolated place with files and processes, made for one rollout or one evaluation and removed with it.
 
-The contract, which tests/rollout/runtimes/test_contract.py holds every kind to:
+tests/rollout/runtimes/test_contract.py holds every kind to these rules:
 
-- `start` makes the place; then `workdir` and `home` exist, are empty but for what the image brings, and are writable.
-- `exec` runs argv as it is, without a shell. Stdout and stderr are kept apart, whole up to a bound, and written to the given log
-  files while the command runs. The exit code is the command's own, 128 + number where a signal ended it. When time is up, or when
-  the caller is cancelled, everything the command started is ended, SIGTERM first, SIGKILL after `GRACE_SECONDS`.
-- `network="proxy"` reaches the address of `Route` (at the URL that `base_url` gives) and nothing else. "full" reaches what the
-  node does; a container has a network of its own then, from which it reaches the proxy at that URL, and not the node's loopback device.
+- `start` makes the place. `workdir` and `home` then exist, are writable, and hold only what the image put there.
+- `exec` runs argv as it is, without a shell. Stdout and stderr stay separate, are kept whole up to a bound, and are written to the given
+  log files while the command runs. The exit code is the command's own, or 128 + the number of the signal that ended it. On timeout, and
+  when the caller is cancelled, everything the command started is ended: SIGTERM first, SIGKILL after `GRACE_SECONDS`.
+- `network="proxy"` reaches the address of `Route` (at the URL that `map_url` returns) and nothing else. "full" reaches what the node
+  reaches; a container then has a network of its own, which includes the proxy at that URL but not the node's loopback device.
 - The node's own environment never reaches a command.
-- CPU, memory and, where it can, disk are held to the spec. A command that is killed for its memory ends with 137.
-- `stop` ends and removes everything, and may be called at any time, repeatedly, and by another process than the one that started it
-  (`RuntimeKind.sweep`): a node that was killed leaves nothing for good.
+- CPU, memory and, where possible, disk are limited to the spec. A command killed for its memory exits with 137.
+- `stop` ends and removes everything. It may be called at any time and repeatedly, and `RuntimeKind.sweep` does the same from another
+  process: a killed node leaves nothing behind for good.
 
-`RuntimeFailed` is everything that is the runtime's own fault and not the command's.
+Errors: `RuntimeFailed` is every failure of the runtime itself, as opposed to the command; `DiskFull` is one of them. `BadRuntime` is an
+invalid spec.
 """
 
 from __future__ import annotations
@@ -30,30 +31,32 @@ from typing import Protocol
 from rollout.task import Network, RuntimeSpec
 
 GRACE_SECONDS = 10.0
+"""Between SIGTERM and SIGKILL."""
 KEPT_BYTES = 1 << 20
-"""Of stdout, and of stderr, in `Executed`: the last ones. Logs hold more."""
+"""How much of the end of stdout, and of stderr, `Executed` keeps. Logs hold more."""
 
 
 class RuntimeFailed(Exception):
-    """The runtime could not do what it was asked. The message names the command or the file, and what the system said."""
+    """The runtime failed. The message names the command or the file, and the system's reason."""
 
 
 class DiskFull(RuntimeFailed):
-    """There is no room for what was to be written."""
+    """There was no room left to write."""
 
 
-def no_room(error: OSError) -> bool:
-    """Whether the system says that a disk, or somebody's share of it, is full."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+def describe_os_error(what: str, error: OSError) -> RuntimeFailed:
+    """The exception to raise for `error`: `DiskFull` if a disk or a quota is full."""
+    failure = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else RuntimeFailed
+    return failure(f"{what}: {error}")
 
 
 class BadRuntime(Exception):
-    """A spec that this kind cannot fulfil on any node; for the one who submits it."""
+    """No node can satisfy the spec. The message is for whoever submits it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """`stdout` and `stderr` are at most `KEPT_BYTES` each, the last ones."""
+    """`stdout` and `stderr` are the last `KEPT_BYTES` of each."""
 
     exit_code: int
     stdout: bytes
@@ -64,7 +67,7 @@ class Executed:
 
 @dataclass(frozen=True, slots=True)
 class Logs:
-    """Files that a command's output is appended to, each at most `bound_bytes` long; what passes that is counted in a last line."""
+    """Files to append a command's output to, each at most `bound_bytes` long. A last line counts what was cut off."""
 
     stdout: Path
     stderr: Path
@@ -73,7 +76,7 @@ class Logs:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The one way out of a runtime: `host` and `port` of the proxy as the node reaches it."""
+    """The one way out of a runtime: the proxy's `host` and `port` as the node reaches them."""
 
     host: str
     port: int
@@ -81,48 +84,47 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """`command` is there once every one of `lines` was run by a shell."""
+    """Shell `lines` that together install `command`."""
 
     command: str
     lines: tuple[str, ...]
 
     @property
     def key(self) -> str:
-        """The same for the same lines; they name the version that they install."""
+        """Equal for equal lines, which name the version they install."""
         return hashlib.sha256("\n".join((self.command, *self.lines)).encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """`spec` has the install in it, or is as it was. `failure`: why it could not be made for all."""
+    """`spec` with the install in it, or unchanged. `failure`: why it could not be installed for all runtimes."""
 
     spec: RuntimeSpec
     failure: str = ""
 
 
 class Runtime(Protocol):
-    """`workdir` and `home` are absolute paths inside; both are valid after `start`."""
+    """`workdir` and `home` are absolute paths inside, valid after `start`."""
 
     workdir: str
     home: str
 
     async def start(self) -> None:
-        """Raises `RuntimeFailed`; then nothing is left behind."""
+        """Raises `RuntimeFailed`, and then leaves nothing behind."""
 
-    def base_url(self, url: str) -> str:
-        """`url` of the proxy as a command inside must spell it: the same, or with the address under which it is reachable there."""
+    def map_url(self, url: str) -> str:
+        """`url` of the proxy as a command inside must spell it."""
 
     async def upload(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
-        """Writes a file, with its folders; relative paths are below `workdir`. Raises `RuntimeFailed`, `DiskFull`."""
+        """Writes a file and its parent folders; relative paths are below `workdir`. Raises `RuntimeFailed`, `DiskFull`."""
 
     async def unpack(self, path: str, archive: bytes) -> None:
-        """Unpacks a tar archive (plain or gzip) below the folder `path`. Entries that lead out of it, also through a link that the
-        archive brings, are refused (`RuntimeFailed`), and so are devices; a link itself is kept, wherever it leads."""
+        """Unpacks a tar archive (plain or gzip) below the folder `path`. Refuses (`RuntimeFailed`) devices and entries that lead out of
+        that folder, also through a link that the archive brings; the link itself is kept, wherever it leads."""
 
     async def download(self, paths: Sequence[str], *, bound_bytes: int) -> bytes:
-        """A tar archive (gzip) of what is at `paths`, named relative to `workdir` where they are below it; paths that do not exist
-        are left out, and files that their owner may not read are made readable. Raises `RuntimeFailed` when it is greater than
-        `bound_bytes`."""
+        """A gzipped tar archive of `paths`, named relative to `workdir` if they are below it. Skips paths that do not exist, and makes
+        files readable that their owner may not read. Raises `RuntimeFailed` if it exceeds `bound_bytes`."""
 
     async def exec(
         self,
@@ -135,44 +137,44 @@ class Runtime(Protocol):
         logs: Logs | None = None,
         network: Network | None = None,
     ) -> Executed:
-        """What the command did. Exit codes 126 and 127 say that it could not be started or is not there, as in a shell. `network`
-        None: the spec's; "full" is for a step of the task's own that must fetch something. Raises `RuntimeFailed`."""
+        """Exit codes 126 and 127 mean, as in a shell, that the command could not be started or does not exist. `network` None is the
+        spec's; "full" is for a step of the task's own that must download something. Raises `RuntimeFailed`."""
 
     async def stop(self) -> None:
-        """Ends and removes it. Never raises for what is already gone."""
+        """Never raises for what is already gone."""
 
 
 class RuntimeKind(Protocol):
-    """One kind of runtime, as a node has it."""
+    """One kind of runtime on this node."""
 
     name: str
 
     def check(self, spec: RuntimeSpec) -> None:
-        """Raises `BadRuntime`. Asked where tasks are submitted: looks at the spec and at nothing else."""
+        """Raises `BadRuntime`. Called where tasks are submitted, so it looks at the spec and at nothing else."""
 
-    async def missing(self) -> str | None:
-        """What this machine lacks for it, in one sentence, or None."""
+    async def probe(self) -> str | None:
+        """What this machine lacks to run this kind, in one sentence; None if it lacks nothing."""
 
-    def limits(self) -> str:
-        """How runtimes are held to their limits on this machine, in one sentence; for whoever starts a node."""
+    def describe_limits(self) -> str:
+        """How this machine enforces a runtime's limits, in one sentence; for whoever starts a node."""
 
     def make(self, spec: RuntimeSpec, name: str, route: Route) -> Runtime:
-        """Not started yet. `name` is unique among runtimes, at most 63 characters of [a-z0-9-], and names whose it is: what `sweep`
-        finds again."""
+        """A runtime that has not started. `name` is unique among runtimes, at most 63 characters of [a-z0-9-]; its prefix names the owner,
+        by which `sweep` finds it."""
 
-    async def installed(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs) -> Installed:
-        """`spec` with the install in it, which is made once for all runtimes that are alike and kept on this machine: in a runtime of
-        that `name`, with the network. `spec` as it is where that has the command already, or where it cannot be kept."""
+    async def install(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs) -> Installed:
+        """Installs once for all alike runtimes of this machine, in a runtime `name` that has the network, and keeps the result. Leaves the
+        spec unchanged if it has the command already or if this kind cannot keep it."""
 
     async def sweep(self, prefix: str) -> int:
-        """Removes what is left of runtimes whose names begin with `prefix`; how many those were."""
+        """Removes what is left of runtimes whose names begin with `prefix`; returns their number."""
 
 
-# What every kind of runtime checks of a spec.
+# Checks of a spec that all kinds share
 
 
 def check_common(spec: RuntimeSpec) -> None:
-    """Raises `BadRuntime` for what no kind takes."""
+    """Raises `BadRuntime`."""
     if not (math.isfinite(spec.cpus) and spec.cpus >= 0.01):
         raise BadRuntime(f"cpus: {spec.cpus} is not a number of at least 0.01")
     if spec.memory_mb < 16:
@@ -189,8 +191,14 @@ def check_options(spec: RuntimeSpec, known: Iterable[str]) -> None:
             raise BadRuntime(f"options: {spec.kind} has no {name!r} (known: {', '.join(known) or 'none'})")
 
 
+def check_user(spec: RuntimeSpec) -> None:
+    user = spec.options.get("user", 0)
+    if type(user) is not int or user < 0:
+        raise BadRuntime(f"options.user: {user!r} is not the number of a user")
+
+
 def check_path(what: str, path: str) -> str:
-    """The path, which is absolute, normal and not /."""
+    """The path if it is absolute, normalized and not /. Raises `BadRuntime`."""
     if not path.startswith("/") or posixpath.normpath(path) != path or path in ("/", "//") or "\0" in path:
         raise BadRuntime(f"{what}: {path!r} is not an absolute path other than /, without . or .. in it")
     return path

@@ -19,12 +19,12 @@ _KINDS: dict[str, Callable[[RuntimeSettings | None], RuntimeKind]] = {
 }
 
 
-def names() -> list[str]:
+def list_names() -> list[str]:
     return sorted(_KINDS)
 
 
 def load(name: str, settings: RuntimeSettings | None = None) -> RuntimeKind:
     """The kind of that name; `settings` None: those of the environment. Raises `BadRuntime`."""
     if name not in _KINDS:
-        raise BadRuntime(f"there is no runtime {name!r}: choose one of {', '.join(names())}")
+        raise BadRuntime(f"there is no runtime {name!r}: choose one of {', '.join(list_names())}")
     return _KINDS[name](settings)

@@ -1,4 +1,4 @@
-"""One command of the node's machine, run to its end: stdin, stdout, stderr, a time limit, and the end of all it started."""
+"""One process on the node's machine, run to its end: stdin, stdout, stderr, a time limit, and the end of everything it started."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import shlex
 import signal
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self
 
 from rollout.runtimes import processes
-from rollout.runtimes.base import GRACE_SECONDS, KEPT_BYTES, DiskFull, Executed, Logs, RuntimeFailed, no_room
+from rollout.runtimes.base import GRACE_SECONDS, KEPT_BYTES, Executed, Logs, RuntimeFailed, describe_os_error
 
 _CHUNK_BYTES = 1 << 16
 _LOOK_SECONDS = 0.5
@@ -28,92 +27,67 @@ Signal = Callable[[int], None]
 
 
 class CannotPass(Exception):
-    """The system takes no such arguments: they are too long, or hold a null byte."""
+    """The system does not accept the arguments: they are too long or hold a null byte."""
 
-    def executed(self) -> Executed:
-        """As a shell tells it."""
+    def to_executed(self) -> Executed:
+        """The result that a shell reports."""
         return Executed(126, b"", f"{self}\n".encode())
 
 
-def shell(workdir: str, argv: Sequence[str]) -> list[str]:
-    """argv as a shell starts it in `workdir`, with its exit codes 126 and 127. Raises `CannotPass`."""
-    if not argv or any("\0" in word for word in argv):
-        raise CannotPass("the command is empty or holds a null byte")
-    return ["/bin/sh", "-c", 'cd "$1" || exit 126; shift; exec "$@"', "sh", workdir, *argv]
-
-
-def variables(*layers: Mapping[str, str] | None) -> dict[str, str]:
-    """The environment that the layers make, later ones first. Raises `CannotPass`."""
-    env = {name: value for layer in layers for name, value in (layer or {}).items()}
-    for name, value in env.items():
-        if not name or "=" in name or "\0" in name + value:
-            raise CannotPass(f"{name!r} cannot be an environment variable with that value")
-    return env
-
-
-def exports(env: Mapping[str, str]) -> list[str]:
-    """Lines with which a shell sets the variables. Raises `CannotPass`."""
-    for name in env:
-        if not _NAME.fullmatch(name):
-            raise CannotPass(f"{name!r} is no name of a variable that a shell can set")
-    return [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
-
-
 class Sink(Protocol):
-    """What takes a stream in place of `Output`."""
+    """Consumes one output stream."""
 
     def feed(self, data: bytes) -> None:
-        """Raises `RuntimeFailed` when it takes no more; then the command is killed."""
+        """Raises `RuntimeFailed` if it accepts no more; the command is then killed."""
 
-    def kept(self) -> bytes: ...
+    def get_tail(self) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one command may take."""
+    """`stdout` None keeps the last `KEPT_BYTES` and writes the log."""
 
     timeout_seconds: float
     logs: Logs | None = None
     grace_seconds: float = GRACE_SECONDS
     stdout: Sink | None = None
-    """None: the last `KEPT_BYTES`, and the log."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A command that is ready and waits for `release`. `pid` is the process that will become it or start it, `send` reaches all that
-    it starts, `pids` lists them, `failure` says after its end what broke that was not the command."""
+class HeldCommand:
+    """A command that waits for `release`. `pid` is the process that will become it or start it; `send` reaches everything it starts, and
+    `list_pids` lists that; `find_failure` says after its end what broke that was not the command."""
 
     process: Process
     pid: int
     release: Callable[[], None]
     send: Signal
-    pids: Callable[[], list[int]]
-    failure: Callable[[Executed], Awaitable[str | None]]
+    list_pids: Callable[[], list[int]]
+    find_failure: Callable[[Executed], Awaitable[str | None]]
 
 
 @asynccontextmanager
-async def started(
+async def start_process(
     argv: Sequence[str], *, env: Mapping[str, str], cwd: Path | str = "/", pass_fds: Sequence[int] = ()
 ) -> AsyncIterator[Process]:
-    """A process in a session of its own, which has ended when the block is left. A caller who is cancelled while it starts is cancelled
-    within the block. Raises `RuntimeFailed`, `CannotPass`."""
-    begun = asyncio.ensure_future(
+    """A process in a session of its own, which has ended when the block is left. A caller cancelled during the start is cancelled inside
+    the block. Raises `RuntimeFailed`, `CannotPass`."""
+    starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
             *argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env, cwd=cwd, pass_fds=pass_fds, start_new_session=True
         )
     )
-    cancelled = await settled(begun)
+    cancelled = await wait_settled(starting)
     try:
-        process = begun.result()
+        process = starting.result()
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) or error.errno == errno.E2BIG:
             raise CannotPass(f"the command cannot be passed on: {error}") from error
         raise RuntimeFailed(f"{argv[0]} could not be started: {error}") from error
     try:
         if cancelled and (task := asyncio.current_task()) is not None:
-            # It may have started others already, which only the block knows how to end. They would hold its output, and to wait for a
-            # process is to wait for the end of its pipes, too.
+            # It may have started others already, which only the block knows how to end. They would hold its output open, and waiting for
+            # a process includes waiting for the end of its pipes.
             task.uncancel()
             task.cancel()
         yield process
@@ -123,15 +97,16 @@ async def started(
         await process.wait()
 
 
-async def finished(process: Process, stdin: bytes, limits: Limits, send: Signal) -> Executed:
-    """What the process did. When time is up, and when the caller is cancelled, `send` gets SIGTERM and, after the grace time,
+async def finish_process(process: Process, stdin: bytes, limits: Limits, send: Signal) -> Executed:
+    """Runs the process to its end, as `run_bounded` does."""
+    return await run_bounded(lambda stdout, stderr: _follow(process, stdin, stdout, stderr, send), limits, send)
+
+
+async def run_bounded(follow: Callable[[Sink, Sink], Coroutine[Any, Any, int]], limits: Limits, send: Signal) -> Executed:
+    """Follows a command to its end. On timeout, and when the caller is cancelled, `send` gets SIGTERM and, after the grace time, SIGKILL.
+
+    `follow` feeds stdout and stderr to the two sinks and returns the exit code when the command has ended, at the latest soon after
     SIGKILL."""
-    return await followed(lambda stdout, stderr: _followed(process, stdin, stdout, stderr, send), limits, send)
-
-
-async def followed(follow: Callable[[Sink, Sink], Coroutine[Any, Any, int]], limits: Limits, send: Signal) -> Executed:
-    """What a command did. `follow` feeds its stdout and its stderr to what it is given, and returns its exit code when it has ended:
-    soon after `send` got SIGKILL at the latest."""
     begun = time.monotonic()
     timed_out = False
     with ExitStack() as stack:
@@ -145,15 +120,16 @@ async def followed(follow: Callable[[Sink, Sink], Coroutine[Any, Any, int]], lim
             done, _ = await asyncio.wait({end}, timeout=limits.timeout_seconds)
             timed_out = not done
         finally:
-            await _ended(end, send, limits.grace_seconds)
+            await _end(end, send, limits.grace_seconds)
         code = end.result()
-    return Executed(code if code >= 0 else 128 - code, stdout.kept(), stderr.kept(), timed_out, time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    return Executed(code if code >= 0 else 128 - code, stdout.get_tail(), stderr.get_tail(), timed_out, seconds)
 
 
-async def _followed(process: Process, stdin: bytes, stdout: Sink, stderr: Sink, send: Signal) -> int:
+async def _follow(process: Process, stdin: bytes, stdout: Sink, stderr: Sink, send: Signal) -> int:
     assert process.stdin and process.stdout and process.stderr
     streams = asyncio.gather(
-        _written(process.stdin, stdin),
+        _write(process.stdin, stdin),
         _read(process.stdout, stdout, send),
         _read(process.stderr, stderr, send),
         return_exceptions=True,
@@ -161,7 +137,7 @@ async def _followed(process: Process, stdin: bytes, stdout: Sink, stderr: Sink, 
     while not streams.done():
         await asyncio.wait({streams}, timeout=_LOOK_SECONDS)
         if process.returncode is not None and not streams.done():
-            # Nothing of the command is to be left, and something holds its output: what it hid from its reaper.
+            # The command ended, but something it hid from its reaper still holds its output: nothing may stay.
             send(signal.SIGKILL)
     results = streams.result()
     code = await process.wait()
@@ -171,10 +147,10 @@ async def _followed(process: Process, stdin: bytes, stdout: Sink, stderr: Sink, 
     return code
 
 
-async def _written(stream: asyncio.StreamWriter, data: bytes) -> None:
-    # A command need not read what it is given.
+async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
+    # A command need not read its stdin.
     with suppress(BrokenPipeError, ConnectionResetError):
-        # All at once, the loop would copy a great archive while nothing else of the node goes on.
+        # In one piece, a large archive would block the event loop while it is copied.
         for start in range(0, len(data), _CHUNK_BYTES):
             stream.write(data[start : start + _CHUNK_BYTES])
             await stream.drain()
@@ -182,32 +158,32 @@ async def _written(stream: asyncio.StreamWriter, data: bytes) -> None:
 
 
 async def _read(stream: asyncio.StreamReader, output: Sink, send: Signal) -> None:
-    """Reads to the end also where the log cannot be written: only then has everything ended."""
-    failed: RuntimeFailed | None = None
+    """Reads to the end even if the log cannot be written: only then has everything ended."""
+    failure: RuntimeFailed | None = None
     while data := await stream.read(_CHUNK_BYTES):
         try:
             output.feed(data)
         except RuntimeFailed as error:
-            failed = failed or error
+            failure = failure or error
             send(signal.SIGKILL)
-    if failed is not None:
-        raise failed
+    if failure is not None:
+        raise failure
 
 
-async def _ended(end: asyncio.Future[int], send: Signal, grace_seconds: float) -> None:
-    """Returns when the command and all it started have ended; a second cancellation kills them at once."""
+async def _end(end: asyncio.Future[int], send: Signal, grace_seconds: float) -> None:
+    """Returns when the command and everything it started have ended; a second cancellation kills them at once."""
     try:
         if not end.done():
             send(signal.SIGTERM)
             await asyncio.wait({end}, timeout=grace_seconds)
     finally:
         send(signal.SIGKILL)
-        if await settled(end):
+        if await wait_settled(end):
             raise asyncio.CancelledError
 
 
-async def settled(future: asyncio.Future[Any]) -> bool:
-    """Returns when it is done, whoever cancels the caller meanwhile; whether somebody did."""
+async def wait_settled(future: asyncio.Future[Any]) -> bool:
+    """Waits until the future is done, even while the caller is being cancelled; returns whether it was cancelled."""
     cancelled = False
     while not future.done():
         try:
@@ -217,63 +193,87 @@ async def settled(future: asyncio.Future[Any]) -> bool:
     return cancelled
 
 
-# One output stream of a command as it comes: its last bytes are kept, its beginning goes to a log file.
+# Arguments and variables
+
+
+def wrap_in_shell(workdir: str, argv: Sequence[str]) -> list[str]:
+    """argv, started by a shell in `workdir`, with the shell's exit codes 126 and 127. Raises `CannotPass`."""
+    check_argv(argv)
+    return ["/bin/sh", "-c", 'cd "$1" || exit 126; shift; exec "$@"', "sh", workdir, *argv]
+
+
+def check_argv(argv: Sequence[str]) -> None:
+    """Raises `CannotPass`."""
+    if not argv or any("\0" in word for word in argv):
+        raise CannotPass("the command is empty or holds a null byte")
+
+
+def merge_variables(*layers: Mapping[str, str]) -> dict[str, str]:
+    """The variables of all layers; later ones win. Raises `CannotPass`."""
+    env = {name: value for layer in layers for name, value in layer.items()}
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise CannotPass(f"{name!r} cannot be an environment variable with that value")
+    return env
+
+
+def render_exports(env: Mapping[str, str]) -> list[str]:
+    """Shell lines that set the variables. Raises `CannotPass`."""
+    for name in env:
+        if not _NAME.fullmatch(name):
+            raise CannotPass(f"{name!r} is not a variable name that a shell can set")
+    return [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+
+
+# Output
 
 
 class Output:
-    """Fed with what is read. At most `2 * kept_bytes` are held while it runs. Used in a `with` block."""
+    """One output stream: keeps its end in memory (at most `2 * kept_bytes` while it runs) and writes its beginning to a log file. Used in a
+    `with` block."""
 
     def __init__(self, kept_bytes: int, log: Path | None = None, bound_bytes: int = 0) -> None:
         self._kept_bytes = kept_bytes
         self._kept = bytearray()
         self._path = log
         self._bound_bytes = bound_bytes
-        self._unlogged_bytes = 0
+        self._cut_bytes = 0
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> Self:
         if self._path is not None:
-            with _told(self._path):
+            with self._translate_errors():
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._path.open("ab")
                 self._bound_bytes -= self._path.stat().st_size
         return self
 
     def feed(self, data: bytes) -> None:
-        """Raises `DiskFull` or `RuntimeFailed` when the log cannot be written."""
+        """Raises `DiskFull` or `RuntimeFailed` if the log cannot be written."""
         self._kept += data
         if len(self._kept) > 2 * self._kept_bytes:
             del self._kept[: -self._kept_bytes]
-        if self._file is not None and self._path is not None:
+        if self._file is not None:
             logged = data[: max(0, self._bound_bytes)]
-            with _told(self._path):
+            with self._translate_errors():
                 self._file.write(logged)
                 self._file.flush()
             self._bound_bytes -= len(logged)
-            self._unlogged_bytes += len(data) - len(logged)
+            self._cut_bytes += len(data) - len(logged)
 
-    def kept(self) -> bytes:
-        """The last bytes, `kept_bytes` at most."""
+    def get_tail(self) -> bytes:
+        """The last bytes, at most `kept_bytes`."""
         return bytes(self._kept[-self._kept_bytes :])
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._file is None or self._path is None:
-            return
-        with _told(self._path), self._file:
-            if self._unlogged_bytes:
-                self._file.write(f"\n[{self._unlogged_bytes} more bytes are not in this log]\n".encode())
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            with self._translate_errors(), self._file:
+                if self._cut_bytes:
+                    self._file.write(f"\n[{self._cut_bytes} more bytes are not in this log]\n".encode())
 
-
-class _told:
-    """Translates what the system says of a log file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, OSError):
-            refused = DiskFull if no_room(error) else RuntimeFailed
-            raise refused(f"the log {self._path} cannot be written: {error}") from error
+    @contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise describe_os_error(f"the log {self._path} cannot be written", error) from error

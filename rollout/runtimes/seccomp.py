@@ -1,9 +1,9 @@
-"""Which system calls a command in a sandbox may make: a filter for the kernel, as bubblewrap takes it.
+"""The system call filter of a sandbox: a seccomp program, as bubblewrap takes it.
 
-All but those by which an unprivileged process gets at more of the kernel than programs need: namespaces of its own (in which it would
-be root and could mount), mounts, keyrings, bpf, perf, userfaultfd, io_uring, modules, clocks, kernel logs; sockets of families whose
-other end is not in the sandbox's network (vsock reaches the machine's host); programs of another architecture; and calls newer than this
-list. The container engines' own filters leave out the same.
+It refuses the calls that expose more of the kernel to an unprivileged process than programs need: namespaces of its own (in which it would
+be root and could mount), mounts, keyrings, bpf, perf, userfaultfd, io_uring, modules, clocks, kernel logs; sockets of families whose other
+end is outside the sandbox's network (vsock reaches the machine's host); programs of another architecture; and calls newer than this list.
+The container engines' own filters refuse the same.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 _LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
-"""Where they are in what the filter is given (`struct seccomp_data`); arguments are of 8 bytes."""
+"""Offsets in the filter's input (`struct seccomp_data`); each argument takes 8 bytes."""
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 _NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
 _FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6, AF_NETLINK."""
 NEWEST = 462
-"""The last call that this list knows (mseal, Linux 6.10)."""
+"""The newest call that this list covers (mseal, Linux 6.10)."""
 SEGMENT_BYTES = 1 << 16
-"""Of System V's shared memory, where nothing counts it: enough for what databases lock themselves with."""
+"""The largest System V segment if nothing counts shared memory: enough for the lock segments of databases."""
 
 _CALLS = {
     "unshare": (272, 97),
@@ -77,12 +77,12 @@ _CALLS = {
     "quotactl_fd": (443, 443),
     "memfd_secret": (447, 447),
 }
-"""Name -> number on x86-64, and on 64-bit ARM."""
+"""Name -> number on x86-64 and on 64-bit ARM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`architecture` as the kernel says it to a filter (AUDIT_ARCH_*); `calls`: name -> number."""
+    """`architecture` is the kernel's AUDIT_ARCH_* number; `calls`: name -> number."""
 
     architecture: int
     calls: Mapping[str, int]
@@ -94,57 +94,57 @@ MACHINES = {
 }
 
 
-def own() -> Machine | None:
-    """This one; None where its calls are not known here."""
+def find_machine() -> Machine | None:
+    """This machine; None if its architecture is not in `MACHINES`."""
     return MACHINES.get(platform.machine())
 
 
-def compiled(machine: Machine, *, shared_memory: bool) -> bytes:
-    """The filter, as instructions of 8 bytes. `shared_memory`: segments of System V may be as great as they like."""
+def compile_filter(machine: Machine, *, shared_memory: bool) -> bytes:
+    """The filter, in instructions of 8 bytes. `shared_memory`: System V segments may be of any size."""
     words = [
         _instruction(_LOAD, _ARCHITECTURE),
         *_unless(_EQUAL, machine.architecture, [_instruction(_RETURN, _KILL)]),
         _instruction(_LOAD, _NUMBER),
-        *_when(_GREATER, NEWEST, [_refused(errno.ENOSYS)]),
+        *_if(_GREATER, NEWEST, [_refuse(errno.ENOSYS)]),
     ]
     for name, number in machine.calls.items():
-        words += _when(_EQUAL, number, _answer(name, shared_memory))
+        words += _if(_EQUAL, number, _make_verdict(name, shared_memory))
     return b"".join((*words, _instruction(_RETURN, _ALLOW)))
 
 
-def _answer(name: str, shared_memory: bool) -> Sequence[bytes]:
-    """To a call of that name. Ends in a return."""
+def _make_verdict(name: str, shared_memory: bool) -> Sequence[bytes]:
+    """The instructions for a call of that name. They end in a return."""
     allowed = _instruction(_RETURN, _ALLOW)
     if name == "clone":
-        return [_argument(0), *_when(_ANY_BIT, _NEW_NAMESPACES, [_refused(errno.EPERM)]), allowed]
+        return [_load_argument(0), *_if(_ANY_BIT, _NEW_NAMESPACES, [_refuse(errno.EPERM)]), allowed]
     if name == "clone3":
-        # Its flags are in memory, which no filter reads; libraries then use clone.
-        return [_refused(errno.ENOSYS)]
+        # Its flags are in memory, which a filter cannot read; on ENOSYS libraries fall back to clone.
+        return [_refuse(errno.ENOSYS)]
     if name == "socket":
-        known = [word for family in _FAMILIES for word in _when(_EQUAL, family, [allowed])]
-        return [_argument(0), *known, _refused(errno.EAFNOSUPPORT)]
+        known = [word for family in _FAMILIES for word in _if(_EQUAL, family, [allowed])]
+        return [_load_argument(0), *known, _refuse(errno.EAFNOSUPPORT)]
     if name == "shmget":
-        too_great = [_refused(errno.ENOMEM)]
-        whole = [
-            _argument(1, high=True),
-            *_when(_GREATER, 0, too_great),
-            _argument(1),
-            *_when(_GREATER, SEGMENT_BYTES, too_great),
+        too_large = [_refuse(errno.ENOMEM)]
+        bounded = [
+            _load_argument(1, high=True),
+            *_if(_GREATER, 0, too_large),
+            _load_argument(1),
+            *_if(_GREATER, SEGMENT_BYTES, too_large),
         ]
-        return [allowed] if shared_memory else [*whole, allowed]
-    return [_refused(errno.EPERM)]
+        return [allowed] if shared_memory else [*bounded, allowed]
+    return [_refuse(errno.EPERM)]
 
 
-def _argument(index: int, *, high: bool = False) -> bytes:
-    """Loads its lower half, or its higher one."""
+def _load_argument(index: int, *, high: bool = False) -> bytes:
+    """Loads its low half, or its high one."""
     return _instruction(_LOAD, _ARGUMENTS + 8 * index + 4 * high)
 
 
-def _refused(number: int) -> bytes:
+def _refuse(number: int) -> bytes:
     return _instruction(_RETURN, _REFUSE | number)
 
 
-def _when(test: int, value: int, then: Sequence[bytes]) -> list[bytes]:
+def _if(test: int, value: int, then: Sequence[bytes]) -> list[bytes]:
     return [_instruction(test, value, otherwise=len(then)), *then]
 
 
@@ -153,5 +153,5 @@ def _unless(test: int, value: int, then: Sequence[bytes]) -> list[bytes]:
 
 
 def _instruction(code: int, value: int, *, met: int = 0, otherwise: int = 0) -> bytes:
-    """`met` and `otherwise` are how many of the next ones are left out (`struct sock_filter`)."""
+    """`met` and `otherwise` are the numbers of following instructions to skip (`struct sock_filter`)."""
     return struct.pack("HBBI", code, met, otherwise, value)

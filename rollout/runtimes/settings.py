@@ -1,12 +1,14 @@
-"""What a node's machine says about its runtimes; the environment is read here and nowhere else."""
+"""The settings of a machine's runtimes. The environment is read here and nowhere else."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from rollout.runtimes.base import BadRuntime
 
@@ -15,137 +17,124 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True, slots=True)
 class RuntimeSettings:
-    """Every field has a variable, `VERBATIM_` and its name in capitals; but for those that a pod's own description names."""
+    """The variable of a field is `VERBATIM_` and its name in capitals, except for those of the node's own pod."""
 
     local_dir: Path = Path("/var/tmp/verbatim-runtimes")
-    """Where local runtimes have their files. With a user other than root its number is added to the name."""
+    """Holds the files of local runtimes. For a user other than root, its number is appended to the name."""
     local_path: str = SYSTEM_PATH
     """PATH of commands in local runtimes."""
     local_readable: tuple[str, ...] = ()
-    """Files and folders of the machine that a sandbox sees, read-only, beside the system's: where harnesses and interpreters are
-    installed. Separated by colons."""
+    """Files and folders, separated by colons, that a sandbox sees read-only in addition to the system's: where harnesses and interpreters
+    are installed."""
     local_sandbox: str = "bwrap"
-    """none: a machine without bubblewrap still takes local runtimes, of tasks that want no sandbox."""
+    """none: a machine without bubblewrap still runs local runtimes, for tasks that ask for no sandbox."""
     cgroup: Path | None = None
-    """A control group (version 2) delegated to the node, below which runtimes get theirs. None: where the node may make any."""
+    """A control group (version 2) delegated to the node, below which runtimes get theirs. None: wherever the node may make one."""
     container_command: str | None = None
-    """docker, podman or the path of either. None: the first of those whose engine answers."""
+    """docker, podman or the path of either. None: the first of the two whose engine answers."""
     container_dir: Path = Path("/var/tmp/verbatim-containers")
-    """For what the node passes into containers, of which each has a folder."""
+    """Holds a folder per container, for what the node passes into it."""
     container_user: int = 0
-    """Number of the user that commands run as where the task does not say."""
+    """Number of the user that commands run as unless the task names one."""
     container_network: str = "bridge"
-    """Of the engine, for runtimes and steps with the whole network. host: the node's own."""
+    """The engine's network for runtimes and steps with the whole network. host: the node's own."""
     container_flags: tuple[str, ...] = ()
-    """Of the container engine, before its subcommand, as a shell splits them."""
+    """Flags of the container engine before its subcommand, as a shell splits them."""
     container_run_flags: tuple[str, ...] = ()
-    """Of its `run`, as a shell splits them."""
+    """Flags of its `run`, as a shell splits them."""
     installs_kept: int = 32
-    """How many installed harnesses are kept for later runtimes, as folders and as layers of images each; those that were not used for
-    longest are removed, none that is in use."""
+    """How many installed harnesses are kept for later runtimes: as many folders, and as many image layers. The least recently used are
+    removed, never one in use."""
     apptainer_command: str = "apptainer"
     """Or singularity, or the path of either."""
     apptainer_dir: Path = Path("/var/tmp/verbatim-instances")
-    """Files of apptainer's instances, of which each has a folder. With a user other than root its number is added to the name."""
+    """Holds a folder per apptainer instance. For a user other than root, its number is appended to the name."""
     apptainer_writable: str = "overlay"
-    """overlay: what is written in an instance lies in that folder. tmpfs: in memory, as much as apptainer.conf allows."""
+    """overlay: what an instance writes is stored in that folder. tmpfs: in memory, as much as apptainer.conf allows."""
     apptainer_flags: tuple[str, ...] = ()
-    """Of `instance start`, as a shell splits them."""
+    """Flags of `instance start`, as a shell splits them."""
     apptainer_root: str = "refused"
-    """allowed: a node that runs as root takes instances all the same."""
+    """allowed: a node that runs as root starts instances all the same."""
     kubernetes_context: str | None = None
-    """Of the kubeconfig. None: the cluster that the node runs in, or else the kubeconfig's current one."""
+    """A context of the kubeconfig. None: the cluster that the node runs in, else the kubeconfig's current context."""
     kubernetes_namespace: str | None = None
-    """Where pods are made. None: where the node's own is, or what the kubeconfig's context says."""
+    """Where pods are made. None: the namespace of the node's own pod, or that of the kubeconfig's context."""
     kubernetes_service_account: str | None = None
-    """Of the pods, which get no token of it: for the image pull secrets it names. None: the namespace's default."""
+    """Of the pods, for its image pull secrets; they get no token of it. None: the namespace's default."""
     kubernetes_user: int | None = 1000
-    """Number of the user that commands run as where the task does not say. None, in the variable `image`: the image's own."""
+    """Number of the user that commands run as unless the task names one. None (`image` in the variable): the image's own."""
     kubernetes_network_policy: str = "made"
-    """made: the node makes the NetworkPolicy that holds pods to the proxy. given: the namespace must have one that chooses them.
-    elsewhere: they are held by other means, so that none is looked for."""
+    """made: the node makes the NetworkPolicy that restricts pods to the proxy. given: the namespace must have one that selects them.
+    elsewhere: pods are restricted by other means, and no policy is looked for."""
     kubernetes_proxy_pods: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the proxy's own pods, where it is a Service: policies are about those. In the variable NAME=VALUE, separated by commas."""
+    """Labels of the proxy's pods if it is behind a Service: policies match those. NAME=VALUE, separated by commas, in the variable."""
     kubernetes_proxy_namespace: str | None = None
-    """Of those pods. None: where the runtimes' are."""
+    """Namespace of those pods. None: the runtimes' own."""
     kubernetes_start_seconds: float = 900.0
-    """For a pod to be scheduled and its image to be there."""
+    """For a pod to be scheduled and its image to be pulled."""
     kubernetes_deadline_seconds: int = 86400
     """After which the cluster ends a pod, whatever became of the node."""
     kubernetes_pod: str | None = None
-    """The node's own pod, as POD_NAME, its number, POD_UID, and its namespace, POD_NAMESPACE: with the first two pods of runtimes in
-    the same namespace belong to it, and go when it goes."""
+    """The node's own pod: POD_NAME, POD_UID and POD_NAMESPACE. With the first two, it owns the pods of runtimes in its namespace, and the
+    cluster removes them with it."""
     kubernetes_pod_uid: str | None = None
     kubernetes_pod_namespace: str | None = None
 
 
-def from_environment(env: Mapping[str, str] = os.environ) -> RuntimeSettings:
-    """The settings of this process. Raises `BadRuntime` for a variable that is no such thing."""
+def read_environment(env: Mapping[str, str] = os.environ) -> RuntimeSettings:
+    """The settings of this process; an empty variable is one that is not set. Raises `BadRuntime` for an invalid variable."""
     default = RuntimeSettings()
-    given = env.get("VERBATIM_CGROUP")
-    return RuntimeSettings(
-        local_dir=Path(env.get("VERBATIM_LOCAL_DIR") or _of_user(default.local_dir)),
-        local_path=env.get("VERBATIM_LOCAL_PATH") or default.local_path,
-        local_readable=tuple(each for each in env.get("VERBATIM_LOCAL_READABLE", "").split(":") if each),
-        local_sandbox=env.get("VERBATIM_LOCAL_SANDBOX") or default.local_sandbox,
-        cgroup=Path(given) if given else None,
-        container_command=env.get("VERBATIM_CONTAINER_COMMAND") or None,
-        container_dir=Path(env.get("VERBATIM_CONTAINER_DIR") or default.container_dir),
-        container_user=_number_of_user("VERBATIM_CONTAINER_USER", env.get("VERBATIM_CONTAINER_USER") or "0"),
-        container_network=env.get("VERBATIM_CONTAINER_NETWORK") or default.container_network,
-        container_flags=tuple(shlex.split(env.get("VERBATIM_CONTAINER_FLAGS", ""))),
-        container_run_flags=tuple(shlex.split(env.get("VERBATIM_CONTAINER_RUN_FLAGS", ""))),
-        installs_kept=int(env.get("VERBATIM_INSTALLS_KEPT") or default.installs_kept),
-        apptainer_command=env.get("VERBATIM_APPTAINER_COMMAND") or default.apptainer_command,
-        apptainer_dir=Path(env.get("VERBATIM_APPTAINER_DIR") or _of_user(default.apptainer_dir)),
-        apptainer_writable=env.get("VERBATIM_APPTAINER_WRITABLE") or default.apptainer_writable,
-        apptainer_flags=tuple(shlex.split(env.get("VERBATIM_APPTAINER_FLAGS", ""))),
-        apptainer_root=env.get("VERBATIM_APPTAINER_ROOT") or default.apptainer_root,
-        kubernetes_context=env.get("VERBATIM_KUBERNETES_CONTEXT") or None,
-        kubernetes_namespace=env.get("VERBATIM_KUBERNETES_NAMESPACE") or None,
-        kubernetes_service_account=env.get("VERBATIM_KUBERNETES_SERVICE_ACCOUNT") or None,
-        kubernetes_user=_user_of(env.get("VERBATIM_KUBERNETES_USER") or str(default.kubernetes_user)),
-        kubernetes_network_policy=env.get("VERBATIM_KUBERNETES_NETWORK_POLICY") or default.kubernetes_network_policy,
-        kubernetes_proxy_pods=_labels_of(env.get("VERBATIM_KUBERNETES_PROXY_PODS", "")),
-        kubernetes_proxy_namespace=env.get("VERBATIM_KUBERNETES_PROXY_NAMESPACE") or None,
-        kubernetes_start_seconds=_number(env, "VERBATIM_KUBERNETES_START_SECONDS", default.kubernetes_start_seconds),
-        kubernetes_deadline_seconds=int(
-            _number(env, "VERBATIM_KUBERNETES_DEADLINE_SECONDS", default.kubernetes_deadline_seconds)
-        ),
-        kubernetes_pod=env.get("POD_NAME") or None,
-        kubernetes_pod_uid=env.get("POD_UID") or None,
-        kubernetes_pod_namespace=env.get("POD_NAMESPACE") or None,
-    )
+    given: dict[str, Any] = {name: _append_user(getattr(default, name)) for name in ("local_dir", "apptainer_dir")}
+    for name, variable in VARIABLES.items():
+        if text := env.get(variable):
+            try:
+                given[name] = _PARSERS.get(name, str)(text)
+            except ValueError as error:
+                raise BadRuntime(f"{variable}: {text!r} {error}") from error
+    return RuntimeSettings(**given)
 
 
-def _of_user(folder: Path) -> Path:
+def _append_user(folder: Path) -> Path:
     return folder if os.geteuid() == 0 else Path(f"{folder}-{os.geteuid()}")
 
 
-def _user_of(text: str) -> int | None:
-    return None if text == "image" else _number_of_user("VERBATIM_KUBERNETES_USER", text, " nor image")
+# Parsers raise a `ValueError` that says what is wrong with the text.
 
 
-def _number_of_user(name: str, text: str, other: str = "") -> int:
+def _parse_user(text: str) -> int:
     if not text.isdigit():
-        raise BadRuntime(f"{name}: {text!r} is {'neither' if other else 'not'} the number of a user{other}")
+        raise ValueError("is not the number of a user")
     return int(text)
 
 
-def _labels_of(text: str) -> dict[str, str]:
+def _parse_labels(text: str) -> dict[str, str]:
     pairs = [each.strip().partition("=") for each in text.split(",") if each.strip()]
     if any(not name or not equals for name, equals, _ in pairs):
-        raise BadRuntime(f"VERBATIM_KUBERNETES_PROXY_PODS: {text!r} is not NAME=VALUE, separated by commas")
+        raise ValueError("is not NAME=VALUE, separated by commas")
     return {name: value for name, _, value in pairs}
 
 
-def _number(env: Mapping[str, str], name: str, usual: float) -> float:
-    """Raises `BadRuntime` for what is no number of seconds."""
-    text = env.get(name) or str(usual)
-    try:
-        seconds = float(text)
-    except ValueError as error:
-        raise BadRuntime(f"{name}: {text!r} is no number of seconds") from error
-    if not 1 <= seconds < float("inf"):
-        raise BadRuntime(f"{name}: {text!r} is no number of seconds, 1 at least")
-    return seconds
+def _parse_seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 1 <= (seconds := float(text)) < float("inf"):
+            return seconds
+    raise ValueError("is not a number of seconds of at least 1")
+
+
+VARIABLES: Mapping[str, str] = {
+    **{each.name: f"VERBATIM_{each.name.upper()}" for each in fields(RuntimeSettings)},
+    **{"kubernetes_pod": "POD_NAME", "kubernetes_pod_uid": "POD_UID", "kubernetes_pod_namespace": "POD_NAMESPACE"},
+}
+"""By field."""
+_PARSERS: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("local_dir", "cgroup", "container_dir", "apptainer_dir"), Path),
+    **dict.fromkeys(("container_flags", "container_run_flags", "apptainer_flags"), lambda text: tuple(shlex.split(text))),
+    "local_readable": lambda text: tuple(each for each in text.split(":") if each),
+    "container_user": _parse_user,
+    "installs_kept": int,
+    "kubernetes_user": lambda text: None if text == "image" else _parse_user(text),
+    "kubernetes_proxy_pods": _parse_labels,
+    "kubernetes_start_seconds": _parse_seconds,
+    "kubernetes_deadline_seconds": lambda text: int(_parse_seconds(text)),
+}
+"""By field; without one the text is the value."""

@@ -123,8 +123,8 @@ FAULTS = (
     ),
     Fault(
         "An agent sees the environment of the node: its tokens and keys.",
-        '            whole = variables(self._environment(), {"PWD": place}, env)\n',
-        '            whole = variables(os.environ, self._environment(), {"PWD": place}, env)\n',
+        "        env = merge_variables(self._get_environment(), command.env)\n",
+        "        env = merge_variables(os.environ, self._get_environment(), command.env)\n",
         _LOCAL + "'bwrap and do_not'",
     ),
     Fault(
@@ -153,8 +153,8 @@ FAULTS = (
     ),
     Fault(
         "A step with the network has the node's own.",
-        '    named = [(f"/proc/{network_pid}/ns/net", CLONE_NEWNET), *(',
-        "    named = [*(",
+        '    paths = [(f"/proc/{network_pid}/ns/net", CLONE_NEWNET), *(',
+        "    paths = [*(",
         "tests/rollout/runtimes/container/test_container_hardening.py -k 'not_the_nodes'",
     ),
     Fault(

@@ -74,7 +74,7 @@ async def test_a_rollouts_session_is_opened_rewarded_and_closed_with_a_nodes_tok
 
 def test_a_node_says_at_its_start_which_limits_hold(redis_server: RedisServer, tmp_path: Path) -> None:
     redis_server.flushall()
-    told = f"runtimes of kind local: {LocalKind().limits()}"
+    told = f"runtimes of kind local: {LocalKind().describe_limits()}"
     log = tmp_path / "log"
     with serving_tasks(redis_server.url) as service, log.open("w") as written:
         given = ["--redis", redis_server.url, "--url", service.url, "--data-dir", str(tmp_path / "node"), "--runtime", "local"]

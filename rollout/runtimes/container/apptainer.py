@@ -1,13 +1,12 @@
-"""An instance of apptainer, or singularity, as a runtime (kind `apptainer`), by its command line.
+"""An instance of apptainer, or singularity, as a runtime (kind `apptainer`), through its command line.
 
-An instance is a container of another engine: what is said in `container` holds here too. The image is a SIF file, a folder, or an address
-such as docker://debian:12.
+An instance is a container of another engine, so most of `container.runtime` applies. The image is a SIF file, a folder, or an address such
+as docker://debian:12.
 
-Every instance is in a user namespace (--userns), and its commands are the node's own user. As root's that would be little of a wall:
-apptainer leaves all of root's privileges and /proc/sys to an instance, so that a node that runs as root does not take the kind unless
-`VERBATIM_APPTAINER_ROOT` says allowed. An instance sees nothing of the machine (--containall) but its own folder of the node: home,
-workdir, /tmp, and, unless `VERBATIM_APPTAINER_WRITABLE` says tmpfs, all that it writes elsewhere. It has one network for all its
-commands.
+Every instance is in a user namespace (--userns), and its commands run as the node's own user. For root that is hardly a barrier: apptainer
+leaves an instance all of root's privileges and /proc/sys, so a node that runs as root refuses this kind unless
+`VERBATIM_APPTAINER_ROOT` is allowed. An instance sees nothing of the machine (--containall) but its own folder of the node: home, workdir,
+/tmp and, unless `VERBATIM_APPTAINER_WRITABLE` is tmpfs, everything it writes elsewhere. All its commands share one network.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.runtimes.base import DiskFull, Install, Installed, Logs, Route, RuntimeFailed, no_room
-from rollout.runtimes.command import Limits
-from rollout.runtimes.container.runtime import INSIDE, START_SECONDS, ContainerKind, ContainerRuntime, Engine
+from rollout.runtimes.base import Install, Installed, Logs, Route, RuntimeFailed, describe_os_error
+from rollout.runtimes.container.engine import PULL_SECONDS, Engine
+from rollout.runtimes.container.runtime import INSIDE, ContainerKind, ContainerRuntime
 from rollout.runtimes.local.resources import PIDS
-from rollout.runtimes.route import hosts
+from rollout.runtimes.processes import ContainerProcesses
+from rollout.runtimes.route import render_hosts
 from rollout.task import Network, RuntimeSpec
 
 HOME = "/home/agent"
 WRITABLE = ("overlay", "tmpfs")
-_PULL_SECONDS = 3600.0
 _OWN = ("APPTAINER", "SINGULARITY")
 _PASSED_ON = ("_CACHEDIR", "_TMPDIR", "_CONFIGDIR", "_DOCKER_USERNAME", "_DOCKER_PASSWORD", "_AUTH_FILE", "_AUTHFILE")
-"""Of its variables those about where images come from. Others are flags, of which some open an instance to the machine."""
+"""Its variables about where images come from. Others are flags, some of which open an instance to the machine."""
 _GROUPS = Path("/sys/fs/cgroup")
 _PROBE = """
 import ctypes, os, sys
@@ -42,9 +41,9 @@ if libc.unshare(0x10000000) != 0:
     sys.exit(os.strerror(ctypes.get_errno()))
 """
 """Makes a user namespace for itself alone (CLONE_NEWUSER)."""
-_TOLD = ("APPNAME", "BIND", "COMMAND", "CONTAINER", "ENVIRONMENT", "INSTANCE", "NAME")
-"""Ends of variables that it sets in every instance, of which some name files of the node. LD_LIBRARY_PATH stays: images have their own, and
-drivers of the machine come with it."""
+_UNSET = ("APPNAME", "BIND", "COMMAND", "CONTAINER", "ENVIRONMENT", "INSTANCE", "NAME")
+"""Endings of variables that it sets in every instance, some of which name files of the node. LD_LIBRARY_PATH stays: images bring their own,
+and the machine's drivers come with it."""
 _PROMPT = ("PS1", "PROMPT_COMMAND")
 
 
@@ -52,39 +51,41 @@ _PROMPT = ("PS1", "PROMPT_COMMAND")
 class Apptainer(Engine):
     """Its command line."""
 
-    def environment(self) -> Mapping[str, str]:
+    def get_environment(self) -> Mapping[str, str]:
         passed_on = {f"{own}{end}" for own in _OWN for end in _PASSED_ON}
         return {name: value for name, value in os.environ.items() if not name.startswith(_OWN) or name in passed_on}
 
-    async def instances(self) -> dict[str, int]:
-        """Name -> first process, as the machine counts it. Raises `RuntimeFailed`."""
-        told = await self.told("instance", "list", "--json")
+    async def list_instances(self) -> dict[str, int]:
+        """Name -> first process, as the machine numbers it. Raises `RuntimeFailed`."""
+        text = await self.call("instance", "list", "--json")
         try:
-            return {each["instance"]: each["pid"] for each in json.loads(told).get("instances") or ()}
+            return {each["instance"]: each["pid"] for each in json.loads(text).get("instances") or ()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RuntimeFailed(f"{self.command[0]} instance list says nothing of instances: {told[:200]}") from error
+            raise RuntimeFailed(f"{self.command[0]} instance list printed no list of instances: {text[:200]}") from error
 
-    async def names(self, label: str) -> list[str]:
-        """Of all its instances: they have no labels."""
-        return [*await self.instances()]
+    async def list_names(self, label: str) -> list[str]:
+        """The names of all instances: they have no labels."""
+        return [*await self.list_instances()]
 
-    async def removed(self, name: str) -> None:
-        if name in await self.instances():
-            await self.told("instance", "stop", "--force", name)
+    async def remove(self, name: str) -> None:
+        if name in await self.list_instances():
+            await self.call("instance", "stop", "--force", name)
 
 
-async def no_user_namespace() -> str | None:
-    """Why this user can make none here: some systems allow it to root alone, or to nobody."""
+async def probe_user_namespace() -> str | None:
+    """Why this user cannot make one: some systems allow it to root alone, or to nobody."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", "-c", _PROBE, stderr=asyncio.subprocess.PIPE)
-    _, told = await process.communicate()
-    return f"instances need user namespaces, and none can be made here: {told.decode().strip()}" if process.returncode else None
+    _, stderr = await process.communicate()
+    return (
+        f"instances need user namespaces, and none can be made here: {stderr.decode().strip()}" if process.returncode else None
+    )
 
 
-def no_limits(user: int, groups: Path = _GROUPS) -> str | None:
-    """Why apptainer could hold no instance of that user to limits."""
+def probe_limits(user: int, groups: Path = _GROUPS) -> str | None:
+    """Why apptainer could not limit an instance of that user."""
     if user == 0 or (groups / "cgroup.controllers").exists():
         return None
-    return f"apptainer holds limits for root alone where {groups} is not version 2 of control groups: no instance would start"
+    return f"apptainer limits instances for root alone where {groups} is not cgroup version 2: no instance would start"
 
 
 class ApptainerKind(ContainerKind):
@@ -95,40 +96,34 @@ class ApptainerKind(ContainerKind):
     def folder(self) -> Path:
         return self.settings.apptainer_dir
 
-    async def engine(self) -> Engine:
+    async def find_engine(self) -> Engine:
         command = self.settings.apptainer_command
         if shutil.which(command) is None:
             raise RuntimeFailed(f"{command} is not installed")
         return Apptainer((command, "--silent"))
 
-    async def missing(self) -> str | None:
-        if (reason := self._refused()) is not None:
-            return reason
-        try:
-            await (await self.engine()).told("instance", "list", "--json")
-        except RuntimeFailed as error:
-            return str(error)
-        return await no_user_namespace() or no_limits(os.geteuid())
-
-    def _refused(self) -> str | None:
-        """What in the settings keeps instances from this node."""
+    async def probe(self) -> str | None:
         if os.geteuid() == 0 and self.settings.apptainer_root != "allowed":
             return (
                 "instances need a node that does not run as root: apptainer keeps root in them from little of the machine "
-                "(VERBATIM_APPTAINER_ROOT=allowed takes them all the same)"
+                "(set VERBATIM_APPTAINER_ROOT=allowed to accept that)"
             )
         if self.settings.apptainer_writable not in WRITABLE:
             return f"VERBATIM_APPTAINER_WRITABLE cannot be {self.settings.apptainer_writable!r}: choose {' or '.join(WRITABLE)}"
-        return None
+        try:
+            await (await self.find_engine()).call("instance", "list", "--json")
+        except RuntimeFailed as error:
+            return str(error)
+        return await probe_user_namespace() or probe_limits(os.geteuid())
 
-    def limits(self) -> str:
-        return f"memory, CPUs and {PIDS} processes are held by apptainer's control groups"
+    def describe_limits(self) -> str:
+        return f"memory, CPUs and {PIDS} processes are limited by apptainer's control groups"
 
     def make(self, spec: RuntimeSpec, name: str, route: Route) -> ApptainerRuntime:
         return ApptainerRuntime(self, spec, name, route)
 
-    async def installed(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs) -> Installed:
-        """Images are files of others here: the spec as it is."""
+    async def install(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs) -> Installed:
+        """Leaves the spec unchanged: images here are files that belong to others."""
         return Installed(spec)
 
 
@@ -140,34 +135,23 @@ class ApptainerRuntime(ContainerRuntime):
         self._user = 0
         self.home = HOME
 
-    async def _begun(self, engine: Engine) -> int:
-        assert isinstance(engine, Apptainer) and self._spec.image is not None
-        if self.name in await engine.instances():
+    async def _begin(self, engine: Engine) -> int:
+        assert isinstance(engine, Apptainer)
+        if self.name in await engine.list_instances():
             self._claimed = False
             self._folder.rmdir()
-            raise RuntimeFailed(f"there is an instance {self.name} already")
-        self._prepare()
-        await engine.told("instance", "start", *self._flags(), self._spec.image, self.name, seconds=_PULL_SECONDS)
-        return (await engine.instances()).get(self.name, 0)
-
-    def _prepare(self) -> None:
+            raise RuntimeFailed(f"an instance {self.name} exists already")
         try:
             for name in ("inside", "home", "work", "scratch", "overlay"):
                 (self._folder / name).mkdir()
-            (self._folder / "hosts").write_text(hosts(self._route))
+            (self._folder / "hosts").write_text(render_hosts(self._route))
         except OSError as error:
-            raise (DiskFull if no_room(error) else RuntimeFailed)(f"{self._folder} cannot be filled: {error}") from error
+            raise describe_os_error(f"{self._folder} cannot be filled", error) from error
+        words = (*self._make_flags(), self._spec.image or "", self.name)
+        await engine.call("instance", "start", *words, seconds=PULL_SECONDS)
+        return (await engine.list_instances()).get(self.name, 0)
 
-    async def _make(self, engine: Engine) -> None:
-        await super()._make(engine)
-        done = await self._run(["test", "-w", self.workdir], b"", Limits(START_SECONDS), None, "/")
-        if done.exit_code != 0:
-            raise RuntimeFailed(
-                f"the node's user cannot write {self.workdir} of the image {self._spec.image}: with --fakeroot in "
-                "VERBATIM_APPTAINER_FLAGS commands are root among its files"
-            )
-
-    def _flags(self) -> list[str]:
+    def _make_flags(self) -> list[str]:
         spec, folder, settings = self._spec, self._folder, self._kind.settings
         memory = str(spec.memory_mb << 20)
         words = ["--userns", "--containall", "--cleanenv", "--no-mount", "bind-paths"]
@@ -175,7 +159,7 @@ class ApptainerRuntime(ContainerRuntime):
         words += ["--writable-tmpfs"] if settings.apptainer_writable == "tmpfs" else ["--overlay", f"{folder}/overlay"]
         words += ["--cpus", f"{spec.cpus:g}", "--memory", memory, "--memory-swap", memory, "--pids-limit", str(PIDS)]
         if spec.workdir is None:
-            # A folder that is in the image stays what it is; this one is nobody's.
+            # The default workdir is nobody's; one that the spec names may be a folder of the image, which must keep its content.
             words += ["--bind", f"{folder}/work:{self.workdir}"]
         if spec.network == "proxy":
             words += ["--net", "--network", "none", "--bind", f"{folder}/hosts:/etc/hosts:ro"]
@@ -184,20 +168,22 @@ class ApptainerRuntime(ContainerRuntime):
         return [*words, *settings.apptainer_flags]
 
     @property
-    def _passes_on(self) -> bool:
+    def _is_proxied(self) -> bool:
         return self._spec.network == "proxy"
 
     async def _check_workdir(self) -> None:
-        """`_make` has."""
-
-    def _first_lines(self) -> Sequence[str]:
-        # In blocks of 512 bytes. The limit of files is the only one that is a command's and not the instance's.
-        size = [f"ulimit -f {self._spec.disk_mb << 11}"] if self._spec.disk_mb is not None else []
-        return [*size, " ".join(("unset", *_PROMPT, *(f"{own}_{end}" for own in _OWN for end in _TOLD)))]
-
-    async def _client(self, engine: Engine, mark: str, network: Network) -> list[str]:
-        if network != self._spec.network:
+        if not await self._can_write_workdir():
             raise RuntimeFailed(
-                f"an instance has one network, here {self._spec.network}: a command in it cannot have {network}"
+                f"the node's user cannot write {self.workdir} of the image {self._spec.image}: with --fakeroot in "
+                "VERBATIM_APPTAINER_FLAGS commands are root among its files"
             )
+
+    def _get_first_lines(self) -> Sequence[str]:
+        # In blocks of 512 bytes. Only the limit on files belongs to each command; the instance has the others.
+        size = [f"ulimit -f {self._spec.disk_mb << 11}"] if self._spec.disk_mb is not None else []
+        return [*size, " ".join(("unset", *_PROMPT, *(f"{own}_{end}" for own in _OWN for end in _UNSET)))]
+
+    async def _make_client(self, engine: Engine, within: ContainerProcesses, mark: str, network: Network) -> list[str]:
+        if network != self._spec.network:
+            raise RuntimeFailed(f"an instance has one network, here {self._spec.network}: a command cannot have {network}")
         return [*engine.command, "exec", "--cleanenv", "--pwd", "/", "--env", mark, f"instance://{self.name}"]

@@ -1,28 +1,24 @@
-"""A container as a runtime, by the command line of docker or podman (kind `docker`).
+"""A container as a runtime, through the command line of docker or podman (kind `docker`).
 
-The engine runs on the node's machine and the node as root: the way to the proxy (`route`) and the end of what a command started need
-the container's processes. Commands have the image's own variables; it needs `sh`, `sleep` and what `files` needs. They run as root with
-the few capabilities by which packages are installed, or as option `user` says: then with none, and home and workdir are the node's to
-give. No program gives them more, and the engine's own filter of system calls holds them.
+The engine runs on the node's machine and the node runs as root: the route to the proxy and the end of what a command started need access
+to the container's processes. Commands get the image's own variables; the image needs `sh`, `sleep` and what `command_runtime` needs. They
+run as root with the few capabilities that installing packages takes, or as option `user` says: then with no capability, and with a home
+and workdir that the node provides. No program gains privileges, and the engine's own system call filter applies.
 
-The network of `full` is the engine's, not the node's; for a single step it is that of a container beside, in which nothing else happens.
-The proxy is reached over `route` in either.
-
-How a command gets its environment is said in `container_script`.
+The network of `full` is the engine's, not the node's. A single step with `full` gets the network of a second container, in which nothing
+else runs. The proxy is reached through `route` in either case.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import posixpath
-import shutil
 import signal
 import sys
 import uuid
+from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +26,6 @@ from rollout.runtimes import processes, seccomp
 from rollout.runtimes.base import (
     GRACE_SECONDS,
     BadRuntime,
-    DiskFull,
     Executed,
     Install,
     Installed,
@@ -40,28 +35,31 @@ from rollout.runtimes.base import (
     check_common,
     check_options,
     check_path,
-    no_room,
+    check_user,
+    describe_os_error,
 )
-from rollout.runtimes.command import CannotPass, Limits, exports, finished, shell, started, variables
-from rollout.runtimes.files import FilesByCommand
-from rollout.runtimes.installs import ImageInstalls, Uses, deleted, owned
+from rollout.runtimes.command import Limits, finish_process, merge_variables, render_exports, start_process, wrap_in_shell
+from rollout.runtimes.command_runtime import Command, CommandRuntime
+from rollout.runtimes.container.engine import Engine, find_engine
+from rollout.runtimes.installs import ImageInstalls, Uses, claim_folder, delete_folder
 from rollout.runtimes.local.resources import PIDS
-from rollout.runtimes.processes import MARK, ContainerProcesses, kill_tree
-from rollout.runtimes.route import Passage, inside, named
-from rollout.runtimes.settings import RuntimeSettings, from_environment
+from rollout.runtimes.processes import MARK, ContainerProcesses
+from rollout.runtimes.route import Passage, host_name, map_url
+from rollout.runtimes.settings import RuntimeSettings, read_environment
 from rollout.task import Network, RuntimeSpec
 
 HOME, WORKDIR = "/root", "/workspace"
 USERS_HOME = "/home/agent"
+INSIDE = "/run/verbatim"
 LABEL = "verbatim.runtime"
 USER_BESIDE = 65534
 _ENTER = Path(__file__).with_name("enter.py")
 ROOTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
-"""Capabilities of root inside: to install packages and to unpack as their owners."""
+"""Capabilities of root inside: to install packages and to unpack files as their owners."""
 _FIRST = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
 START_SECONDS = 60.0
 _CLIENT_SECONDS = 10.0
-"""What the engine's client has for noticing that its command was killed."""
+"""How long the engine's client may take to notice that its command was killed."""
 
 
 class ContainerKind:
@@ -69,155 +67,120 @@ class ContainerKind:
     folder_variable = "VERBATIM_CONTAINER_DIR"
 
     def __init__(self, settings: RuntimeSettings | None = None, *, grace_seconds: float = GRACE_SECONDS) -> None:
-        self.settings = settings or from_environment()
+        self.settings = settings or read_environment()
         self.grace_seconds = grace_seconds
         layers = self.settings.container_dir.with_name(f"{self.settings.container_dir.name}-layers")
         self._installs = ImageInstalls(self.make, Uses(layers, self.settings.installs_kept, "VERBATIM_CONTAINER_DIR"))
 
     @property
     def folder(self) -> Path:
-        """For what the node passes into containers, of which each has a folder."""
+        """Holds a folder per container, for what the node passes into it."""
         return self.settings.container_dir
 
-    async def engine(self) -> Engine:
+    async def find_engine(self) -> Engine:
         """Raises `RuntimeFailed`."""
-        return await found(self.settings)
+        return await find_engine(self.settings)
 
     def check(self, spec: RuntimeSpec) -> None:
         check_common(spec)
         check_options(spec, ("user",))
-        user = spec.options.get("user", 0)
-        if type(user) is not int or user < 0:
-            raise BadRuntime(f"options.user: {user!r} is not the number of a user")
+        check_user(spec)
         if not spec.image or spec.image.startswith("-"):
             raise BadRuntime(f"image: {spec.image!r} is not the name of an image, which a container needs")
         if spec.workdir is not None:
             check_path("workdir", spec.workdir)
 
-    async def missing(self) -> str | None:
+    async def probe(self) -> str | None:
         if os.geteuid() != 0:
             return "containers need a node that runs as root"
         try:
-            await self.engine()
+            await self.find_engine()
         except RuntimeFailed as error:
             return str(error)
         return None
 
-    def limits(self) -> str:
-        return f"memory, CPUs and {PIDS} processes are held by the container engine"
+    def describe_limits(self) -> str:
+        return f"memory, CPUs and {PIDS} processes are limited by the container engine"
 
     def make(self, spec: RuntimeSpec, name: str, route: Route) -> ContainerRuntime:
         return ContainerRuntime(self, spec, name, route)
 
-    async def installed(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs) -> Installed:
-        return await self._installs.installed(await self.engine(), spec, install, name, route, logs)
+    async def install(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs) -> Installed:
+        return await self._installs.install(await self.find_engine(), spec, install, name, route, logs)
 
     async def sweep(self, prefix: str) -> int:
-        engine, folder = await self.engine(), self.folder
-        names = {each for each in await engine.names(LABEL) if each.startswith(prefix)}
+        engine, folder = await self.find_engine(), self.folder
+        names = {each for each in await engine.list_names(LABEL) if each.startswith(prefix)}
         names |= {each.name for each in folder.iterdir() if each.name.startswith(prefix)} if folder.is_dir() else set()
         for name in names:
-            await engine.removed(name)
-            await asyncio.to_thread(deleted, folder / name)
+            await engine.remove(name)
+            await asyncio.to_thread(delete_folder, folder / name)
         return len(names)
 
 
-class ContainerRuntime(FilesByCommand):
+class ContainerRuntime(CommandRuntime):
     """One container, which lives from `start` to `stop`."""
 
     def __init__(self, kind: ContainerKind, spec: RuntimeSpec, name: str, route: Route) -> None:
+        super().__init__(spec, name, route, kind.grace_seconds)
         self._kind = kind
-        self._spec = spec
-        self.name = name
-        self._route = route
         self._folder = kind.folder / name
         self._user = int(spec.options.get("user", kind.settings.container_user))
         self._engine: Engine | None = None
         self._beside: int | None = None
-        """The first process of the container beside, whose network is a step's; 0: it is being made. None: nobody has asked for it."""
+        """First process of the second container, whose network a step uses; 0 while it is being made, None if no step has asked for it."""
         self._making_beside = asyncio.Lock()
-        self._claimed = False
         self._passage: Passage | None = None
         self._processes: ContainerProcesses | None = None
-        self._running: set[asyncio.Task[object]] = set()
         self.home = USERS_HOME if self._user else HOME
         self.workdir = spec.workdir or WORKDIR
 
-    async def start(self) -> None:
-        self._engine = await self._kind.engine()
+    async def _make(self) -> None:
+        engine = self._engine = await self._kind.find_engine()
         self._claim()
-        try:
-            await self._make(self._engine)
-        except BaseException:
-            await self.stop()
-            raise
-
-    def _claim(self) -> None:
-        try:
-            owned(self._kind.folder, self._kind.folder_variable)
-            self._folder.mkdir(mode=0o700)
-        except OSError as error:
-            raise (DiskFull if no_room(error) else RuntimeFailed)(f"the runtime {self.name} cannot be made: {error}") from error
-        self._claimed = True
-
-    async def _make(self, engine: Engine) -> None:
-        first = await self._begun(engine)
-        namespace = processes.namespace(first, "pid") if first else None
-        if namespace is None or namespace == processes.namespace(os.getpid(), "pid"):
+        first = await self._begin(engine)
+        namespace = processes.read_namespace(first, "pid") if first else None
+        if namespace is None or namespace == processes.read_namespace(os.getpid(), "pid"):
             raise RuntimeFailed(f"the container {self.name} has ended, or its processes are not this machine's")
         self._processes = ContainerProcesses(first, namespace)
-        if self._passes_on:
+        if self._is_proxied:
             self._passage = await Passage(first, self._route).__aenter__()
-        done = await self._run(["mkdir", "-p", self.workdir, self.home], b"", Limits(START_SECONDS), None, "/")
+        done = await self._run_bare(["mkdir", "-p", self.workdir, self.home], limits=Limits(START_SECONDS))
         if done.exit_code != 0:
             raise RuntimeFailed(f"{self.workdir} cannot be made: {done.stderr.decode(errors='replace').strip()}")
         await self._check_workdir()
 
-    async def _check_workdir(self) -> None:
-        if self._user and (await self._run(["test", "-w", self.workdir], b"", Limits(START_SECONDS), None, "/")).exit_code:
-            raise RuntimeFailed(
-                f"the user {self._user} cannot write {self.workdir} of the image {self._spec.image}: say options.user 0, or another"
-            )
+    def _claim(self) -> None:
+        try:
+            claim_folder(self._kind.folder, self._kind.folder_variable)
+            self._folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise describe_os_error(f"the runtime {self.name} cannot be made", error) from error
+        self._claimed = True
 
-    @property
-    def _passes_on(self) -> bool:
-        """Whether the node passes on to the proxy what connects in the container."""
-        return self._spec.network == "proxy" or self._kind.settings.container_network != "host"
-
-    async def _begun(self, engine: Engine) -> int:
-        """Makes the container; its first process as the node's machine counts it, 0 where there is none."""
-        image = self._spec.image
-        assert image is not None
+    async def _begin(self, engine: Engine) -> int:
+        """Makes the container; returns its first process as the node's machine numbers it, 0 if there is none."""
+        image = self._spec.image or ""
         if not await engine.has_image(image):
             await engine.pull(image)
-        self._give_folders()
-        return await self._first_of(engine, self.name, *self._flags())
-
-    async def _first_of(self, engine: Engine, name: str, *flags: str) -> int:
-        """Makes a container of the image; its first process."""
-        assert self._spec.image is not None
-        await engine.run(*flags, self._spec.image, "-c", _FIRST)
-        told = await engine.told("inspect", "--format", "{{.State.Pid}}", name)
-        return int(told) if told.isdigit() else 0
-
-    def _give_folders(self) -> None:
         try:
             for name in ("inside", "home", "work") if self._user else ("inside",):
                 (self._folder / name).mkdir()
                 os.chown(self._folder / name, self._user, self._user)
         except OSError as error:
-            raise (DiskFull if no_room(error) else RuntimeFailed)(f"{self._folder} cannot be filled: {error}") from error
+            raise describe_os_error(f"{self._folder} cannot be filled", error) from error
+        return await self._start_container(engine, self.name, *self._make_flags())
 
-    def _held_flags(self, name: str, user: int, network: str) -> list[str]:
-        """Of every container: whose it is, and what it may not."""
-        words = ["--detach", "--name", name, "--label", f"{LABEL}={name}", "--user", f"{user}:{user}", "--workdir", "/"]
-        words += ["--network", network, "--entrypoint", "/bin/sh", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
-        return words
+    async def _start_container(self, engine: Engine, name: str, *flags: str) -> int:
+        """Starts a container of the image; returns its first process."""
+        await engine.run(*flags, self._spec.image or "", "-c", _FIRST)
+        pid = await engine.call("inspect", "--format", "{{.State.Pid}}", name)
+        return int(pid) if pid.isdigit() else 0
 
-    def _flags(self) -> list[str]:
+    def _make_flags(self) -> list[str]:
         spec, settings = self._spec, self._kind.settings
         memory = f"{spec.memory_mb}m"
-        words = self._held_flags(self.name, self._user, "none" if spec.network == "proxy" else settings.container_network)
+        words = _make_restrictions(self.name, self._user, "none" if spec.network == "proxy" else settings.container_network)
         words += [] if self._user else [word for name in ROOTS for word in ("--cap-add", name)]
         words += ["--cpus", f"{spec.cpus:g}", "--memory", memory, "--memory-swap", memory, "--pids-limit", str(PIDS)]
         words += ["--volume", f"{self._passed}:{INSIDE}"]
@@ -226,266 +189,169 @@ class ContainerRuntime(FilesByCommand):
             words += ["--volume", f"{self._folder}/work:{self.workdir}"] if spec.workdir is None else []
         if spec.disk_mb is not None:
             words += ["--ulimit", f"fsize={spec.disk_mb << 20}:{spec.disk_mb << 20}"]
-        if (name := named(self._route.host)) is not None and self._passes_on:
+        if (name := host_name(self._route.host)) is not None and self._is_proxied:
             words += ["--add-host", f"{name}:127.0.0.1"]
         return [*words, *settings.container_run_flags]
 
+    async def _check_workdir(self) -> None:
+        if self._user and not await self._can_write_workdir():
+            raise RuntimeFailed(
+                f"the user {self._user} cannot write {self.workdir} of the image {self._spec.image}: set options.user to 0 or to "
+                "another user"
+            )
+
+    async def _can_write_workdir(self) -> bool:
+        return (await self._run_bare(["test", "-w", self.workdir], limits=Limits(START_SECONDS))).exit_code == 0
+
+    @property
+    def _is_proxied(self) -> bool:
+        """Whether connections in the container go through `route` to the proxy."""
+        return self._spec.network == "proxy" or self._kind.settings.container_network != "host"
+
     @property
     def _passed(self) -> Path:
-        """The folder of the node that is mounted at `INSIDE`."""
+        """The node's folder that is mounted at `INSIDE`."""
         return self._folder / "inside"
 
-    def base_url(self, url: str) -> str:
-        return inside(self._route, url) if self._passes_on else url
+    def map_url(self, url: str) -> str:
+        return map_url(self._route, url) if self._is_proxied else url
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        workdir: str | None = None,
-        stdin: bytes = b"",
-        timeout_seconds: float,
-        logs: Logs | None = None,
-        network: Network | None = None,
-    ) -> Executed:
-        limits = Limits(timeout_seconds, logs, self._kind.grace_seconds)
-        place = posixpath.join(self.workdir, workdir) if workdir else self.workdir
-        return await self._run(argv, stdin, limits, env, place, network)
-
-    async def _in_files(self, argv: Sequence[str], stdin: bytes, limits: Limits) -> Executed:
-        return await self._run(argv, stdin, limits, {"LC_ALL": "C"}, "/")
-
-    async def _run(
-        self,
-        argv: Sequence[str],
-        stdin: bytes,
-        limits: Limits,
-        env: Mapping[str, str] | None,
-        place: str,
-        network: Network | None = None,
-    ) -> Executed:
-        task, within = asyncio.current_task(), self._processes
-        if self._engine is None or within is None or task is None:
+    async def _run_command(self, command: Command) -> Executed:
+        within = self._processes
+        if self._engine is None or within is None:
             raise RuntimeFailed(f"the runtime {self.name} has not started")
-        command = uuid.uuid4().hex
-        self._running.add(task)
-        within.commands[command] = frozenset()
-        script = self._passed / command
+        mark = uuid.uuid4().hex
+        within.commands[mark] = frozenset()
+        script = self._passed / mark
         try:
-            line = shell(place, argv)
-            env = variables({"HOME": self.home, "LANG": "C.UTF-8", "PWD": place}, env)
-            write(script, env, *self._first_lines(), owner=self._user)
-            client = await self._client(self._engine, f"{MARK}={command}", network or self._spec.network)
-            whole = [*client, *reader(script), *line]
-            async with started(whole, env=self._engine.environment()) as process:
-                within.commands[command] = processes.pipes(process.pid)
+            line = wrap_in_shell(command.workdir, command.argv)
+            _write_script(script, merge_variables(command.env), *self._get_first_lines(), owner=self._user)
+            client = await self._make_client(self._engine, within, f"{MARK}={mark}", command.network or self._spec.network)
+            argv = [*client, *_make_reader(script), *line]
+            async with start_process(argv, env=self._engine.get_environment()) as process:
+                within.commands[mark] = processes.find_output_pipes(process.pid)
                 try:
-                    done = await finished(process, stdin, limits, partial(self._send, within, process, script))
+                    done = await finish_process(process, command.stdin, command.limits, partial(_send, within, process, script))
                 finally:
-                    await within.nothing_left(command)
-            if unread(script) and not done.timed_out:
-                raise RuntimeFailed(f"the command was not started: {done.stderr.decode(errors='replace').strip()}")
+                    await within.kill_rest(mark)
+            if _is_unread(script) and not done.timed_out:
+                raise RuntimeFailed(f"the command did not start: {done.stderr.decode(errors='replace').strip()}")
             return done
-        except CannotPass as error:
-            return error.executed()
         finally:
-            within.commands.pop(command, None)
-            self._running.discard(task)
-            take_away(script)
+            within.commands.pop(mark, None)
+            _withdraw(script)
 
-    def _first_lines(self) -> Sequence[str]:
-        """Of a shell, for each command before it starts."""
+    def _get_first_lines(self) -> Sequence[str]:
+        """Shell lines that run before each command."""
         return ()
 
-    async def _client(self, engine: Engine, mark: str, network: Network) -> list[str]:
-        """What starts a command in the container."""
+    async def _make_client(self, engine: Engine, within: ContainerProcesses, mark: str, network: Network) -> list[str]:
+        """The words that start a command in the container."""
         if network == self._spec.network:
             return [*engine.command, "exec", "--interactive", "--user", f"{self._user}:{self._user}", "--env", mark, self.name]
         if network == "proxy":
             raise RuntimeFailed("a command cannot be kept from the network in a container that has it")
-        assert self._processes is not None
-        machine = seccomp.own()
-        calls = seccomp.compiled(machine, shared_memory=True).hex() if machine else ""
-        beside = await self._process_beside(engine)
-        return [sys.executable, "-I", "-S", str(_ENTER), str(self._processes.first), str(beside), str(self._user), calls, mark]
+        machine = seccomp.find_machine()
+        calls = seccomp.compile_filter(machine, shared_memory=True).hex() if machine else ""
+        beside = await self._find_process_beside(engine)
+        return [sys.executable, "-I", "-S", str(_ENTER), str(within.first), str(beside), str(self._user), calls, mark]
 
-    async def _process_beside(self, engine: Engine) -> int:
+    async def _find_process_beside(self, engine: Engine) -> int:
         """A process that has the network of a step."""
         network = self._kind.settings.container_network
         if network == "host":
             return os.getpid()
         async with self._making_beside:
             if not self._beside:
-                # It may be there also where its making is broken off: then `stop` has to know.
+                # The container may exist even if making it is interrupted: `stop` has to know.
                 self._beside = 0
-                flags = self._held_flags(self._name_beside, USER_BESIDE, network)
+                flags = _make_restrictions(self._name_beside, USER_BESIDE, network)
                 flags += ["--memory", "64m", "--pids-limit", "64", *self._kind.settings.container_run_flags]
-                self._beside = await self._first_of(engine, self._name_beside, *flags)
+                self._beside = await self._start_container(engine, self._name_beside, *flags)
                 if not self._beside:
                     raise RuntimeFailed(f"the container {self._name_beside} has ended: there is no network for a step")
-                await self._take_name_service(engine)
+                await self._copy_name_servers(engine)
             return self._beside
 
-    async def _take_name_service(self, engine: Engine) -> None:
-        """Where names are looked up: that of a container without network is the node's, which may be on its loopback device."""
-        found = await engine.told("exec", self._name_beside, "cat", "/etc/resolv.conf")
+    async def _copy_name_servers(self, engine: Engine) -> None:
+        """A container without network has the node's name servers, which may listen on the node's loopback device only."""
+        found = await engine.call("exec", self._name_beside, "cat", "/etc/resolv.conf")
         line = 'printf "%s\\n" "$1" > /etc/resolv.conf'
-        await engine.told("exec", "--user", "0", self.name, "/bin/sh", "-c", line, "sh", found)
+        await engine.call("exec", "--user", "0", self.name, "/bin/sh", "-c", line, "sh", found)
 
     @property
     def _name_beside(self) -> str:
         return f"{self.name}-n"
 
-    @staticmethod
-    def _send(within: ContainerProcesses, process: asyncio.subprocess.Process, script: Path, number: int) -> None:
-        if number != signal.SIGKILL:
-            within.send(script.name, number)
-            return
-        if process.returncode is None:
-            take_away(script)
-            asyncio.get_running_loop().call_later(_CLIENT_SECONDS, _kill, process)
-        within.kill(script.name)
-
-    async def stop(self) -> None:
-        current = asyncio.current_task()
-        running = [task for task in self._running if task is not current]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+    async def _remove(self) -> None:
         if self._passage is not None:
             await self._passage.close()
             self._passage = None
-        if self._engine is not None and self._claimed:
+        if self._engine is not None:
             if self._beside is not None:
-                await self._engine.removed(self._name_beside)
+                await self._engine.remove(self._name_beside)
                 self._beside = None
-            await self._engine.removed(self.name)
-            await asyncio.to_thread(deleted, self._folder)
+            await self._engine.remove(self.name)
+            await asyncio.to_thread(delete_folder, self._folder)
 
 
-def _kill(process: asyncio.subprocess.Process) -> None:
+def _make_restrictions(name: str, user: int, network: str) -> list[str]:
+    """Flags of every container: whose it is and what it may not do."""
+    words = ["--detach", "--name", name, "--label", f"{LABEL}={name}", "--user", f"{user}:{user}", "--workdir", "/"]
+    return [
+        *words,
+        *("--network", network, "--entrypoint", "/bin/sh", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
+    ]
+
+
+def _send(within: ContainerProcesses, process: Process, script: Path, number: int) -> None:
+    if number != signal.SIGKILL:
+        within.send(script.name, number)
+        return
+    if process.returncode is None:
+        _withdraw(script)
+        asyncio.get_running_loop().call_later(_CLIENT_SECONDS, _kill, process)
+    within.kill(script.name)
+
+
+def _kill(process: Process) -> None:
     with suppress(ProcessLookupError):
         process.kill()
 
 
-# How a command gets its environment in a container: a folder of the node is mounted there at `INSIDE`, in which the node writes a script
-# for each command that sets the variables, and that the shell which becomes the command reads and removes.
-#
-# So values may hold anything and stand in no list of processes; a script that is still there says that the command never started, and one
-# that the node took away, that it never will.
+# The environment of a command. A folder of the node is mounted at `INSIDE`. For each command the node writes a script there that sets the
+# variables; the shell that becomes the command reads and removes it. So values may hold anything and show in no list of processes. A
+# script that still exists says that its command never started; once the node has removed it, the command never will.
 
 
-INSIDE = "/run/verbatim"
 _READER = 'exec 3<"$0" && rm "$0" && . /dev/fd/3 && exec 3<&- && exec "$@"'
 
 
-def reader(script: Path) -> list[str]:
-    """What reads the script in the container and becomes the words that follow."""
+def _make_reader(script: Path) -> list[str]:
+    """The words that read the script in the container and become the words that follow."""
     return ["/bin/sh", "-c", _READER, f"{INSIDE}/{script.name}"]
 
 
-def write(script: Path, env: Mapping[str, str], *lines: str, owner: int = 0) -> None:
-    """`lines` are run before the variables are set; `owner` is the user of the container that reads it, 0 whose it is anyway. Raises
-    `RuntimeFailed`, `CannotPass`."""
-    text = "".join(f"{line}\n" for line in (*lines, *exports(env)))
+def _write_script(script: Path, env: Mapping[str, str], *lines: str, owner: int) -> None:
+    """`lines` run before the variables are set; `owner` is the container's user. Raises `RuntimeFailed`, `CannotPass`."""
+    text = "".join(f"{line}\n" for line in (*lines, *render_exports(env)))
     try:
-        # The container's root may put anything into the folder: what is there already is not followed.
+        # The container's root may put anything into the folder: never follow what is already there.
         descriptor = os.open(script, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(os.fsencode(text))
             if owner:
                 os.fchown(descriptor, owner, owner)
     except OSError as error:
-        raise (DiskFull if no_room(error) else RuntimeFailed)(f"{script} cannot be written: {error}") from error
+        raise describe_os_error(f"{script} cannot be written", error) from error
 
 
-def unread(script: Path) -> bool:
-    """Whether it is still there. What else a command may have put in its place, or done to the folder, says nothing."""
+def _is_unread(script: Path) -> bool:
+    """Whether the script still exists. Anything else that a command put in its place says nothing."""
     return os.path.isfile(script)
 
 
-def take_away(script: Path) -> None:
-    """Nobody reads it any more. What cannot be removed is none; it goes with the folder."""
+def _withdraw(script: Path) -> None:
+    """Removes the script so that no shell reads it any more. What cannot be removed is not a script and goes with the folder."""
     with suppress(OSError):
         script.unlink()
-
-
-# The command line of a container engine, docker's or podman's: what both know.
-
-
-_COMMANDS = ("docker", "podman")
-_SECONDS = 300.0
-_PULL_SECONDS = 3600.0
-_PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "all_proxy")
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """`command` with the flags that go before every subcommand."""
-
-    command: tuple[str, ...]
-
-    def environment(self) -> Mapping[str, str]:
-        """What the command line is run with."""
-        return os.environ
-
-    async def told(self, *words: str, seconds: float = _SECONDS, env: Mapping[str, str] | None = None) -> str:
-        """What a subcommand printed. Raises `RuntimeFailed`, `DiskFull`."""
-        async with started([*self.command, *words], env=self.environment() if env is None else env) as process:
-
-            def send(number: int) -> None:
-                if process.returncode is None:
-                    kill_tree(process.pid)
-
-            done = await finished(process, b"", Limits(seconds), send)
-        if done.exit_code == 0 and not done.timed_out:
-            return done.stdout.decode(errors="replace").strip()
-        reason = f"it took more than {seconds:g} seconds" if done.timed_out else done.stderr.decode(errors="replace").strip()
-        refused = DiskFull if "no space left on device" in reason.lower() else RuntimeFailed
-        raise refused(f"{self.command[0]} {words[0]}: {reason or f'exit code {done.exit_code}'}")
-
-    async def has_image(self, image: str) -> bool:
-        try:
-            await self.told("image", "inspect", "--format", "{{.Id}}", image)
-        except RuntimeFailed:
-            return False
-        return True
-
-    async def pull(self, image: str) -> None:
-        await self.told("pull", image, seconds=_PULL_SECONDS)
-
-    async def run(self, *words: str) -> None:
-        """podman would pass the node's proxies on to the container."""
-        env = {name: value for name, value in os.environ.items() if name.lower() not in _PROXIES}
-        await self.told("run", *words, env=env)
-
-    async def names(self, label: str) -> list[str]:
-        """Of the containers with that label, running or not."""
-        listed = await self.told("ps", "--all", "--filter", f"label={label}", "--format", "{{.Names}}")
-        return listed.split()
-
-    async def removed(self, name: str) -> None:
-        """Raises nothing for a container that is not there."""
-        try:
-            await self.told("rm", "--force", "--volumes", name)
-        except RuntimeFailed as error:
-            if "no such container" not in str(error).lower() and "no container with name" not in str(error).lower():
-                raise
-
-
-async def found(settings: RuntimeSettings) -> Engine:
-    """The engine of the settings, or the first whose service answers. Raises `RuntimeFailed`."""
-    reasons = []
-    for name in (settings.container_command,) if settings.container_command else _COMMANDS:
-        if shutil.which(name) is None:
-            reasons.append(f"{name} is not installed")
-            continue
-        engine = Engine((name, *settings.container_flags))
-        try:
-            await engine.told("ps", "--quiet")
-        except RuntimeFailed as error:
-            reasons.append(str(error))
-            continue
-        return engine
-    raise RuntimeFailed(f"no container engine answers: {'; '.join(reasons)}")

@@ -1,16 +1,17 @@
-"""A Kubernetes namespace as a node sees it: its pods, by the official client (package `kubernetes`).
+"""One namespace of a Kubernetes cluster, through the official asyncio client (`kubernetes.aio`).
 
-The client waits where it is called, so every call has a thread of its own. Objects go in and come out as the API spells them (JSON).
+Objects go in and come out as JSON, spelled as the API spells them: an answer is not parsed into the client's models, which refuse values
+that a newer cluster adds. Every operation opens a client of its own, because a runtime kind has no moment at which a shared one could be
+closed; a TLS handshake costs little beside starting a pod.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,15 +21,21 @@ from rollout.runtimes.kubernetes.manifest import CONTAINER, LABEL, Owner
 from rollout.runtimes.settings import RuntimeSettings
 
 if TYPE_CHECKING:
-    from kubernetes.client import Configuration
-    from kubernetes.stream.ws_client import WSClient
+    from aiohttp import ClientWebSocketResponse
+    from kubernetes.aio.client import ApiClient, Configuration
+    from kubernetes.aio.stream import WsApiClient
 
 
-_REQUEST_SECONDS = (10.0, 60.0)
-"""To be connected, and for an answer."""
-_WATCH_SECONDS = 5
-"""For one look at what changes; a caller that is cancelled leaves a thread behind for so long at most."""
-_CONNECTIONS = 64
+_REQUEST_SECONDS = 60.0
+_WATCH_SECONDS = 30.0
+"""The longest single watch. A watch whose connection silently died goes unnoticed for this long."""
+_MIN_WATCH_SECONDS = 0.05
+_PING_SECONDS = 40.0
+"""Interval of pings on a silent exec connection, under the 60 s after which load balancers drop one. The answer may take half as long."""
+_CLOSE_SECONDS = 1.0
+_TOKEN_SECONDS = 60.0
+"""How often a kubeconfig's credentials are checked for expiry; the client itself does so only for a service account."""
+_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _GRACE_SECONDS = 1
 
@@ -37,226 +44,225 @@ Pod = Mapping[str, Any]
 
 
 class NameTaken(RuntimeFailed):
-    """Another pod has the name."""
+    """Another pod has this name."""
 
 
 class Cluster:
-    """One namespace of one cluster."""
+    """`owner` is the node's own pod if it lives in the same namespace."""
 
     def __init__(self, configuration: Configuration, namespace: str, owner: Owner | None) -> None:
-        from kubernetes.client import ApiClient, CoreV1Api, NetworkingV1Api
-
         self.namespace = namespace
         self.owner = owner
         self._configuration = configuration
-        self._client = ApiClient(configuration)
-        self._core = CoreV1Api(self._client)
-        self._networking = NetworkingV1Api(self._client)
 
-    async def created(self, manifest: Mapping[str, Any]) -> Pod:
-        """The pod as the cluster took it. Raises `NameTaken`, `RuntimeFailed`."""
-        call = self._core.create_namespaced_pod
-        made: Pod = await self._asked("create", manifest["metadata"]["name"], call, body=dict(manifest))
-        return made
+    async def create_pod(self, manifest: Mapping[str, Any]) -> Pod:
+        """The pod as the cluster accepted it. Raises `NameTaken`, `RuntimeFailed`."""
+        name = manifest["metadata"]["name"]
+        pod: Pod | None = await self._request("create", name, "create_namespaced_pod", body=dict(manifest), ignore=(409,))
+        if pod is None:
+            raise NameTaken(f"Kubernetes: create {name}: the namespace {self.namespace} already has a pod of this name")
+        return pod
 
-    async def pod(self, name: str) -> Pod | None:
-        found: Pod | None = await self._asked("read", name, self._core.read_namespaced_pod, name, none=404)
-        return found
+    async def read_pod(self, name: str) -> Pod | None:
+        pod: Pod | None = await self._request("read", name, "read_namespaced_pod", name=name, ignore=(404,))
+        return pod
 
-    async def pods(self) -> Sequence[Pod]:
-        """Those of runtimes, everybody's."""
-        listed = await self._asked("list", "pods", self._core.list_namespaced_pod, label_selector=LABEL)
-        return listed.get("items") or ()
+    async def list_pods(self) -> Sequence[Pod]:
+        """The pods of all runtimes in the namespace, whichever node made them."""
+        answer = await self._request("list", "pods", "list_namespaced_pod", label_selector=LABEL)
+        return answer.get("items") or ()
 
-    async def policies(self) -> Sequence[Mapping[str, Any]]:
-        """The namespace's NetworkPolicies."""
-        listed = await self._asked("list", "network policies", self._networking.list_namespaced_network_policy)
-        return listed.get("items") or ()
+    async def list_policies(self) -> Sequence[Mapping[str, Any]]:
+        answer = await self._request("list", "network policies", "list_namespaced_network_policy")
+        return answer.get("items") or ()
 
-    async def policy_made(self, policy: Mapping[str, Any]) -> None:
-        """Returns when there is a NetworkPolicy of that name, this one or one that was there. Raises `RuntimeFailed`."""
-        call = self._networking.create_namespaced_network_policy
-        await self._asked("create", policy["metadata"]["name"], call, body=dict(policy), none=409)
+    async def ensure_policy(self, policy: Mapping[str, Any], **options: str) -> None:
+        """Creates the NetworkPolicy unless one of this name exists; with `dry_run="All"` only checks that the node may. Raises
+        `RuntimeFailed`."""
+        operation = "create_namespaced_network_policy"
+        await self._request("create", policy["metadata"]["name"], operation, body=dict(policy), ignore=(409,), **options)
 
-    async def allowed_to_make(self, policy: Mapping[str, Any]) -> None:
-        """Raises `RuntimeFailed` when `policy_made` would."""
-        call = self._networking.create_namespaced_network_policy
-        await self._asked("create", policy["metadata"]["name"], call, body=dict(policy), dry_run="All", none=409)
-
-    async def removed(self, name: str, uid: str | None, seconds: float) -> None:
-        """Returns when the pod is gone, or `seconds` after it was told to go. With a `uid`, another pod of that name stays."""
+    async def delete_pod(self, name: str, uid: str | None, seconds: float) -> None:
+        """Returns once the pod is gone, or after `seconds`. With a `uid`, another pod of the same name is left alone."""
         body: dict[str, Any] = {"gracePeriodSeconds": _GRACE_SECONDS}
         if uid is not None:
             body["preconditions"] = {"uid": uid}
-        # 409: the name is another's by now.
-        asked = await self._asked("delete", name, self._core.delete_namespaced_pod, name, body=body, none=(404, 409))
-        if asked is not None:
-            await self.until(name, lambda pod: True if pod is None or pod["metadata"].get("uid") != uid else None, seconds)
+        # 409: the name now belongs to another pod.
+        answer = await self._request("delete", name, "delete_namespaced_pod", name=name, body=body, ignore=(404, 409))
+        if answer is not None:
+            await self.wait_for_pod(
+                name, lambda pod: True if pod is None or pod["metadata"].get("uid") != uid else None, seconds
+            )
 
-    async def until(self, name: str, decide: Callable[[Pod | None], T | None], seconds: float) -> T | None:
-        """What `decide` says of the pod (None: there is none) once it says something; None when `seconds` have passed."""
+    async def wait_for_pod(self, name: str, decide: Callable[[Pod | None], T | None], seconds: float) -> T | None:
+        """The first result of `decide` that is not None, or None after `seconds`. `decide` gets None if there is no such pod."""
         deadline = time.monotonic() + seconds
         while True:
-            pod = await self.pod(name)
-            if (decided := decide(pod)) is not None:
-                return decided
+            pod = await self.read_pod(name)
+            if (result := decide(pod)) is not None:
+                return result
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            await self._changed(name, pod, min(left, _WATCH_SECONDS))
+            await self._wait_for_change(name, pod, min(left, _WATCH_SECONDS))
 
-    async def _changed(self, name: str, pod: Pod | None, seconds: float) -> None:
-        """Returns when something happened to it since, or after `seconds`."""
-        version = pod["metadata"].get("resourceVersion") if pod else None
+    async def _wait_for_change(self, name: str, pod: Pod | None, seconds: float) -> None:
+        """Returns at the first event of the pod since `pod` was read, or after `seconds`."""
+        from kubernetes.aio.client import ApiClient
+
         begun = time.monotonic()
-        # Whatever ends a watch, the pod is looked at again.
+        # However a watch ends, an outdated version included, the caller reads the pod again.
         with suppress(Exception):
-            await in_thread(partial(self._watched, name, version, seconds))
-        # A cluster that ends the watch at once is not to be asked without a pause.
-        if time.monotonic() - begun < 0.05:
-            await asyncio.sleep(min(0.05, seconds))
+            async with asyncio.timeout(seconds), ApiClient(self._configuration) as client:
+                response = await self._bind(client, "list_namespaced_pod")(
+                    watch=True,
+                    field_selector=f"metadata.name={name}",
+                    resource_version=pod["metadata"].get("resourceVersion") if pod else None,
+                    timeout_seconds=round(_WATCH_SECONDS),
+                )
+                with closing(response):
+                    await response.content.readany()
+        # Do not spin on a cluster that ends every watch at once.
+        if time.monotonic() - begun < _MIN_WATCH_SECONDS:
+            await asyncio.sleep(min(_MIN_WATCH_SECONDS, seconds))
 
-    def _watched(self, name: str, version: str | None, seconds: float) -> None:
-        from kubernetes.client import CoreV1Api
-        from kubernetes.watch import Watch
+    @asynccontextmanager
+    async def connect(self, name: str, argv: Sequence[str], *, stdin: bool) -> AsyncIterator[ClientWebSocketResponse]:
+        """A websocket to argv, which runs in the pod. Raises `RuntimeFailed`."""
+        async with _make_exec_client(self._configuration) as client:
+            try:
+                opening = await self._bind(client, "connect_get_namespaced_pod_exec")(
+                    name=name,
+                    container=CONTAINER,
+                    command=list(argv),
+                    stdin=stdin,
+                    stdout=True,
+                    stderr=True,
+                    tty=False,
+                )
+                socket: ClientWebSocketResponse = await opening
+            except Exception as error:
+                raise _translate("exec in", name, error) from error
+            try:
+                yield socket
+            finally:
+                await socket.close()
 
-        watch = Watch()
-        events = watch.stream(
-            CoreV1Api(self._client).list_namespaced_pod,
-            self.namespace,
-            field_selector=f"metadata.name={name}",
-            timeout_seconds=max(1, round(seconds)),
-            _request_timeout=_REQUEST_SECONDS,
-            **({"resource_version": version} if version else {}),
-        )
-        for _ in events:
-            watch.stop()
+    async def _request(self, verb: str, subject: str, operation: str, *, ignore: Sequence[int] = (), **arguments: Any) -> Any:
+        """The API's answer, or None for a status in `ignore`. Raises `RuntimeFailed`."""
+        from kubernetes.aio.client import ApiClient
 
-    def connected(self, name: str, argv: Sequence[str], stdin: bool) -> WSClient:
-        """A connection over which argv runs in the pod; to be called in a thread. Raises `RuntimeFailed`."""
-        from kubernetes.client import ApiClient, CoreV1Api
-        from kubernetes.stream import stream
-
-        # A client of its own: while it connects, `stream` gives it another way to send requests.
-        client = ApiClient(self._configuration)
         try:
-            opened: WSClient = stream(
-                CoreV1Api(client).connect_get_namespaced_pod_exec,
-                name,
-                self.namespace,
-                container=CONTAINER,
-                command=list(argv),
-                stdin=stdin,
-                stdout=True,
-                stderr=True,
-                tty=False,
-                binary=True,
-                _preload_content=False,
+            async with ApiClient(self._configuration) as client:
+                response = await self._bind(client, operation)(_request_timeout=_REQUEST_SECONDS, **arguments)
+                text = await response.text()
+        except Exception as error:
+            raise _translate(verb, subject, error) from error
+        if response.status in ignore:
+            return None
+        if response.status >= 400:
+            raise RuntimeFailed(f"Kubernetes: {verb} {subject}: {response.status} {_find_message(text) or response.reason}")
+        return json.loads(text)
+
+    def _bind(self, client: ApiClient, operation: str) -> Callable[..., Any]:
+        """The client's method of that name for this namespace, in the variant that returns the response unparsed."""
+        from kubernetes.aio.client import CoreV1Api, NetworkingV1Api
+
+        api = (NetworkingV1Api if "network_policy" in operation else CoreV1Api)(client)
+        return partial(getattr(api, f"{operation}_without_preload_content"), namespace=self.namespace)
+
+
+def _make_exec_client(configuration: Configuration) -> WsApiClient:
+    from aiohttp import ClientWSTimeout
+    from kubernetes.aio.stream import WsApiClient
+    from kubernetes.aio.stream.ws_client import get_websocket_url
+
+    class ExecClient(WsApiClient):  # type: ignore[misc]
+        """Offers version 5 of the protocol, and honours the kubeconfig's proxy and TLS server name, which the package's class ignores."""
+
+        async def request(self, method: str, url: str, headers: Mapping[str, str] | None = None, **_: Any) -> Any:
+            session = self.rest_client.pool_manager = self.rest_client._create_pool_manager()
+            return session.ws_connect(
+                get_websocket_url(url),
+                headers=headers,
+                protocols=_PROTOCOLS,
+                heartbeat=_PING_SECONDS,
+                timeout=ClientWSTimeout(ws_close=_CLOSE_SECONDS),
+                proxy=configuration.proxy,
+                proxy_headers=configuration.proxy_headers,
+                server_hostname=configuration.tls_server_name,
             )
-        except Exception as error:
-            raise _told("exec in", name, error) from error
-        return opened
 
-    async def _asked(
-        self, verb: str, what: str, call: Callable[..., Any], *args: Any, none: int | tuple[int, ...] = (), **more: Any
-    ) -> Any:
-        """What the API answered, None for the statuses `none`. Raises `RuntimeFailed`."""
-
-        def asked() -> Any:
-            answer = call(*args, namespace=self.namespace, _request_timeout=_REQUEST_SECONDS, **more)
-            return self._client.sanitize_for_serialization(answer)
-
-        try:
-            return await in_thread(asked)
-        except Exception as error:
-            if getattr(error, "status", None) in (none if isinstance(none, tuple) else (none,)):
-                return None
-            raise _told(verb, what, error) from error
+    return ExecClient(configuration)
 
 
-def opened(settings: RuntimeSettings) -> Cluster:
-    """The cluster of the settings: the one this process runs in, or that of the kubeconfig. Raises `RuntimeFailed`."""
+def _translate(verb: str, name: str, error: Exception) -> RuntimeFailed:
+    status = f"{status} " if (status := getattr(error, "status", None)) else ""
+    reason = getattr(error, "message", None) or str(error) or type(error).__name__
+    return RuntimeFailed(f"Kubernetes: {verb} {name}: {status}{reason}")
+
+
+def _find_message(text: str) -> str | None:
+    """The message of a `Status` object."""
     try:
-        from kubernetes import config
-        from kubernetes.client import Configuration
+        message: str | None = json.loads(text).get("message")
+    except (ValueError, AttributeError):
+        return None
+    return message
+
+
+async def load_cluster(settings: RuntimeSettings) -> Cluster:
+    """The cluster that the settings name: the one this process runs in, or a context of the kubeconfig. Raises `RuntimeFailed`."""
+    try:
+        from kubernetes.aio import config
+        from kubernetes.aio.client import Configuration
     except ImportError as error:
         raise RuntimeFailed("the package kubernetes is not installed: pip install 'verbatim-rl[rollout]'") from error
     configuration = Configuration()
-    here: str | None = None
     try:
-        if settings.kubernetes_context is None and _NAMESPACE.exists():
+        here = _read_own_namespace() if settings.kubernetes_context is None else None
+        if here is not None:
             config.load_incluster_config(client_configuration=configuration)
-            here = _NAMESPACE.read_text().strip()
         else:
-            config.load_kube_config(context=settings.kubernetes_context, client_configuration=configuration)
-            here = _of_context(settings.kubernetes_context)
+            loader = await config.load_kube_config(
+                context=settings.kubernetes_context, client_configuration=configuration, persist_config=False
+            )
+            configuration.refresh_api_key_hook = _make_refresh(loader.load_and_set)
+            here = loader.current_context["context"].get("namespace")
     except Exception as error:
-        raise RuntimeFailed(f"no Kubernetes cluster is known: {error}") from error
-    configuration.connection_pool_maxsize = _CONNECTIONS
+        raise RuntimeFailed(f"no Kubernetes cluster is configured: {error}") from error
     namespace = settings.kubernetes_namespace or here or "default"
-    return Cluster(configuration, namespace, _owner(settings, namespace, settings.kubernetes_pod_namespace or here))
+    return Cluster(configuration, namespace, _find_owner(settings, namespace, settings.kubernetes_pod_namespace or here))
 
 
-def _of_context(name: str | None) -> str | None:
-    from kubernetes import config
-
-    contexts, active = config.list_kube_config_contexts()
-    chosen = next((each for each in contexts if each["name"] == name), active)
-    namespace: str | None = (chosen.get("context") or {}).get("namespace")
-    return namespace
+def _read_own_namespace() -> str | None:
+    """None outside a cluster."""
+    with suppress(FileNotFoundError):
+        return _NAMESPACE.read_text().strip()
+    return None
 
 
-def _owner(settings: RuntimeSettings, namespace: str, own: str | None) -> Owner | None:
-    """An owner in another namespace counts as one that is gone: the cluster would remove the pods at once."""
+def _make_refresh(load: Callable[[Configuration], Any]) -> Callable[[Configuration], Any]:
+    """A hook that reads the credentials again, at most every `_TOKEN_SECONDS`; `load` itself renews only those that expire."""
+    loaded = time.monotonic()
+
+    async def refresh(configuration: Configuration) -> None:
+        nonlocal loaded
+        if time.monotonic() - loaded >= _TOKEN_SECONDS:
+            loaded = time.monotonic()
+            await load(configuration)
+
+    return refresh
+
+
+def _find_owner(settings: RuntimeSettings, namespace: str, own: str | None) -> Owner | None:
+    """None also for a node in another namespace: the cluster takes such an owner for deleted and removes the pods at once."""
     if settings.kubernetes_pod is None or settings.kubernetes_pod_uid is None or namespace != own:
         return None
     return Owner(settings.kubernetes_pod, settings.kubernetes_pod_uid)
 
 
-def _told(verb: str, what: str, error: Exception) -> RuntimeFailed:
-    """What the API, or the way to it, said."""
-    reason = getattr(error, "reason", None)
-    status = getattr(error, "status", None)
-    try:
-        message = json.loads(getattr(error, "body", None) or "").get("message")
-    except (ValueError, AttributeError):
-        message = None
-    told = f"{status} {message or reason}" if status else str(message or reason or error)
-    kind = NameTaken if verb == "create" and status == 409 else RuntimeFailed
-    return kind(f"Kubernetes: {verb} {what}: {told}")
-
-
-# A blocking call in a thread of its own, which no other has to wait for, and whose end nothing waits for that has gone on without it.
-
-
-async def in_thread(call: Callable[[], T]) -> T:
-    """What `call` returns, or raises. A caller that is cancelled leaves it running."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def told(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = call()
-        except Exception as error:
-            failure = error
-        # A loop that is closed has nobody left who asks.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(told, result, failure)
-
-    threading.Thread(target=run, name="verbatim-call", daemon=True).start()
-    return await future
-
-
-# What the cluster says of a pod, from its status as the API gives it (JSON).
+# Reading a pod's status
 
 
 _HOPELESS = (
@@ -268,62 +274,62 @@ _HOPELESS = (
     "InvalidImageName",
     "RunContainerError",
 )
-"""Reasons for which a container waits that do not pass on their own. ErrImagePull is tried again, and then is ImagePullBackOff."""
+"""Reasons for waiting that do not resolve on their own. ErrImagePull is retried and then becomes ImagePullBackOff."""
 
 
-def runs(pod: Pod) -> bool:
-    """Whether commands can be started in it."""
-    states = [each.get("state", {}) for each in _status(pod).get("containerStatuses") or ()]
-    return _status(pod).get("phase") == "Running" and bool(states) and all("running" in state for state in states)
+def is_running(pod: Pod) -> bool:
+    states = _find_states(pod)
+    return _get_status(pod).get("phase") == "Running" and bool(states) and all("running" in state for state in states)
 
 
-def ended(pod: Pod) -> str | None:
-    """Why it does not run any more; None while it does, or has not begun to."""
-    status = _status(pod)
-    for each in status.get("containerStatuses") or ():
-        if (gone := each.get("state", {}).get("terminated")) is not None:
-            own = _words(status)
-            return own or _words(gone) or f"its first process ended with exit code {gone.get('exitCode')}"
+def find_end(pod: Pod) -> str | None:
+    """Why the pod ended; None while it runs or has not started."""
+    status = _get_status(pod)
+    for state in _find_states(pod):
+        if (end := state.get("terminated")) is not None:
+            return _join_words(status) or _join_words(end) or f"its first process ended with exit code {end.get('exitCode')}"
     if status.get("phase") in ("Failed", "Succeeded"):
-        return _words(status) or f"it has {status['phase'].lower()}"
+        return _join_words(status) or f"it has {status['phase'].lower()}"
     return None
 
 
-def out_of_memory(pod: Pod) -> bool:
-    """Whether the kernel ended its container for the memory it took."""
-    states = [each.get("state", {}) for each in _status(pod).get("containerStatuses") or ()]
-    return any(state.get("terminated", {}).get("reason") == "OOMKilled" for state in states)
+def is_out_of_memory(pod: Pod) -> bool:
+    return any(state.get("terminated", {}).get("reason") == "OOMKilled" for state in _find_states(pod))
 
 
-def evicted(pod: Pod) -> bool:
-    """Whether the machine it was on took it away, for the disk space it used among others."""
-    return _status(pod).get("reason") == "Evicted"
+def is_evicted(pod: Pod) -> bool:
+    """Whether the kubelet evicted it, for its disk usage among other reasons."""
+    return _get_status(pod).get("reason") == "Evicted"
 
 
-def hopeless(pod: Pod) -> str | None:
-    """Why it will never run, where that is known already."""
-    for each in _status(pod).get("containerStatuses") or ():
-        waiting = each.get("state", {}).get("waiting") or {}
+def find_hopeless(pod: Pod) -> str | None:
+    """Why it will never run, once that is certain."""
+    for state in _find_states(pod):
+        waiting = state.get("waiting") or {}
         if waiting.get("reason") in _HOPELESS:
-            return _words(waiting)
-    return ended(pod)
+            return _join_words(waiting)
+    return find_end(pod)
 
 
-def waits_for(pod: Pod) -> str:
-    """What it waits for, for who has waited long enough."""
-    status = _status(pod)
-    for each in status.get("containerStatuses") or ():
-        if words := _words(each.get("state", {}).get("waiting") or {}):
+def describe_wait(pod: Pod) -> str:
+    """What a pod that does not run yet is waiting for."""
+    for state in _find_states(pod):
+        if words := _join_words(state.get("waiting") or {}):
             return words
-    for each in status.get("conditions") or ():
-        if each.get("status") == "False" and (words := _words(each)):
+    status = _get_status(pod)
+    for condition in status.get("conditions") or ():
+        if condition.get("status") == "False" and (words := _join_words(condition)):
             return words
     return f"it is {status.get('phase', 'unknown')}"
 
 
-def _status(pod: Pod) -> Mapping[str, Any]:
+def _get_status(pod: Pod) -> Mapping[str, Any]:
     return pod.get("status") or {}
 
 
-def _words(said: Mapping[str, Any]) -> str:
-    return ": ".join(word for word in (said.get("reason"), said.get("message")) if word)
+def _find_states(pod: Pod) -> list[Mapping[str, Any]]:
+    return [each.get("state", {}) for each in _get_status(pod).get("containerStatuses") or ()]
+
+
+def _join_words(status: Mapping[str, Any]) -> str:
+    return ": ".join(word for word in (status.get("reason"), status.get("message")) if word)

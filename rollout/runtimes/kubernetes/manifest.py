@@ -1,4 +1,4 @@
-"""The pod that a runtime is, as the Kubernetes API takes it."""
+"""The pod of a runtime as the Kubernetes API takes it, and the shell scripts that run in its container."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.runtimes.command import CannotPass, exports
-from rollout.runtimes.route import named
+from rollout.runtimes.command import CannotPass, check_argv, render_exports
+from rollout.runtimes.route import host_name
 from rollout.task import RuntimeSpec
 
 INSIDE = "/run/verbatim"
-"""A volume of the pod's own that whoever runs in it can write."""
+"""A volume of the pod, writable for every user in it."""
 CONTAINER = "runtime"
 LABEL = "verbatim.runtime"
-"""The runtime's name; by which pods of runtimes are found again."""
+"""Holds the runtime's name; pods of runtimes are found by it."""
 NETWORK_LABEL = "verbatim.network"
-"""proxy or full: by which a NetworkPolicy chooses the pods that it holds."""
+"""proxy or full; NetworkPolicies select pods by it."""
 PROXY_LABEL = "verbatim.proxy"
-"""Which proxy a pod may reach, where the node makes the policy."""
+"""Which proxy the pod may reach, if the node makes the policy."""
 MANAGED = {"app.kubernetes.io/managed-by": "verbatim"}
 _VOLUME = "verbatim"
-_KEPT = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-"""Nobody moves a rollout to another machine to save one: it would have to begin again."""
+_ANNOTATIONS = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+"""The autoscaler must not move a rollout to save a machine: it would have to start over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """To the proxy: its name, or its address, the addresses that stand for it, and its port."""
+class ProxyAddress:
+    """`host` is a name or an address, `addresses` what it resolves to."""
 
     host: str
     addresses: tuple[str, ...]
@@ -45,56 +45,56 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What of a pod does not come from the task's own spec. `way` None: it has the whole network. `user` None: whom the image says.
-    `owner` must be in the same namespace: with it the pod goes when that is gone."""
+class PodSettings:
+    """What does not come from the task's spec. `proxy` None: the pod has the whole network. `user` None: the image's own. `owner` must be
+    in the same namespace; the cluster removes the pod when the owner is gone."""
 
-    way: Way | None
+    proxy: ProxyAddress | None
     owner: Owner | None
     service_account: str | None
     user: int | None
     deadline_seconds: int
 
 
-def labels(spec: RuntimeSpec, name: str) -> dict[str, str]:
+def make_labels(spec: RuntimeSpec, name: str) -> dict[str, str]:
     return {**MANAGED, LABEL: name, NETWORK_LABEL: spec.network}
 
 
-def manifest(spec: RuntimeSpec, name: str, labels: Mapping[str, str], surroundings: Surroundings) -> dict[str, Any]:
-    """Of a pod that lives for `deadline_seconds` at most."""
-    metadata: dict[str, Any] = {"name": name, "labels": dict(labels), "annotations": _KEPT}
-    if (owner := surroundings.owner) is not None:
+def make_manifest(spec: RuntimeSpec, name: str, labels: Mapping[str, str], settings: PodSettings) -> dict[str, Any]:
+    """A pod that lives for at most `deadline_seconds`."""
+    metadata: dict[str, Any] = {"name": name, "labels": dict(labels), "annotations": _ANNOTATIONS}
+    if (owner := settings.owner) is not None:
         metadata["ownerReferences"] = [{"apiVersion": "v1", "kind": "Pod", "name": owner.name, "uid": owner.uid}]
-    whole: dict[str, Any] = {
+    pod: dict[str, Any] = {
         "restartPolicy": "Never",
-        "activeDeadlineSeconds": surroundings.deadline_seconds,
+        "activeDeadlineSeconds": settings.deadline_seconds,
         "terminationGracePeriodSeconds": 1,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": _pod_security(surroundings.user),
-        "containers": [_container(spec, surroundings.user)],
+        "securityContext": _make_pod_security(settings.user),
+        "containers": [_make_container(spec, settings.user)],
         "volumes": [{"name": _VOLUME, "emptyDir": {}}],
-        **(_names(surroundings.way) if surroundings.way is not None else {}),
+        **(_make_dns(settings.proxy) if settings.proxy is not None else {}),
     }
-    if surroundings.service_account is not None:
-        whole["serviceAccountName"] = surroundings.service_account
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": whole}
+    if settings.service_account is not None:
+        pod["serviceAccountName"] = settings.service_account
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
 
 
-def _names(way: Way) -> dict[str, Any]:
-    """The proxy's name is known without any name service: with one, a pod could tell the world what it likes."""
-    known: dict[str, Any] = {"dnsPolicy": "None", "dnsConfig": {"nameservers": ["127.0.0.1"]}}
-    if named(way.host) is not None:
-        known["hostAliases"] = [{"ip": address, "hostnames": [way.host]} for address in way.addresses]
-    return known
+def _make_dns(proxy: ProxyAddress) -> dict[str, Any]:
+    """The pod knows the proxy's name and has no name service, through which it could send data anywhere."""
+    dns: dict[str, Any] = {"dnsPolicy": "None", "dnsConfig": {"nameservers": ["127.0.0.1"]}}
+    if host_name(proxy.host) is not None:
+        dns["hostAliases"] = [{"ip": address, "hostnames": [proxy.host]} for address in proxy.addresses]
+    return dns
 
 
-def _container(spec: RuntimeSpec, user: int | None) -> dict[str, Any]:
-    # What is asked for is what is given: a rollout is as fast on a full machine as on an empty one.
+def _make_container(spec: RuntimeSpec, user: int | None) -> dict[str, Any]:
+    # Requests equal limits, so a rollout is as fast on a full machine as on an empty one.
     amounts = {"cpu": f"{max(1, round(spec.cpus * 1000))}m", "memory": f"{spec.memory_mb}Mi"}
     if spec.disk_mb is not None:
         amounts["ephemeral-storage"] = f"{spec.disk_mb}Mi"
-    # A user that is not root has no use for capabilities; root in an image needs the usual ones to install anything.
+    # A user other than root needs no capabilities; root in an image needs the usual ones to install anything.
     dropped = ["ALL"] if user else ["NET_RAW"]
     return {
         "name": CONTAINER,
@@ -107,37 +107,48 @@ def _container(spec: RuntimeSpec, user: int | None) -> dict[str, Any]:
     }
 
 
-def _pod_security(user: int | None) -> dict[str, Any]:
+def _make_pod_security(user: int | None) -> dict[str, Any]:
     security: dict[str, Any] = {"seccompProfile": {"type": "RuntimeDefault"}}
     if user is not None:
         security |= {"runAsNonRoot": user != 0, "runAsUser": user, "runAsGroup": user, "fsGroup": user}
     return security
 
 
-# What runs in a pod's container beside the commands themselves: shell scripts, of what every image has with a shell and coreutils or
-# busybox.
+# The scripts use what every image with a shell has: coreutils or busybox.
 #
-# A command comes in as bytes on stdin, of which the first are a script that sets the variables and becomes the command, and the rest the
-# command's stdin: so neither stands in the address of the request, in logs of it, or in a list of processes. How many bytes there are is
-# told before: the end of a stream need not be passed on, as version 4 of the exec protocol cannot. The shell that takes them stays the
-# command's parent, ends what it leaves running and ends with its exit code.
+# A command arrives on stdin: first a script that sets the variables and becomes the command, then the command's stdin. So neither shows in
+# the request's address, in its logs or in a list of processes. Their sizes are announced first, because version 4 of the exec protocol
+# cannot signal the end of a stream. The shell that reads them stays the command's parent, ends what the command leaves running, and exits
+# with its exit code.
 #
-# In the folder `inside` a command has `ID.in` until it starts, `ID.pid` (that shell's) while it runs, and `ID.dead` once it is to end.
+# The folder `inside` holds for each command ID.in until it starts, ID.pid (the pid of that shell) while it runs, and ID.dead once it is to
+# be killed.
 
 
 MARK = "VERBATIM_EXEC"
-"""A variable of every command: which one it is, to tell the processes of several apart."""
+"""A variable that names the command that a process belongs to."""
 ENDED = b"\x04"
-"""The last byte of stdout, after one that says that the command was started: what comes without them comes from no command, or from one
-that somebody ended with its shell."""
+"""The last byte of stdout, after a first one that says that the command started. Output without both comes from no command, or from one
+whose shell was killed."""
 _WORD_BYTES = 1 << 17
-"""What Linux takes as one argument or variable, with the null byte at its end."""
+"""Linux's limit for one argument or variable, including its null byte."""
 
 FIRST = """
 trap 'exit 0' TERM
 while :; do sleep 3600 & echo $! > "$0/first"; wait $!; done
 """
 """The container's first process; $0 is the folder."""
+
+
+def make_script(workdir: str, argv: Sequence[str], env: Mapping[str, str]) -> bytes:
+    """Shell lines that set the variables and become the command. Raises `CannotPass`."""
+    check_argv(argv)
+    lines = [*render_exports(env), f"cd {shlex.quote(workdir)} || exit 126", f"exec {shlex.join(argv)}"]
+    for word in (*argv, *(f"{name}={value}" for name, value in env.items())):
+        if len(os.fsencode(word)) >= _WORD_BYTES:
+            raise CannotPass(f"the command cannot be passed on: {word[:40]!r}... is too long for an argument or a variable")
+    return os.fsencode("\n".join(lines))
+
 
 _LEFT = r"""
 environment() {
@@ -198,9 +209,9 @@ end() {
     done
 }
 """
-"""`left` lists what the command `id` started and still runs, by parents and by its mark, without its own shell; with it what has lost
-both, when no other command runs. A process that is just becoming another program has neither variables nor arguments to be seen: with
-`unsure` one is told of whose mark is not known yet. `end` kills until nothing is left."""
+"""`left` lists the running processes that the command `id` started, by parent and by mark, without the command's own shell; if no other
+command runs, processes that lost both count too. A process in the middle of an exec shows neither variables nor arguments: `unsure` says
+that there is one whose mark is not known yet. `end` kills until nothing is left."""
 
 RUN = (
     _LEFT
@@ -224,7 +235,7 @@ printf '\004'
 exit $code
 """
 )
-"""Arguments: the folder, the command's id, how many bytes its script has, and how many come in all."""
+"""Arguments: the folder, the command's id, the bytes of its script, and all bytes of stdin."""
 
 KILL = (
     _LEFT
@@ -246,16 +257,5 @@ usable "$workdir" || { [ -z "$1" ] && workdir=$0/workspace; }
 usable "$home" && usable "$workdir" || { echo "the image's user $(id -u) cannot write $workdir" >&2; exit 1; }
 printf '%s\n%s\n' "$home" "$workdir"
 """
-"""Prints the home and the workdir, which are there then. Arguments: the folder, the workdir that is asked for or nothing, and the usual
-one, in place of which a user that may not make it gets one in the folder."""
-
-
-def script(place: str, argv: Sequence[str], env: Mapping[str, str]) -> bytes:
-    """What sets the variables and becomes the command, in the folder `place`. Raises `CannotPass`."""
-    if not argv or any("\0" in word for word in argv):
-        raise CannotPass("the command is empty or holds a null byte")
-    lines = [*exports(env), f"cd {shlex.quote(place)} || exit 126", f"exec {shlex.join(argv)}"]
-    for word in (*argv, *(f"{name}={value}" for name, value in env.items())):
-        if len(os.fsencode(word)) >= _WORD_BYTES:
-            raise CannotPass(f"the command cannot be passed on: {word[:40]!r}... is too long for an argument or a variable")
-    return os.fsencode("\n".join(lines))
+"""Makes and prints the home and the workdir. Arguments: the folder, the requested workdir or nothing, and the default one; a user who may
+not create the default gets one in the folder."""

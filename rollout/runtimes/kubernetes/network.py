@@ -1,8 +1,8 @@
-"""What keeps pods from everything but the proxy: a NetworkPolicy, which the node makes, or which is there.
+"""Network isolation of pods: a NetworkPolicy, made by the node or already present, that lets them reach the proxy alone.
 
-A policy that is made holds for all pods that are to reach the same proxy: one that came with each pod might be carried out only after the
-pod began. Its name says what it allows, so that any number of nodes make the same one, and it stays. Whether the cluster's network carries
-policies out cannot be seen.
+A policy covers all pods with the same proxy: one made together with each pod might take effect only after the pod has begun. Its name is a
+hash of what it allows, so any number of nodes make the same one, and it is never removed. Whether the cluster's network enforces policies
+cannot be detected.
 """
 
 from __future__ import annotations
@@ -17,78 +17,78 @@ from typing import Any
 
 from rollout.runtimes.base import Route, RuntimeFailed
 from rollout.runtimes.kubernetes.cluster import Cluster
-from rollout.runtimes.kubernetes.manifest import MANAGED, NETWORK_LABEL, PROXY_LABEL, Way
+from rollout.runtimes.kubernetes.manifest import MANAGED, NETWORK_LABEL, PROXY_LABEL, ProxyAddress
 from rollout.runtimes.settings import RuntimeSettings
 
 MODES = ("made", "given", "elsewhere")
-_EXAMPLE = Way("", ("192.0.2.1",), 80)
+_EXAMPLE = ProxyAddress("", ("192.0.2.1",), 80)
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """How the pods of one node are kept from the network."""
+class Isolation:
+    """How the settings of a node isolate its pods."""
 
     cluster: Cluster
     settings: RuntimeSettings
 
-    async def missing(self) -> None:
-        """Raises `RuntimeFailed` for what would keep every pod from being held."""
+    async def check(self) -> None:
+        """Raises `RuntimeFailed` for what would keep every pod from being isolated."""
         mode = self.settings.kubernetes_network_policy
         if mode not in MODES:
             raise RuntimeFailed(f"VERBATIM_KUBERNETES_NETWORK_POLICY cannot be {mode!r}: choose one of {', '.join(MODES)}")
         if mode == "made":
-            await self.cluster.allowed_to_make(policy(_EXAMPLE, self.settings))
+            await self.cluster.ensure_policy(make_policy(_EXAMPLE, self.settings), dry_run="All")
         if mode == "given":
-            await self._found({NETWORK_LABEL: "proxy"})
+            await self._check_given({NETWORK_LABEL: "proxy"})
 
-    async def ensured(self, way: Way, labels: Mapping[str, str]) -> dict[str, str]:
-        """What a pod with those labels has for further ones; when it is made, it is held. Raises `RuntimeFailed`."""
+    async def ensure(self, proxy: ProxyAddress, labels: Mapping[str, str]) -> dict[str, str]:
+        """Further labels for a pod with these: with both it is isolated from its first moment. Raises `RuntimeFailed`."""
         mode = self.settings.kubernetes_network_policy
         if mode == "made":
-            made = policy(way, self.settings)
-            await self.cluster.policy_made(made)
-            return {PROXY_LABEL: made["metadata"]["labels"][PROXY_LABEL]}
+            policy = make_policy(proxy, self.settings)
+            await self.cluster.ensure_policy(policy)
+            return {PROXY_LABEL: policy["metadata"]["labels"][PROXY_LABEL]}
         if mode == "given":
-            await self._found(labels)
+            await self._check_given(labels)
         return {}
 
-    async def _found(self, labels: Mapping[str, str]) -> None:
-        if not held(labels, await self.cluster.policies()):
+    async def _check_given(self, labels: Mapping[str, str]) -> None:
+        if not is_isolated(labels, await self.cluster.list_policies()):
             raise RuntimeFailed(
-                f"no NetworkPolicy for egress in the namespace {self.cluster.namespace} chooses pods with the label "
+                f"no NetworkPolicy for egress in the namespace {self.cluster.namespace} selects pods with the label "
                 f"{NETWORK_LABEL}=proxy: nothing would keep them from the network"
             )
 
 
-async def way(route: Route) -> Way:
-    """To the proxy. Raises `RuntimeFailed` when its name is not known here, or its address is this machine's own for itself."""
+async def resolve_proxy(route: Route) -> ProxyAddress:
+    """Raises `RuntimeFailed` if the proxy's name does not resolve here, or only to a loopback address."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(route.host, route.port, type=1)
     except OSError as error:
-        raise RuntimeFailed(f"the proxy's address is not known: {route.host}: {error}") from error
+        raise RuntimeFailed(f"the proxy's name does not resolve: {route.host}: {error}") from error
     addresses = tuple(sorted({str(each[4][0]) for each in found}))
     if any(ipaddress.ip_address(each).is_loopback for each in addresses):
-        raise RuntimeFailed(f"{route.host} is the proxy's address on the node only: give the node one that pods reach it at")
-    return Way(route.host, addresses, route.port)
+        raise RuntimeFailed(f"{route.host} reaches the proxy on the node only: give the node an address that pods can reach")
+    return ProxyAddress(route.host, addresses, route.port)
 
 
-def policy(way: Way, settings: RuntimeSettings) -> dict[str, Any]:
-    """A NetworkPolicy that lets pods out to the proxy alone, and nobody in. Where the proxy is a Service, most networks look at what it
-    stands for: the pods of the settings, on whatever port they listen."""
-    blocks = [{"ipBlock": {"cidr": str(ipaddress.ip_network(each))}} for each in way.addresses]
-    egress: list[dict[str, Any]] = [{"to": blocks, "ports": [{"protocol": "TCP", "port": way.port}]}]
+def make_policy(proxy: ProxyAddress, settings: RuntimeSettings) -> dict[str, Any]:
+    """A NetworkPolicy that lets pods out to the proxy alone, and nobody in. For a proxy behind a Service most networks match the pods it
+    stands for, which the settings name, on any port."""
+    blocks = [{"ipBlock": {"cidr": str(ipaddress.ip_network(each))}} for each in proxy.addresses]
+    egress: list[dict[str, Any]] = [{"to": blocks, "ports": [{"protocol": "TCP", "port": proxy.port}]}]
     if settings.kubernetes_proxy_pods:
         peer: dict[str, Any] = {"podSelector": {"matchLabels": dict(settings.kubernetes_proxy_pods)}}
         if settings.kubernetes_proxy_namespace is not None:
             peer["namespaceSelector"] = {"matchLabels": {"kubernetes.io/metadata.name": settings.kubernetes_proxy_namespace}}
         egress.append({"to": [peer]})
-    which = hashlib.sha256(json.dumps(egress, sort_keys=True).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(egress, sort_keys=True).encode()).hexdigest()[:16]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": {"name": f"verbatim-{which}", "labels": {**MANAGED, PROXY_LABEL: which}},
+        "metadata": {"name": f"verbatim-{digest}", "labels": {**MANAGED, PROXY_LABEL: digest}},
         "spec": {
-            "podSelector": {"matchLabels": {NETWORK_LABEL: "proxy", PROXY_LABEL: which}},
+            "podSelector": {"matchLabels": {NETWORK_LABEL: "proxy", PROXY_LABEL: digest}},
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [],
             "egress": egress,
@@ -96,26 +96,25 @@ def policy(way: Way, settings: RuntimeSettings) -> dict[str, Any]:
     }
 
 
-def held(labels: Mapping[str, str], policies: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether one of the policies keeps pods with those labels from what it does not allow."""
+def is_isolated(labels: Mapping[str, str], policies: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether one of the policies restricts the egress of pods with these labels."""
     specs = (policy.get("spec") or {} for policy in policies)
-    return any(_about_egress(spec) and _chosen(labels, spec.get("podSelector") or {}) for spec in specs)
+    return any(_restricts_egress(spec) and _selects(spec.get("podSelector") or {}, labels) for spec in specs)
 
 
-def _about_egress(spec: Mapping[str, Any]) -> bool:
-    """Without types named, a policy is about egress when it has rules for it."""
+def _restricts_egress(spec: Mapping[str, Any]) -> bool:
+    """Without `policyTypes`, a policy restricts egress if it has rules for it."""
     types = spec.get("policyTypes")
     return "Egress" in types if types else bool(spec.get("egress"))
 
 
-def _chosen(labels: Mapping[str, str], selector: Mapping[str, Any]) -> bool:
-    wanted = selector.get("matchLabels") or {}
-    if any(labels.get(name) != value for name, value in wanted.items()):
+def _selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    if any(labels.get(name) != value for name, value in (selector.get("matchLabels") or {}).items()):
         return False
-    return all(_fulfilled(labels, each) for each in selector.get("matchExpressions") or ())
+    return all(_matches(each, labels) for each in selector.get("matchExpressions") or ())
 
 
-def _fulfilled(labels: Mapping[str, str], expression: Mapping[str, Any]) -> bool:
+def _matches(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     value, values = labels.get(expression["key"]), expression.get("values") or ()
     match expression["operator"]:
         case "In":

@@ -1,9 +1,9 @@
-"""Runs one command and leaves nothing of it: `python supervisor.py HOLD_FD ARGV...`. A program of its own, of the standard library only.
+"""Runs one command and leaves nothing of it: `python supervisor.py HOLD_FD ARGV...`. A standalone program, standard library only.
 
-It is the reaper of everything the command starts, so that what detaches itself still ends with the command: when that has ended, when
-the supervisor is told to stop (SIGTERM: the command is told, and has the grace time that its caller gives it), and when the caller is
-gone. The command starts once HOLD_FD is closed by the caller, who may put limits on this process before. The exit code is the
-command's, 128 + number where a signal ended it.
+It is the subreaper of everything the command starts, so that even a process that detaches itself ends with the command: when the command
+has ended, when the supervisor gets SIGTERM (which it passes on to the command; the caller decides the grace time), and when the caller is
+gone. The command starts once the caller writes to or closes HOLD_FD, after putting limits on this process. The exit code is the command's,
+or 128 + the number of the signal that ended it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from contextlib import suppress
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MARK = "VERBATIM_RUNTIME"
-"""In the supervisor's own environment: the name of the runtime, by which it is found."""
+"""A variable of the supervisor itself: the name of the runtime, by which a sweep finds it."""
 BELL = signal.SIGUSR1
-"""Sent by the system when the caller is gone."""
+"""The kernel sends it when the caller is gone."""
 
 
-def below(root: int) -> list[int]:
-    """Every process below `root`."""
+def find_descendants(root: int) -> list[int]:
     parents = {}
     for name in os.listdir("/proc"):
         with suppress(OSError, ValueError):
@@ -38,13 +37,13 @@ def below(root: int) -> list[int]:
 
 
 def send(number: int) -> None:
-    for pid in below(os.getpid()):
+    for pid in find_descendants(os.getpid()):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def end_all() -> None:
-    """Kills until nothing is left: what forks while it is looked for is found the next time."""
+    """Kills until nothing is left: a process that forks during one pass is found in the next."""
     while True:
         send(signal.SIGKILL)
         try:
@@ -53,8 +52,8 @@ def end_all() -> None:
             return
 
 
-def waited(child: int) -> int:
-    """The exit code of `child`; others that end meanwhile are reaped."""
+def wait_for(child: int) -> int:
+    """The exit code of `child`; reaps others that end meanwhile."""
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == child:
@@ -62,7 +61,7 @@ def waited(child: int) -> int:
             return code if code >= 0 else 128 - code
 
 
-def abandoned(*_: object) -> None:
+def exit_abandoned(*_: object) -> None:
     end_all()
     os._exit(137)
 
@@ -70,7 +69,7 @@ def abandoned(*_: object) -> None:
 def main() -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     caller = os.getppid()
-    signal.signal(BELL, abandoned)
+    signal.signal(BELL, exit_abandoned)
     signal.signal(signal.SIGTERM, lambda *_: send(signal.SIGTERM))
     libc.prctl(PR_SET_PDEATHSIG, BELL, 0, 0, 0)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -85,7 +84,7 @@ def main() -> int:
         signal.signal(BELL, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.execv(sys.argv[2], sys.argv[2:])
-    code = waited(child)
+    code = wait_for(child)
     end_all()
     return code
 

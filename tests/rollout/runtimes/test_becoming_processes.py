@@ -75,7 +75,7 @@ def test_variables_are_read_again_of_a_process_that_shows_none_yet(tmp_path: Pat
     monkeypatch.setattr(processes, "_PROC", tmp_path)
     folder = shown(tmp_path, 77, b"", b"")
     monkeypatch.setattr(time, "sleep", lambda seconds: become(folder, MARKED))
-    assert processes.started_with(manifest.MARK.encode(), ID.encode(), [77]) == [77]
+    assert processes.find_by_variable(manifest.MARK.encode(), ID.encode(), [77]) == [77]
 
 
 def test_many_that_show_nothing_at_all_are_waited_for_no_longer_than_one(
@@ -89,7 +89,7 @@ def test_many_that_show_nothing_at_all_are_waited_for_no_longer_than_one(
     for pid in range(10, 20):
         shown(tmp_path, pid, b"", b"")
     shown(tmp_path, 20, MARKED, b"sleep\x00600\x00")
-    assert processes.started_with(manifest.MARK.encode(), ID.encode(), range(10, 21)) == [20]
+    assert processes.find_by_variable(manifest.MARK.encode(), ID.encode(), range(10, 21)) == [20]
     assert 0.2 < sum(slept) < 0.4
 
 
@@ -97,4 +97,4 @@ def test_a_thread_of_the_kernel_has_no_variables_and_is_not_waited_for(tmp_path:
     monkeypatch.setattr(processes, "_PROC", tmp_path)
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waited"))
     shown(tmp_path, 2, b"", b"").joinpath("exe").unlink()
-    assert processes.started_with(manifest.MARK.encode(), ID.encode(), [2]) == []
+    assert processes.find_by_variable(manifest.MARK.encode(), ID.encode(), [2]) == []

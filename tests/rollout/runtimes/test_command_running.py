@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollout.runtimes import processes
-from rollout.runtimes.command import Limits, finished, started
+from rollout.runtimes.command import Limits, finish_process, start_process
 from rollout.runtimes.local.resources import Resources
 from rollout.runtimes.processes import ContainerProcesses
 from rollout.task import RuntimeSpec
@@ -21,14 +21,14 @@ from tests.support.runtimes.runtime_places import SECONDS, shell, unconfined
 
 async def test_a_great_input_goes_to_a_command_piece_by_piece() -> None:
     """Handed over at once it is copied at once, and nothing else of the node goes on meanwhile."""
-    async with started(["sleep", "600"], env=os.environ) as process:
+    async with start_process(["sleep", "600"], env=os.environ) as process:
         assert process.stdin is not None
         running = asyncio.ensure_future(
-            finished(
+            finish_process(
                 process,
                 bytes(64 << 20),
                 Limits(SECONDS, grace_seconds=0.1),
-                lambda number: processes.send([process.pid], number),
+                lambda number: processes.send_signal([process.pid], number),
             )
         )
         async with asyncio.timeout(SECONDS):
@@ -55,19 +55,19 @@ async def test_a_command_that_is_cancelled_while_it_is_being_started_is_ended_as
 
     async def run() -> None:
         line = f"(setsid sh -c 'echo $$ > {detached}; exec sleep 600' &); exec sleep 600"
-        async with started(["sh", "-c", line], env=os.environ) as process:
+        async with start_process(["sh", "-c", line], env=os.environ) as process:
 
             def send(number: int) -> None:
                 sent.append(number)
-                processes.send([process.pid, int(detached.read_text())], number)
+                processes.send_signal([process.pid, int(detached.read_text())], number)
 
-            await finished(process, b"", Limits(SECONDS, grace_seconds=0.1), send)
+            await finish_process(process, b"", Limits(SECONDS, grace_seconds=0.1), send)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start_slowly)
     running = asyncio.ensure_future(run())
     await asyncio.wait({running}, timeout=SECONDS)
     if not running.done():
-        processes.send([int(detached.read_text())])
+        processes.send_signal([int(detached.read_text())])
         await asyncio.wait({running})
     assert sent[:1] == [signal.SIGTERM] and sent[-1] == signal.SIGKILL
     assert running.cancelled()
@@ -81,7 +81,7 @@ async def test_memory_is_looked_at_while_the_node_goes_on() -> None:
         looked.append(threading.current_thread())
         return [os.getpid()]
 
-    await Resources(RuntimeSpec(memory_mb=1), "t", []).watched(pids, lambda: killed.append(threading.current_thread()))
+    await Resources(RuntimeSpec(memory_mb=1), "t", []).watch(pids, lambda: killed.append(threading.current_thread()))
     assert killed == [threading.main_thread()]
     assert threading.main_thread() not in looked
 
@@ -99,7 +99,7 @@ async def test_a_command_that_stops_or_kills_its_supervisor_is_ended_all_the_sam
                 break
         # Without its supervisor it is over.
         assert (done.timed_out, done.exit_code) == ((True, 143) if sent == "STOP" else (False, 137))
-        assert processes.parent(int(told)) is None
+        assert processes.find_parent(int(told)) is None
 
 
 async def test_a_daemon_that_holds_the_output_of_a_command_without_supervisor_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ async def test_a_daemon_that_holds_the_output_of_a_command_without_supervisor_ke
             done = await shell(runtime, f"{daemon} until [ -s pid ]; do sleep 0.1; done; kill -KILL $PPID")
             assert (done.timed_out, done.exit_code) == (False, 137)
             pid = int((await shell(runtime, "cat pid")).stdout)
-        assert processes.parent(pid) is None
+        assert processes.find_parent(pid) is None
 
 
 async def test_what_is_killed_in_a_container_again_and_again_keeps_the_node_from_nothing(
@@ -125,7 +125,7 @@ async def test_what_is_killed_in_a_container_again_and_again_keeps_the_node_from
         looks.append(len(looks))
         return [2**22 + 1] if len(looks) < 4 else []
 
-    monkeypatch.setattr(within, "_started_by", started_by)
+    monkeypatch.setattr(within, "_find_started", started_by)
     within.kill("c")
     assert looks == [0]
     async with asyncio.timeout(SECONDS):

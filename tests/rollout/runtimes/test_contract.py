@@ -219,7 +219,7 @@ def command_line(pid: int) -> bytes:
 
 def running_with(word: str) -> list[int]:
     """Processes of the machine that were started with that argument."""
-    return [pid for pid in processes.running() if word.encode() in command_line(pid).split(b"\0") and runs(pid)]
+    return [pid for pid in processes.list_pids() if word.encode() in command_line(pid).split(b"\0") and runs(pid)]
 
 
 def detached(word: str) -> bool:
@@ -290,7 +290,7 @@ async def test_a_command_that_is_not_there_or_cannot_be_started_has_the_exit_cod
 async def test_a_variable_that_no_shell_can_set_keeps_a_command_from_being_started(runtime: Runtime) -> None:
     done = await shell(runtime, "echo ran", env={"a-b": "c"})
     assert (done.exit_code, done.stdout) == (126, b"")
-    assert b"'a-b' is no name of a variable that a shell can set" in done.stderr
+    assert b"'a-b' is not a variable name that a shell can set" in done.stderr
 
 
 async def test_variables_reach_the_command_whole_and_those_of_the_node_do_not(
@@ -325,7 +325,7 @@ async def test_a_variable_is_not_to_be_seen_by_other_users_of_the_machine(runtim
     logs = Logs(tmp_path / "out", tmp_path / "err")
     running = asyncio.ensure_future(shell(runtime, "echo $SECRET; sleep 600", env={"SECRET": "the-secret-value"}, logs=logs))
     await until(lambda: logs.stdout.exists() and bool(logs.stdout.read_bytes()), "the command has started")
-    assert not [pid for pid in processes.running() if b"the-secret-value" in command_line(pid)]
+    assert not [pid for pid in processes.list_pids() if b"the-secret-value" in command_line(pid)]
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -359,7 +359,7 @@ async def test_what_is_downloaded_unpacks_elsewhere_as_it_was(runtime: Runtime, 
 async def test_a_download_of_nothing_is_an_archive_of_nothing_and_one_too_great_is_refused(runtime: Runtime) -> None:
     assert texts(await (await emptied(runtime)).download(["nothing"], bound_bytes=1 << 20)) == {}
     await out(runtime, "head -c 1000000 /dev/urandom > great")
-    with pytest.raises(RuntimeFailed, match="greater than 100000 bytes"):
+    with pytest.raises(RuntimeFailed, match="exceeds 100000 bytes"):
         await runtime.download(["great"], bound_bytes=100_000)
     assert await out(runtime, "ls") == "great\n"
 
@@ -490,7 +490,7 @@ async def test_a_command_that_takes_too_much_memory_ends_with_137(runtime: Runti
 
 @closed
 async def test_the_proxy_is_reached_and_nothing_else(runtime: Runtime, proxy: Route) -> None:
-    url = runtime.base_url(f"http://{proxy.host}:{proxy.port}/s/x/v1?a=b")
+    url = runtime.map_url(f"http://{proxy.host}:{proxy.port}/s/x/v1?a=b")
     assert url.endswith("/s/x/v1?a=b")
     inside = urlsplit(url).netloc
     async with answering(b"outside") as beside:
@@ -511,7 +511,7 @@ async def test_a_step_may_have_the_whole_network(place: Place, runtime: Runtime)
 
 async def test_with_the_whole_network_the_proxy_is_reached_and_what_is_outside(place: Place, proxy: Route) -> None:
     async with place.started(proxy, network="full") as whole, answering(b"outside", host="0.0.0.0") as beside:
-        inside = urlsplit(whole.base_url(f"http://{proxy.host}:{proxy.port}/")).netloc
+        inside = urlsplit(whole.map_url(f"http://{proxy.host}:{proxy.port}/")).netloc
         asked = (inside, "/", f"{await node_seen_from(place, whole)}:{beside.port}", "/")
         assert (await python(whole, FETCH, *asked)).stdout == ANSWER + b"\noutside\n"
 
@@ -528,13 +528,13 @@ async def node_seen_from(place: Place, runtime: Runtime) -> str:
 @closed
 async def test_a_proxy_with_tls_keeps_its_name(place: Place, other: Runtime) -> None:
     """Its certificate is for that name."""
-    url = other.base_url(f"https://{NAMED.host}/s/x")
+    url = other.map_url(f"https://{NAMED.host}/s/x")
     assert url.startswith(f"https://{NAMED.host}:")
     program = f"import socket; print(socket.gethostbyname('{NAMED.host}'))"
     assert (await python(other, program)).stdout == b"127.0.0.1\n"
     by_address = place.runtime(Route("192.0.2.1", 443))
     with pytest.raises(RuntimeFailed, match="host name"):
-        by_address.base_url("https://192.0.2.1/")
+        by_address.map_url("https://192.0.2.1/")
 
 
 @closed
@@ -545,7 +545,7 @@ async def test_many_connections_reach_the_proxy_at_once(runtime: Runtime, proxy:
         "threads = [threading.Thread(target=exec, args=(fetch, {})) for _ in range(40)]\n"
         "[t.start() for t in threads]; [t.join() for t in threads]; sys.__stdout__.write(str(told.getvalue().count('y')))"
     )
-    url = runtime.base_url(f"http://{proxy.host}:{proxy.port}/")
+    url = runtime.map_url(f"http://{proxy.host}:{proxy.port}/")
     done = await python(runtime, program, FETCH, urlsplit(url).netloc, "/great")
     assert done.stdout == b"%d" % (40 * len(GREAT))
 
@@ -635,4 +635,4 @@ async def test_a_spec_that_cannot_be_is_refused(place: Place, changes: dict[str,
 async def test_this_machine_has_what_it_takes_and_the_spec_of_the_contract_is_taken(place: Place) -> None:
     """Where `place` could be had."""
     place.kind.check(place.spec)
-    assert await place.kind.missing() is None
+    assert await place.kind.probe() is None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.runtimes.installs import deleted
+from rollout.runtimes.installs import delete_folder
 
 
 def test_everything_goes_and_what_links_lead_to_stays(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_everything_goes_and_what_links_lead_to_stays(tmp_path: Path) -> None:
     os.mkfifo(folder / "a" / "pipe")
     (folder / "a" / "b" / "shut").chmod(0)
     (folder / "a" / "b").chmod(0o500)
-    deleted(folder)
+    delete_folder(folder)
     assert not folder.exists()
     assert [each.name for each in outside.iterdir()] == ["kept"] and outside.stat().st_mode & 0o777 == 0o711
 
@@ -31,8 +31,8 @@ def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     (outside / "kept").mkdir(parents=True)
     (tmp_path / "runtime").symlink_to(outside)
-    deleted(tmp_path / "runtime")
-    deleted(tmp_path / "nowhere")
+    delete_folder(tmp_path / "runtime")
+    delete_folder(tmp_path / "nowhere")
     assert (outside / "kept").is_dir()
 
 
@@ -50,5 +50,5 @@ def test_what_cannot_be_removed_stays_and_the_rest_goes(tmp_path: Path, monkeypa
         unlink(name, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "unlink", refused)
-    deleted(folder)
+    delete_folder(folder)
     assert [each.name for each in folder.rglob("*") if each.is_file()] == ["two"]

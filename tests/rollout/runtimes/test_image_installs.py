@@ -33,7 +33,7 @@ class Engine:
         self.pulled.append(image)
         self.images[image] = "sha256:far"
 
-    async def told(self, *words: str, seconds: float = 60.0) -> str:
+    async def call(self, *words: str, seconds: float = 60.0) -> str:
         match words:
             case ("image", "inspect", "--format", "{{.Id}}", image):
                 return self.images[image]
@@ -62,9 +62,9 @@ class Place:
         self.made.append((spec, name))
         return PlainRuntime(self.folder / name)
 
-    async def installed(self, install: Install, name: str, spec: RuntimeSpec = SPEC) -> Installed:
+    async def install(self, install: Install, name: str, spec: RuntimeSpec = SPEC) -> Installed:
         logs = Logs(self.folder / "install.out", self.folder / "install.err")
-        return await self.installs.installed(self.engine, spec, install, name, ROUTE, logs)
+        return await self.installs.install(self.engine, spec, install, name, ROUTE, logs)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def install(tmp_path: Path) -> Install:
 
 
 async def test_a_layer_is_made_once_per_image_and_lines(place: Place, install: Install) -> None:
-    specs = [made.spec for made in await asyncio.gather(*(place.installed(install, f"c-{number}") for number in range(3)))]
+    specs = [made.spec for made in await asyncio.gather(*(place.install(install, f"c-{number}") for number in range(3)))]
     ((container, layer),) = place.engine.commits
     assert layer.startswith(f"{REPOSITORY}:") and specs == [replace(SPEC, image=layer)] * 3
     ((made, name),) = place.made
@@ -88,19 +88,19 @@ async def test_a_layer_is_made_once_per_image_and_lines(place: Place, install: I
 
 
 async def test_an_image_of_another_content_gets_another_layer(place: Place, install: Install) -> None:
-    await place.installed(install, "c-1")
+    await place.install(install, "c-1")
     (place.folder / "bin" / "agent-x").unlink()
     (place.folder / "bin").rmdir()
     place.engine.images["judge"] = "sha256:2"
-    await place.installed(install, "c-2")
+    await place.install(install, "c-2")
     assert len({layer for _, layer in place.engine.commits}) == 2
 
 
 async def test_an_image_that_is_far_is_fetched_first(place: Place, install: Install) -> None:
-    await place.installed(install, "c-1", replace(SPEC, image="far"))
+    await place.install(install, "c-1", replace(SPEC, image="far"))
     assert place.engine.pulled == ["far"] and len(place.engine.commits) == 1
     with pytest.raises(RuntimeFailed, match="there is no image nowhere"):
-        await place.installed(install, "c-2", replace(SPEC, image="nowhere"))
+        await place.install(install, "c-2", replace(SPEC, image="nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ async def test_an_image_that_is_far_is_fetched_first(place: Place, install: Inst
     [
         (Install("sh", ("exit 1",)), ""),
         (Install("agent-x", ("exit 3",)), "exit code 3"),
-        (Install("agent-x", ("true",)), "no 'agent-x' where it was to be"),
+        (Install("agent-x", ("true",)), "'agent-x' does not exist after its installation"),
     ],
     ids=str,
 )
@@ -116,7 +116,7 @@ async def test_what_is_there_anyway_or_fails_leaves_the_spec_as_it_is_and_why_is
     place: Place, install: Install, failure: str
 ) -> None:
     for name in ("c-1", "c-2"):
-        made = await place.installed(install, name)
+        made = await place.install(install, name)
         assert made.spec == SPEC and failure in made.failure and bool(failure) is bool(made.failure)
     assert place.engine.commits == [] and len(place.made) == 1
 
@@ -130,8 +130,8 @@ async def test_the_layers_that_were_unused_for_longest_are_removed_but_none_in_u
             for age, layer in enumerate(layers):
                 os.utime(place.folder / "layers" / layer.rpartition(":")[2], (1000.0 + age, 1000.0 + age))
             place.engine.in_use.add(layers[1])
-            await place.installed(Install(str(place.folder / "agent-0"), (f"ln -s /bin/true {place.folder}/agent-0",)), "c")
-        made = await place.installed(Install(str(command), (f"ln -s /bin/true {command}",)), f"c-{number}")
+            await place.install(Install(str(place.folder / "agent-0"), (f"ln -s /bin/true {place.folder}/agent-0",)), "c")
+        made = await place.install(Install(str(command), (f"ln -s /bin/true {command}",)), f"c-{number}")
         layers.append(made.spec.image or "")
     there = [layer in place.engine.images for layer in layers]
     assert there == [True, True, False, True]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rollout.runtimes.route import PORT, listening
+from rollout.runtimes.route import PORT, open_listener
 from tests.support.machine import unavailable
 
 # What a sandbox does in a network namespace of its own once told to, as bubblewrap does it: an address for the loopback device, which
@@ -52,7 +52,7 @@ async def test_a_sandbox_that_is_still_setting_up_its_loopback_device_is_left_to
     """Where the listener had been first, bubblewrap ended with "loopback: Failed RTM_NEWADDR", and the command never ran."""
     with sandbox() as process:
         assert process.stdin and process.stdout and process.stderr
-        made = asyncio.create_task(listening(process.pid))
+        made = asyncio.create_task(open_listener(process.pid))
         done, _ = await asyncio.wait([made], timeout=1)
         process.stdin.write("go on\n")
         process.stdin.flush()
@@ -65,7 +65,7 @@ async def test_a_sandbox_that_is_still_setting_up_its_loopback_device_is_left_to
 async def test_a_sandbox_that_ended_before_it_was_set_up_is_not_waited_for() -> None:
     """Its own words tell why; who waits for the listener is not to hide them behind a deadline."""
     with sandbox() as process:
-        made = asyncio.create_task(listening(process.pid))
+        made = asyncio.create_task(open_listener(process.pid))
         await asyncio.sleep(0.5)
         process.kill()
         await asyncio.to_thread(process.wait)

@@ -36,7 +36,7 @@ def test_the_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
 
 async def test_a_sandbox_makes_no_namespaces_and_mounts_nothing(tmp_path: Path) -> None:
     """In a user namespace of its own a command was root, with file systems in memory that nothing counts."""
-    machine = seccomp.own()
+    machine = seccomp.find_machine()
     if machine is None:
         unavailable("the calls of this machine are not known")
     refused = (
@@ -79,11 +79,11 @@ print(told)
 
 @pytest.mark.parametrize("counted", [True, False])
 async def test_segments_of_shared_memory_are_small_where_nothing_counts_them(counted: bool, tmp_path: Path) -> None:
-    machine = seccomp.own()
+    machine = seccomp.find_machine()
     if machine is None:
         unavailable("the calls of this machine are not known")
     place = sandboxed(tmp_path / "runtimes", **({} if counted else {"cgroup": tmp_path / "no" / "group"}))
-    if counted and "control groups below" not in place.kind.limits():
+    if counted and "control groups below" not in place.kind.describe_limits():
         unavailable("no control group can be made here")
     sizes = (1 << 16, (1 << 16) + 1, 1 << 28, (1 << 32) + 1)
     program = f"{CALL}\nprint([told({machine.calls['shmget']}, 0, size, 0o1600) for size in {sizes}])"

@@ -32,16 +32,16 @@ def awaited(mark: Path) -> bool:
 def test_who_waited_for_a_removal_holds_what_is_there_afterwards(uses: Uses, tmp_path: Path) -> None:
     """It had the lock of a file that was gone: the next removal did not see it."""
     with ThreadPoolExecutor(1) as thread:
-        with uses.alone("a") as unused:
+        with uses.lock("a") as unused:
             assert unused
             holding = thread.submit(uses.hold, "a")
             wait_until(lambda: awaited(tmp_path / "uses" / "a"), 30, "the lock is waited for")
             uses.forget("a")
         held = holding.result(30)
-    with uses.alone("a") as unused:
+    with uses.lock("a") as unused:
         assert not unused
     os.close(held)
-    with uses.alone("a") as unused:
+    with uses.lock("a") as unused:
         assert unused
 
 
@@ -52,7 +52,7 @@ def test_nothing_that_is_held_is_removed_however_often_both_come(uses: Uses, tmp
     def remove() -> None:
         nonlocal removals
         while not done.is_set():
-            with uses.alone("a") as unused:
+            with uses.lock("a") as unused:
                 if unused:
                     uses.forget("a")
                     removals += 1

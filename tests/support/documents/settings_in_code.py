@@ -6,6 +6,7 @@ import re
 from functools import cache
 
 from proxy.settings import Settings
+from rollout.runtimes.settings import VARIABLES
 from rollout.sweeper import RolloutSettings
 from tests import ROOT
 
@@ -18,4 +19,4 @@ def variables() -> frozenset[str]:
     """Of every process of the project."""
     fields = {f"VERBATIM_{name.upper()}" for settings in (Settings, RolloutSettings) for name in settings.model_fields}
     files = [file for room in ("cli", "rollout", "trainer_client", "proxy") for file in (ROOT / room).rglob("*.py")]
-    return frozenset(fields | {name for file in files for name in _READ.findall(file.read_text())})
+    return frozenset(fields | {*VARIABLES.values()} | {name for file in files for name in _READ.findall(file.read_text())})

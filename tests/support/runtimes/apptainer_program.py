@@ -61,7 +61,7 @@ def fatal(message: str) -> int:
 
 
 async def started(state: Path, told: argparse.Namespace) -> int:
-    from rollout.runtimes.local.resources import Resources, hierarchies
+    from rollout.runtimes.local.resources import Resources, find_hierarchies
     from rollout.task import RuntimeSpec
     from tests.support.runtimes.bwrap_container import Container
 
@@ -77,7 +77,7 @@ async def started(state: Path, told: argparse.Namespace) -> int:
     for name, inside in (("tmp", "/tmp"), ("var_tmp", "/var/tmp")):
         binds[inside] = f"{told.workdir}/{name}"
         os.mkdir(binds[inside])
-    where = hierarchies(None)
+    where = find_hierarchies(None)
     limits = Resources(RuntimeSpec(cpus=2.0, memory_mb=int(told.memory) >> 20), told.name, where)
     limits.make()
     container = Container(lambda: limits.hold(os.getpid()))
@@ -106,14 +106,14 @@ async def stopped(state: Path, name: str) -> int:
         return fatal(f"no instance found with name {name}")
     import asyncio
 
-    from rollout.runtimes.local.resources import removed
-    from rollout.runtimes.processes import parent
+    from rollout.runtimes.local.resources import remove_groups
+    from rollout.runtimes.processes import find_parent
 
     entry = json.loads((state / name).read_text())
     os.kill(entry["pid"], signal.SIGKILL)
-    while parent(entry["pid"]) is not None:
+    while find_parent(entry["pid"]) is not None:
         await asyncio.sleep(0.01)
-    await removed(Path(group) for group in entry["groups"])
+    await remove_groups(Path(group) for group in entry["groups"])
     (state / name).unlink()
     return 0
 

@@ -98,7 +98,7 @@ def in_pods(**settings: Any) -> Place:
 
 def _settings(given: Mapping[str, Any]) -> RuntimeSettings:
     path = str(kubeconfig())
-    from kubernetes.config import kube_config
+    from kubernetes.aio.config import kube_config
 
     # Read when the package was imported.
     kube_config.KUBE_CONFIG_DEFAULT_LOCATION = path

@@ -21,7 +21,7 @@ from typing import Any
 
 from aiohttp import WSMsgType, web
 
-from rollout.runtimes.local.resources import Resources, hierarchies
+from rollout.runtimes.local.resources import Resources, find_hierarchies
 from rollout.task import RuntimeSpec
 from tests.support.runtimes.bwrap_container import Container
 from tests.support.runtimes.bwrap_words import view
@@ -84,7 +84,7 @@ class Machine:
 
     async def start(self, pod: dict[str, Any], argv: list[str], amounts: dict[str, str]) -> None:
         spec = RuntimeSpec(cpus=2.0, memory_mb=int(amounts["memory"].removesuffix("Mi")))
-        limits = Resources(spec, pod["metadata"]["name"], hierarchies(None))
+        limits = Resources(spec, pod["metadata"]["name"], find_hierarchies(None))
         limits.make()
         container = Container(_holding(limits), pod["spec"]["securityContext"].get("runAsUser", 0))
         await container.start(view({}, network=True), argv)

@@ -31,7 +31,7 @@ class PlainRuntime:
         for folder in (self.workdir, self.home):
             self._path(folder).mkdir(parents=True, exist_ok=True)
 
-    def base_url(self, url: str) -> str:
+    def map_url(self, url: str) -> str:
         return url
 
     async def upload(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
@@ -75,7 +75,7 @@ class PlainRuntime:
         started = time.monotonic()
         whole = {"PATH": os.environ["PATH"], "HOME": self.home, **(env or {})}
         # Cancelled while it starts a process, asyncio would wait until all have ended that hold its pipes.
-        async with command.started(self._words(argv), cwd=self._path(workdir or "."), env=whole) as process:
+        async with command.start_process(self._words(argv), cwd=self._path(workdir or "."), env=whole) as process:
             told = asyncio.ensure_future(process.communicate(stdin))
             try:
                 done, _ = await asyncio.wait({told}, timeout=timeout_seconds)

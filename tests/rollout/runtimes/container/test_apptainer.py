@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from rollout.runtimes.base import BadRuntime, Logs, Route, Runtime, RuntimeFailed
 from rollout.runtimes.container.apptainer import ApptainerKind
-from rollout.runtimes.settings import RuntimeSettings, from_environment
+from rollout.runtimes.settings import RuntimeSettings, read_environment
 from rollout.task import RuntimeSpec
 from tests.support.runtimes.apptainer_command import calls, in_instances
 from tests.support.runtimes.runtime_places import NOWHERE, SECONDS, Place, out, python, shell
@@ -73,7 +73,7 @@ async def test_variables_that_are_flags_of_apptainer_do_not_open_an_instance(
 ) -> None:
     for name in ("APPTAINER_BIND", "SINGULARITY_NV", "APPTAINERENV_SECRET", "APPTAINER_CACHEDIR"):
         monkeypatch.setenv(name, "/of/the/node")
-    environment = (await in_instances(tmp_path).kind.engine()).environment()  # type: ignore[attr-defined]
+    environment = (await in_instances(tmp_path).kind.find_engine()).get_environment()  # type: ignore[attr-defined]
     assert {name for name in environment if "APPTAINER" in name or "SINGULARITY" in name} == {"APPTAINER_CACHEDIR"}
 
 
@@ -94,8 +94,8 @@ async def test_an_image_that_is_not_there_and_an_instance_that_is_gone_are_told(
         await place.runtime(NOWHERE, image="missing.sif").start()
     assert [*(tmp_path / "instances").iterdir()] == []
     async with place.started() as runtime:
-        engine = await place.kind.engine()  # type: ignore[attr-defined]
-        await engine.removed(runtime.name)  # type: ignore[attr-defined]
+        engine = await place.kind.find_engine()  # type: ignore[attr-defined]
+        await engine.remove(runtime.name)  # type: ignore[attr-defined]
         with pytest.raises(RuntimeFailed, match="no instance found"):
             await shell(runtime, "true")
 
@@ -104,7 +104,7 @@ async def test_a_machine_without_it_and_a_node_that_is_root_are_told(tmp_path: P
     place = in_instances(tmp_path)
     settings = place.kind.settings  # type: ignore[attr-defined]
     told = [
-        await ApptainerKind(RuntimeSettings(**given)).missing()
+        await ApptainerKind(RuntimeSettings(**given)).probe()
         for given in (
             {"apptainer_command": "no-such-apptainer", "apptainer_root": "allowed"},
             {"apptainer_command": settings.apptainer_command},
@@ -114,7 +114,7 @@ async def test_a_machine_without_it_and_a_node_that_is_root_are_told(tmp_path: P
     assert "no-such-apptainer is not installed" in str(told[0])
     assert "does not run as root" in str(told[1])
     assert "choose overlay or tmpfs" in str(told[2])
-    assert await place.kind.missing() is None
+    assert await place.kind.probe() is None
 
 
 async def test_an_instance_needs_an_image() -> None:
@@ -124,7 +124,7 @@ async def test_an_instance_needs_an_image() -> None:
 
 
 async def test_settings_come_from_the_environment() -> None:
-    settings = from_environment({"VERBATIM_APPTAINER_COMMAND": "singularity", "VERBATIM_APPTAINER_FLAGS": "--fakeroot --nv"})
+    settings = read_environment({"VERBATIM_APPTAINER_COMMAND": "singularity", "VERBATIM_APPTAINER_FLAGS": "--fakeroot --nv"})
     assert (settings.apptainer_command, settings.apptainer_flags) == ("singularity", ("--fakeroot", "--nv"))
     assert settings.apptainer_root == "refused"
 

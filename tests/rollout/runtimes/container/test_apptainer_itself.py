@@ -13,7 +13,7 @@ import pytest
 
 from rollout.runtimes import processes
 from rollout.runtimes.base import DiskFull, RuntimeFailed
-from rollout.runtimes.container.apptainer import no_limits
+from rollout.runtimes.container.apptainer import probe_limits
 from tests import ROOT
 from tests.support.runtimes.apptainer_installed import in_real_instances, installed
 from tests.support.runtimes.runtime_places import NOWHERE, SECONDS, Place
@@ -22,16 +22,16 @@ pytestmark = pytest.mark.apptainer
 
 UNTIL_THEN = """
 import asyncio
-from rollout.runtimes.container.apptainer import no_user_namespace
+from rollout.runtimes.container.apptainer import probe_user_namespace
 open("/proc/sys/user/max_user_namespaces", "w").write("0")
-print(asyncio.run(no_user_namespace()))
+print(asyncio.run(probe_user_namespace()))
 """
 
 
 def left(place: Place, folder: Path) -> list[object]:
     """Also processes that are in no list of apptainer's."""
     found: list[object] = [*folder.iterdir()]
-    for pid in processes.running():
+    for pid in processes.list_pids():
         with suppress(OSError):
             found += [pid] if place.names in Path(f"/proc/{pid}/mountinfo").read_text() else []
     return found
@@ -108,7 +108,7 @@ def test_a_machine_where_nobody_may_make_a_user_namespace_is_told() -> None:
 
 
 def test_a_machine_that_holds_limits_for_root_alone_is_told(tmp_path: Path) -> None:
-    assert "version 2" in str(no_limits(1000, tmp_path))
-    assert no_limits(0, tmp_path) is None
+    assert "version 2" in str(probe_limits(1000, tmp_path))
+    assert probe_limits(0, tmp_path) is None
     (tmp_path / "cgroup.controllers").touch()
-    assert no_limits(1000, tmp_path) is None
+    assert probe_limits(1000, tmp_path) is None

@@ -25,7 +25,7 @@ GUARD = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 import enter
-enter.guarded()
+enter.guard_executable()
 print(os.statvfs("/proc/self/exe").f_flag & os.ST_RDONLY)
 """
 CODEC = "open('/tmp/taken', 'w').write(open('/proc/self/status').read())\n"
@@ -103,7 +103,7 @@ async def test_what_a_command_puts_in_the_place_of_its_script_is_no_error_of_the
 async def test_the_end_of_a_command_leaves_alone_what_the_first_process_of_its_container_waits_in(runtime: Runtime) -> None:
     """The end of every command once killed that `sleep`, and each one that the first process started in its place."""
     first = runtime._processes.first  # type: ignore[attr-defined]
-    while not (waits := processes.descendants([first])):
+    while not (waits := processes.find_descendants([first])):
         await asyncio.sleep(0.01)
     await out(runtime, "sleep 600 & true")
-    assert processes.descendants([first]) == waits
+    assert processes.find_descendants([first]) == waits

@@ -15,7 +15,7 @@ import pytest_asyncio
 from rollout.runtimes.base import BadRuntime, Install, Logs, Runtime, RuntimeFailed
 from rollout.runtimes.container.runtime import ROOTS, ContainerKind, ContainerRuntime, Engine
 from rollout.runtimes.local.resources import PIDS
-from rollout.runtimes.settings import from_environment
+from rollout.runtimes.settings import read_environment
 from rollout.task import RuntimeSpec
 from tests.support.runtimes.runtime_places import NOWHERE, Place, answering, contained, out, python, shell
 
@@ -57,7 +57,7 @@ async def test_a_container_sees_nothing_of_the_machine(place: Place, root: Runti
     mounted = {line.split()[1] for line in (await out(root, "cat /proc/mounts")).splitlines()}
     assert {path for path in mounted if not path.startswith(("/proc", "/dev", "/sys", "/etc", "/run"))} <= {"/"}
     assert str(os.getpid()) not in (await out(root, "ls /proc")).split()
-    assert place.kind.limits() == f"memory, CPUs and {PIDS} processes are held by the container engine"
+    assert place.kind.describe_limits() == f"memory, CPUs and {PIDS} processes are limited by the container engine"
     limit = "cat /sys/fs/cgroup/pids.max /sys/fs/cgroup/pids/pids.max 2> /dev/null || true"
     assert (await out(root, limit)).split() == [str(PIDS)]
 
@@ -83,7 +83,7 @@ async def test_another_user_has_no_capability_and_its_files_are_its_own(user: Ru
 
 
 async def test_a_workdir_of_the_image_that_the_user_cannot_write_is_said_at_once(place: Place) -> None:
-    with pytest.raises(RuntimeFailed, match=r"the user 1234 cannot write /usr of the image .*: say options.user 0"):
+    with pytest.raises(RuntimeFailed, match=r"the user 1234 cannot write /usr of the image .*: set options.user to 0"):
         async with place.started(options={"user": 1234}, workdir="/usr"):
             pytest.fail("it has started")
 
@@ -111,7 +111,7 @@ async def test_a_container_beside_goes_also_where_its_making_was_broken_off(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apart = Place(place.kind, place.spec)
-    begun = ContainerRuntime._first_of
+    begun = ContainerRuntime._start_container
 
     async def broken(self: ContainerRuntime, engine: Engine, name: str, *flags: str) -> int:
         first = await begun(self, engine, name, *flags)
@@ -119,7 +119,7 @@ async def test_a_container_beside_goes_also_where_its_making_was_broken_off(
             raise asyncio.CancelledError
         return first
 
-    monkeypatch.setattr(ContainerRuntime, "_first_of", broken)
+    monkeypatch.setattr(ContainerRuntime, "_start_container", broken)
     async with apart.started() as runtime:
         with pytest.raises(asyncio.CancelledError):
             await out(runtime, "true", network="full")
@@ -138,7 +138,7 @@ async def test_harnesses_are_installed_by_root_whoever_uses_them(place: Place, t
     spec = replace(place.spec, options={"user": 1234})
     there = "/usr/local/bin/tool-of-root"
     install = Install("tool-of-root", (f"printf '#!/bin/sh\\nid -u\\n' > {there} && chmod 755 {there}",))
-    made = await place.kind.installed(spec, install, f"{place.names}-i", NOWHERE, Logs(tmp_path / "out", tmp_path / "err"))
+    made = await place.kind.install(spec, install, f"{place.names}-i", NOWHERE, Logs(tmp_path / "out", tmp_path / "err"))
     assert not made.failure and made.spec.options == spec.options and made.spec.image != spec.image
     async with replace(place, spec=made.spec).started() as runtime:
         assert await out(runtime, "tool-of-root") == "1234\n"
@@ -148,6 +148,6 @@ async def test_a_user_that_is_none_is_refused(place: Place) -> None:
     with pytest.raises(BadRuntime, match=r"options.user: 'agent' is not the number of a user"):
         place.kind.check(RuntimeSpec(kind="docker", image="i", options={"user": "agent"}))
     with pytest.raises(BadRuntime, match="VERBATIM_CONTAINER_USER: 'agent' is not the number of a user"):
-        from_environment({"VERBATIM_CONTAINER_USER": "agent"})
-    settings = from_environment({"VERBATIM_CONTAINER_USER": "7", "VERBATIM_CONTAINER_NETWORK": "agents"})
+        read_environment({"VERBATIM_CONTAINER_USER": "agent"})
+    settings = read_environment({"VERBATIM_CONTAINER_USER": "7", "VERBATIM_CONTAINER_NETWORK": "agents"})
     assert (settings.container_user, settings.container_network) == (7, "agents")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +16,21 @@ from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
 from rollout.runtimes.base import BadRuntime, DiskFull, Logs, Route, RuntimeFailed
+from rollout.runtimes.kubernetes import cluster as module
 from rollout.runtimes.kubernetes import exec, network
-from rollout.runtimes.kubernetes.exec import exit_code
-from rollout.runtimes.kubernetes.manifest import Owner, Surroundings, Way, labels, manifest
-from rollout.runtimes.settings import RuntimeSettings, from_environment
+from rollout.runtimes.kubernetes.cluster import load_cluster
+from rollout.runtimes.kubernetes.exec import parse_exit_code
+from rollout.runtimes.kubernetes.manifest import Owner, PodSettings, ProxyAddress, make_labels, make_manifest
+from rollout.runtimes.settings import RuntimeSettings, read_environment
 from rollout.task import RuntimeSpec
-from tests.support.runtimes.kube_cluster import TestCluster, cluster, in_pods
+from tests.support.runtimes.kube_cluster import TestCluster, cluster, in_pods, kubeconfig
 from tests.support.runtimes.runtime_places import NOWHERE, out, shell
 
 SPEC = RuntimeSpec(kind="kubernetes", image="debian:12", cpus=0.5, memory_mb=512, disk_mb=2048)
 VERSIONS = ("1.29", "1.31", "1.33", "1.35", "1.37")
 NAME = "vb-1-2-0-0-run"
-BY_ADDRESS = Way("192.0.2.9", ("192.0.2.9",), 8700)
-BY_NAME = Way("proxy.example", ("192.0.2.9", "2001:db8::9"), 443)
+BY_ADDRESS = ProxyAddress("192.0.2.9", ("192.0.2.9",), 8700)
+BY_NAME = ProxyAddress("proxy.example", ("192.0.2.9", "2001:db8::9"), 443)
 SETTINGS = RuntimeSettings(kubernetes_proxy_pods={"app": "verbatim"}, kubernetes_proxy_namespace="services")
 POLICY = {
     "metadata": {"name": "given"},
@@ -45,18 +48,24 @@ def broken() -> Iterator[TestCluster]:
 
 
 def described(spec: RuntimeSpec = SPEC, **given: Any) -> dict[str, Any]:
-    usual: dict[str, Any] = {"way": BY_ADDRESS, "owner": None, "service_account": None, "user": 1000, "deadline_seconds": 3600}
-    return manifest(spec, NAME, labels(spec, NAME), Surroundings(**usual | given))
+    usual: dict[str, Any] = {
+        "proxy": BY_ADDRESS,
+        "owner": None,
+        "service_account": None,
+        "user": 1000,
+        "deadline_seconds": 3600,
+    }
+    return make_manifest(spec, NAME, make_labels(spec, NAME), PodSettings(**usual | given))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_is_made_is_what_the_schemas_of_many_versions_take(version: str) -> None:
     for made in (
         described(),
-        described(replace(SPEC, disk_mb=None, network="full"), way=None, user=None),
-        described(owner=Owner("node-0", "3f0c"), service_account="rollouts", user=0, way=BY_NAME),
-        network.policy(BY_ADDRESS, RuntimeSettings()),
-        network.policy(BY_NAME, SETTINGS),
+        described(replace(SPEC, disk_mb=None, network="full"), proxy=None, user=None),
+        described(owner=Owner("node-0", "3f0c"), service_account="rollouts", user=0, proxy=BY_NAME),
+        network.make_policy(BY_ADDRESS, RuntimeSettings()),
+        network.make_policy(BY_NAME, SETTINGS),
     ):
         kubernetes_validate.validate(made, version, strict=True)
 
@@ -80,14 +89,14 @@ def test_commands_are_a_users_without_capabilities_and_roots_only_where_that_is_
 
 
 def test_a_pod_knows_the_proxys_name_and_asks_nobody_for_others() -> None:
-    spec = described(way=BY_NAME)["spec"]
+    spec = described(proxy=BY_NAME)["spec"]
     assert spec["hostAliases"] == [{"ip": each, "hostnames": ["proxy.example"]} for each in BY_NAME.addresses]
     assert (spec["dnsPolicy"], spec["dnsConfig"]) == ("None", {"nameservers": ["127.0.0.1"]})
-    assert not {"dnsPolicy", "hostAliases"} & set(described(way=None)["spec"])
+    assert not {"dnsPolicy", "hostAliases"} & set(described(proxy=None)["spec"])
 
 
 def test_a_policy_lets_pods_out_to_the_proxy_alone_and_nobody_in() -> None:
-    spec = network.policy(BY_NAME, SETTINGS)["spec"]
+    spec = network.make_policy(BY_NAME, SETTINGS)["spec"]
     blocks = [{"ipBlock": {"cidr": "192.0.2.9/32"}}, {"ipBlock": {"cidr": "2001:db8::9/128"}}]
     pods = {"podSelector": {"matchLabels": {"app": "verbatim"}}}
     there = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "services"}}}
@@ -97,9 +106,9 @@ def test_a_policy_lets_pods_out_to_the_proxy_alone_and_nobody_in() -> None:
 
 async def test_a_proxy_that_only_the_node_reaches_or_that_nobody_knows_is_told() -> None:
     with pytest.raises(RuntimeFailed, match="on the node only"):
-        await network.way(Route("localhost", 8700))
+        await network.resolve_proxy(Route("localhost", 8700))
     with pytest.raises(RuntimeFailed, match=r"no-such-host\.invalid"):
-        await network.way(Route("no-such-host.invalid", 8700))
+        await network.resolve_proxy(Route("no-such-host.invalid", 8700))
 
 
 def test_a_pod_belongs_to_the_nodes_own_and_carries_what_a_policy_chooses_by() -> None:
@@ -126,7 +135,7 @@ def chosen(**selector: Any) -> dict[str, Any]:
     ],
 )
 def test_a_policy_holds_a_pod_that_it_chooses_when_it_is_about_egress(spec: dict[str, Any], held: bool) -> None:
-    assert network.held({"verbatim.network": "proxy"}, [{"spec": spec}]) is held
+    assert network.is_isolated({"verbatim.network": "proxy"}, [{"spec": spec}]) is held
 
 
 def test_the_outcome_of_a_command_is_its_exit_code_or_no_command() -> None:
@@ -135,20 +144,20 @@ def test_the_outcome_of_a_command_is_its_exit_code_or_no_command() -> None:
         "reason": "NonZeroExitCode",
         "details": {"causes": [{"reason": "ExitCode", "message": "7"}]},
     }
-    assert exit_code({"status": "Success"}) == 0
-    assert exit_code(failure) == 7
+    assert parse_exit_code({"status": "Success"}) == 0
+    assert parse_exit_code(failure) == 7
     with pytest.raises(RuntimeFailed, match="no such container"):
-        exit_code({"status": "Failure", "reason": "InternalError", "message": "no such container"})
+        parse_exit_code({"status": "Failure", "reason": "InternalError", "message": "no such container"})
 
 
 def test_settings_come_from_the_environment() -> None:
     env = {"VERBATIM_KUBERNETES_NAMESPACE": "n", "VERBATIM_KUBERNETES_USER": "image", "POD_NAME": "node-0", "POD_UID": "3f0c"}
-    settings = from_environment({**env, "VERBATIM_KUBERNETES_PROXY_PODS": "app=verbatim, tier=x"})
+    settings = read_environment({**env, "VERBATIM_KUBERNETES_PROXY_PODS": "app=verbatim, tier=x"})
     assert (settings.kubernetes_namespace, settings.kubernetes_user) == ("n", None)
     assert (settings.kubernetes_pod, settings.kubernetes_pod_uid) == ("node-0", "3f0c")
     assert settings.kubernetes_proxy_pods == {"app": "verbatim", "tier": "x"}
-    assert from_environment({}) == replace(
-        RuntimeSettings(), local_dir=from_environment({}).local_dir, apptainer_dir=from_environment({}).apptainer_dir
+    assert read_environment({}) == replace(
+        RuntimeSettings(), local_dir=read_environment({}).local_dir, apptainer_dir=read_environment({}).apptainer_dir
     )
 
 
@@ -158,14 +167,14 @@ def test_settings_come_from_the_environment() -> None:
 )
 def test_a_variable_that_is_no_such_thing_is_told(wrong: dict[str, str]) -> None:
     with pytest.raises(BadRuntime, match=f"VERBATIM_KUBERNETES_{next(iter(wrong))}"):
-        from_environment({f"VERBATIM_KUBERNETES_{name}": text for name, text in wrong.items()})
+        read_environment({f"VERBATIM_KUBERNETES_{name}": text for name, text in wrong.items()})
 
 
 async def test_a_node_without_a_cluster_or_with_a_setting_that_is_none_says_so(broken: TestCluster) -> None:
-    assert "no Kubernetes cluster is known" in str(await in_pods(kubernetes_context="nowhere").kind.missing())
-    assert "choose one of made, given, elsewhere" in str(await in_pods(kubernetes_network_policy="never").kind.missing())
+    assert "no Kubernetes cluster is configured" in str(await in_pods(kubernetes_context="nowhere").kind.probe())
+    assert "choose one of made, given, elsewhere" in str(await in_pods(kubernetes_network_policy="never").kind.probe())
     broken.do("forbid", True)
-    assert "403 networkpolicies is forbidden" in str(await in_pods().kind.missing())
+    assert "403 networkpolicies is forbidden" in str(await in_pods().kind.probe())
     with pytest.raises(RuntimeFailed, match="403"):
         await in_pods().runtime(NOWHERE).start()
 
@@ -181,7 +190,7 @@ async def test_what_is_sent_while_it_is_used_is_what_the_schemas_take(broken: Te
     }.values()
     pods = [each for each in sent if each["kind"] == "Pod" and each["metadata"]["name"].startswith(place.names)]
     assert [each["metadata"]["ownerReferences"][0]["uid"] for each in pods] == ["3f0c", "3f0c"]
-    assert all(network.held(each["metadata"]["labels"], [policy]) for each in pods)
+    assert all(network.is_isolated(each["metadata"]["labels"], [policy]) for each in pods)
     for version in VERSIONS:
         for each in (policy, *pods):
             kubernetes_validate.validate(each, version, strict=True)
@@ -232,7 +241,7 @@ async def test_a_pod_that_finds_no_machine_in_time_says_what_it_waits_for_and_is
 async def test_nothing_starts_that_no_policy_holds_where_one_is_to_be_there() -> None:
     place = in_pods(kubernetes_network_policy="given")
     cluster().do("policies", [])
-    assert "no NetworkPolicy" in str(await place.kind.missing())
+    assert "no NetworkPolicy" in str(await place.kind.probe())
     with pytest.raises(RuntimeFailed, match="no NetworkPolicy"):
         await place.runtime(NOWHERE).start()
     async with place.started(network="full") as runtime:
@@ -241,7 +250,7 @@ async def test_nothing_starts_that_no_policy_holds_where_one_is_to_be_there() ->
     async with place.started() as runtime:
         assert await out(runtime, "echo held") == "held\n"
     cluster().do("policies", [])
-    assert await in_pods(kubernetes_network_policy="elsewhere").kind.missing() is None
+    assert await in_pods(kubernetes_network_policy="elsewhere").kind.probe() is None
 
 
 async def test_commands_are_not_roots_unless_the_task_says_so_and_find_a_place_to_work() -> None:
@@ -275,6 +284,26 @@ async def test_a_cluster_that_knows_version_4_of_exec_only_will_do(broken: TestC
     async with in_pods().started() as runtime:
         done = await shell(runtime, "cat; exit 3", stdin=b"x" * 300_000)
     assert (done.exit_code, done.stdout) == (3, b"x" * 300_000)
+
+
+async def test_a_token_that_is_replaced_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client itself keeps the first one of a kubeconfig for good."""
+    from kubernetes.aio.config import kube_config
+
+    in_pods()
+    config = json.loads(kubeconfig().read_text())
+    token = tmp_path / "token"
+    token.write_text("first")
+    config["users"][0]["user"] = {"tokenFile": str(token)}
+    path = tmp_path / "config"
+    path.write_text(json.dumps(config))
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+    loaded = await load_cluster(RuntimeSettings())
+    monkeypatch.setattr(module, "_TOKEN_SECONDS", 0.0)
+    for text in ("first", "second"):
+        token.write_text(text)
+        await loaded.list_pods()
+        assert loaded._configuration.api_key["BearerToken"] == f"Bearer {text}"
 
 
 @pytest.mark.parametrize(

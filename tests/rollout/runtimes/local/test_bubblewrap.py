@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollout.runtimes.local.sandbox import sandboxed
+from rollout.runtimes.local.sandbox import start_sandboxed
 
 
 async def test_a_caller_who_leaves_while_the_report_is_opened_closes_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ async def test_a_caller_who_leaves_while_the_report_is_opened_closes_nothing_of_
     program = shutil.which("true")
     assert program is not None
     with pytest.raises(asyncio.CancelledError):
-        async with sandboxed(program, [], b"", ["true"], {}, {}):
+        async with start_sandboxed(program, [], b"", ["true"], {}, {}):
             pytest.fail("there is no sandbox")
     others = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
     gc.collect()

@@ -19,7 +19,7 @@ from rollout.runtimes.container.apptainer import ApptainerKind
 from rollout.runtimes.container.runtime import ContainerKind
 from rollout.runtimes.local import resources
 from rollout.runtimes.local.runtime import LocalKind
-from rollout.runtimes.settings import RuntimeSettings, from_environment
+from rollout.runtimes.settings import RuntimeSettings, read_environment
 from rollout.task import RuntimeSpec
 from tests.support.machine import unavailable
 from tests.support.runtimes.runtime_places import NOWHERE, answering, out, python, sandboxed, shell, unconfined
@@ -108,7 +108,7 @@ async def test_a_link_that_a_command_left_leads_the_node_nowhere(tmp_path: Path)
 
 
 async def test_a_command_takes_no_more_connections_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "MOST", 4)
+    monkeypatch.setattr(route, "MAX_CONNECTIONS", 4)
     program = (
         f"import socket; held = [socket.create_connection(('127.0.0.1', {route.PORT}), 60) for _ in range(6)]; got = []\n"
         "for one in held:\n"
@@ -162,25 +162,25 @@ def test_what_a_local_runtime_cannot_be_is_refused(spec: RuntimeSpec) -> None:
 def test_an_unknown_kind_is_told_with_the_known_ones() -> None:
     with pytest.raises(BadRuntime, match="'vm': choose one of apptainer, docker, kubernetes, local"):
         catalogue.load("vm")
-    assert [catalogue.load(name).name for name in catalogue.names()] == catalogue.names()
+    assert [catalogue.load(name).name for name in catalogue.list_names()] == catalogue.list_names()
 
 
 async def test_a_machine_without_bubblewrap_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     kind = LocalKind(RuntimeSettings(local_dir=tmp_path))
-    assert "bubblewrap" in (await kind.missing() or "")
+    assert "bubblewrap" in (await kind.probe() or "")
     with pytest.raises(RuntimeFailed, match="bubblewrap"):
         await kind.make(RuntimeSpec(), "t-without", NOWHERE).start()
     assert os.listdir(tmp_path) == []
-    assert await LocalKind(RuntimeSettings(local_dir=tmp_path, local_sandbox="none")).missing() is None
+    assert await LocalKind(RuntimeSettings(local_dir=tmp_path, local_sandbox="none")).probe() is None
 
 
 @pytest.mark.parametrize("program", [GREEDY, IN_A_MEMORY_FILE, IN_SHARED_PAGES, MANY_PROCESSES, MANY_THREADS])
 async def test_without_a_control_group_the_node_watches_memory_and_processes(program: str, tmp_path: Path) -> None:
     """Memory that no process has mapped was not seen, and processes were not counted."""
     place = sandboxed(tmp_path / "runtimes", cgroup=tmp_path / "no" / "group")
-    assert "VERBATIM_CGROUP" in (await place.kind.missing() or "")
-    assert "looked at every 0.25 s" in place.kind.limits()
+    assert "VERBATIM_CGROUP" in (await place.kind.probe() or "")
+    assert "checked every 0.25 s" in place.kind.describe_limits()
     async with place.started() as runtime:
         done = await python(runtime, program)
         assert (done.exit_code, done.timed_out) == (137, False), done
@@ -198,9 +198,9 @@ def test_a_file_in_memory_counts_once_however_many_map_it() -> None:
     with running as process:
         assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in "ab"]
-        used = processes.memory_bytes(pids)
+        used = processes.measure_memory(pids)
         assert 48 << 20 <= used < 64 << 20, used
-        assert processes.threads(pids) == 2
+        assert processes.count_threads(pids) == 2
 
 
 async def test_nothing_that_a_command_can_write_lies_in_memory(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ async def test_without_a_sandbox_nothing_is_kept_from_a_command(tmp_path: Path) 
 def test_a_group_of_version_2_holds_what_the_spec_says(tmp_path: Path) -> None:
     """As the kernel's documentation of control groups, version 2, names the files."""
     (tmp_path / "cgroup.subtree_control").write_text("cpu memory pids\n")
-    where = resources.hierarchies(tmp_path)
+    where = resources.find_hierarchies(tmp_path)
     (tmp_path / "name").mkdir()
     (tmp_path / "name" / "memory.swap.max").touch()
     (tmp_path / "name").rename(tmp_path / "made")
@@ -290,6 +290,6 @@ def test_settings_come_from_the_environment() -> None:
         "VERBATIM_CONTAINER_COMMAND": "podman",
         "VERBATIM_CONTAINER_RUN_FLAGS": "--ulimit 'nofile=1:1'",
     }
-    settings = from_environment(env)
+    settings = read_environment(env)
     assert (settings.local_dir, settings.local_readable, settings.container_command) == (Path("/a"), ("/b", "/c"), "podman")
     assert settings.container_run_flags == ("--ulimit", "nofile=1:1")

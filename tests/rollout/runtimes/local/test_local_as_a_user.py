@@ -22,7 +22,7 @@ async def said(reader, writer):
 async def main():
     assert os.geteuid() != 0
     kind = LocalKind()
-    assert await kind.missing() is None
+    assert await kind.probe() is None
     async with await asyncio.start_server(said, "127.0.0.1", 0) as server:
         runtime = kind.make(RuntimeSpec(), "user-test", Route("127.0.0.1", server.sockets[0].getsockname()[1]))
         await runtime.start()
