@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from proxy.dialects.catalogue import dialects
 from rollout.harnesses.catalogue import load
 from rollout.harnesses.definition import Harness
 
 DEFINITIONS = Path(__file__).resolve().parents[2] / "rollout" / "harnesses" / "definitions"
-DIALECTS = {
-    "chat": "OpenAI Chat (`/v1/chat/completions`)",
-    "responses": "OpenAI Responses (`/v1/responses`)",
-    "messages": "Anthropic Messages (`/v1/messages`)",
-    "gemini": "Google generateContent (`/v1beta/models/{model}:generateContent`)",
-    "any": "any",
-}
 
 
 def render_facts(name: str) -> str:
@@ -26,9 +20,13 @@ def render_facts(name: str) -> str:
     return f'\n\n## The definition\n\n| | |\n|---|---|\n{rows}\n\n````toml title="{name}.toml"\n{definition}\n````\n'
 
 
+def _title(dialect: str) -> str:
+    return "any" if dialect == "any" else dialects()[dialect].title
+
+
 def _list_facts(harness: Harness) -> list[tuple[str, str]]:
     return [
-        ("dialect", DIALECTS[harness.dialect]),
+        ("dialect", _title(harness.dialect)),
         ("tested version", harness.version or "-"),
         ("installed by", "<br>".join(f"`{line}`" for line in harness.install) or "-"),
         ("variables it is given", ", ".join(f"`{variable}`" for variable in harness.env) or "none"),

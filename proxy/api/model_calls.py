@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from proxy.dialects.catalogue import dialects
+
 Json = dict[str, Any]
 
 PARAMETERS = {
@@ -23,74 +25,22 @@ ERRORS = {
     502: "an engine broke off or answered nonsense (`engine_failed`)",
     503: "the store or the engines are unavailable (`store_unavailable`, `engine_unavailable`)",
 }
-GET_ERRORS = (400, 401, 404, 405, 409, 429, 503)
-MESSAGES = [{"role": "user", "content": "Say hello."}]
-CONTENTS = [{"role": "user", "parts": [{"text": "Say hello."}]}]
-GENERATE: Json = {"contents": CONTENTS, "generationConfig": {"maxOutputTokens": 32}}
-
-POSTS: dict[str, tuple[str, str, Json]] = {
-    "/v1/chat/completions": (
-        "OpenAI Chat",
-        "Chat completions, with tools, reasoning, structured output and logprobs.",
-        {"model": "policy", "messages": MESSAGES, "max_tokens": 32},
-    ),
-    "/v1/completions": (
-        "OpenAI completions",
-        "A prompt of text or token ids.",
-        {"model": "policy", "prompt": "Hello", "max_tokens": 32},
-    ),
-    "/v1/responses": (
-        "OpenAI Responses",
-        "Items in, items out; `previous_response_id` names an earlier response of the session.",
-        {"model": "policy", "input": "Say hello.", "max_output_tokens": 32},
-    ),
-    "/v1/messages": (
-        "Anthropic Messages",
-        "Content blocks, tools and thinking.",
-        {"model": "policy", "max_tokens": 32, "messages": MESSAGES},
-    ),
-    "/v1/messages/count_tokens": (
-        "Count tokens (Anthropic)",
-        "The number of prompt tokens, as the engine counts them. Nothing is recorded.",
-        {"model": "policy", "messages": MESSAGES},
-    ),
-    "/v1/responses/input_tokens": (
-        "Count tokens (OpenAI Responses)",
-        "The number of input tokens, as the engine counts them. Nothing is recorded.",
-        {"model": "policy", "input": "Say hello."},
-    ),
-    "/v1beta/models/{model}:generateContent": ("Google generateContent", "Also under `/v1` and `/v1alpha`.", GENERATE),
-    "/v1beta/models/{model}:streamGenerateContent": (
-        "Google streamGenerateContent",
-        "Server-sent events with `?alt=sse`, otherwise one JSON list.",
-        GENERATE,
-    ),
-    "/v1beta/models/{model}:countTokens": (
-        "Count tokens (Google)",
-        "The number of prompt tokens. Nothing is recorded.",
-        {"contents": CONTENTS},
-    ),
-}
-GETS = {
-    "/v1/models": ("List models", "In the shape of the vendor whose headers were sent: OpenAI's, Anthropic's or Google's."),
-    "/v1/models/{model}": ("Get a model", "In the same shapes."),
-    "/v1beta/models": ("List models (Google)", "In Google's shape."),
-    "/v1beta/models/{model}": ("Get a model (Google)", "In Google's shape."),
-    "/v1/responses/{response_id}": ("Get an earlier response", "As it was answered."),
-    "/v1/responses/{response_id}/input_items": ("Get the input of an earlier response", "As a list of items."),
-}
+GET_ERRORS: tuple[int, ...] = (400, 401, 404, 405, 409, 429, 503)
 
 
 def describe_model_calls() -> Json:
-    """OpenAPI paths."""
+    """OpenAPI paths. Endpoints that a header chooses share the description of their path."""
     paths: Json = {}
-    for path, (summary, text, example) in POSTS.items():
-        text += " With `stream`, or the vendor's equivalent, server-sent events. 429, 502 and 503 may be retried."
-        operation = _describe("post", path, summary, text, tuple(ERRORS))
-        content = {"application/json": {"schema": {"type": "object"}, "example": example}}
-        paths[f"/s/{{session_id}}{path}"] = {"post": {**operation, "requestBody": {"required": True, "content": content}}}
-    for path, (summary, text) in GETS.items():
-        paths[f"/s/{{session_id}}{path}"] = {"get": _describe("get", path, summary, text, GET_ERRORS)}
+    for endpoint in (each for dialect in dialects().values() for each in dialect.endpoints if each.header is None):
+        method, text, errors = endpoint.method.lower(), endpoint.summary, GET_ERRORS
+        if method == "post":
+            text += " With `stream`, or the vendor's equivalent, server-sent events. 429, 502 and 503 may be retried."
+            errors = tuple(ERRORS)
+        operation = _describe(method, endpoint.path, endpoint.title, text, errors)
+        if method == "post":
+            content = {"application/json": {"schema": {"type": "object"}, "example": endpoint.example}}
+            operation["requestBody"] = {"required": True, "content": content}
+        paths.setdefault(f"/s/{{session_id}}{endpoint.path}", {})[method] = operation
     return paths
 
 

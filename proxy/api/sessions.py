@@ -26,6 +26,7 @@ from proxy.api.requests import (
     require_node,
 )
 from proxy.auth import SESSION_ID, mint_key
+from proxy.dialects.catalogue import base_urls
 from proxy.errors import Conflict
 from proxy.settings import Settings
 from proxy.store.groups import GroupRule
@@ -137,7 +138,9 @@ OPENED: dict[str, Any] = json.loads("""
 """)
 
 
-class BaseUrls(Body):
+class BaseUrls(Body, extra="allow"):
+    """Dialects of other packages may add keys."""
+
     openai: str
     """For OpenAI clients: ends in /v1."""
     anthropic: str
@@ -341,5 +344,4 @@ def _base_urls(request: Request, settings: Settings, session_id: str) -> dict[st
     """Under the URL by which harnesses reach this service, as far as the request reveals it."""
     url = request.base_url if settings.control_port is None else request.base_url.replace(port=settings.port)
     base = str(url) if settings.public_url is None else settings.public_url
-    root = f"{base.rstrip('/')}/s/{session_id}"
-    return {"openai": f"{root}/v1", "anthropic": root, "gemini": root}
+    return base_urls(f"{base.rstrip('/')}/s/{session_id}")

@@ -66,7 +66,7 @@ class Answering:
     async def refuse(self, send: Send, dialect: Dialect, error: VerbatimError) -> None:
         """Answer with the error in the dialect's shape."""
         self._services.metrics.refused(dialect.name, error.code)
-        answer = dialect.error(error)
+        answer = dialect.render_error(error)
         headers = [*JSON, *((name.encode(), value.encode()) for name, value in answer.headers.items())]
         await send_whole(send, answer.status, headers, answer.body)
 
@@ -163,7 +163,7 @@ class Answering:
         renderer, opening = None, b""
         while True:
             item = await self._next(items)
-            if isinstance(item, VerbatimError) and not dialect.errs_in_stream(item):
+            if isinstance(item, VerbatimError) and not dialect.is_streamed_error(item):
                 await self.refuse(send, dialect, item)
                 return False
             if renderer is None or isinstance(item, Sampling):
@@ -178,14 +178,14 @@ class Answering:
             if item is None:
                 await send_part(send, renderer.keep_alive())
             elif isinstance(item, Delta):
-                await send_part(send, renderer.delta(item))
+                await send_part(send, renderer.write(item))
             item = await self._next(items)
         return await self._close(send, dialect, renderer, item)
 
     async def _close(self, send: Send, dialect: Dialect, renderer: StreamRenderer, item: Reply | VerbatimError) -> bool:
         if isinstance(item, VerbatimError):
             self._services.metrics.refused(dialect.name, item.code)
-            last = renderer.error(item)
+            last = renderer.fail(item)
         else:
             last = renderer.close(item)
         await send_part(send, last, last=True)

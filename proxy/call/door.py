@@ -10,25 +10,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qsl
 
 from proxy.auth import check_local, check_once, credential, key_opens, named_session, session_of_key
 from proxy.call.answer import TOO_DEEP, Answering
 from proxy.call.flow import Flow
 from proxy.call.http import JSON, Client, Receive, Scope, Send, headers_of, read_body, send_whole
-from proxy.call.routes import Route, dialect_of, find, is_harness
+from proxy.call.routes import Route, Routes
 from proxy.call.tree import Draft, ParseTurn, SessionTree
-from proxy.dialects.base import Asked, Counts, Dialect, Lists, Past, Request
-from proxy.dialects.chat import ChatDialect
-from proxy.dialects.completions import CompletionsDialect
+from proxy.dialects.base import Counts, Incoming, Lists, Past, Request, Stores
+from proxy.dialects.catalogue import dialects
 from proxy.dialects.fields import check_recordable, check_tools
-from proxy.dialects.gemini import GeminiDialect
-from proxy.dialects.messages import MessagesDialect
-from proxy.dialects.responses import ResponsesDialect
 from proxy.errors import Conflict, NotFound, RequestError, Unauthorized, UnknownCall, VerbatimError
 from proxy.services import Services
-from proxy.settings import Settings
 from proxy.store.sessions import SessionInfo
 from proxy.timeline import CLOCK, HARNESS, PARSE, CallClock, Waiting
 
@@ -49,7 +44,8 @@ class Harness:
         self.description: Callable[[], dict[str, Any]] = dict
         """The service's OpenAPI document, once whoever made the application has said what it is."""
         self._flow = flow
-        self._dialects = Dialects(services.settings)
+        self._dialects = dialects()
+        self._routes = Routes(self._dialects.values())
         self._parsing = Parsing(remote_media=services.settings.remote_media)
         self._answering = Answering(services, self._flow)
         self._since = int(time.time())
@@ -70,14 +66,14 @@ class Harness:
             refusal = VerbatimError("the service failed inside; its log says where")
         else:
             return
-        await self._answering.refuse(send, self._dialects[dialect_of(scope["path"])], refusal)
+        await self._answering.refuse(send, self._dialects[self._routes.guess_dialect(scope["path"])], refusal)
 
     def _is_ours(self, scope: Scope) -> bool:
         """Whether the harness side is to answer."""
         if scope["type"] != "http":
             return False
         if self._control_port is None:
-            return is_harness(scope["method"], scope["path"])
+            return self._routes.is_harness(scope["method"], scope["path"])
         # Of the socket itself; what is not known to have come in at the control side's port is a harness's.
         _, port = scope.get("server") or ("", None)
         return port != self._control_port and scope["path"] not in _PROBES
@@ -92,14 +88,14 @@ class Harness:
         if len(headers) < len(scope["headers"]):
             check_once(scope["headers"])
         try:
-            if self._control_port is not None and not is_harness(scope["method"], scope["path"]):
+            if self._control_port is not None and not self._routes.is_harness(scope["method"], scope["path"]):
                 raise NotFound(f"{scope['path']} is nothing that harnesses are served; the control side has a port of its own")
-            route = find(scope["method"], scope["path"], headers)
+            route = self._routes.find(scope["method"], scope["path"], headers)
         except RequestError as error:
             # A harness that asks for what is not there may work worse and not say why.
             log.warning("%d %s: %s", error.status, error.code, error.message)
             raise
-        if route.action == "probe":
+        if route.action is None:
             await send_whole(send, 200, JSON, b"{}" if scope["method"] == "GET" else b"")
             return
         if route.action == "call":
@@ -126,11 +122,11 @@ class Harness:
         with self._services.body_room.place(tree.info.session_id) as place:
             with Waiting(HARNESS):
                 body = await read_body(client.receive, settings.max_body_bytes, settings.body_timeout_seconds, place, length)
-            asked = Asked(body, route.path, query)
+            incoming = Incoming(body, route.path, query, settings.later_system_role)
             if route.action == "call":
-                await self._answer(client, tree, route, asked, headers)
+                await self._answer(client, tree, route, incoming, headers)
             else:
-                await self._count(client.send, tree, route, asked)
+                await self._count(client.send, tree, route, incoming)
 
     async def _check_life(self, tree: SessionTree) -> None:
         """A key lives as long as its session, also for what asks nothing else of the store. Raises NotFound and Conflict."""
@@ -144,37 +140,40 @@ class Harness:
 
     async def _looked_up(self, tree: SessionTree, route: Route) -> bytes:
         """The body that answers a question about what there is: models, and replies that are kept."""
+        dialect = self._dialects[route.dialect]
         if route.action in ("stored", "items"):
-            return await self._stored(tree, route.path["response"], route.action)
-        lists, created = self._dialects.lists(route.dialect), self._since
+            return await self._stored(tree, cast(Stores, dialect), route)
+        lists, created = cast(Lists, dialect), self._since
         models = self._services.pool.catalogue()
         if route.action == "models":
-            return lists.models(models, created)
+            return lists.render_models(models, created)
         name = route.path["model"]
         # Not all that is answered is listed: see policies.
         window = models[name] if name in models else self._services.pool.pick(tree.info.session_id, name).max_model_len
-        return lists.model(name, window, created)
+        return lists.render_model(name, window, created)
 
-    async def _stored(self, tree: SessionTree, response_id: str, what: str) -> bytes:
+    async def _stored(self, tree: SessionTree, stores: Stores, route: Route) -> bytes:
+        assert route.action is not None
+        response_id = route.path["response_id"]
         try:
-            return self._dialects.responses.stored(response_id, what, Draft(tree))
+            return stores.render_stored(response_id, route.action, Draft(tree))
         except UnknownCall:
             await self._services.trees.refresh(tree)
-            return self._dialects.responses.stored(response_id, what, Draft(tree))
+            return stores.render_stored(response_id, route.action, Draft(tree))
 
-    async def _parsed(self, draft: Draft, read: Read, asked: Asked) -> Request:
-        """Read with what this process knows of the session; once more with what the store knows, where that is not enough."""
+    async def _parse(self, draft: Draft, parse: Parse, incoming: Incoming) -> Request:
+        """Parse with what this process knows of the session, and if that is not enough, once more with what the store knows."""
         try:
-            return await self._parsing.parse(draft, read, asked)
+            return await self._parsing.parse(draft, parse, incoming)
         except UnknownCall:
             await self._services.trees.refresh(draft.tree)
-            return await self._parsing.parse(draft, read, asked, again=True)
+            return await self._parsing.parse(draft, parse, incoming, again=True)
 
-    async def _count(self, send: Send, tree: SessionTree, route: Route, asked: Asked) -> None:
-        counts = self._dialects.counts(route.dialect)
-        request = await self._parsed(Draft(tree), counts.parse_count, asked)
+    async def _count(self, send: Send, tree: SessionTree, route: Route, incoming: Incoming) -> None:
+        dialect = self._dialects[route.dialect]
+        request = await self._parse(Draft(tree), dialect.parse_count, incoming)
         tokens = await self._flow.count(tree, request)
-        await send_whole(send, 200, JSON, counts.count(tokens))
+        await send_whole(send, 200, JSON, cast(Counts, dialect).render_count(tokens))
 
     async def _session(self, route: Route, headers: Mapping[str, str], query: Mapping[str, str]) -> SessionTree:
         """The tree of the session the request names and may use. Raises Unauthorized, Forbidden or NotFound."""
@@ -190,14 +189,16 @@ class Harness:
 
         return await self._services.trees.open(session_id, admits)
 
-    async def _answer(self, client: Client, tree: SessionTree, route: Route, asked: Asked, headers: Mapping[str, str]) -> None:
+    async def _answer(
+        self, client: Client, tree: SessionTree, route: Route, incoming: Incoming, headers: Mapping[str, str]
+    ) -> None:
         """Answer one model call."""
         if (clock := CLOCK.get()) is not None:
             clock.begin(PARSE)
         dialect, draft = self._dialects[route.dialect], Draft(tree)
-        request = await self._parsed(draft, dialect.parse, asked)
+        request = await self._parse(draft, dialect.parse, incoming)
         self._services.metrics.dropped(request.dialect, request.dropped_tools)
-        turn = self._flow.admit(draft, request, asked.body, headers)
+        turn = self._flow.admit(draft, request, incoming.body, headers)
         await self._answering.answer(client, dialect, turn)
 
     async def drain(self, seconds: float) -> None:
@@ -257,37 +258,6 @@ def _refuse_address(part: Mapping[str, Any]) -> None:
             )
 
 
-# The dialects of one service, by name, and which of them can do more than answer calls.
-
-
-class Dialects:
-    def __init__(self, settings: Settings) -> None:
-        later = settings.later_system_role
-        self._chat = ChatDialect()
-        self._messages = MessagesDialect(later)
-        self._gemini = GeminiDialect()
-        self.responses = ResponsesDialect(later)
-        self._all: dict[str, Dialect] = {
-            dialect.name: dialect
-            for dialect in (self._chat, CompletionsDialect(), self.responses, self._messages, self._gemini)
-        }
-        self._lists: dict[str, Lists] = {"chat": self._chat, "messages": self._messages, "gemini": self._gemini}
-        self._counts: dict[str, Counts] = {
-            "messages": self._messages,
-            "responses": self.responses,
-            "gemini": self._gemini,
-        }
-
-    def __getitem__(self, name: str) -> Dialect:
-        return self._all[name]
-
-    def lists(self, name: str) -> Lists:
-        return self._lists[name]
-
-    def counts(self, name: str) -> Counts:
-        return self._counts[name]
-
-
 # Parsing: a body becomes a canonical request, on the event loop while it is small and in a thread when it is not.
 #
 # Everybody's calls wait while the loop parses one. What takes long is parsed in a thread, one body of a process at a time, so that memory
@@ -301,7 +271,7 @@ MANY_VALUES = 5_000
 """Bodies up to the first size are parsed on the loop, and up to the second those that have no more commas than this, text's included:
 a few milliseconds mostly, and tens of them where all of it is new parts of messages."""
 
-Read = Callable[[Asked, Past], Request]
+Parse = Callable[[Incoming, Past], Request]
 """`parse` or `parse_count` of a dialect."""
 
 RESTS = 10
@@ -313,25 +283,25 @@ class Parsing:
         self._remote_media = remote_media
         self._thread = asyncio.Lock()
 
-    async def parse(self, draft: Draft, read: Read, asked: Asked, *, again: bool = False) -> Request:
+    async def parse(self, draft: Draft, parse: Parse, incoming: Incoming, *, again: bool = False) -> Request:
         """The request. Raises RequestError as the dialect does, and UnknownCall; `again`: what was unknown was asked of the store."""
-        quick, turn = _is_quick(asked.body), draft.tree.parse_turn
+        quick, turn = _is_quick(incoming.body), draft.tree.parse_turn
         if quick and turn is None:
-            return self._timed(draft, read, asked, again)
+            return self._timed(draft, parse, incoming, again)
         if turn is None:
             turn = draft.tree.parse_turn = ParseTurn()
         async with turn.lock:
             if (left := turn.rests_until - time.monotonic()) > 0:
                 await asyncio.sleep(left)
             if quick:
-                return self._timed(draft, read, asked, again)
+                return self._timed(draft, parse, incoming, again)
             async with self._thread:
-                return await asyncio.to_thread(self._timed, draft, read, asked, again)
+                return await asyncio.to_thread(self._timed, draft, parse, incoming, again)
 
-    def _timed(self, draft: Draft, read: Read, asked: Asked, again: bool) -> Request:
+    def _timed(self, draft: Draft, parse: Parse, incoming: Incoming, again: bool) -> Request:
         began = time.monotonic()
         try:
-            return self._checked(draft, read, asked)
+            return self._checked(draft, parse, incoming)
         except (RequestError, RecursionError) as error:
             if again or not isinstance(error, UnknownCall):
                 now = time.monotonic()
@@ -339,8 +309,8 @@ class Parsing:
                 turn.rests_until = now + RESTS * (now - began)
             raise
 
-    def _checked(self, draft: Draft, read: Read, asked: Asked) -> Request:
-        request = read(asked, draft)
+    def _checked(self, draft: Draft, parse: Parse, incoming: Incoming) -> Request:
+        request = parse(incoming, draft)
         check_tools(request.tools)
         check_recordable(request.forward)
         refuse_transfers(request)

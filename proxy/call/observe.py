@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from proxy.call.door import Harness
 from proxy.call.flow import Flow
 from proxy.call.http import Application, Client, Receive, Scope, Send, headers_of
-from proxy.call.routes import Route, dialect_of
+from proxy.call.routes import Route
 from proxy.call.tree import Draft, SessionTree
 from proxy.call.turn import Turn
-from proxy.dialects.base import Asked, Delta, FirstToken, Reply, Request, Sampling
+from proxy.dialects.base import Delta, FirstToken, Incoming, Reply, Request, Sampling
+from proxy.dialects.catalogue import dialects
 from proxy.errors import VerbatimError
 from proxy.services import Services
 from proxy.timeline import ADMIT, INTERPRET, PLAN, SAMPLE, STEPS, TRACED, CallClock, Traced, Tracing
@@ -94,7 +95,7 @@ class ObservedHarness(Harness):
             await super().__call__(scope, receive, send)
             return
         headers = headers_of(scope)
-        notes = CallNotes(headers=headers, dialect=dialect_of(scope["path"]))
+        notes = CallNotes(headers=headers, dialect=self._routes.guess_dialect(scope["path"]))
         if self._tracing is not None:
             notes.trace = self._tracing.begin(headers)
 
@@ -130,9 +131,11 @@ class ObservedHarness(Harness):
             _notes().error = error
             raise
 
-    async def _answer(self, client: Client, tree: SessionTree, route: Route, asked: Asked, headers: Mapping[str, str]) -> None:
+    async def _answer(
+        self, client: Client, tree: SessionTree, route: Route, incoming: Incoming, headers: Mapping[str, str]
+    ) -> None:
         _notes().dialect = route.dialect
-        await super()._answer(client, tree, route, asked, headers)
+        await super()._answer(client, tree, route, incoming, headers)
 
     async def settle(self) -> None:
         await super().settle()
@@ -246,7 +249,7 @@ def attributes_of(notes: CallNotes) -> dict[str, str | int | float | list[str]]:
         info = notes.turn.tree.info
         kept = {"verbatim.group_id": info.group_id, "verbatim.task_id": info.task_id, "verbatim.role": notes.turn.purpose.role}
         found |= {name: value for name, value in kept.items() if value}
-        found["gen_ai.operation.name"] = "text_completion" if notes.dialect == "completions" else "chat"
+        found["gen_ai.operation.name"] = dialects()[notes.dialect].operation
     if notes.reply is not None:
         found["gen_ai.response.finish_reasons"] = [_cut(choice.finish_reason) for choice in notes.reply.choices]
     return found

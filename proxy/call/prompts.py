@@ -17,7 +17,7 @@ import numpy as np
 
 from proxy.call.plan import IDS_UNKNOWN, Continuation, TokenPlan
 from proxy.call.tree import SessionTree
-from proxy.dialects.base import Request, Seen
+from proxy.dialects.base import HistoryMessage, Request
 from proxy.engine.apis.base import Tokenizer
 from reconstruct.forest import order_key, shared_length
 from reconstruct.messages import digest_message, root_key
@@ -39,7 +39,7 @@ def prompt_continuation(tree: SessionTree, request: Request, policy: str = "") -
         known = _text_end(tree, parent) if isinstance(prompt, str) else tree.forest.full_length(parent.call_id)
     message = {"role": "prompt", "content": prompt[known:]}
     before = tree.history(parent.call_id) if parent is not None else []
-    request.retell([*before, Seen(message, digest_message(message))])
+    request.replace_history([*before, HistoryMessage(message, digest_message(message))])
     chained = tree.chained(root, request.history)
     chain = chained.fingerprints
     asked = tree.forest.asked(chain[-1])

@@ -1,28 +1,21 @@
-"""Which endpoint of which dialect a request is for. Exact: a path that is not listed here belongs to no dialect.
+"""The routing table: which endpoint of which dialect a request is for. Exact: a path that no dialect lists is 404.
 
-| method | path, after an optional /s/{session} | dialect | action |
-|---|---|---|---|
-| POST | /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages | chat, completions, responses, messages | call |
-| POST | /v1beta/models/{model}:generateContent and :streamGenerateContent (also /v1, /v1alpha) | gemini | call |
-| POST | /v1/messages/count_tokens, /v1/responses/input_tokens, /v1beta/models/{model}:countTokens | messages, responses, gemini | count |
-| GET | /v1/responses/{response} and /v1/responses/{response}/input_items | responses | stored, items |
-| GET | /v1/models, /v1/models/{model} | chat; messages by `anthropic-version`, gemini by `x-goog-api-key` | models, model |
-| GET | /v1beta/models, /v1beta/models/{model} | gemini | models, model |
-| HEAD | all of them, and what clients knock at before their first call | | probe |
-
-A client that is given a base URL of another vendor's kind says /v1 twice or not at all, and some end paths with a slash: these are the
-same endpoints.
-
-A WebSocket upgrade is an endpoint of its own: it is answered 426, so that a client that tries it falls back at once.
+The paths of an endpoint may follow `/s/{session}` and may end in a slash. HEAD is answered at every endpoint, and at the paths that
+clients probe before their first call. A WebSocket upgrade is answered 426, so that a client that tries it falls back at once.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from proxy.dialects.base import Action, Dialect, Endpoint
 from proxy.errors import NotFound, RequestError
+
+_SESSION = r"(?:/s/(?P<session>[^/]+))?"
+_DEFAULT = "chat"
+"""Whose error shape is used where no other dialect claims the path."""
 
 
 class MethodNotAllowed(RequestError):
@@ -37,97 +30,67 @@ class UpgradeRefused(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`session` is the one the path names; `path` holds the path's other names."""
+    """`session` is the one named in the path; `path` holds the path's other names. `action` None: a probe."""
 
     session: str | None
     dialect: str
-    action: str
+    action: Action | None
     path: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class _Endpoint:
-    method: str
-    dialect: str
-    action: str
+class TableEntry:
     pattern: re.Pattern[str]
+    dialect: str
+    endpoint: Endpoint
 
 
-def _endpoint(method: str, dialect: str, action: str, pattern: str) -> _Endpoint:
-    return _Endpoint(method, dialect, action, re.compile(rf"(?:/s/(?P<session>[^/]+))?{pattern}/?\Z"))
+class Routes:
+    """The table of a set of dialects, built once."""
+
+    def __init__(self, dialects: Iterable[Dialect]) -> None:
+        known = list(dialects)
+        entries = [TableEntry(_compile(each), dialect.name, each) for dialect in known for each in dialect.endpoints]
+        # Calls first, since they are nearly all there is; an endpoint that asks for a header before one at its path that does not.
+        self.entries = tuple(sorted(entries, key=lambda entry: (entry.endpoint.action != "call", entry.endpoint.header or "~")))
+        self._owned = [(re.compile(each.paths), each.name) for each in known if each.paths and each.name != _DEFAULT]
+        self._harness = re.compile("|".join([r"/s/[^/]+(?:/|\Z)", *(each.paths for each in known if each.paths)]))
+        probes = "|".join(["/", *(probe for each in known for probe in each.probes)])
+        self._probes = re.compile(rf"{_SESSION}(?:{probes})?\Z")
+
+    def is_harness(self, method: str, path: str) -> bool:
+        """Whether the path is of the harness side; all others are the control side's."""
+        return bool(self._harness.match(path)) or (method == "HEAD" and path == "/")
+
+    def guess_dialect(self, path: str) -> str:
+        """The dialect whose error shape a client expects at this path, whether or not there is such an endpoint."""
+        rest = re.sub(r"\A/s/[^/]+", "", path)
+        return next((name for pattern, name in self._owned if pattern.match(rest)), _DEFAULT)
+
+    def find(self, method: str, path: str, headers: Mapping[str, str]) -> Route:
+        """Raises NotFound for an unknown path, MethodNotAllowed and UpgradeRefused. Header names are lower case."""
+        if "websocket" in headers.get("upgrade", "").lower():
+            raise UpgradeRefused("this service speaks HTTP and server-sent events, not WebSocket")
+        allowed: dict[str, None] = {}
+        for entry in self.entries:
+            match = entry.pattern.match(path)
+            endpoint = entry.endpoint
+            if match is None or (endpoint.header is not None and endpoint.header not in headers):
+                continue
+            if method == endpoint.method:
+                names = {name: value for name, value in match.groupdict().items() if value is not None}
+                return Route(names.pop("session", None), entry.dialect, endpoint.action, {**names, **endpoint.names})
+            allowed[endpoint.method] = None
+        if method in ("GET", "HEAD") and (self._probes.match(path) or (method == "HEAD" and allowed)):
+            return Route(None, self.guess_dialect(path), None)
+        if allowed:
+            raise MethodNotAllowed(f"{path} takes {' or '.join(allowed)}, not {method}")
+        raise NotFound(f"{method} {path} is not an endpoint of this service")
 
 
-_V1 = r"(?:/v1){0,2}"
-_GOOGLE = r"(?:/v1(?:beta|alpha)?){0,2}/models/(?P<model>[^:]+)"
-_GOOGLES = r"(?:/v1(?:beta|alpha)?)?/v1(?:beta|alpha)/models"
-_ENDPOINTS = (
-    _endpoint("POST", "chat", "call", _V1 + "/chat/completions"),
-    _endpoint("POST", "responses", "call", _V1 + "/responses"),
-    _endpoint("POST", "messages", "call", _V1 + "/messages"),
-    _endpoint("POST", "gemini", "call", _GOOGLE + ":(?P<method>generateContent|streamGenerateContent)"),
-    _endpoint("POST", "completions", "call", _V1 + "/completions"),
-    _endpoint("POST", "messages", "count", _V1 + "/messages/count_tokens"),
-    _endpoint("POST", "responses", "count", _V1 + "/responses/input_tokens"),
-    _endpoint("POST", "gemini", "count", _GOOGLE + ":countTokens"),
-    _endpoint("GET", "responses", "stored", _V1 + "/responses/(?P<response>[^/]+)"),
-    _endpoint("GET", "responses", "items", _V1 + "/responses/(?P<response>[^/]+)/input_items"),
-    _endpoint("GET", "chat", "models", _V1 + "/models"),
-    _endpoint("GET", "chat", "model", _V1 + "/models/(?P<model>[^:]+?)"),
-    _endpoint("GET", "gemini", "models", _GOOGLES),
-    _endpoint("GET", "gemini", "model", _GOOGLES + "/(?P<model>[^:]+?)"),
-)
-
-_OURS = re.compile(
-    r"/s/[^/]+(?:/|\Z)|/v1(?:beta|alpha)?/|/(?:chat/completions|completions|responses|messages|models)(?:/|\Z)|/api/hello\Z"
-)
-"""Paths of the harness side; all others are the control side's."""
-
-_KNOCKS = re.compile(r"(?:/s/[^/]+)?(?:/|/v1/?|/v1beta/?|/api/hello)?\Z")
-"""Base URLs, and the path at which Claude Code looks whether anyone is there."""
-
-
-def is_harness(method: str, path: str) -> bool:
-    return bool(_OURS.match(path)) or (method == "HEAD" and path == "/")
-
-
-def dialect_of(path: str) -> str:
-    """The dialect in whose shape an error at this path is expected, whether or not there is such an endpoint."""
-    rest = re.sub(r"\A/s/[^/]+", "", path)
-    if rest.startswith(("/v1beta/", "/v1alpha/")) or re.match(_GOOGLE + ":", rest):
-        return "gemini"
-    named = re.match(_V1 + "/(messages|responses)", rest)
-    return named[1] if named else "chat"
-
-
-def find(method: str, path: str, headers: Mapping[str, str]) -> Route:
-    """Raises NotFound for an unknown path, MethodNotAllowed and UpgradeRefused; header names are lower case."""
-    if "websocket" in headers.get("upgrade", "").lower():
-        raise UpgradeRefused("this service speaks HTTP and server-sent events, no WebSocket")
-    allowed = []
-    for endpoint in _ENDPOINTS:
-        match = endpoint.pattern.match(path)
-        if match is None:
-            continue
-        allowed.append(endpoint.method)
-        if method == endpoint.method:
-            return _route(endpoint, match, headers)
-    if method in ("GET", "HEAD") and (_KNOCKS.match(path) or (method == "HEAD" and allowed)):
-        return Route(None, dialect_of(path), "probe")
-    if allowed:
-        raise MethodNotAllowed(f"{path} takes {' or '.join(allowed)}, not {method}")
-    raise NotFound(f"{method} {path} is not an endpoint of this service")
-
-
-def _route(endpoint: _Endpoint, match: re.Match[str], headers: Mapping[str, str]) -> Route:
-    names = {name: value for name, value in match.groupdict().items() if value is not None}
-    session = names.pop("session", None)
-    lists = endpoint.action in ("models", "model")
-    dialect = _lister(headers) if lists and endpoint.dialect == "chat" else endpoint.dialect
-    return Route(session, dialect, endpoint.action, names)
-
-
-def _lister(headers: Mapping[str, str]) -> str:
-    """Whose list of models is meant at the path that three vendors share."""
-    if "anthropic-version" in headers:
-        return "messages"
-    return "gemini" if "x-goog-api-key" in headers else "chat"
+def _compile(endpoint: Endpoint) -> re.Pattern[str]:
+    _, _, rest = endpoint.path[1:].partition("/")
+    pieces = re.split(r"\{(\w+)\}", f"/{rest}")
+    named = [rf"(?P<{name}>{'[^:]+?' if name == 'model' else '[^/]+'})" for name in pieces[1::2]]
+    path = "".join(re.escape(text) + name for text, name in zip(pieces[::2], [*named, ""], strict=True))
+    return re.compile(f"{_SESSION}{endpoint.versions}{path}/?\\Z")

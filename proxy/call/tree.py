@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 import msgspec
 import numpy as np
 
-from proxy.dialects.base import Heard, Read, Seen
+from proxy.dialects.base import HistoryMessage, ItemReader, ParsedMessage
 from proxy.errors import Conflict, NotFound, Unauthorized, UnknownCall
 from proxy.store.sessions import SessionInfo, SessionStore
 from proxy.timeline import STORE, Waiting
@@ -65,7 +65,7 @@ _VALUE_BYTES = 96
 _MEMORY_PER_BYTE = 3
 """Bytes of a message are there raw, decoded and, of some characters, twice as wide."""
 
-SeenKey = tuple[Read, bytes]
+SeenKey = tuple[ItemReader, bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +73,7 @@ class Chained:
     """A history under a root, its fingerprints, what counted as each of its messages, and its names by position."""
 
     root: bytes
-    history: list[Seen]
+    history: list[HistoryMessage]
     fingerprints: list[bytes]
     counted: list[Digests]
     names: Sequence[tuple[int, str]]
@@ -87,7 +87,7 @@ class Replay:
     """A history that ends in a call's reply and replays it and all calls before it without an edit, and its messages with each
     of those replies as it was sent."""
 
-    history: list[Seen]
+    history: list[HistoryMessage]
     messages: list[dict[str, Any]]
 
 
@@ -114,11 +114,11 @@ class SessionTree:
         self._by_id = info.echo_policy == "minted"
         self._replies: dict[str, dict[str, Any]] = {}
         self._replied: dict[str, Digests] = {}
-        self._seen: dict[SeenKey, list[Seen]] = {}
+        self._seen: dict[SeenKey, list[HistoryMessage]] = {}
         self._recent: OrderedDict[str, Ids] = OrderedDict()
         self._renderings: OrderedDict[str, Ids] = OrderedDict()
         self._replays: OrderedDict[str, Replay] = OrderedDict()
-        self._histories: OrderedDict[str, list[Seen]] = OrderedDict()
+        self._histories: OrderedDict[str, list[HistoryMessage]] = OrderedDict()
         self._roots = (b"", b"", b"")
         self._chains: deque[Chained] = deque(maxlen=_RECENT_HISTORIES)
         self._bytes = 0
@@ -131,21 +131,21 @@ class SessionTree:
         # The ids of recent calls are kept whole, their renderings beside them.
         return self._bytes + 2 * _RECENT_PROMPTS * np.dtype(np.int32).itemsize * self._longest
 
-    def seen(self, key: SeenKey) -> list[Seen] | None:
+    def seen(self, key: SeenKey) -> list[HistoryMessage] | None:
         """The messages of a raw item that a recorded call of the session brought."""
         return self._seen.get(key)
 
-    def keep(self, key: SeenKey, seen: list[Seen], size: int) -> None:
+    def keep(self, key: SeenKey, seen: list[HistoryMessage], size: int) -> None:
         """Remember the messages of a raw item that a recorded call brought; `size` is about how much memory they take, in bytes."""
         if self._seen.setdefault(key, seen) is seen:
             self._bytes += size
 
-    def digest(self, heard: Heard) -> Seen:
+    def digest(self, heard: ParsedMessage) -> HistoryMessage:
         message = heard.message
         if self._volatile is not None:
             message = dict(without_lines(message, self._volatile))
         named = minted_call_ids(message)
-        return Seen(message, digest_message(message), (*named, heard.minted) if heard.minted else tuple(named))
+        return HistoryMessage(message, digest_message(message), (*named, heard.minted) if heard.minted else tuple(named))
 
     def roots(self, model: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any], policy: str) -> tuple[bytes, bytes]:
         """`root_key` of the same, and that without template kwargs, made only where a call does not bring the values of the one before:
@@ -157,7 +157,7 @@ class SessionTree:
             self._roots = (told, own, chained)
         return self._roots[1:]
 
-    def chained(self, root: bytes, history: list[Seen]) -> Chained:
+    def chained(self, root: bytes, history: list[HistoryMessage]) -> Chained:
         """The hash chain over `history` (see reconstruct.messages.chain), hashed only from where no recent history agrees. Where ids
         prove replies, a message that names the one call whose request is the history before it counts as that call's reply."""
         known = max(
@@ -196,7 +196,7 @@ class SessionTree:
             digests = self._replied[call.call_id] = digest_message(self.reply(call.call_id))
         return digests
 
-    def replay(self, call_id: str, history: list[Seen]) -> Replay | None:
+    def replay(self, call_id: str, history: list[HistoryMessage]) -> Replay | None:
         """How `history` replays the call, if that was looked at before: the very same messages up to its reply."""
         known = self._replays.get(call_id)
         return known if known is not None and _begins(history, known.history) else None
@@ -206,7 +206,7 @@ class SessionTree:
         while len(self._replays) > _RECENT_HISTORIES:
             self._replays.popitem(last=False)
 
-    def projection(self, call_id: str, seen: Seen, schemas: Mapping[str, Any]) -> str | None:
+    def projection(self, call_id: str, seen: HistoryMessage, schemas: Mapping[str, Any]) -> str | None:
         """How a replayed message shows the call's reply; see reconstruct.messages.projection, and `edits` for what an id proves where
         that is the session's echo policy. Compared once per pair."""
         known = seen.projections
@@ -250,19 +250,19 @@ class SessionTree:
             message = self._replies[call_id] = _decode(self.call(call_id).reply)
         return message
 
-    def history(self, call_id: str) -> list[Seen]:
+    def history(self, call_id: str) -> list[HistoryMessage]:
         """The messages of the call's request, then its reply. Raises UnknownCall."""
         missing: list[Call] = []
-        made: list[Seen] = []
+        made: list[HistoryMessage] = []
         for call in self._lineage(call_id):
             if call.call_id in self._histories:
                 made = self._histories[call.call_id]
                 break
             missing.append(call)
         for call in reversed(missing):
-            made = [*made, *(Seen(message, digest_message(message)) for message in _decode(call.messages))]
+            made = [*made, *(HistoryMessage(message, digest_message(message)) for message in _decode(call.messages))]
             reply = self.reply(call.call_id)
-            made.append(Seen(reply, digest_message(reply), (call.call_id,)))
+            made.append(HistoryMessage(reply, digest_message(reply), (call.call_id,)))
         self._histories[call_id] = made
         while len(self._histories) > _RECENT_HISTORIES:
             self._histories.popitem(last=False)
@@ -315,9 +315,9 @@ class Draft:
     def __init__(self, tree: SessionTree) -> None:
         self.tree = tree
         self.missed: set[str] = set()
-        self._new: dict[SeenKey, tuple[list[Seen], int]] = {}
+        self._new: dict[SeenKey, tuple[list[HistoryMessage], int]] = {}
 
-    def see(self, raw: bytes, read: Read) -> list[Seen]:
+    def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
         # The same bytes may mean another message in another dialect.
         key = (read, raw if len(raw) <= _SHORT_BYTES else hash_bytes(raw))
         seen = self.tree.seen(key)
@@ -341,16 +341,16 @@ class Draft:
     def reply(self, call_id: str) -> dict[str, Any]:
         return self.tree.reply(call_id)
 
-    def history(self, call_id: str) -> list[Seen]:
+    def history(self, call_id: str) -> list[HistoryMessage]:
         return self.tree.history(call_id)
 
 
-def _begins(history: list[Seen], known: list[Seen]) -> bool:
+def _begins(history: list[HistoryMessage], known: list[HistoryMessage]) -> bool:
     """Whether `history` begins with the very messages of `known`: compared by identity, a session decodes each but once."""
     return history[: len(known)] == known
 
 
-def _names(history: list[Seen], start: int = 0, known: Sequence[tuple[int, str]] = ()) -> Sequence[tuple[int, str]]:
+def _names(history: list[HistoryMessage], start: int = 0, known: Sequence[tuple[int, str]] = ()) -> Sequence[tuple[int, str]]:
     new = [(start + at, seen.digests.name) for at, seen in enumerate(history[start:]) if seen.digests.name]
     return [*known, *new] if new else known
 

@@ -10,6 +10,7 @@ from proxy.call.inflight import Running
 from proxy.call.plan import Continuation, TokenPlan
 from proxy.call.tree import Draft, SessionTree
 from proxy.dialects.base import Request
+from proxy.dialects.catalogue import dialects
 from proxy.engine.replica import Replica
 from proxy.errors import ContextTooLong, RequestError
 from proxy.timeline import CallClock
@@ -106,14 +107,11 @@ def refuse_media(request: Request, found: Continuation) -> None:
                 raise _media_refused(request, position, kind)
 
 
-_HISTORIES = {"messages": "messages", "responses": "input", "gemini": "contents"}
-"""What dialects whose messages are not one for one the canonical ones call their history."""
-
-
 def _media_refused(request: Request, position: int, kind: str) -> RequestError:
     role = request.history[position].message.get("role")
     reason = f"has a part of type '{kind}', but the engine of model '{request.model}' takes text only"
-    listed = _HISTORIES.get(request.dialect)
-    if listed is not None:
+    dialect = dialects()[request.dialect]
+    if not dialect.is_one_to_one:
+        listed = dialect.history_field
         return RequestError(f"'{listed}': message {position + 1} as the model sees them ({role}) {reason}", param=listed)
     return RequestError(f"messages[{position}] ({role}) {reason}", param=f"messages[{position}].content")

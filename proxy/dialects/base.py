@@ -1,12 +1,12 @@
-"""What every dialect translates to and from: one canonical request, one reply, and the events of a stream.
+"""What a wire dialect is, and the canonical request, reply and stream events that every dialect translates to and from.
 
-A dialect is stateless. `parse` turns what came in into a `Request` whose messages are OpenAI chat messages; `render` turns a
-`Reply` into the body of an unstreamed answer; `open_stream` gives a renderer that is fed `Delta`s as text becomes certain and
-closed with the `Reply`, which emits whatever no delta carried. So one assembler serves streamed and whole replies.
+A dialect is one stateless object that holds all the service knows of it: endpoints, base URLs, parsing, rendering. `parse` turns a
+body into a `Request` whose messages are OpenAI chat messages; `render` turns a `Reply` into the body of a whole answer; `open_stream`
+returns a renderer that is fed `Delta`s as text becomes certain and is closed with the `Reply`, of which it emits whatever no delta
+carried. So one assembler serves streamed and whole replies.
 
-A reply's tool calls carry ids that name their call (`call_<call id>_<position>`, see proxy.minting). A dialect may write them in
-its vendor's way, as long as `parse` reads the same ids back; ids of other things it mints (items, signatures) it reads back as
-`Heard.minted`.
+Tool calls of a reply carry ids that name their call (`call_<call id>_<position>`). A dialect may write them its vendor's way as long
+as `parse` restores them; any other id it mints (items, signatures) it reads back as `ParsedMessage.minted`.
 """
 
 from __future__ import annotations
@@ -15,53 +15,162 @@ import base64
 import os
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from proxy.errors import VerbatimError
 from reconstruct.messages import Digests
 from reconstruct.records import Call
 
+Action = Literal["call", "count", "models", "model", "stored", "items"]
+"""What an endpoint does. Only `call` samples and records."""
+
+V1 = r"(?:/v1){0,2}"
+"""A client given a base URL of another vendor's kind repeats /v1 or omits it."""
+
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What came in: the body, the named parts of the path (Gemini names model and method there) and the query."""
+class Endpoint:
+    """One endpoint. Of endpoints that share method and path, one that names a `header` serves the requests that carry it.
+
+    `path` begins with the API version; `versions` is a regular expression for every accepted spelling of that segment. `{model}` may
+    contain slashes, other names may not. `names` are added to those matched in the path. The rest is for the OpenAPI document."""
+
+    action: Action
+    method: str
+    path: str
+    title: str
+    summary: str
+    example: Mapping[str, Any] | None = None
+    versions: str = V1
+    names: Mapping[str, str] = field(default_factory=dict)
+    header: str | None = None
+
+
+class Dialect(ABC):
+    name: ClassVar[str]
+    """Stored with every call, and a metric label."""
+    title: ClassVar[str]
+    endpoints: ClassVar[Sequence[Endpoint]]
+    paths: ClassVar[str] = ""
+    """Regular expression, matched at the start of a path without its session: the paths that belong to the dialect's clients. Whatever
+    goes wrong at one of them, even that it is no endpoint, is answered in the dialect's error shape. Other paths below /v1 get OpenAI's."""
+    probes: ClassVar[Sequence[str]] = ()
+    """Regular expressions of paths that clients GET or HEAD before their first call; answered 200 without a key."""
+    client: ClassVar[str]
+    """The key in `base_urls` of a new session. Dialects whose clients share a base URL share it."""
+    base_url_suffix: ClassVar[str] = ""
+    """Follows `/s/{session_id}` in that base URL."""
+    history_field: ClassVar[str] = "messages"
+    """The body field that holds the history."""
+    is_one_to_one: ClassVar[bool] = False
+    """Whether the field's items are the canonical messages, so that an error can name one by its index."""
+    operation: ClassVar[str] = "chat"
+    """`gen_ai.operation.name` of OpenTelemetry's semantic conventions."""
+
+    @abstractmethod
+    def parse(self, incoming: Incoming, past: Past) -> Request:
+        """The canonical request. Raises RequestError naming the field and the rule it broke, UnknownCall for a call of the session
+        that is named and not in memory."""
+
+    def parse_count(self, incoming: Incoming, past: Past) -> Request:
+        """The canonical request of a `count` endpoint, of which only the prompt matters."""
+        return self.parse(incoming, past)
+
+    @abstractmethod
+    def render(self, request: Request, reply: Reply) -> bytes: ...
+
+    @abstractmethod
+    def open_stream(self, request: Request, reply_id: str, created: int, prompt_tokens: int) -> StreamRenderer:
+        """`prompt_tokens` is 0 while they are not known."""
+
+    @abstractmethod
+    def render_error(self, error: VerbatimError) -> ErrorAnswer: ...
+
+    def is_streamed_error(self, error: VerbatimError) -> bool:
+        """Whether clients that asked for a stream expect this error as an event, even when nothing precedes it."""
+        return False
+
+
+@runtime_checkable
+class Counts(Protocol):
+    """A dialect with a `count` endpoint."""
+
+    def render_count(self, tokens: int) -> bytes: ...
+
+
+@runtime_checkable
+class Lists(Protocol):
+    """A dialect with `models` and `model` endpoints; a context window is in tokens, None if unknown."""
+
+    def render_models(self, windows: Mapping[str, int | None], created: int) -> bytes: ...
+
+    def render_model(self, name: str, window: int | None, created: int) -> bytes: ...
+
+
+@runtime_checkable
+class Stores(Protocol):
+    """A dialect with `stored` and `items` endpoints: replies that clients fetch again."""
+
+    def render_stored(self, response_id: str, action: Action, past: Past) -> bytes:
+        """The reply ("stored") or the items it answered ("items"). Raises UnknownCall."""
+        ...
+
+
+REQUIRED: Mapping[Action, type] = {"count": Counts, "models": Lists, "model": Lists, "stored": Stores, "items": Stores}
+"""What a dialect must implement to have an endpoint with that action."""
+
+
+class StreamRenderer(Protocol):
+    def open(self) -> bytes:
+        """The first events, sent before any text is certain."""
+        ...
+
+    def write(self, delta: Delta) -> bytes: ...
+
+    def keep_alive(self) -> bytes:
+        """A typed event that resets the timeouts of the dialect's clients."""
+        ...
+
+    def close(self, reply: Reply) -> bytes:
+        """What no delta carried, the finish reason, usage and terminator."""
+        ...
+
+    def fail(self, error: VerbatimError) -> bytes:
+        """The error as an event of a stream that has begun."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A harness's request: the body, the names in its path (Gemini puts model and method there) and the query."""
 
     body: bytes
     path: Mapping[str, str] = field(default_factory=dict)
     query: Mapping[str, str] = field(default_factory=dict)
+    later_system_role: str = "user"
+    """The role given to system messages after the first message: many templates take only one system message."""
 
 
-class Past(Protocol):
-    """What a dialect may know of the session while it reads one request: `proxy.call.tree.Draft`."""
+@dataclass(frozen=True, slots=True)
+class ParsedMessage:
+    """A chat message as a dialect read it. `minted`: the call whose reply it is, if an id other than a tool call's says so."""
 
-    missed: set[str]
-    """Calls that the request names and that were looked up in vain: asked for again they are not known to the store either."""
+    message: dict[str, Any]
+    minted: str = ""
 
-    def see(self, raw: bytes, read: Read) -> list[Seen]:
-        """The messages that `read` makes of a raw item, from memory where the session has sent the item before. `read` must be
-        the same function every time."""
-        ...
 
-    def call(self, call_id: str) -> Call:
-        """Raises UnknownCall; the caller of the dialect then looks into the store and asks again."""
-        ...
-
-    def reply(self, call_id: str) -> dict[str, Any]:
-        """The call's reply as a chat message. Raises UnknownCall."""
-        ...
-
-    def history(self, call_id: str) -> list[Seen]:
-        """The messages of the call's request, then its reply. Raises UnknownCall."""
-        ...
+ItemReader = Callable[[bytes], list[ParsedMessage]]
+"""Reads one raw item of a history."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
-    """One message of the session's histories, decoded and digested once; requests share it. `minted`: the calls that ids in it
-    name. `projections`: how it shows the reply of a call, by the call's id (see reconstruct.messages.projection); kept here, so that
-    what was compared is forgotten with the message."""
+class HistoryMessage:
+    """A message of the session's histories, decoded and digested once and shared by requests. `minted`: the calls that ids in it name.
+    `projections`: call id -> how the message shows that call's reply (see reconstruct.messages.projection); kept here so that what was
+    compared is forgotten with the message."""
 
     message: dict[str, Any]
     digests: Digests
@@ -69,17 +178,41 @@ class Seen:
     projections: dict[str, str | None] = field(default_factory=dict, repr=False)
 
 
+class Past(Protocol):
+    """What a dialect may learn of the session while it reads a request: `proxy.call.tree.Draft`."""
+
+    missed: set[str]
+    """Calls that the request names and that were not in memory. Named again after a refresh, they are not in the store either."""
+
+    def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
+        """The messages that `read` makes of a raw item, from memory if the session has sent the item before. `read` is part of the
+        key: pass the same function every time."""
+        ...
+
+    def call(self, call_id: str) -> Call:
+        """Raises UnknownCall; the dialect's caller then refreshes from the store and parses again."""
+        ...
+
+    def reply(self, call_id: str) -> dict[str, Any]:
+        """The call's reply as a chat message. Raises UnknownCall."""
+        ...
+
+    def history(self, call_id: str) -> list[HistoryMessage]:
+        """The messages of the call's request, then its reply. Raises UnknownCall."""
+        ...
+
+
 @dataclass(slots=True)
 class Request:
-    """A model call in canonical form. `sampling` holds only what the harness sent; `forward` the chat-body fields that
-    engines take as they are (tool_choice, response_format, logit_bias, ...).
+    """A model call in canonical form. `sampling` holds only what the harness sent; `forward` the chat-body fields that engines take
+    unchanged (tool_choice, response_format, logit_bias, ...).
 
-    `echo` is what the dialect wants back when it renders the reply. `marks` are kept with the record. `dropped_tools` names the
-    kinds of tools that were offered and that no engine can serve; they are counted."""
+    `echo` is what the dialect needs again to render the reply. `marks` are stored with the record. `dropped_tools`: kinds of offered
+    tools that no engine can serve; a metric counts them."""
 
     dialect: str
     model: str
-    history: list[Seen]
+    history: list[HistoryMessage]
     tools: list[dict[str, Any]] = field(default_factory=list)
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -90,12 +223,12 @@ class Request:
     """The content type of a streamed answer."""
     include_usage: bool = False
     top_logprobs: int | None = None
-    """None: the harness asked for no logprobs, and gets none."""
+    """None: the harness asked for no logprobs and gets none."""
     echo: Any = None
     marks: dict[str, str] = field(default_factory=dict)
     dropped_tools: Sequence[str] = ()
     prompt: str | list[int] | None = None
-    """The prompt of a dialect that has one instead of messages: text or token ids, to be continued as it is."""
+    """Text or token ids to continue as they are, in a dialect that has a prompt instead of messages."""
     wants_ids: bool = False
     """Whether the harness wants the token ids back."""
     _messages: list[dict[str, Any]] | None = field(default=None, init=False, repr=False, compare=False)
@@ -103,38 +236,38 @@ class Request:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The history as chat messages; shared with other requests, not to be changed."""
+        """The history as chat messages; shared with other requests, do not change them."""
         if self._messages is None:
             self._messages = [seen.message for seen in self.history]
         return self._messages
 
     @property
     def schemas(self) -> dict[str, Any]:
-        """The JSON schema of each tool's parameters, by the tool's name."""
+        """Tool name -> JSON schema of its parameters."""
         if self._schemas is None:
             functions = (tool.get("function") for tool in self.tools)
             self._schemas = {str(each.get("name")): each.get("parameters") for each in functions if isinstance(each, dict)}
         return self._schemas
 
-    def retell(self, history: list[Seen]) -> None:
-        """The same request with its history told otherwise: a prompt as what earlier calls said and what is new."""
+    def replace_history(self, history: list[HistoryMessage]) -> None:
+        """Used to split a prompt into what earlier calls contain and what is new."""
         self.history, self._messages = history, None
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The engine is asked next, of what is planned by now; with another engine it may come again."""
+    """The engine is about to be called with what is planned by now; comes again if another engine is tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The engine has sampled a first token: a streamed answer begins, though nothing of its text may be certain yet."""
+    """The engine has sampled a first token: a streamed answer begins, though none of its text may be certain yet."""
 
 
 @dataclass(slots=True)
 class Delta:
-    """A piece of one choice's reply; tool calls in the chat stream's shape, ids already minted. `token_ids` only where the
-    engine says which ids the text is of."""
+    """A piece of one choice's reply. `tool_calls` have the shape of the chat stream, with minted ids. `token_ids` only if the engine
+    says which ids the text is made of."""
 
     index: int
     content: str = ""
@@ -144,9 +277,9 @@ class Delta:
     token_ids: Sequence[int] = ()
 
     def split(self) -> Sequence[Delta]:
-        """The same as deltas that tell one thing each: reasoning, text, or a piece of one tool call. Logprobs and ids go with the first.
+        """The same as deltas that carry one thing each: reasoning, text, or a piece of one tool call. Logprobs and ids go with the first.
 
-        There are clients that take the text of a chunk and pass over the calls beside it, or all calls of a chunk but one.
+        Some clients read the text of a chunk and skip the tool calls beside it, or read only one of several calls.
         """
         if bool(self.content) + bool(self.reasoning) + len(self.tool_calls) <= 1:
             return (self,)
@@ -159,7 +292,7 @@ class Delta:
 
 @dataclass(slots=True)
 class Choice:
-    """One finished choice. `message` is a chat message; `logprobs` is chat-shaped content, None when not asked for."""
+    """One finished choice. `message` is a chat message; `logprobs` chat-shaped content, None if not asked for."""
 
     index: int
     call_id: str
@@ -169,7 +302,7 @@ class Choice:
     logprobs: Sequence[Mapping[str, Any]] | None = None
     token_ids: Sequence[int] = ()
     stop_reason: str | int | None = None
-    """The stop text or stop token's id that ended it, as the engine says; None for the model's usual end."""
+    """The stop text or stop token id that ended it, as the engine reports it; None for the model's usual end."""
 
 
 @dataclass(slots=True)
@@ -195,123 +328,49 @@ class ErrorAnswer:
 
 
 def retry_headers(error: VerbatimError) -> dict[str, str]:
-    """What tells every vendor's client whether and when to ask again.
+    """Headers that tell every vendor's client whether and when to retry.
 
-    Always a Retry-After with an error that may pass: without one some clients give up. `x-should-retry` is read by the SDKs of
-    OpenAI and Anthropic, which would ask a closed session again.
+    A temporary error always has Retry-After: some clients give up without one. `x-should-retry` stops the SDKs of OpenAI and Anthropic,
+    which would retry the 409 of a closed session.
     """
     if error.retry_after_seconds is not None:
         return {"retry-after": str(max(1, round(error.retry_after_seconds)))}
     return {"x-should-retry": "false"} if error.status < 500 else {}
 
 
-class StreamRenderer(Protocol):
-    def open(self) -> bytes:
-        """The first events, sent before anything is certain."""
-        ...
-
-    def delta(self, delta: Delta) -> bytes: ...
-
-    def keep_alive(self) -> bytes:
-        """A typed event that the dialect's clients count as life."""
-        ...
-
-    def close(self, reply: Reply) -> bytes:
-        """What no delta carried, the finish, usage and terminator."""
-        ...
-
-    def error(self, error: VerbatimError) -> bytes:
-        """The error as an event of a stream that has begun."""
-        ...
-
-
-class Dialect(Protocol):
-    name: str
-
-    def parse(self, asked: Asked, past: Past) -> Request:
-        """The canonical request. Raises RequestError naming the field and the rule it broke."""
-        ...
-
-    def render(self, request: Request, reply: Reply) -> bytes: ...
-
-    def open_stream(self, request: Request, reply_id: str, created: int, prompt_tokens: int) -> StreamRenderer:
-        """`prompt_tokens` is 0 while they are not known."""
-        ...
-
-    def error(self, error: VerbatimError) -> ErrorAnswer: ...
-
-    def errs_in_stream(self, error: VerbatimError) -> bool:
-        """Whether clients that asked for a stream look for this error in its events, even when it is all there is."""
-        ...
-
-
-class Counts(Protocol):
-    """A dialect with an endpoint that counts the tokens of a prompt."""
-
-    def parse_count(self, asked: Asked, past: Past) -> Request: ...
-
-    def count(self, tokens: int) -> bytes: ...
-
-
-class Lists(Protocol):
-    """A dialect with an endpoint that lists models: name -> context window in tokens, None where it is not known."""
-
-    def models(self, names: Mapping[str, int | None], created: int) -> bytes: ...
-
-    def model(self, name: str, window: int | None, created: int) -> bytes: ...
-
-
 # Ids that the service mints into its replies, so that a replayed reply names the call it came from.
-
 
 _SEAL = b"verbatim1:"
 _CALL_ID_LENGTH = 24
-_LONGEST_REASONING = 2**24
-"""Bytes; what a seal may unfold to."""
+_MAX_REASONING_BYTES = 2**24
 
 
 def new_call_id() -> str:
-    """24 hex digits, ordered by time of minting: 12 of milliseconds, 12 random."""
+    """24 hex digits that sort by minting time: 12 of milliseconds, 12 random."""
     return f"{int(time.time() * 1000):012x}{os.urandom(6).hex()}"
 
 
 def tool_call_id(call_id: str, position: int) -> str:
-    """`call_<call id>_<position>`: reconstruct.messages.minted_call_ids reads it back."""
+    """`call_<call id>_<position>`; reconstruct.messages.minted_call_ids reads it back."""
     return f"call_{call_id}_{position}"
 
 
 def seal(call_id: str, reasoning: str = "") -> str:
-    """What a vendor's client carries along unread and brings back (a thinking signature, encrypted reasoning): the call's name,
-    and the reasoning for clients that drop its text. Standard base64, as clients check."""
+    """An opaque value that a vendor's client returns unread (a thinking signature, encrypted reasoning). It holds the call's id, and the
+    reasoning for clients that drop its text. Standard base64, which clients check."""
     return base64.b64encode(_SEAL + call_id.encode() + zlib.compress(reasoning.encode("utf-8", "replace"))).decode()
 
 
 def unseal(sealed: Any) -> tuple[str, str] | None:
-    """(call id, reasoning) of a seal; None for anything else, as another service's signature."""
+    """(call id, reasoning) of a seal; None for anything else, such as another service's signature."""
     if not isinstance(sealed, str):
         return None
     try:
         content = base64.b64decode(sealed.encode(), validate=True)
         if not content.startswith(_SEAL):
             return None
-        call_id = content[len(_SEAL) : len(_SEAL) + _CALL_ID_LENGTH].decode()
-        opened = zlib.decompressobj().decompress(content[len(_SEAL) + _CALL_ID_LENGTH :], _LONGEST_REASONING)
-        return call_id, opened.decode()
+        start = len(_SEAL) + _CALL_ID_LENGTH
+        reasoning = zlib.decompressobj().decompress(content[start:], _MAX_REASONING_BYTES)
+        return content[len(_SEAL) : start].decode(), reasoning.decode()
     except (ValueError, zlib.error):
         return None
-
-
-# The history of a request: its messages as a dialect hears them, and as a session has seen them.
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """A chat message as a dialect read it. `minted` names the call whose reply it is, where an id that the service minted into
-    something else than a tool call says so."""
-
-    message: dict[str, Any]
-    minted: str = ""
-
-
-Read = Callable[[bytes], list[Heard]]
-"""How a dialect reads one raw item of a history."""

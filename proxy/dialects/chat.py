@@ -10,17 +10,24 @@ from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any
 
-import msgspec
-
 from proxy.dialects import fields
-from proxy.dialects.base import Asked, Choice, Delta, ErrorAnswer, Heard, Past, Reply, Request, retry_headers
-from proxy.dialects.fields import decode, made_up_id, split, tool_call
+from proxy.dialects.base import (
+    Choice,
+    Delta,
+    Dialect,
+    Endpoint,
+    ErrorAnswer,
+    Incoming,
+    ParsedMessage,
+    Past,
+    Reply,
+    Request,
+    retry_headers,
+)
+from proxy.dialects.fields import decode, encode, placeholder_id, split_body, tool_call
 from proxy.errors import RequestError, VerbatimError
 
-_encode = msgspec.json.Encoder().encode
-
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop")}
-"""Sampling fields that a session may override; the rest of the body is forwarded as it is."""
 
 _CONSUMED = frozenset(
     {"model", "messages", "tools", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens"}
@@ -28,28 +35,59 @@ _CONSUMED = frozenset(
     | {"store", "metadata", "user", "service_tier", "return_token_ids", "return_tokens_as_token_ids", "request_id"}
     | {"add_generation_prompt", "continue_final_message", "prompt_logprobs", "echo", "functions", "function_call"}
 )
-"""Body fields that are parsed, or that mean nothing to an engine, or that would change what is recorded."""
+"""Body fields that are not forwarded: they are parsed here, mean nothing to an engine, or would change what is recorded."""
 
 _FUNCTION_CALL = "function_call"
-"""What a request that offers `functions` wants back: its reply's call under this name, and such a reply ended for this reason."""
+"""The `echo` of a request that offers `functions`; also the reply's field and its finish reason."""
 
 _ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
-class ChatDialect:
-    name = "chat"
+class OpenAIDialect(Dialect):
+    """What OpenAI's three APIs share."""
 
-    def parse(self, asked: Asked, past: Past) -> Request:
-        """The canonical request. Raises RequestError naming the field and the rule it broke."""
-        body, items = split(asked.body, "messages")
-        history = [seen for item in items for seen in past.see(item, _message)]
+    client = "openai"
+    base_url_suffix = "/v1"
+
+    def render_error(self, error: VerbatimError) -> ErrorAnswer:
+        return ErrorAnswer(error.status, retry_headers(error), encode({"error": describe_error(error)}))
+
+
+class ChatDialect(OpenAIDialect):
+    name = "chat"
+    title = "OpenAI Chat (`/v1/chat/completions`)"
+    endpoints = (
+        Endpoint(
+            "call",
+            "POST",
+            "/v1/chat/completions",
+            "OpenAI Chat",
+            "Chat completions, with tools, reasoning, structured output and logprobs.",
+            {"model": "policy", "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32},
+        ),
+        Endpoint(
+            "models",
+            "GET",
+            "/v1/models",
+            "List models",
+            "In the shape of the vendor whose headers were sent: OpenAI's, Anthropic's or Google's.",
+        ),
+        Endpoint("model", "GET", "/v1/models/{model}", "Get a model", "In the same shapes."),
+    )
+    paths = r"/v1/|/(?:chat/completions|completions|models)(?:/|\Z)"
+    probes = ("/v1/?",)
+    is_one_to_one = True
+
+    def parse(self, incoming: Incoming, past: Past) -> Request:
+        body, items = split_body(incoming.body, "messages")
+        history = [seen for item in items for seen in past.see(item, _read_message)]
         if not history:
             raise RequestError("'messages' must be a non-empty list", param="messages")
         sampling = fields.sampling(body, _SAMPLING)
         limit = fields.positive(body, "max_completion_tokens")
         if limit is not None:
             sampling["max_tokens"] = limit
-        functions = offered_functions(body)
+        functions = parse_functions(body)
         forward = {key: value for key, value in body.items() if key not in _CONSUMED and value is not None}
         return Request(
             dialect=self.name,
@@ -58,7 +96,7 @@ class ChatDialect:
             tools=functions or fields.objects(body, "tools"),
             template_kwargs=fields.template_kwargs(body),
             sampling=sampling,
-            forward={**forward, **choice_of_functions(body, functions)} if functions else forward,
+            forward={**forward, **parse_function_choice(body, functions)} if functions else forward,
             n=fields.choices(body, "n"),
             stream=fields.flag(body, "stream"),
             include_usage=bool(fields.mapping(body, "stream_options").get("include_usage")),
@@ -67,36 +105,29 @@ class ChatDialect:
         )
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        return _encode(
+        return encode(
             {
                 "id": f"chatcmpl-{reply.reply_id}",
                 "object": "chat.completion",
                 "created": reply.created,
                 "model": reply.model,
-                "choices": [_choice(choice, request.echo) for choice in reply.choices],
-                "usage": openai_usage(reply),
+                "choices": [_render_choice(choice, request.echo) for choice in reply.choices],
+                "usage": build_usage(reply),
             }
         )
 
     def open_stream(self, request: Request, reply_id: str, created: int, prompt_tokens: int) -> ChatStream:
         return ChatStream(request, reply_id, created)
 
-    def error(self, error: VerbatimError) -> ErrorAnswer:
-        return ErrorAnswer(error.status, retry_headers(error), _encode({"error": openai_error(error)}))
+    def render_models(self, windows: Mapping[str, int | None], created: int) -> bytes:
+        return encode({"object": "list", "data": [_model(name, window, created) for name, window in windows.items()]})
 
-    def errs_in_stream(self, error: VerbatimError) -> bool:
-        return False
-
-    def models(self, names: Mapping[str, int | None], created: int) -> bytes:
-        """The answer of GET /v1/models: name -> context window in tokens."""
-        return _encode({"object": "list", "data": [_model(name, window, created) for name, window in names.items()]})
-
-    def model(self, name: str, window: int | None, created: int) -> bytes:
-        return _encode(_model(name, window, created))
+    def render_model(self, name: str, window: int | None, created: int) -> bytes:
+        return encode(_model(name, window, created))
 
 
 class ChatStream:
-    """Renders one reply as server-sent chat chunks; remembers which choices have begun and what they already said."""
+    """Renders one reply as chat chunks in server-sent events."""
 
     def __init__(self, request: Request, reply_id: str, created: int) -> None:
         self._head = {
@@ -108,14 +139,15 @@ class ChatStream:
         self._include_usage = request.include_usage
         self._n = request.n
         self._echo = request.echo
-        self._spoken: set[int] = set()
+        self._begun: set[int] = set()
+        """Choices of which something was sent."""
         self._with_logprobs = request.top_logprobs is not None
 
     def open(self) -> bytes:
         return b"".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._n))
 
-    def delta(self, delta: Delta) -> bytes:
-        self._spoken.add(delta.index)
+    def write(self, delta: Delta) -> bytes:
+        self._begun.add(delta.index)
         fields: dict[str, Any] = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning
@@ -133,45 +165,63 @@ class ChatStream:
     def close(self, reply: Reply) -> bytes:
         events: list[bytes] = []
         for choice in reply.choices:
-            if choice.index not in self._spoken:
-                events.extend(self.delta(piece) for piece in _whole(choice))
+            if choice.index not in self._begun:
+                events.extend(self.write(delta) for delta in _deltas(choice))
             events.append(self._chunk(choice.index, {}, finish_reason=_finish_reason(choice, self._echo)))
         if self._include_usage:
-            events.append(_event({**self._head, "choices": [], "usage": openai_usage(reply)}))
-        events.append(b"data: [DONE]\n\n")
+            events.append(data_event({**self._head, "choices": [], "usage": build_usage(reply)}))
+        events.append(DONE)
         return b"".join(events)
 
-    def error(self, error: VerbatimError) -> bytes:
-        return _event({"error": openai_error(error)})
+    def fail(self, error: VerbatimError) -> bytes:
+        return data_event({"error": describe_error(error)})
 
     def _chunk(self, index: int, fields: Any, *, finish_reason: str | None = None, logprobs: Any = ()) -> bytes:
         choice: dict[str, Any] = {"index": index, "delta": fields, "finish_reason": finish_reason}
         choice["logprobs"] = {"content": list(logprobs)} if self._with_logprobs and logprobs else None
-        return _event({**self._head, "choices": [choice]})
+        return data_event({**self._head, "choices": [choice]})
 
 
-def _whole(choice: Choice) -> list[Delta]:
-    """A finished choice as deltas, in the order a stream would have brought them."""
+DONE = b"data: [DONE]\n\n"
+
+
+def data_event(payload: Any) -> bytes:
+    return b"data: " + encode(payload) + b"\n\n"
+
+
+def build_usage(reply: Reply) -> dict[str, Any]:
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.completion_tokens,
+        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
+    }
+
+
+def describe_error(error: VerbatimError) -> dict[str, Any]:
+    """The error object of all of OpenAI's endpoints."""
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+
+
+def _deltas(choice: Choice) -> list[Delta]:
+    """A finished choice as deltas, in the order of a stream."""
     message = choice.message
-    pieces = []
+    deltas = []
     if message.get("reasoning_content"):
-        pieces.append(Delta(choice.index, reasoning=message["reasoning_content"]))
+        deltas.append(Delta(choice.index, reasoning=message["reasoning_content"]))
     if message.get("content") or choice.logprobs:
-        pieces.append(Delta(choice.index, content=message.get("content") or "", logprobs=choice.logprobs or ()))
+        deltas.append(Delta(choice.index, content=message.get("content") or "", logprobs=choice.logprobs or ()))
     for position, call in enumerate(message.get("tool_calls") or ()):
-        pieces.append(Delta(choice.index, tool_calls=[{"index": position, **call}]))
-    return pieces
+        deltas.append(Delta(choice.index, tool_calls=[{"index": position, **call}]))
+    return deltas
 
 
 def _model(name: str, window: int | None, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "verbatim", "max_model_len": window}
 
 
-def _event(payload: Any) -> bytes:
-    return b"data: " + _encode(payload) + b"\n\n"
-
-
-def _choice(choice: Choice, echo: str | None) -> dict[str, Any]:
+def _render_choice(choice: Choice, echo: str | None) -> dict[str, Any]:
     message = {"refusal": None, **choice.message}
     if echo == _FUNCTION_CALL:
         message = as_function_call(message)
@@ -184,30 +234,15 @@ def _finish_reason(choice: Choice, echo: str | None) -> str:
     return _FUNCTION_CALL if echo == _FUNCTION_CALL and choice.finish_reason == "tool_calls" else choice.finish_reason
 
 
-def openai_usage(reply: Reply) -> dict[str, Any]:
-    return {
-        "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": reply.completion_tokens,
-        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
-    }
-
-
-def openai_error(error: VerbatimError) -> dict[str, Any]:
-    """The error as all of OpenAI's endpoints say it."""
-    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
-
-
-def _message(raw: bytes) -> list[Heard]:
-    """One message, checked as far as the service looks at it."""
+def _read_message(raw: bytes) -> list[ParsedMessage]:
+    """One message, checked as far as the service reads it."""
     message = decode(raw)
     if not isinstance(message, dict):
         raise RequestError("'messages' must be a list of objects", param="messages")
     if not isinstance(message.get("role"), str):
         raise RequestError("a message's 'role' must be a string", param="messages")
     if message["role"] == "developer":
-        # OpenAI's newer word for the same; chat templates know only the older one.
+        # OpenAI's newer word for system; chat templates know only the older one.
         message["role"] = "system"
     content = message.get("content")
     if isinstance(content, list):
@@ -218,10 +253,10 @@ def _message(raw: bytes) -> list[Heard]:
     for name in ("tool_call_id", "reasoning_content", "reasoning", "name"):
         if not isinstance(message.get(name), (str, NoneType)):
             raise RequestError(f"a message's '{name}' must be a string", param="messages")
-    read_functions(message)
+    convert_functions(message)
     for call in fields.objects(message, "tool_calls"):
         _check_tool_call(call)
-    return [Heard(message)]
+    return [ParsedMessage(message)]
 
 
 def _check_tool_call(call: Mapping[str, Any]) -> None:
@@ -241,18 +276,15 @@ def _top_logprobs(body: Mapping[str, Any]) -> int | None:
     return int(count)
 
 
-# The first form of tools in Chat Completions: `functions` and `function_call` of a request, `function_call` of a reply, results under
-# the role `function`. OpenAI deprecated it at the end of 2023; older clients still speak it.
-#
-# A function's call has no id, and a reply makes one at most. Inside it is a tool call under an id that says its place in the turn, as
-# any dialect without ids has them, so that a call without an id and its result belong together wherever they stand in a history.
+# The legacy form of tools: `functions` and `function_call` of a request, `function_call` of a reply, results under the role `function`.
+# OpenAI deprecated it at the end of 2023; older clients still use it. Such a call has no id and a reply makes at most one, so inside it
+# gets the id of the first call of a turn, as in any dialect without ids: call and result match wherever they stand in a history.
+
+_ONLY_CALL = placeholder_id(0)
 
 
-_ONLY_CALL = made_up_id(0)
-
-
-def offered_functions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The body's `functions` as chat tools; none where it offers none in this form. Raises RequestError."""
+def parse_functions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The body's `functions` as chat tools. Raises RequestError, also if a body mixes both forms."""
     functions = fields.objects(body, "functions")
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if body.get(old) is not None and body.get(new) is not None:
@@ -267,9 +299,9 @@ def offered_functions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"type": "function", "function": function} for function in functions]
 
 
-def choice_of_functions(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`tool_choice` and `parallel_tool_calls` of a body that offers these in the older form. Raises RequestError."""
-    # The reply has room for one call: what follows it in the sampled text is not told, as an engine does with such a request.
+def parse_function_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`tool_choice` and `parallel_tool_calls` for a body that offers `functions`. Raises RequestError."""
+    # The reply has room for one call: an engine drops what follows it in the sampled text if told so.
     chosen: dict[str, Any] = {"parallel_tool_calls": False}
     choice = body.get("function_call")
     if isinstance(choice, dict):
@@ -283,26 +315,26 @@ def choice_of_functions(body: Mapping[str, Any], tools: Sequence[Mapping[str, An
     return chosen
 
 
-def read_functions(message: dict[str, Any]) -> None:
-    """Put a message of a history that tells of a function into the words of tools. Raises RequestError."""
-    called = message.pop("function_call", None)
-    if called is not None:
+def convert_functions(message: dict[str, Any]) -> None:
+    """Rewrite a history message of the legacy form in place, as a tool call or a tool's result. Raises RequestError."""
+    call = message.pop("function_call", None)
+    if call is not None:
         if message.get("role") != "assistant" or message.get("tool_calls"):
             raise RequestError("'function_call' belongs to an assistant's message without 'tool_calls'", param="messages")
-        if not isinstance(called, dict) or not all(isinstance(called.get(name), str) for name in ("name", "arguments")):
+        if not isinstance(call, dict) or not all(isinstance(call.get(name), str) for name in ("name", "arguments")):
             raise RequestError(
                 "a message's 'function_call' must be an object with 'name' and 'arguments', two strings", param="messages"
             )
-        message["tool_calls"] = [tool_call(_ONLY_CALL, called["name"], called["arguments"])]
+        message["tool_calls"] = [tool_call(_ONLY_CALL, call["name"], call["arguments"])]
     if message.get("role") == "function":
         if not isinstance(message.get("name"), str):
             raise RequestError("a message of the role 'function' must have a 'name'", param="messages")
         message |= {"role": "tool", "tool_call_id": _ONLY_CALL}
 
 
-def as_function_call(told: dict[str, Any]) -> dict[str, Any]:
+def as_function_call(reply: dict[str, Any]) -> dict[str, Any]:
     """A reply's message, or a piece of one, with its first tool call as a `function_call`."""
-    calls = told.pop("tool_calls", None) or ()
-    # A whole message's calls have no index, a stream's have.
+    calls = reply.pop("tool_calls", None) or ()
+    # Only the calls of a stream have an index.
     first = next((call for at, call in enumerate(calls) if call.get("index", at) == 0), None)
-    return told if first is None else {**told, "function_call": first["function"]}
+    return reply if first is None else {**reply, "function_call": first["function"]}

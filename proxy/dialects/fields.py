@@ -1,4 +1,7 @@
-"""Fields of a request body, checked: each function gives the field's value or raises RequestError with its name and rule."""
+"""Reading a request body: checked fields, JSON decoded only as far as it is new, and tool arguments.
+
+Each checking function returns the field's value or raises RequestError with the field's name and the rule it broke.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from proxy.structure import MAX_FIELD_VALUES, MAX_MESSAGES, MAX_TOOLS, MAX_VALUE
 N = TypeVar("N", int, float)
 
 NOTED = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
-"""Fields of a chat body that bend the distribution; they are kept with the call."""
+"""Fields of a chat body that change the sampling distribution; stored with the call."""
 
-_MOST_CHOICES = 128
+_MAX_CHOICES = 128
 
 
 def text(body: Mapping[str, Any], key: str) -> str | None:
@@ -38,14 +41,14 @@ def number(body: Mapping[str, Any], key: str) -> float | None:
     value = body.get(key)
     if value is not None and not is_number(value):
         raise RequestError(f"'{key}' must be a number", param=key)
-    return None if value is None else _bounded(value, key)
+    return None if value is None else _check_bounds(value, key)
 
 
 def integer(body: Mapping[str, Any], key: str) -> int | None:
     value = body.get(key)
     if value is not None and not is_integer(value):
         raise RequestError(f"'{key}' must be an integer", param=key)
-    return None if value is None else _bounded(value, key)
+    return None if value is None else _check_bounds(value, key)
 
 
 def positive(body: Mapping[str, Any], key: str) -> int | None:
@@ -54,7 +57,7 @@ def positive(body: Mapping[str, Any], key: str) -> int | None:
         return None
     if not is_integer(value) or value < 1:
         raise RequestError(f"'{key}' must be a positive integer", param=key)
-    return _bounded(int(value), key)
+    return _check_bounds(int(value), key)
 
 
 def flag(body: Mapping[str, Any], key: str) -> bool:
@@ -73,29 +76,6 @@ def mapping(body: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-_NEW_TURN = {"continue_final_message": False, "add_generation_prompt": True}
-"""Fields of vLLM's chat API that say how a reply begins, and what they are for a turn of its own."""
-
-
-def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body's `chat_template_kwargs`. Raises as `refuse_continuation`."""
-    refuse_continuation(body)
-    return mapping(body, "chat_template_kwargs")
-
-
-def refuse_continuation(body: Mapping[str, Any]) -> None:
-    """Raise RequestError where the body wants the last message continued instead of answered: a reply is a turn of its own here."""
-    kwargs = mapping(body, "chat_template_kwargs")
-    for name, usual in _NEW_TURN.items():
-        for holder, where in ((body, name), (kwargs, f"chat_template_kwargs.{name}")):
-            if holder.get(name) not in (None, usual):
-                raise RequestError(
-                    f"'{where}' can only be {str(usual).lower()}: a reply is a turn of its own; to have a text continued, send it as "
-                    "the 'prompt' of /v1/completions",
-                    param=where,
-                )
-
-
 def objects(body: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     value = body.get(key)
     if value is None:
@@ -106,7 +86,7 @@ def objects(body: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def strings(body: Mapping[str, Any], key: str) -> list[str]:
-    """One string counts as a list of it."""
+    """A lone string counts as a list of one."""
     value = body.get(key)
     if value is None:
         return []
@@ -118,16 +98,16 @@ def strings(body: Mapping[str, Any], key: str) -> list[str]:
 
 
 def choices(body: Mapping[str, Any], key: str) -> int:
-    """How many choices are wanted; 1 when the field is absent."""
+    """The number of choices; 1 if the field is absent."""
     count = positive(body, key) or 1
-    if count > _MOST_CHOICES:
-        raise RequestError(f"'{key}' must be at most {_MOST_CHOICES}", param=key)
+    if count > _MAX_CHOICES:
+        raise RequestError(f"'{key}' must be at most {_MAX_CHOICES}", param=key)
     return count
 
 
 def sampling(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The sampling fields that a session may override, under their canonical names; `names`: the dialect's name -> canonical
-    name. temperature and top_p are numbers, top_k, seed and max_tokens integers, stop a list of strings."""
+    """The sampling fields that a session may override, by canonical name; `names`: the dialect's name -> the canonical one. temperature
+    and top_p are numbers, top_k, seed and max_tokens integers, stop is a list of strings."""
     found: dict[str, Any] = {}
     for key, name in names.items():
         if name == "stop":
@@ -141,9 +121,32 @@ def sampling(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
     return found
 
 
+def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body's `chat_template_kwargs`. Raises as `refuse_continuation` does."""
+    refuse_continuation(body)
+    return mapping(body, "chat_template_kwargs")
+
+
+_NEW_TURN = {"continue_final_message": False, "add_generation_prompt": True}
+"""Fields of vLLM's chat API that say how a reply begins, with their values for a turn of its own."""
+
+
+def refuse_continuation(body: Mapping[str, Any]) -> None:
+    """Raise RequestError if the last message is to be continued instead of answered: a reply is a turn of its own here."""
+    kwargs = mapping(body, "chat_template_kwargs")
+    for name, usual in _NEW_TURN.items():
+        for holder, where in ((body, name), (kwargs, f"chat_template_kwargs.{name}")):
+            if holder.get(name) not in (None, usual):
+                raise RequestError(
+                    f"'{where}' can only be {str(usual).lower()}: a reply is a turn of its own; to have a text continued, send it as "
+                    "the 'prompt' of /v1/completions",
+                    param=where,
+                )
+
+
 def check_recordable(forward: Mapping[str, Any]) -> None:
-    """Raises RequestError where a field that is kept with the call is more than a record can hold, as an integer of more than 64 bits:
-    once the reply is sampled it is too late."""
+    """Raise RequestError if a stored field does not fit a record, such as an integer of more than 64 bits. Once the reply is sampled it
+    is too late."""
     for key in NOTED:
         if forward.get(key) is not None:
             try:
@@ -152,10 +155,10 @@ def check_recordable(forward: Mapping[str, Any]) -> None:
                 raise RequestError(f"'{key}' cannot be recorded: {error}", param=key) from error
 
 
-def _bounded(value: N, key: str) -> N:
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise RequestError(f"'{key}' must be an integer of at most 64 bits", param=key)
-    return value
+def check_tools(tools: Sized) -> None:
+    """Raise RequestError for more tools than one request may offer."""
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"'tools' holds {len(tools)} tools, of at most {MAX_TOOLS}", param="tools")
 
 
 def is_integer(value: Any) -> bool:
@@ -166,21 +169,26 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-# A request body, decoded only as far as it is new.
-#
-# A harness sends its whole history with every call. `split` takes the body apart without decoding the items of that history:
-# each item's raw bytes are looked up among those the session has seen, and decoded and digested only the first time.
+def _check_bounds(value: N, key: str) -> N:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise RequestError(f"'{key}' must be an integer of at most 64 bits", param=key)
+    return value
 
+
+# JSON. A harness sends its whole history with every call: `split_body` leaves that history's items raw, so that an item is decoded and
+# digested only the first time the session sends it.
+
+encode = msgspec.json.Encoder().encode
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-def split(body: bytes, listed: str) -> tuple[dict[str, Any], list[bytes]]:
-    """The body's fields decoded, except `listed`, whose items come as raw JSON. An absent list is empty.
+def split_body(body: bytes, listed: str) -> tuple[dict[str, Any], list[bytes]]:
+    """The body's fields, decoded, without `listed`, and the raw items of that; an absent list is empty.
 
-    A lone surrogate, which JSON can write and UTF-8 cannot, becomes the replacement character. Raises RequestError when the body is
-    no JSON object, `listed` is no list, or there are more values, items or tools than one request may have.
+    A lone surrogate, which JSON can express and UTF-8 cannot, becomes the replacement character. Raises RequestError if the body is no
+    JSON object, `listed` is no list, or there are more values, items or tools than one request may have.
     """
     check_values(body, MAX_VALUES, "the body")
     try:
@@ -188,7 +196,16 @@ def split(body: bytes, listed: str) -> tuple[dict[str, Any], list[bytes]]:
     except RequestError:
         raise
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return _split(_without_surrogates(body, error), listed)
+        return _split(_replace_surrogates(body, error), listed)
+
+
+def decode(raw: bytes) -> Any:
+    """One JSON value, lone surrogates replaced. Raises RequestError for invalid JSON and for deep nesting."""
+    check_depth(raw)
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return msgspec.json.decode(_replace_surrogates(raw, error))
 
 
 def _split(body: bytes, listed: str) -> tuple[dict[str, Any], list[bytes]]:
@@ -197,7 +214,7 @@ def _split(body: bytes, listed: str) -> tuple[dict[str, Any], list[bytes]]:
     except msgspec.ValidationError as error:
         raise RequestError("the body must be a JSON object") from error
     history = raw.pop(listed, None)
-    fields = {name: _field(name, bytes(value)) for name, value in raw.items()}
+    fields = {name: _decode_field(name, bytes(value)) for name, value in raw.items()}
     if history is None or bytes(history) == b"null":
         return fields, []
     try:
@@ -205,12 +222,12 @@ def _split(body: bytes, listed: str) -> tuple[dict[str, Any], list[bytes]]:
     except msgspec.ValidationError as error:
         raise RequestError(f"'{listed}' must be a list", param=listed) from error
     if len(items) > MAX_MESSAGES:
-        # Without a parameter: with one it says what the field must be, which some vendors let be several things.
+        # Without `param`: callers take an error about this field to mean that it is no list, which some vendors allow.
         raise RequestError(f"'{listed}' holds {len(items)} items, of at most {MAX_MESSAGES}")
     return fields, items
 
 
-def _field(name: str, raw: bytes) -> Any:
+def _decode_field(name: str, raw: bytes) -> Any:
     check_values(raw, MAX_FIELD_VALUES, f"'{name}'", name)
     value = decode(raw)
     if name == "tools" and isinstance(value, list):
@@ -218,23 +235,8 @@ def _field(name: str, raw: bytes) -> Any:
     return value
 
 
-def check_tools(tools: Sized) -> None:
-    """Raise RequestError when there are more than one request may offer."""
-    if len(tools) > MAX_TOOLS:
-        raise RequestError(f"'tools' holds {len(tools)} tools, of at most {MAX_TOOLS}", param="tools")
-
-
-def decode(raw: bytes) -> Any:
-    """One JSON value, lone surrogates replaced. Raises RequestError when it is no JSON, or is nested too deeply."""
-    check_depth(raw)
-    try:
-        return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return msgspec.json.decode(_without_surrogates(raw, error))
-
-
-def _without_surrogates(raw: bytes, error: Exception) -> bytes:
-    """The same JSON with replacement characters for lone surrogates; RequestError for `error` when that is not what is wrong."""
+def _replace_surrogates(raw: bytes, error: Exception) -> bytes:
+    """The same JSON with replacement characters for lone surrogates; raises RequestError from `error` if they are not the problem."""
     try:
         text = json.dumps(json.loads(raw), ensure_ascii=False, allow_nan=False)
         clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
@@ -244,17 +246,14 @@ def _without_surrogates(raw: bytes, error: Exception) -> bytes:
         raise RequestError(f"the body is not valid JSON: {error}") from error
 
 
-# Tools and their arguments on the way between a vendor's shape and the chat shape.
-#
-# Chat arguments are text that the model wrote; other vendors speak of objects. Text that is no JSON object travels in a wrapper
-# (the one Claude Code makes of a call it cannot read) and is read back as it was, so that a replay still names its exact call.
-
+# Tools and their arguments. Chat arguments are text that the model wrote, other vendors' are objects. Text that is no JSON object travels
+# in a wrapper, the one Claude Code puts around a call it cannot read, and is read back unchanged: a replay still names its exact call.
 
 UNPARSED = "__unparsedToolInput"
 
 
 def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A chat function tool; a function without parameters takes none."""
+    """A chat function tool; without `parameters` it takes none."""
     function: dict[str, Any] = {"name": name}
     if description:
         function["description"] = description
@@ -266,13 +265,13 @@ def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def made_up_id(position: int) -> str:
-    """The id of a call that came without one, by its position in its turn: nine letters and digits, as the templates of Mistral want."""
+def placeholder_id(position: int) -> str:
+    """The id of a call that came without one, by its position in its turn: nine letters and digits, as Mistral's templates require."""
     return f"call{position:05d}"
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """Arguments as the object a vendor's client expects."""
+    """Arguments as the object that other vendors' clients expect."""
     if not arguments.strip():
         return {}
     try:
@@ -283,11 +282,11 @@ def arguments_object(arguments: str) -> dict[str, Any]:
 
 
 def arguments_text(value: Any) -> str:
-    """The text that `arguments_object` was made of; for an object that a client wrote, its JSON."""
+    """The text that `arguments_object` was given; for an object that a client wrote, its JSON."""
     if isinstance(value, dict) and value.keys() == {UNPARSED}:
-        told = value[UNPARSED]
-        # Claude Code 2.1 writes {"raw": text, "len": number} where it read such a text itself.
-        raw = told.get("raw") if isinstance(told, dict) else told
+        inner = value[UNPARSED]
+        # Claude Code 2.1 writes {"raw": text, "len": number} if it read such a text itself.
+        raw = inner.get("raw") if isinstance(inner, dict) else inner
         if isinstance(raw, str):
             return raw
     return json.dumps(value if value is not None else {}, ensure_ascii=False)

@@ -1,51 +1,106 @@
 """Google generateContent: `/v1beta/models/{model}:generateContent`, `:streamGenerateContent`, `:countTokens` and `/v1beta/models`.
 
-Shapes as the google-genai SDKs parse them. What is binding for them and where it was found stands beside each rule: contents
-in gemini_contents, replies in gemini_reply, streams in gemini_stream.
+Shapes as the google-genai SDKs parse them. What binds a reply and where that was found stands beside each rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from proxy.dialects import fields
-from proxy.dialects.base import Asked, ErrorAnswer, Past, Reply, Request, Seen, retry_headers
-from proxy.dialects.fields import decode, split
-from proxy.dialects.gemini_reply import Candidate, GeminiStream, Wanted, google_error, usage
-from proxy.dialects.gemini_request import generation_of, named, offered_tools, read_system, tool_choice, units
+from proxy.dialects.base import (
+    Dialect,
+    Endpoint,
+    ErrorAnswer,
+    HistoryMessage,
+    Incoming,
+    Past,
+    Reply,
+    Request,
+    retry_headers,
+)
+from proxy.dialects.fields import decode, encode, split_body
+from proxy.dialects.gemini_contents import read_system, split_units
+from proxy.dialects.gemini_fields import normalize, parse_generation, parse_tool_choice, parse_tools
+from proxy.dialects.gemini_reply import Candidate, GeminiStream, ReplyOptions, build_usage, describe_error
 from proxy.errors import RequestError, VerbatimError
 
-_encode = msgspec.json.Encoder().encode
+_ANY_VERSION = r"(?:/v1(?:beta|alpha)?){0,2}"
+_BETA = r"(?:/v1(?:beta|alpha)?)?/v1(?:beta|alpha)"
+"""Google's models are listed where OpenAI's are not."""
+
+_EXAMPLE: dict[str, Any] = {
+    "contents": [{"role": "user", "parts": [{"text": "Say hello."}]}],
+    "generationConfig": {"maxOutputTokens": 32},
+}
 
 
-class GeminiDialect:
+class GeminiDialect(Dialect):
     name = "gemini"
+    title = "Google generateContent (`/v1beta/models/{model}:generateContent`)"
+    endpoints = (
+        Endpoint(
+            "call",
+            "POST",
+            "/v1beta/models/{model}:generateContent",
+            "Google generateContent",
+            "Also under `/v1` and `/v1alpha`.",
+            _EXAMPLE,
+            _ANY_VERSION,
+            {"method": "generateContent"},
+        ),
+        Endpoint(
+            "call",
+            "POST",
+            "/v1beta/models/{model}:streamGenerateContent",
+            "Google streamGenerateContent",
+            "Server-sent events with `?alt=sse`, otherwise one JSON list.",
+            _EXAMPLE,
+            _ANY_VERSION,
+            {"method": "streamGenerateContent"},
+        ),
+        Endpoint(
+            "count",
+            "POST",
+            "/v1beta/models/{model}:countTokens",
+            "Count tokens (Google)",
+            "The number of prompt tokens. Nothing is recorded.",
+            {"contents": _EXAMPLE["contents"]},
+            _ANY_VERSION,
+        ),
+        Endpoint("models", "GET", "/v1beta/models", "List models (Google)", "In Google's shape.", versions=_BETA),
+        Endpoint("model", "GET", "/v1beta/models/{model}", "Get a model (Google)", "In Google's shape.", versions=_BETA),
+        Endpoint("models", "GET", "/v1/models", "", "", header="x-goog-api-key"),
+        Endpoint("model", "GET", "/v1/models/{model}", "", "", header="x-goog-api-key"),
+    )
+    paths = rf"/v1(?:beta|alpha)/|{_ANY_VERSION}/models/[^:]+:"
+    probes = ("/v1beta/?",)
+    client = "gemini"
+    history_field = "contents"
 
-    def parse(self, asked: Asked, past: Past) -> Request:
-        """The canonical request. Raises RequestError naming the field and the rule it broke."""
+    def parse(self, incoming: Incoming, past: Past) -> Request:
         try:
-            return self._request(asked, past)
+            return self._parse(incoming, past)
         except RecursionError as error:
             raise RequestError("the body is nested too deeply") from error
 
-    def _request(self, asked: Asked, past: Past) -> Request:
-        body, items = _taken_apart(asked.body)
+    def _parse(self, incoming: Incoming, past: Past) -> Request:
+        body, items = _split(incoming.body)
         if "cachedContent" in body:
             raise RequestError("'cachedContent' names what is not here; send its contents", param="cachedContent")
-        history = [seen for item, read in units(items) for seen in past.see(item, read)]
+        history = [seen for item, read in split_units(items) for seen in past.see(item, read)]
         if not history:
             raise RequestError("'contents' must be a non-empty list", param="contents")
-        generation = generation_of(body)
-        tools, left_out = offered_tools(body)
-        choice = tool_choice(body, tools)
-        streamed = asked.path.get("method") == "streamGenerateContent"
-        sse = asked.query.get("alt") == "sse"
+        generation = parse_generation(body)
+        tools, dropped = parse_tools(body)
+        choice = parse_tool_choice(body, tools)
+        streamed = incoming.path.get("method") == "streamGenerateContent"
+        sse = incoming.query.get("alt") == "sse"
         request = Request(
             dialect=self.name,
-            model=asked.path["model"].removeprefix("models/"),
+            model=incoming.path["model"].removeprefix("models/"),
             history=[*_system(body, past), *history],
             tools=tools,
             template_kwargs=generation.template_kwargs,
@@ -55,65 +110,61 @@ class GeminiDialect:
             stream=streamed,
             include_usage=True,
             top_logprobs=generation.top_logprobs,
-            echo=Wanted(generation.thoughts, generation.top_logprobs or 0, sse),
-            dropped_tools=left_out,
+            echo=ReplyOptions(generation.thoughts, generation.top_logprobs or 0, sse),
+            dropped_tools=dropped,
         )
         if streamed and not sse:
             request.stream_type = "application/json"
         return request
 
-    def parse_count(self, asked: Asked, past: Past) -> Request:
+    def parse_count(self, incoming: Incoming, past: Past) -> Request:
         """The request whose prompt is counted: the body, or the one under `generateContentRequest`."""
-        body, _ = _taken_apart(asked.body)
+        body, _ = _split(incoming.body)
         inner = body.get("generateContentRequest")
-        return self.parse(asked if inner is None else Asked(_encode(inner), asked.path, asked.query), past)
+        return self.parse(incoming if inner is None else replace(incoming, body=encode(inner)), past)
 
-    def count(self, tokens: int) -> bytes:
-        return _encode({"totalTokens": tokens})
+    def render_count(self, tokens: int) -> bytes:
+        return encode({"totalTokens": tokens})
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        candidates = [Candidate(choice.index, request.echo, choice.call_id).rest(choice) for choice in reply.choices]
+        candidates = [Candidate(choice.index, request.echo, choice.call_id).finish(choice) for choice in reply.choices]
         head = {"modelVersion": reply.model, "responseId": reply.reply_id}
-        return _encode({"candidates": candidates, "usageMetadata": usage(reply), **head})
+        return encode({"candidates": candidates, "usageMetadata": build_usage(reply), **head})
 
     def open_stream(self, request: Request, reply_id: str, created: int, prompt_tokens: int) -> GeminiStream:
         return GeminiStream(request, reply_id)
 
-    def error(self, error: VerbatimError) -> ErrorAnswer:
-        return ErrorAnswer(error.status, retry_headers(error), _encode({"error": google_error(error)}))
+    def render_error(self, error: VerbatimError) -> ErrorAnswer:
+        return ErrorAnswer(error.status, retry_headers(error), encode({"error": describe_error(error)}))
 
-    def errs_in_stream(self, error: VerbatimError) -> bool:
-        return False
+    def render_models(self, windows: Mapping[str, int | None], created: int) -> bytes:
+        return encode({"models": [_model(name, window) for name, window in windows.items()]})
 
-    def models(self, names: Mapping[str, int | None], created: int) -> bytes:
-        return _encode({"models": [_model(name, window) for name, window in names.items()]})
-
-    def model(self, name: str, window: int | None, created: int) -> bytes:
-        return _encode(_model(name, window))
+    def render_model(self, name: str, window: int | None, created: int) -> bytes:
+        return encode(_model(name, window))
 
 
-def _taken_apart(body: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    """The body's fields, named in camel case, and its raw contents; a lone content counts as a list of it."""
+def _split(body: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    """The body's fields, named in camel case, and its raw contents; a lone content counts as a list of one."""
     try:
-        found, items = split(body, "contents")
+        found, items = split_body(body, "contents")
     except RequestError as error:
         if error.param != "contents":
             raise
         found = decode(body)
         if not isinstance(found["contents"], dict):
             raise
-        items = [_encode(found.pop("contents"))]
+        items = [encode(found.pop("contents"))]
     if isinstance(found, dict):
         fields.refuse_continuation(found)
-    return named(found, "body"), items
+    return normalize(found, "body"), items
 
 
-def _system(body: Mapping[str, Any], past: Past) -> list[Seen]:
-    """The system instruction as a message, where there is one that says something."""
+def _system(body: Mapping[str, Any], past: Past) -> list[HistoryMessage]:
+    """The system instruction as a message, unless it is empty."""
     if "systemInstruction" not in body:
         return []
-    seen = past.see(_encode(body["systemInstruction"]), read_system)
-    return [message for message in seen if message.message["content"]]
+    return [seen for seen in past.see(encode(body["systemInstruction"]), read_system) if seen.message["content"]]
 
 
 def _model(name: str, window: int | None) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""A reply in Google's shape: candidates of parts, usage, logprobs.
+"""A reply in Google's shape, whole or streamed: candidates of parts, usage, logprobs; and Google's errors.
 
-`Candidate` tells the parts of one choice, from deltas or from the finished choice alone, so that streamed and whole replies agree.
-A thoughtSignature names the call: it stands on the first text and on the first function call, as some clients join text parts and
-keep only the first one's. The one that is minted last carries all of the reasoning, for clients that drop thoughts.
+`Candidate` makes the parts of one choice, from deltas or from the finished choice alone, so that streamed and whole replies agree. A
+thoughtSignature names the call. It stands on the first text and on the first function call, as some clients join text parts and keep
+only the first one's. The signature minted last carries all of the reasoning, for clients that drop thoughts.
 """
 
 from __future__ import annotations
@@ -11,84 +11,140 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from proxy.dialects.base import Choice, Delta, Reply, Request, seal
-from proxy.dialects.fields import arguments_object
+from proxy.dialects.fields import arguments_object, encode
 from proxy.errors import ContextTooLong, VerbatimError
 
 Part = dict[str, Any]
 
-_FINISHES = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS", "content_filter": "SAFETY"}
+_FINISH_REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS", "content_filter": "SAFETY"}
+_SILENT_DELTAS = 64
+"""Deltas in a row that show nothing (unwanted thoughts, arguments in progress) before a keep-alive."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """How the reply is wanted: with thoughts, with how many logprobs beside each token's, as server-sent events."""
+class ReplyOptions:
+    """What the harness asked for: thoughts, how many logprobs beside each token's own, server-sent events."""
 
     thoughts: bool
     top_logprobs: int
     sse: bool
 
 
-class Candidate:
-    """One choice on its way; `call_id` is "" while it is not known."""
+class GeminiStream:
+    """Renders one reply as server-sent events (`alt=sse`) or as one JSON array that grows."""
 
-    def __init__(self, index: int, wanted: Wanted, call_id: str = "") -> None:
+    def __init__(self, request: Request, reply_id: str) -> None:
+        options: ReplyOptions = request.echo
+        self._head = {"modelVersion": request.model, "responseId": reply_id}
+        self._sse = options.sse
+        self._begun = False
+        self._silent = 0
+        # The calls of the other choices are not known yet.
+        self._candidates = [Candidate(index, options, "" if index else reply_id) for index in range(request.n)]
+
+    def open(self) -> bytes:
+        """Google has no opening event; an empty text tells the client that the reply has begun."""
+        return (b"" if self._sse else b"[") + self.keep_alive()
+
+    def write(self, delta: Delta) -> bytes:
+        shown = self._candidates[delta.index].take(delta)
+        if shown is not None:
+            self._silent = 0
+            return self._chunk([shown])
+        self._silent += 1
+        return self.keep_alive() if self._silent % _SILENT_DELTAS == 0 else b""
+
+    def keep_alive(self) -> bytes:
+        """An empty text: google-genai's chats discard a turn if one of its chunks has no candidate or no part."""
+        return self._chunk([{"content": {"role": "model", "parts": [{"text": ""}]}, "index": 0}])
+
+    def close(self, reply: Reply) -> bytes:
+        rest = [self._candidates[choice.index].finish(choice) for choice in reply.choices]
+        early = b"".join(self._chunk([piece]) for candidate in rest for piece in _split_parts(candidate))
+        return early + self._chunk(rest, usageMetadata=build_usage(reply)) + (b"" if self._sse else b"]")
+
+    def fail(self, error: VerbatimError) -> bytes:
+        """Without `data:`, as Google sends it: its JavaScript SDK raises such a line and ignores an event."""
+        body = encode({"error": describe_error(error)})
+        return body if self._sse else self._separator() + body + b"]"
+
+    def _chunk(self, candidates: list[dict[str, Any]], **more: Any) -> bytes:
+        body = encode({"candidates": candidates, **more, **self._head})
+        return b"data: " + body + b"\n\n" if self._sse else self._separator() + body
+
+    def _separator(self) -> bytes:
+        begun, self._begun = self._begun, True
+        return b",\n" if begun else b""
+
+
+def _split_parts(candidate: dict[str, Any]) -> list[dict[str, Any]]:
+    """All parts but the last, which the candidate keeps, each as a candidate of its own: a chunk holds one part."""
+    content = candidate["content"]
+    *early, last = content["parts"]
+    content["parts"] = [last]
+    return [{"content": {"role": "model", "parts": [part]}, "index": candidate["index"]} for part in early]
+
+
+class Candidate:
+    """One choice in progress; `call_id` is "" while unknown."""
+
+    def __init__(self, index: int, options: ReplyOptions, call_id: str = "") -> None:
         self._index = index
-        self._wanted = wanted
+        self._options = options
         self._call_id = call_id
         self._reasoning: list[str] = []
-        self._reasoning_told = 0
-        self._content_told = 0
+        self._reasoning_sent = 0
+        self._content_sent = 0
         self._sealed: str | None = None
-        self._calls_told = 0
+        self._calls_sent = 0
         self._open_call: dict[str, Any] | None = None
-        self._waiting: list[Mapping[str, Any]] = []
-        self._logprobs_told = 0
+        self._logprobs: list[Mapping[str, Any]] = []
+        """Not sent yet."""
+        self._logprobs_sent = 0
 
     def take(self, delta: Delta) -> dict[str, Any] | None:
-        """What a delta makes certain as a candidate of a chunk, None when nothing shows. A call shows once it is whole."""
+        """What a delta adds, as a candidate of a chunk; None if it shows nothing. A call shows once it is complete."""
         parts = self._think(delta.reasoning) + self._say(delta.content)
         for piece in delta.tool_calls:
-            parts += self._call(piece)
-        self._waiting += delta.logprobs
-        return self._shown(parts) if parts else None
+            parts += self._take_call(piece)
+        self._logprobs += delta.logprobs
+        return self._render(parts) if parts else None
 
-    def rest(self, choice: Choice) -> dict[str, Any]:
-        """What no delta showed, and how it ended. There is always a part: clients take a chunk without one for a broken reply."""
+    def finish(self, choice: Choice) -> dict[str, Any]:
+        """What no delta showed, and the finish reason. There is always a part: clients take a chunk without one for a broken reply."""
         message, self._call_id = choice.message, choice.call_id
         reasoning, content = message.get("reasoning_content") or "", message.get("content") or ""
-        parts = self._think(reasoning[self._reasoning_told :])
-        parts += self._say(content[self._content_told :])
-        parts += [self._function(call) for call in (message.get("tool_calls") or ())[self._calls_told :]]
+        parts = self._think(reasoning[self._reasoning_sent :])
+        parts += self._say(content[self._content_sent :])
+        parts += [self._call_part(call) for call in (message.get("tool_calls") or ())[self._calls_sent :]]
         if self._sealed != reasoning:
-            parts.append(self._signed({"text": ""}))
+            parts.append(self._sign({"text": ""}))
         logprobs = choice.logprobs or ()
-        self._waiting = list(logprobs[self._logprobs_told :])
-        shown = self._shown(parts or [{"text": ""}])
-        shown["finishReason"] = _FINISHES.get(choice.finish_reason, "OTHER")
+        self._logprobs = list(logprobs[self._logprobs_sent :])
+        candidate = self._render(parts or [{"text": ""}])
+        candidate["finishReason"] = _FINISH_REASONS.get(choice.finish_reason, "OTHER")
         if known := [entry["logprob"] for entry in logprobs if entry.get("logprob") is not None]:
-            shown["avgLogprobs"] = sum(known) / len(known)
-        return shown
+            candidate["avgLogprobs"] = sum(known) / len(known)
+        return candidate
 
     def _think(self, text: str) -> list[Part]:
         self._reasoning.append(text)
-        self._reasoning_told += len(text)
-        return [{"text": text, "thought": True}] if text and self._wanted.thoughts else []
+        self._reasoning_sent += len(text)
+        return [{"text": text, "thought": True}] if text and self._options.thoughts else []
 
     def _say(self, text: str) -> list[Part]:
         if not text:
             return []
-        first, self._content_told = not self._content_told, self._content_told + len(text)
-        return [self._signed({"text": text}) if first else {"text": text}]
+        first, self._content_sent = not self._content_sent, self._content_sent + len(text)
+        return [self._sign({"text": text}) if first else {"text": text}]
 
-    def _call(self, piece: Mapping[str, Any]) -> list[Part]:
-        """The call before the one that `piece` is of, if that ends it."""
+    def _take_call(self, piece: Mapping[str, Any]) -> list[Part]:
+        """The previous call, if `piece` belongs to the next one."""
         function = piece.get("function") or {}
         done: list[Part] = []
         if self._open_call is not None and self._open_call["index"] != piece.get("index", 0):
-            done = [self._function(self._open_call)]
+            done = [self._call_part(self._open_call)]
             self._open_call = None
         if self._open_call is None:
             self._open_call = {"index": piece.get("index", 0), "id": "", "function": {"name": "", "arguments": ""}}
@@ -97,15 +153,15 @@ class Candidate:
         self._open_call["function"]["arguments"] += function.get("arguments") or ""
         return done
 
-    def _function(self, call: Mapping[str, Any]) -> Part:
+    def _call_part(self, call: Mapping[str, Any]) -> Part:
         function = call.get("function") or {}
-        told = {"id": call["id"], "name": function["name"], "args": arguments_object(function.get("arguments") or "")}
-        self._calls_told += 1
-        part: Part = {"functionCall": told}
-        return self._signed(part) if self._calls_told == 1 else part
+        arguments = arguments_object(function.get("arguments") or "")
+        part: Part = {"functionCall": {"id": call["id"], "name": function["name"], "args": arguments}}
+        self._calls_sent += 1
+        return self._sign(part) if self._calls_sent == 1 else part
 
-    def _signed(self, part: Part) -> Part:
-        """The part with the signature; with no reasoning in it where all of it was sealed before."""
+    def _sign(self, part: Part) -> Part:
+        """The part with its signature, which omits the reasoning if all of it was sealed before."""
         if not self._call_id:
             return part
         reasoning = "".join(self._reasoning)
@@ -113,17 +169,17 @@ class Candidate:
         self._sealed = reasoning
         return part
 
-    def _shown(self, parts: list[Part]) -> dict[str, Any]:
-        shown: dict[str, Any] = {"content": {"role": "model", "parts": parts}, "index": self._index}
-        if self._waiting:
-            shown["logprobsResult"] = logprobs_result(self._waiting, self._wanted.top_logprobs)
-            self._logprobs_told += len(self._waiting)
-            self._waiting = []
-        return shown
+    def _render(self, parts: list[Part]) -> dict[str, Any]:
+        candidate: dict[str, Any] = {"content": {"role": "model", "parts": parts}, "index": self._index}
+        if self._logprobs:
+            candidate["logprobsResult"] = _logprobs_result(self._logprobs, self._options.top_logprobs)
+            self._logprobs_sent += len(self._logprobs)
+            self._logprobs = []
+        return candidate
 
 
-def logprobs_result(entries: Sequence[Mapping[str, Any]], top: int) -> dict[str, Any]:
-    """Chat-shaped logprobs in Google's shape, with the `top` likeliest tokens beside each chosen one."""
+def _logprobs_result(entries: Sequence[Mapping[str, Any]], top: int) -> dict[str, Any]:
+    """Chat-shaped logprobs in Google's shape, with the `top` likeliest tokens beside each sampled one."""
     result: dict[str, Any] = {"chosenCandidates": [_token(entry) for entry in entries]}
     if top:
         likeliest = [(entry.get("top_logprobs") or ())[:top] for entry in entries]
@@ -136,7 +192,7 @@ def _token(entry: Mapping[str, Any]) -> dict[str, Any]:
     return shown if entry.get("logprob") is None else {**shown, "logProbability": entry["logprob"]}
 
 
-def usage(reply: Reply) -> dict[str, Any]:
+def build_usage(reply: Reply) -> dict[str, Any]:
     counts = {
         "promptTokenCount": reply.prompt_tokens,
         "candidatesTokenCount": reply.completion_tokens,
@@ -145,70 +201,7 @@ def usage(reply: Reply) -> dict[str, Any]:
     return {**counts, "cachedContentTokenCount": reply.cached_tokens} if reply.cached_tokens else counts
 
 
-# A reply as Google streams it: server-sent events for `alt=sse`, otherwise one JSON array that grows.
-
-
-_encode = msgspec.json.Encoder().encode
-
-_SILENT_DELTAS = 64
-"""Deltas in a row that show nothing (thoughts that are not wanted, arguments on their way) before a sign of life."""
-
-
-class GeminiStream:
-    def __init__(self, request: Request, reply_id: str) -> None:
-        wanted: Wanted = request.echo
-        self._head = {"modelVersion": request.model, "responseId": reply_id}
-        self._sse = wanted.sse
-        self._begun = False
-        self._silent = 0
-        # Of the other choices no one knows the call yet.
-        self._candidates = [Candidate(index, wanted, "" if index else reply_id) for index in range(request.n)]
-
-    def open(self) -> bytes:
-        """Google has no opening event; the empty text tells a client that the reply has begun before any of its text is certain."""
-        return (b"" if self._sse else b"[") + self.keep_alive()
-
-    def delta(self, delta: Delta) -> bytes:
-        shown = self._candidates[delta.index].take(delta)
-        if shown is not None:
-            self._silent = 0
-            return self._chunk([shown])
-        self._silent += 1
-        return self.keep_alive() if self._silent % _SILENT_DELTAS == 0 else b""
-
-    def keep_alive(self) -> bytes:
-        """An empty text: google-genai's chats give up a turn in which a chunk had no candidate or no part."""
-        return self._chunk([{"content": {"role": "model", "parts": [{"text": ""}]}, "index": 0}])
-
-    def close(self, reply: Reply) -> bytes:
-        rest = [self._candidates[choice.index].rest(choice) for choice in reply.choices]
-        early = b"".join(self._chunk([piece]) for candidate in rest for piece in _taken_apart(candidate))
-        return early + self._chunk(rest, usageMetadata=usage(reply)) + (b"" if self._sse else b"]")
-
-    def error(self, error: VerbatimError) -> bytes:
-        """Without `data:`, as Google sends it: its JavaScript SDK raises what it finds so, and passes over an event."""
-        body = _encode({"error": google_error(error)})
-        return body if self._sse else self._separator() + body + b"]"
-
-    def _chunk(self, candidates: list[dict[str, Any]], **more: Any) -> bytes:
-        body = _encode({"candidates": candidates, **more, **self._head})
-        return b"data: " + body + b"\n\n" if self._sse else self._separator() + body
-
-    def _separator(self) -> bytes:
-        begun, self._begun = self._begun, True
-        return b",\n" if begun else b""
-
-
-def _taken_apart(candidate: dict[str, Any]) -> list[dict[str, Any]]:
-    """All parts but the last, which the candidate keeps, as a candidate each: a chunk tells one thing."""
-    content = candidate["content"]
-    *early, last = content["parts"]
-    content["parts"] = [last]
-    return [{"content": {"role": "model", "parts": [part]}, "index": candidate["index"]} for part in early]
-
-
-# Errors as Google's APIs say them: google.rpc.Status with a status name and details (google.rpc error model, AIP-193).
-
+# Errors: google.rpc.Status with a status name and details (google.rpc error model, AIP-193).
 
 _STATUS_NAMES = {
     400: "INVALID_ARGUMENT",
@@ -228,8 +221,8 @@ _STATUS_NAMES = {
 _TYPE = "type.googleapis.com/google.rpc."
 
 
-def google_error(error: VerbatimError) -> dict[str, Any]:
-    """The error's object, as it stands under `error` in a body and in a stream."""
+def describe_error(error: VerbatimError) -> dict[str, Any]:
+    """The object under `error` in a body and in a stream."""
     fallback = "INVALID_ARGUMENT" if error.status < 500 else "INTERNAL"
     name = _STATUS_NAMES.get(error.status, fallback)
     return {"code": error.status, "message": _message(error), "status": name, "details": _details(error)}
@@ -238,7 +231,7 @@ def google_error(error: VerbatimError) -> dict[str, Any]:
 def _message(error: VerbatimError) -> str:
     if not isinstance(error, ContextTooLong):
         return error.message
-    # Clients know an overflow by this sentence alone.
+    # Clients recognise an overflow by this sentence alone.
     if error.tokens is None or error.window is None:
         return f"The input token count exceeds the maximum number of tokens allowed. {error.message}"
     return f"The input token count ({error.tokens}) exceeds the maximum number of tokens allowed ({error.window})."

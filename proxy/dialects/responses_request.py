@@ -1,4 +1,10 @@
-"""The input items of a Responses request as chat messages: each function reads a section of them (see responses_sections)."""
+"""The input items of a Responses request as chat messages.
+
+`split_sections` tells items apart by their heads, without decoding them. The items of one reply stand side by side and make one assistant
+message. Their ids name the reply they come from, wherever they stand: items that a harness puts between the outputs of the calls before
+them still belong to it. Items that only OpenAI's servers make and that mean nothing to another model are skipped; an unknown kind is
+refused, since dropping it would change what the model reads.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +15,127 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Heard, Past, tool_call_id, unseal
+from proxy.dialects.base import ParsedMessage, Past, tool_call_id, unseal
 from proxy.dialects.fields import decode, tool_call
-from proxy.dialects.responses_tools import KINDS_OF_ITEMS, Named, function_of, is_call_of, named
+from proxy.dialects.responses_items import KINDS_OF_ITEMS, ItemId, is_call_of, parse_function, parse_item_id
 from proxy.errors import RequestError, UnknownCall
 
-_TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+CALLS = frozenset({"function_call", *KINDS_OF_ITEMS})
+_OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "local_shell_call_output", "shell_call_output"}) | {
+    "apply_patch_call_output"
+}
+_SKIPPED = frozenset(
+    {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "tool_search_call"}
+    | {"mcp_list_tools", "mcp_approval_request", "mcp_approval_response"}
+)
+_TOOLS = frozenset({"additional_tools", "tool_search_output"})
+
+
+@dataclass(slots=True)
+class Section:
+    """Raw items that are read together. `kind`: system, message, output, tools or reply."""
+
+    kind: str
+    items: list[bytes]
+    reply: str | None = None
+    """The call that ids in a reply's items name."""
+
+    @property
+    def raw(self) -> bytes:
+        return self.items[0] if self.kind != "reply" else b"[" + b",".join(self.items) + b"]"
+
+
+def split_sections(items: Sequence[bytes]) -> list[Section]:
+    """The items in order, those of one reply together. Raises RequestError for an unknown kind of item, UnknownCall for a reference to an
+    id that this service did not mint."""
+    found: list[Section] = []
+    reply: Section | None = None
+    beside = False
+    for raw in items:
+        head = _read_head(raw)
+        kind = _kind(head)
+        if kind == "":
+            continue
+        if kind == "reply":
+            item_id = parse_item_id(head.id, head.call_id)
+            call_id = item_id.call_id if item_id else None
+            if reply is None or not _belongs(reply, call_id, beside):
+                reply = Section("reply", [])
+                found.append(reply)
+            reply.items.append(raw)
+            reply.reply, beside = reply.reply or call_id, True
+            continue
+        found.append(Section(kind, [raw]))
+        beside = False
+        if kind in ("system", "message"):
+            reply = None
+    return found
+
+
+def _belongs(reply: Section, call_id: str | None, beside: bool) -> bool:
+    """Whether an item belongs to the reply last begun: it is next to it and names no other, or it names that very reply."""
+    if beside:
+        return call_id is None or reply.reply in (None, call_id)
+    return call_id is not None and reply.reply == call_id
+
+
+class _Head(msgspec.Struct):
+    """The fields that tell what an item is and which reply it belongs to."""
+
+    type: str | None = None
+    role: str | None = None
+    id: str | None = None
+    call_id: str | None = None
+
+
+_decode_head = msgspec.json.Decoder(_Head).decode
+
+
+def _read_head(raw: bytes) -> _Head:
+    try:
+        return _decode_head(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        item, names = decode(raw), _Head.__struct_fields__
+        if isinstance(item, dict) and all(isinstance(item.get(name), str | None) for name in names):
+            return _Head(**{name: item.get(name) for name in names})
+        raise RequestError(
+            "'input' must be a list of items: objects whose type, role and ids are strings", param="input"
+        ) from error
+
+
+def _kind(head: _Head) -> str:
+    """ "" for skipped items."""
+    kind = head.type or ("message" if head.role is not None else "item_reference" if head.id else "")
+    if kind == "message":
+        return _message_kind(head.role)
+    if kind == "item_reference":
+        if parse_item_id(head.id) is None:
+            raise _unknown_item(head.id)
+        return "reply"
+    if kind in CALLS or kind == "reasoning":
+        return "reply"
+    if kind in _OUTPUTS:
+        return "output"
+    if kind in _TOOLS:
+        return "tools"
+    if kind in ("agent_message", "compaction"):
+        return "message"
+    if kind in _SKIPPED:
+        return ""
+    raise RequestError(f"items of type '{kind}' are not taken as input", param="input")
+
+
+def _message_kind(role: str | None) -> str:
+    if role == "assistant":
+        return "reply"
+    if role in ("system", "developer"):
+        return "system"
+    if role == "user":
+        return "message"
+    raise RequestError(f"a message's 'role' must be user, assistant, system or developer, not {role!r}", param="input")
+
+
+# One reader per kind of section.
 
 
 @dataclass(frozen=True)
@@ -23,101 +144,102 @@ class ReadSystem:
 
     role: str
 
-    def __call__(self, raw: bytes) -> list[Heard]:
-        text = _text(_item(raw).get("content"), "\n")
-        return [Heard({"role": self.role, "content": text})] if text else []
+    def __call__(self, raw: bytes) -> list[ParsedMessage]:
+        text = _join_texts(_decode_item(raw).get("content"), "\n")
+        return [ParsedMessage({"role": self.role, "content": text})] if text else []
 
 
-def read_message(raw: bytes) -> list[Heard]:
-    """A user's message, another agent's, or a compacted history that can be read."""
-    item = _item(raw)
+def read_message(raw: bytes) -> list[ParsedMessage]:
+    """A user's message, another agent's, or a readable compacted history."""
+    item = _decode_item(raw)
     if item.get("type") == "agent_message":
         content: Any = "".join(_agent_text(part) for part in _parts(item.get("content")))
     elif item.get("type") == "compaction":
-        content = _compacted(item)
+        content = _compaction_text(item)
     else:
-        content = chat_content(item.get("content"))
-    return [Heard({"role": "user", "content": content})]
+        content = _chat_content(item.get("content"))
+    return [ParsedMessage({"role": "user", "content": content})]
 
 
 def _agent_text(part: Any) -> str:
-    # To Codex what its model says to another agent is sealed by OpenAI's servers; what ours says is plain text.
+    # Codex expects what its model says to another agent to be sealed by OpenAI's servers; from our models it is plain text.
     sealed = part.get("encrypted_content") if isinstance(part, dict) else None
     return sealed if isinstance(sealed, str) else _part_text(part)
 
 
-def _compacted(item: Mapping[str, Any]) -> str:
+def _compaction_text(item: Mapping[str, Any]) -> str:
     opened = unseal(item.get("encrypted_content"))
-    text = opened[1] if opened else _text(item.get("content") or item.get("summary"), "\n\n")
+    text = opened[1] if opened else _join_texts(item.get("content") or item.get("summary"), "\n\n")
     if not text:
         raise RequestError("a compaction item that another service has sealed cannot be read", param="input")
     return text
 
 
-def read_output(raw: bytes) -> list[Heard]:
-    """What a tool answered."""
-    item = _item(raw)
-    name = named(item.get("call_id"), item.get("id"))
-    answers = tool_call_id(name.call_id, name.position) if name else item.get("call_id") or item.get("id")
+def read_output(raw: bytes) -> list[ParsedMessage]:
+    """A tool's result."""
+    item = _decode_item(raw)
+    item_id = parse_item_id(item.get("call_id"), item.get("id"))
+    answers = tool_call_id(item_id.call_id, item_id.position) if item_id else item.get("call_id") or item.get("id")
     if not isinstance(answers, str):
         raise RequestError(f"'call_id' of a {item['type']} must be a string", param="input")
-    return [Heard({"role": "tool", "tool_call_id": answers, "content": _output(item)})]
+    return [ParsedMessage({"role": "tool", "tool_call_id": answers, "content": _output_content(item)})]
 
 
-def _output(item: Mapping[str, Any]) -> Any:
+def _output_content(item: Mapping[str, Any]) -> Any:
     output = item.get("output")
     if item["type"] == "shell_call_output" and isinstance(output, list):
         return json.dumps(output, ensure_ascii=False)
     if item["type"] == "apply_patch_call_output":
         return "\n".join(part for part in (item.get("status"), output) if isinstance(part, str) and part)
-    return chat_content(output)
+    return _chat_content(output)
 
 
 @dataclass(frozen=True)
 class ReadReply:
     """Reads the items of one reply as an assistant message.
 
-    Where an item does not carry the sampled arguments as they were, or is only a reference, they are looked up in `past`. A call
-    that is not known there raises UnknownCall, once in a request: it may be known to the store.
+    If an item does not carry the sampled arguments unchanged, or is only a reference, `past` is asked for them. A call unknown to it
+    raises UnknownCall, once per request: the store may know it.
     """
 
     past: Past = field(compare=False)
-    """Not compared: within one session all read alike."""
+    """Not compared: within one session all of them read alike."""
 
-    def __call__(self, raw: bytes) -> list[Heard]:
+    def __call__(self, raw: bytes) -> list[ParsedMessage]:
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         reasoning, minted = "", ""
         for item in decode(raw):
-            name, sealed = named(item.get("id"), item.get("call_id")), ""
+            item_id, sealed = parse_item_id(item.get("id"), item.get("call_id")), ""
             if item.get("type") == "reasoning":
                 opened = unseal(item.get("encrypted_content"))
                 sealed = opened[0] if opened else ""
-                reasoning += _reasoning(item) or (opened[1] if opened else "")
+                shown = _join_texts(item.get("content"), "") or _join_texts(item.get("summary"), "\n\n")
+                reasoning += shown or (opened[1] if opened else "")
             elif item.get("type") in CALLS:
                 message.setdefault("tool_calls", []).append(self._call(item))
             elif item.get("role") == "assistant":
-                message["content"] += _text(item.get("content"), "")
-            elif name is not None:
-                reasoning += self._referred(item, name, message)
-            minted = minted or sealed or (name.call_id if name else "")
+                message["content"] += _join_texts(item.get("content"), "")
+            elif item_id is not None:
+                reasoning += self._resolve(item, item_id, message)
+            minted = minted or sealed or (item_id.call_id if item_id else "")
         if reasoning:
             message["reasoning_content"] = reasoning
-        return [Heard(message, minted)]
+        return [ParsedMessage(message, minted)]
 
     def _call(self, item: dict[str, Any]) -> dict[str, Any]:
-        name, arguments = function_of(item)
+        name, arguments = parse_function(item)
         call_id = item.get("call_id")
         if not isinstance(call_id, str):
             raise RequestError(f"'call_id' of a {item['type']} must be a string", param="input")
-        minted = named(call_id, item.get("id"))
+        minted = parse_item_id(call_id, item.get("id"))
         if minted is not None and item["type"] != "function_call":
             function = self._sampled(minted)
             if function is not None and is_call_of(item, function):
                 name, arguments = function["name"], function["arguments"]
         return tool_call(call_id, name, arguments)
 
-    def _sampled(self, minted: Named) -> dict[str, Any] | None:
-        """The function call as it was sampled, None where the session has no such call."""
+    def _sampled(self, minted: ItemId) -> dict[str, Any] | None:
+        """The function call as it was sampled, None if the session has no such call."""
         try:
             calls = self.past.reply(minted.call_id).get("tool_calls") or []
         except UnknownCall:
@@ -127,31 +249,32 @@ class ReadReply:
             raise
         return calls[minted.position]["function"] if minted.position < len(calls) else None
 
-    def _referred(self, item: Mapping[str, Any], name: Named, message: dict[str, Any]) -> str:
-        """Puts what the reference names into `message`; returns it where it is reasoning."""
+    def _resolve(self, item: Mapping[str, Any], item_id: ItemId, message: dict[str, Any]) -> str:
+        """Add what a reference names to `message`; return it instead if it is reasoning."""
         try:
-            kept = self.past.call(name.call_id).marks.get("store") != "false"
-            reply = self.past.reply(name.call_id)
+            stored = self.past.call(item_id.call_id).marks.get("store") != "false"
+            reply = self.past.reply(item_id.call_id)
         except UnknownCall as error:
-            raise no_item(item.get("id")) from error
+            raise _unknown_item(item.get("id")) from error
         calls = reply.get("tool_calls") or []
-        if not kept or (name.kind not in ("rs", "msg") and name.position >= len(calls)):
-            raise no_item(item.get("id"))
-        if name.kind == "rs":
+        if not stored or (item_id.kind not in ("rs", "msg") and item_id.position >= len(calls)):
+            raise _unknown_item(item.get("id"))
+        if item_id.kind == "rs":
             return reply.get("reasoning_content") or ""
-        if name.kind == "msg":
+        if item_id.kind == "msg":
             message["content"] += reply.get("content") or ""
         else:
-            message.setdefault("tool_calls", []).append(calls[name.position])
+            message.setdefault("tool_calls", []).append(calls[item_id.position])
         return ""
 
 
-def _reasoning(item: Mapping[str, Any]) -> str:
-    return _text(item.get("content"), "") or _text(item.get("summary"), "\n\n")
+# Content and its parts.
+
+_TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
 
-def chat_content(content: Any) -> Any:
-    """Chat content: a string, or parts where there are several or one that is no text."""
+def _chat_content(content: Any) -> Any:
+    """A string, or parts if there are several or one that is no text."""
     if isinstance(content, str):
         return content
     parts = [_chat_part(part) for part in _parts(content)]
@@ -171,9 +294,9 @@ def _chat_part(part: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": url}
 
 
-def _text(content: Any, between: str) -> str:
+def _join_texts(content: Any, separator: str) -> str:
     """The text of content that may hold nothing else."""
-    return content if isinstance(content, str) else between.join(_part_text(part) for part in _parts(content))
+    return content if isinstance(content, str) else separator.join(_part_text(part) for part in _parts(content))
 
 
 def _parts(content: Any) -> Iterator[Any]:
@@ -192,135 +315,11 @@ def _part_text(part: Any) -> str:
     raise RequestError(f"a part of type {kind!r} is not taken here", param="input")
 
 
-def _item(raw: bytes) -> dict[str, Any]:
+def _decode_item(raw: bytes) -> dict[str, Any]:
     item = decode(raw)
     assert isinstance(item, dict), "its head was read"
     return item
 
 
-# The input items of a Responses request, told apart without decoding them.
-#
-# The items of one reply stand side by side and make one assistant message. Their ids name the reply they come from, wherever they
-# stand: items that a harness puts between the outputs of the calls before them still belong to it. Items that only OpenAI's servers
-# make and that say nothing to another model are passed over; a kind that is not known is refused, since leaving it out would change
-# what the model is told.
-
-
-CALLS = frozenset({"function_call", *KINDS_OF_ITEMS})
-_OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "local_shell_call_output", "shell_call_output"}) | {
-    "apply_patch_call_output"
-}
-_PASSED_OVER = frozenset(
-    {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "tool_search_call"}
-    | {"mcp_list_tools", "mcp_approval_request", "mcp_approval_response"}
-)
-_TOOLS = frozenset({"additional_tools", "tool_search_output"})
-
-
-class _Head(msgspec.Struct):
-    """As much of an item as says what it is and which reply it is of."""
-
-    type: str | None = None
-    role: str | None = None
-    id: str | None = None
-    call_id: str | None = None
-
-
-_read_head = msgspec.json.Decoder(_Head).decode
-
-
-@dataclass(slots=True)
-class Section:
-    """Raw items that are read together: `kind` is system, message, output, tools or reply."""
-
-    kind: str
-    items: list[bytes]
-    reply: str | None = None
-    """The call that ids in a reply's items name."""
-
-    @property
-    def raw(self) -> bytes:
-        return self.items[0] if self.kind != "reply" else b"[" + b",".join(self.items) + b"]"
-
-
-def sections(items: Sequence[bytes]) -> list[Section]:
-    """The items in order, those of one reply put together. Raises RequestError for a kind of item that is not known, UnknownCall
-    for a reference to what no reply of this service holds."""
-    found: list[Section] = []
-    reply: Section | None = None
-    beside = False
-    for raw in items:
-        head = _head(raw)
-        kind = _kind(head)
-        if kind == "":
-            continue
-        if kind == "reply":
-            name = named(head.id, head.call_id)
-            call_id = name.call_id if name else None
-            if reply is None or not _belongs(reply, call_id, beside):
-                reply = Section("reply", [])
-                found.append(reply)
-            reply.items.append(raw)
-            reply.reply, beside = reply.reply or call_id, True
-            continue
-        found.append(Section(kind, [raw]))
-        beside = False
-        if kind in ("system", "message"):
-            reply = None
-    return found
-
-
-def _belongs(reply: Section, call_id: str | None, beside: bool) -> bool:
-    """Whether an item is of the reply last begun: it stands beside it and does not name another, or names the very same."""
-    if beside:
-        return call_id is None or reply.reply in (None, call_id)
-    return call_id is not None and reply.reply == call_id
-
-
-def _head(raw: bytes) -> _Head:
-    try:
-        return _read_head(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        if isinstance(item := decode(raw), dict) and all(
-            isinstance(item.get(key), str | None) for key in _Head.__struct_fields__
-        ):
-            return _Head(**{key: item.get(key) for key in _Head.__struct_fields__})
-        raise RequestError(
-            "'input' must be a list of items: objects whose type, role and ids are strings", param="input"
-        ) from error
-
-
-def _kind(head: _Head) -> str:
-    """ "" for items that are passed over."""
-    kind = head.type or ("message" if head.role is not None else "item_reference" if head.id else "")
-    if kind == "message":
-        return _message_kind(head.role)
-    if kind == "item_reference":
-        if named(head.id) is None:
-            raise no_item(head.id)
-        return "reply"
-    if kind in CALLS or kind == "reasoning":
-        return "reply"
-    if kind in _OUTPUTS:
-        return "output"
-    if kind in _TOOLS:
-        return "tools"
-    if kind in ("agent_message", "compaction"):
-        return "message"
-    if kind in _PASSED_OVER:
-        return ""
-    raise RequestError(f"items of type '{kind}' are not taken as input", param="input")
-
-
-def _message_kind(role: str | None) -> str:
-    if role == "assistant":
-        return "reply"
-    if role in ("system", "developer"):
-        return "system"
-    if role == "user":
-        return "message"
-    raise RequestError(f"a message's 'role' must be user, assistant, system or developer, not {role!r}", param="input")
-
-
-def no_item(identifier: str | None) -> UnknownCall:
+def _unknown_item(identifier: str | None) -> UnknownCall:
     return UnknownCall(f"Item with id '{identifier}' not found.", param="input")

@@ -1,8 +1,8 @@
-"""Responses that were answered before: found in the session's records, and shown as they were sent.
+"""Stored responses: found in the session's records and rendered as they were sent.
 
-A record holds the chat messages. What else a response is made of is kept in its marks: `store` where it is not to be found again,
-`response` the small fields of the request, `tools` the kinds of the tools, `instructions` how many characters of the first system
-message were the request's instructions.
+A record holds the chat messages. Whatever else makes up a response is in the call's marks: `store` if it must not be found again,
+`response` the small fields of the request, `tools` the kinds of the tools, `instructions` how many characters of the first system message
+were the request's instructions.
 """
 
 from __future__ import annotations
@@ -13,28 +13,30 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Past, Seen
-from proxy.dialects.responses_reply import KEPT, Wanted, response, said_in, tell, usage, wanted
-from proxy.dialects.responses_tools import answering_call, definitions, noted_kinds, recalled
+from proxy.dialects.base import HistoryMessage, Past
+from proxy.dialects.fields import encode
+from proxy.dialects.responses_items import parse_response_id
+from proxy.dialects.responses_reply import KEPT, ReplyOptions, build_response, build_usage, content_of, feed, parse_options
+from proxy.dialects.responses_tools import list_definitions, record_kinds, restore_toolbox
 from proxy.errors import UnknownCall
 from reconstruct.records import Call
 
-_encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.decode
 
 
-def marks(body: Mapping[str, Any], how: Wanted, instructions: int) -> dict[str, str]:
-    """What is kept with the record of a call; `instructions`: their length in characters."""
-    if not how.fields["store"]:
+def record_marks(body: Mapping[str, Any], options: ReplyOptions, instructions: int) -> dict[str, str]:
+    """What is stored with the call; `instructions`: their length in characters."""
+    if not options.fields["store"]:
         return {"store": "false"}
-    kept = {"response": {key: body[key] for key in KEPT if body.get(key) is not None}, "tools": noted_kinds(how.toolbox)}
-    noted = {name: _encode(value).decode() for name, value in kept.items() if value}
-    return {**noted, "instructions": str(instructions)} if instructions else noted
+    request = {key: body[key] for key in KEPT if body.get(key) is not None}
+    kept = {"response": request, "tools": record_kinds(options.toolbox)}
+    marks = {name: encode(value).decode() for name, value in kept.items() if value}
+    return {**marks, "instructions": str(instructions)} if instructions else marks
 
 
-def stored_call(identifier: str, past: Past, *, what: str, param: str | None = None) -> Call:
-    """The call behind a response's id. Raises UnknownCall where the session has none, or was told not to store it."""
-    call_id = answering_call(identifier)
+def find_call(identifier: str, past: Past, *, what: str, param: str | None = None) -> Call:
+    """The call behind a response's id. Raises UnknownCall if the session has none, or was told not to store it."""
+    call_id = parse_response_id(identifier)
     missing = UnknownCall(f"{what} with id '{identifier}' not found.", param=param)
     if call_id is None:
         raise missing
@@ -47,13 +49,43 @@ def stored_call(identifier: str, past: Past, *, what: str, param: str | None = N
     return call
 
 
-def conversation(call: Call, past: Past) -> tuple[str, list[Seen]]:
-    """What a response's successor goes on from: the system prompt without the request's instructions, and all other messages."""
-    _, system, rest = _divided(call, past)
+def load_conversation(call: Call, past: Past) -> tuple[str, list[HistoryMessage]]:
+    """What a follow-up of the response continues: (the system prompt without the request's instructions, all other messages)."""
+    _, system, rest = _split_history(call, past)
     return system, rest
 
 
-def _divided(call: Call, past: Past) -> tuple[str, str, list[Seen]]:
+def render_response(call: Call, past: Past) -> dict[str, Any]:
+    """The response object as it was sent, except for the number of cached prompt tokens, which is not stored."""
+    model, options = _restore_options(call, past)
+    output = options.output(call.call_id)
+    # A reply cut by a harness that hung up was sent as one cut by length.
+    finish_reason = "length" if call.finish_reason == "abort" else call.finish_reason
+    feed(output, content_of(past.reply(call.call_id)), finish_reason)
+    result: dict[str, Any] = {"output": output.items}
+    result["usage"] = build_usage(call.node.base_length + len(call.node.delta_ids), 0, len(call.node.completion_ids))
+    status = "completed"
+    if call.status == "failed":
+        broken = {"code": "server_error", "message": "the engine broke off before the reply was whole"}
+        status, result["error"] = "failed", broken
+    elif finish_reason == "length":
+        status, result["incomplete_details"] = "incomplete", {"reason": "max_output_tokens"}
+    return build_response(options, call.call_id, int(call.started_at), model, status, **result)
+
+
+def render_items(call: Call, past: Past) -> dict[str, Any]:
+    """The list of the response's input items, newest first as OpenAI lists them, without instructions."""
+    options = _restore_options(call, past)[1]
+    _, system, rest = _split_history(call, past)
+    items = [_message_item(call, 0, "system", system)] if system else []
+    for position, seen in enumerate(rest[:-1], 1):
+        items += _items(call, position, seen, options)
+    items = _match_outputs(items)[::-1]
+    ends = [items[0]["id"], items[-1]["id"]] if items else ["", ""]
+    return {"object": "list", "data": items, "first_id": ends[0], "last_id": ends[1], "has_more": False}
+
+
+def _split_history(call: Call, past: Past) -> tuple[str, str, list[HistoryMessage]]:
     """(instructions, the rest of the first system message, all other messages)."""
     history = past.history(call.call_id)
     first = history[0].message if history else {}
@@ -64,92 +96,61 @@ def _divided(call: Call, past: Past) -> tuple[str, str, list[Seen]]:
     return text[:length], text[length:].removeprefix("\n\n") if length else text, history[1:]
 
 
-def stored_response(call: Call, past: Past) -> dict[str, Any]:
-    """The response object as it was sent; how many prompt tokens the engine had cached is not kept."""
-    model, how = _recalled(call, past)
-    output = how.output(call.call_id)
-    # A reply that was cut by a harness that hung up was ended as one cut by length.
-    finish_reason = "length" if call.finish_reason == "abort" else call.finish_reason
-    tell(output, said_in(past.reply(call.call_id)), finish_reason)
-    said: dict[str, Any] = {"output": output.items}
-    said["usage"] = usage(call.node.base_length + len(call.node.delta_ids), 0, len(call.node.completion_ids))
-    status = "completed"
-    if call.status == "failed":
-        status, said["error"] = "failed", {"code": "server_error", "message": "the engine broke off before the reply was whole"}
-    elif finish_reason == "length":
-        status, said["incomplete_details"] = "incomplete", {"reason": "max_output_tokens"}
-    return response(how, call.call_id, int(call.started_at), model, status, **said)
-
-
-def _recalled(call: Call, past: Past) -> tuple[str, Wanted]:
-    """(model, how the reply is shown), from the record and that of its root, which names model and tools for all after it."""
+def _restore_options(call: Call, past: Past) -> tuple[str, ReplyOptions]:
+    """(model, how the reply is rendered), from the call's record and its root's, which holds model and tools for all calls below it."""
     root = call
     while root.node.parent_id is not None:
         root = past.call(root.node.parent_id)
     preamble = _decode(root.preamble)
-    box = recalled(preamble["tools"], _decode(call.marks.get("tools", "{}")))
+    box = restore_toolbox(preamble["tools"], _decode(call.marks.get("tools", "{}")))
     body = _decode(call.marks.get("response", "{}"))
-    instructions = _divided(call, past)[0]
+    instructions = _split_history(call, past)[0]
     if instructions:
         body["instructions"] = instructions
-    return preamble["model"], wanted(body, definitions(box), box)
+    return preamble["model"], parse_options(body, list_definitions(box), box)
 
 
-def stored_items(call: Call, past: Past) -> dict[str, Any]:
-    """The list of the response's input items, the newest first as OpenAI lists them; instructions are none."""
-    how = _recalled(call, past)[1]
-    _, system, rest = _divided(call, past)
-    items = [_message_item(call, 0, "system", system)] if system else []
-    for position, seen in enumerate(rest[:-1], 1):
-        items += _items(call, position, seen, how)
-    items = _with_output_types(items)[::-1]
-    ends = [items[0]["id"], items[-1]["id"]] if items else ["", ""]
-    return {"object": "list", "data": items, "first_id": ends[0], "last_id": ends[1], "has_more": False}
-
-
-def _items(call: Call, position: int, seen: Seen, how: Wanted) -> list[dict[str, Any]]:
+def _items(call: Call, position: int, seen: HistoryMessage, options: ReplyOptions) -> list[dict[str, Any]]:
     message = seen.message
     if message["role"] == "assistant":
         # Ids and seals that name no call must not look like those that do.
         minted = seen.minted[0] if seen.minted else ""
-        shown = how if minted else replace(how, sealed=False)
+        shown = options if minted else replace(options, sealed=False)
         output = shown.output(minted or f"in_{call.call_id}_{position}")
-        tell(output, said_in(message), "stop")
+        feed(output, content_of(message), "stop")
         calls = iter(message.get("tool_calls") or ())
         return [{**item, "call_id": next(calls)["id"]} if "call_id" in item else item for item in output.items]
     if message["role"] == "tool":
         item = {"type": "function_call_output", "id": f"in_{call.call_id}_{position}", "status": "completed"}
-        return [{**item, "call_id": message["tool_call_id"], "output": _content(message["content"], whole_text=True)}]
+        content = message["content"]
+        output_parts = content if isinstance(content, str) else _parts(content)
+        return [{**item, "call_id": message["tool_call_id"], "output": output_parts}]
     return [_message_item(call, position, message["role"], message["content"])]
 
 
 def _message_item(call: Call, position: int, role: str, content: Any) -> dict[str, Any]:
+    parts = _parts([{"type": "text", "text": content}] if isinstance(content, str) else content)
     item = {"type": "message", "id": f"in_{call.call_id}_{position}", "role": role, "status": "completed"}
-    return {**item, "content": _content(content)}
+    return {**item, "content": parts}
 
 
-def _content(content: Any, *, whole_text: bool = False) -> Any:
-    """Chat content as input parts; text alone stays text where it may."""
-    if isinstance(content, str):
-        return content if whole_text else [{"type": "input_text", "text": content}]
-    return [_part(part) for part in content]
+def _parts(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Chat parts as input parts."""
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if part["type"] == "text":
+            parts.append({"type": "input_text", "text": part["text"]})
+        else:
+            image = part["image_url"]
+            parts.append({"type": "input_image", "detail": image.get("detail", "auto"), "image_url": image["url"]})
+    return parts
 
 
-def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    if part["type"] == "text":
-        return {"type": "input_text", "text": part["text"]}
-    return {"type": "input_image", "detail": "auto", "image_url": part["image_url"]["url"], **_detail(part["image_url"])}
-
-
-def _detail(image: Mapping[str, Any]) -> dict[str, Any]:
-    return {"detail": image["detail"]} if "detail" in image else {}
-
-
-def _with_output_types(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items with each tool's answer in the type that belongs to its call's."""
+def _match_outputs(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items with each tool output's type matched to its call's."""
     kinds = {item["call_id"]: item["type"] for item in items if str(item.get("type")).endswith("_call")}
-    shown = []
+    matched = []
     for item in items:
         kind = kinds.get(item["call_id"]) if item["type"] == "function_call_output" else None
-        shown.append({**item, "type": f"{kind}_output"} if kind in ("custom_tool_call", "local_shell_call") else item)
-    return shown
+        matched.append({**item, "type": f"{kind}_output"} if kind in ("custom_tool_call", "local_shell_call") else item)
+    return matched

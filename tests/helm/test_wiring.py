@@ -21,7 +21,8 @@ from cli.main import app
 from cli.rollout_service import KNOWN, add_rollouts
 from cli.serving.server import CUT_SECONDS, listen
 from proxy.app import create_app
-from proxy.call.routes import is_harness
+from proxy.call.routes import Routes
+from proxy.dialects.catalogue import dialects
 from proxy.engine.in_vllm.launch import Device, vllm_command
 from proxy.engine.pool.membership import engine_spec
 from proxy.metrics import Metrics
@@ -164,8 +165,10 @@ def test_probes_scrapes_and_the_ingress_ask_for_what_is_there() -> None:
         (endpoint,) = the(values, "ServiceMonitor", part)["spec"]["endpoints"]
         assert (endpoint["path"], endpoint["port"]) == ("/metrics", port) and "/metrics" in there
     paths = the(values, "Ingress", "verbatim")["spec"]["rules"][0]["http"]["paths"]
+    table = Routes(dialects().values())
     assert all(
-        is_harness("POST", each["path"] + "/x") is (each["backend"]["service"]["port"] == {"name": "http"}) for each in paths
+        table.is_harness("POST", each["path"] + "/x") is (each["backend"]["service"]["port"] == {"name": "http"})
+        for each in paths
     )
     let_in = {each["path"] for each in paths}
     controlled = {"/" + path.split("/")[1] for path in there} - {"/healthz", "/readyz", "/metrics"}

@@ -235,7 +235,7 @@ FAULTS = (
     Fault(
         "The harness side's own port serves the control side, too.",
         '        return port != self._control_port and scope["path"] not in _PROBES\n',
-        '        return is_harness(scope["method"], scope["path"])\n',
+        '        return self._routes.is_harness(scope["method"], scope["path"])\n',
         "tests/cli/test_serve.py -k 'its_own_port_alone and one'",
     ),
     Fault(
@@ -271,14 +271,14 @@ FAULTS = (
     ),
     Fault(
         "A path that is no endpoint is answered like the one it resembles.",
-        'return _Endpoint(method, dialect, action, re.compile(rf"(?:/s/(?P<session>[^/]+))?{pattern}/?\\Z"))\n',
-        'return _Endpoint(method, dialect, action, re.compile(rf"(?:/s/(?P<session>[^/]+))?{pattern}"))\n',
+        'return re.compile(f"{_SESSION}{endpoint.versions}{path}/?\\\\Z")\n',
+        'return re.compile(f"{_SESSION}{endpoint.versions}{path}")\n',
         "tests/proxy/call/test_routes.py",
     ),
     Fault(
         "Counting tokens samples a reply and records it.",
-        '_endpoint("POST", "messages", "count", _V1 + "/messages/count_tokens"),\n',
-        '_endpoint("POST", "messages", "call", _V1 + "/messages/count_tokens"),\n',
+        '            "count",\n            "POST",\n            "/v1/messages/count_tokens",\n',
+        '            "call",\n            "POST",\n            "/v1/messages/count_tokens",\n',
         "tests/proxy/call/test_routes.py",
     ),
     Fault(

@@ -21,7 +21,7 @@ from proxy.call import door as parsing_module
 from proxy.call.door import LARGE_BYTES, RESTS, SMALL_BYTES, Parsing
 from proxy.call.http import BodyRoom, read_body
 from proxy.call.tree import Draft, SessionTree, SessionTrees
-from proxy.dialects.base import Asked, Heard, Past, Request
+from proxy.dialects.base import Incoming, ParsedMessage, Past, Request
 from proxy.errors import RequestError, TooManyCalls
 from proxy.store.sessions import SessionInfo
 from proxy.structure import MAX_DEPTH, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES, PIECE_BYTES, check_depth, check_values
@@ -236,22 +236,22 @@ def test_depth_is_found_in_a_text_of_several_pieces(depth: int) -> None:
 async def test_what_is_long_is_parsed_beside_the_loop_and_one_body_at_a_time() -> None:
     at_once, most, threads = 0, 0, set()
 
-    def read(asked: Asked, past: Past) -> Request:
+    def read(asked: Incoming, past: Past) -> Request:
         nonlocal at_once, most
         at_once += 1
         most = max(most, at_once)
         threads.add(threading.current_thread())
-        history = past.see(asked.body, lambda _: [Heard({"role": "user", "content": "q"})])
+        history = past.see(asked.body, lambda _: [ParsedMessage({"role": "user", "content": "q"})])
         at_once -= 1
         return Request("chat", "m", history)
 
     parsing, trees = Parsing(remote_media=False), [SessionTree(SessionInfo(name, b"", 0.0)) for name in "ab"]
-    await parsing.parse(Draft(trees[0]), read, Asked(b" " * SMALL_BYTES))
-    await parsing.parse(Draft(trees[0]), read, Asked(b" " * LARGE_BYTES))
+    await parsing.parse(Draft(trees[0]), read, Incoming(b" " * SMALL_BYTES))
+    await parsing.parse(Draft(trees[0]), read, Incoming(b" " * LARGE_BYTES))
     assert threads == {threading.current_thread()}
     threads.clear()
     long = [b" " * (LARGE_BYTES + 1), b"," * (SMALL_BYTES + 1)] * 4
-    await asyncio.gather(*(parsing.parse(Draft(tree), read, Asked(body)) for body in long for tree in trees))
+    await asyncio.gather(*(parsing.parse(Draft(tree), read, Incoming(body)) for body in long for tree in trees))
     assert threading.current_thread() not in threads
     assert most == 1
 
@@ -264,7 +264,7 @@ async def test_a_session_that_was_refused_waits_and_no_other_does(monkeypatch: p
         slept.append(seconds)
         clock.now += seconds
 
-    def read(asked: Asked, past: Past) -> Request:
+    def read(asked: Incoming, past: Past) -> Request:
         clock.now += 2.0
         if asked.body != b"well":
             raise RequestError("no")
@@ -275,12 +275,12 @@ async def test_a_session_that_was_refused_waits_and_no_other_does(monkeypatch: p
     parsing, tree, other = Parsing(remote_media=False), *(SessionTree(SessionInfo(name, b"", 0.0)) for name in "ab")
     for body in (b"ill", b"ill"):
         with pytest.raises(RequestError):
-            await parsing.parse(Draft(tree), read, Asked(body))
-        await parsing.parse(Draft(other), read, Asked(b"well"))
+            await parsing.parse(Draft(tree), read, Incoming(body))
+        await parsing.parse(Draft(other), read, Incoming(b"well"))
     assert slept == [RESTS * 2.0 - 2.0], "the other session's request took two of its seconds"
     clock.now += RESTS * 2.0
-    await parsing.parse(Draft(tree), read, Asked(b"well"))
-    await parsing.parse(Draft(tree), read, Asked(b"well"))
+    await parsing.parse(Draft(tree), read, Incoming(b"well"))
+    await parsing.parse(Draft(tree), read, Incoming(b"well"))
     assert len(slept) == 1
 
 

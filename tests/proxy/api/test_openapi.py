@@ -21,7 +21,8 @@ from schemathesis.checks import CHECKS, load_all_checks
 
 from cli.rollout_service import add_rollouts
 from proxy.app import create_app
-from proxy.call.routes import _ENDPOINTS
+from proxy.call.routes import Routes
+from proxy.dialects.catalogue import dialects
 from proxy.settings import Settings
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
@@ -85,12 +86,13 @@ def test_every_endpoint_of_the_harness_side_is_described() -> None:
         for method, path in OPERATIONS
         if path.startswith("/s/")
     ]
-    for endpoint in _ENDPOINTS:
-        assert any(endpoint.method == method and endpoint.pattern.match(path) for method, path in filled), (
-            endpoint.pattern.pattern
+    entries = Routes(dialects().values()).entries
+    for entry in entries:
+        assert any(entry.endpoint.method == method and entry.pattern.match(path) for method, path in filled), (
+            entry.endpoint.path
         )
     for method, path in filled:
-        assert any(endpoint.method == method and endpoint.pattern.match(path) for endpoint in _ENDPOINTS), path
+        assert any(entry.endpoint.method == method and entry.pattern.match(path) for entry in entries), path
 
 
 def test_examples_fit_their_schemas() -> None:

@@ -10,12 +10,15 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.call.routes import MethodNotAllowed, UpgradeRefused, dialect_of, find, is_harness
+from proxy.call.routes import MethodNotAllowed, Routes, UpgradeRefused
+from proxy.dialects.catalogue import dialects
 from proxy.errors import NotFound
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
+
+ROUTES = Routes(dialects().values())
 
 CALLS = {
     "/v1/chat/completions": "chat",
@@ -51,27 +54,27 @@ def ask(session: Session, method: str, path: str, **more: Any) -> httpx.Response
 @pytest.mark.parametrize("prefix", ["", "/s/one"])
 @pytest.mark.parametrize("path", CALLS)
 def test_a_call_goes_to_the_dialect_of_its_path(path: str, prefix: str) -> None:
-    route = find("POST", prefix + path, {})
+    route = ROUTES.find("POST", prefix + path, {})
     assert (route.dialect, route.action, route.session) == (CALLS[path], "call", "one" if prefix else None)
-    assert is_harness("POST", prefix + path)
+    assert ROUTES.is_harness("POST", prefix + path)
 
 
 @pytest.mark.parametrize("prefix", ["", "/s/one"])
 @pytest.mark.parametrize("path", CALLS)
 def test_a_base_url_of_another_kind_and_a_slash_at_the_end_lead_to_the_same_endpoint(path: str, prefix: str) -> None:
     """OpenAI's base URLs end in /v1 and Anthropic's do not: a client that is given the other says it twice or not at all."""
-    wanted = find("POST", path, {})
+    wanted = ROUTES.find("POST", path, {})
     written = [f"/v1{path}", f"{path}/"]
     if path.startswith("/v1/"):
         written += [path.removeprefix("/v1"), path.removeprefix("/v1") + "/"]
     for other in written:
-        route = find("POST", prefix + other, {})
+        route = ROUTES.find("POST", prefix + other, {})
         assert (route.dialect, route.action, route.path) == (wanted.dialect, "call", wanted.path), other
-        assert dialect_of(prefix + other) == (CALLS[path] if CALLS[path] != "completions" else "chat")
-        assert prefix == "" or is_harness("POST", prefix + other)
+        assert ROUTES.guess_dialect(prefix + other) == (CALLS[path] if CALLS[path] != "completions" else "chat")
+        assert prefix == "" or ROUTES.is_harness("POST", prefix + other)
     for other in (f"/v1/v1{path}", f"{path}//", f"/v2{path}", f"{path}/more/of/it"):
         with pytest.raises(NotFound):
-            find("POST", prefix + other, {})
+            ROUTES.find("POST", prefix + other, {})
 
 
 def test_a_client_with_a_base_url_of_another_kind_is_answered(session: Session) -> None:
@@ -98,7 +101,7 @@ def test_the_input_of_a_response_is_counted_and_nothing_is_recorded(session: Ses
 
 
 def test_a_google_path_names_model_and_method() -> None:
-    assert find("POST", "/v1beta/models/org/m-1:streamGenerateContent", {}).path == {
+    assert ROUTES.find("POST", "/v1beta/models/org/m-1:streamGenerateContent", {}).path == {
         "model": "org/m-1",
         "method": "streamGenerateContent",
     }
@@ -113,15 +116,15 @@ def test_a_google_path_names_model_and_method() -> None:
     ],
 )
 def test_tokens_are_counted_in_the_dialects_that_have_a_word_for_it(path: str, dialect: str, action: str) -> None:
-    route = find("POST", path, {})
+    route = ROUTES.find("POST", path, {})
     assert (route.dialect, route.action) == (dialect, action)
 
 
 def test_the_list_of_models_has_the_shape_of_the_client_that_asks() -> None:
-    assert find("GET", "/v1/models", {}).dialect == "chat"
-    assert find("GET", "/v1/models", {"anthropic-version": "2023-06-01"}).dialect == "messages"
-    assert find("GET", "/v1beta/models", {}).dialect == "gemini"
-    assert find("GET", "/v1/models/org/m", {}).path == {"model": "org/m"}
+    assert ROUTES.find("GET", "/v1/models", {}).dialect == "chat"
+    assert ROUTES.find("GET", "/v1/models", {"anthropic-version": "2023-06-01"}).dialect == "messages"
+    assert ROUTES.find("GET", "/v1beta/models", {}).dialect == "gemini"
+    assert ROUTES.find("GET", "/v1/models/org/m", {}).path == {"model": "org/m"}
 
 
 @pytest.mark.parametrize(
@@ -129,17 +132,17 @@ def test_the_list_of_models_has_the_shape_of_the_client_that_asks() -> None:
 )
 def test_a_path_that_is_not_listed_is_no_endpoint(path: str) -> None:
     with pytest.raises(NotFound):
-        find("POST", path, {})
+        ROUTES.find("POST", path, {})
 
 
 def test_another_method_is_named_as_such() -> None:
     with pytest.raises(MethodNotAllowed, match="takes POST, not GET"):
-        find("GET", "/v1/messages", {})
+        ROUTES.find("GET", "/v1/messages", {})
 
 
 def test_a_websocket_upgrade_is_refused_at_every_path() -> None:
     with pytest.raises(UpgradeRefused):
-        find("GET", "/v1/responses", {"upgrade": "WebSocket"})
+        ROUTES.find("GET", "/v1/responses", {"upgrade": "WebSocket"})
 
 
 @pytest.mark.parametrize(
@@ -153,12 +156,12 @@ def test_a_websocket_upgrade_is_refused_at_every_path() -> None:
     ],
 )
 def test_an_unknown_path_is_refused_in_the_dialect_it_looks_like(path: str, dialect: str) -> None:
-    assert dialect_of(path) == dialect
+    assert ROUTES.guess_dialect(path) == dialect
 
 
 @pytest.mark.parametrize("path", ["/sessions", "/batches/lease", "/healthz", "/v2/x", "/api/other", "/sx/v1"])
 def test_the_control_side_keeps_its_own_paths(path: str) -> None:
-    assert not is_harness("GET", path)
+    assert not ROUTES.is_harness("GET", path)
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/", "/api/hello", "/v1/messages", "/v1/models"])

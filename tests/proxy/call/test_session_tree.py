@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from proxy.call.plan import Continuation, continuation, place
 from proxy.call.tree import Draft, SessionTree
-from proxy.dialects.base import Heard, Request, Seen
+from proxy.dialects.base import HistoryMessage, ParsedMessage, Request
 from proxy.store.sessions import SessionInfo
 from reconstruct.codec import encode
 from reconstruct.messages import chain, digest_message, digest_messages, root_key
@@ -53,11 +53,11 @@ def tree() -> SessionTree:
     return SessionTree(SessionInfo("s", b"", 0.0))
 
 
-def read(raw: bytes) -> list[Heard]:
-    return [Heard(msgspec.json.decode(raw))]
+def read(raw: bytes) -> list[ParsedMessage]:
+    return [ParsedMessage(msgspec.json.decode(raw))]
 
 
-def seen_by(tree: SessionTree, messages: list[dict[str, Any]]) -> list[Seen]:
+def seen_by(tree: SessionTree, messages: list[dict[str, Any]]) -> list[HistoryMessage]:
     """What a call brings that is recorded."""
     draft = Draft(tree)
     history = [draft.see(msgspec.json.encode(message), read)[0] for message in messages]
@@ -87,8 +87,8 @@ def test_a_chain_goes_on_from_any_beginning(first: list[dict[str, Any]], rest: l
 def test_a_message_is_decoded_once_per_session_and_dialect() -> None:
     session, raw = tree(), b'{"role": "user", "content": "q"}'
 
-    def other_dialect(raw: bytes) -> list[Heard]:
-        return [Heard({"role": "user", "content": "something else"})]
+    def other_dialect(raw: bytes) -> list[ParsedMessage]:
+        return [ParsedMessage({"role": "user", "content": "something else"})]
 
     one, again = seen_by(session, [MESSAGES[0]]), seen_by(session, [MESSAGES[0]])
     assert one[0] is again[0]
@@ -102,7 +102,7 @@ def test_how_a_message_replays_a_reply_is_not_believed_of_another_message_that_t
     session.learn([encode(call("c1", fields={"reply": b'{"role":"assistant","content":"said"}'}))], 0)
     for said in ("said", "something else", "something else") * 50:
         message = {"role": "assistant", "content": said}
-        seen = Seen(message, digest_message(message))
+        seen = HistoryMessage(message, digest_message(message))
         assert (session.projection("c1", seen, {}) is not None) == (said == "said")
 
 

@@ -538,6 +538,6 @@ def test_offsets_go_on_where_the_last_piece_ended() -> None:
 def test_errors_have_the_vendors_shape() -> None:
     from proxy.errors import ContextTooLong
 
-    answer = CompletionsDialect().error(ContextTooLong("too long", param="prompt"))
+    answer = CompletionsDialect().render_error(ContextTooLong("too long", param="prompt"))
     assert answer.status == 400
     assert json.loads(answer.body)["error"]["code"] == "context_length_exceeded"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from proxy.call.routes import MethodNotAllowed, UpgradeRefused
 from proxy.call.tree import Draft, SessionTree
-from proxy.dialects.base import Asked, Choice, Delta, Reply, Request, seal
+from proxy.dialects.base import Choice, Delta, Incoming, Reply, Request, seal
 from proxy.dialects.gemini import GeminiDialect
 from proxy.errors import (
     Conflict,
@@ -43,7 +43,7 @@ HI = [{"role": "user", "parts": [{"text": "hi"}]}]
 
 def parsed(body: Any, *, method: str = "generateContent", tree: Draft | None = None, **query: str) -> Request:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    asked = Asked(content, {"model": "models/policy", "method": method}, query)
+    asked = Incoming(content, {"model": "models/policy", "method": method}, query)
     return DIALECT.parse(asked, tree or Draft(SessionTree(SessionInfo("s", b"", 0.0))))
 
 
@@ -522,7 +522,7 @@ def test_any_split_of_a_reply_tells_the_whole_of_it(made: tuple[dict[str, Any], 
     whole = json.loads(DIALECT.render(request, reply(message)))
     stream = DIALECT.open_stream(request, CALL_ID, 0, 5)
     events = chunks_of(
-        stream.open() + b"".join(stream.delta(copy.deepcopy(delta)) for delta in deltas) + stream.close(reply(message))
+        stream.open() + b"".join(stream.write(copy.deepcopy(delta)) for delta in deltas) + stream.close(reply(message))
     )
     (candidate,) = whole["candidates"]
     said = [part for event in events for part in event["candidates"][0]["content"]["parts"]]
@@ -561,17 +561,17 @@ def test_a_function_call_is_told_whole_once_the_next_one_begins() -> None:
     request = parsed({"contents": HI}, method="streamGenerateContent", alt="sse")
     stream = DIALECT.open_stream(request, CALL_ID, 0, 0)
     first = {"index": 0, "id": "call_a_0", "type": "function", "function": {"name": "f", "arguments": '{"k"'}}
-    assert stream.delta(Delta(0, tool_calls=[first])) == b""
-    assert stream.delta(Delta(0, tool_calls=[{"index": 0, "function": {"arguments": ": 1}"}}])) == b""
+    assert stream.write(Delta(0, tool_calls=[first])) == b""
+    assert stream.write(Delta(0, tool_calls=[{"index": 0, "function": {"arguments": ": 1}"}}])) == b""
     second = {"index": 1, "id": "call_a_1", "type": "function", "function": {"name": "g", "arguments": ""}}
-    (event,) = chunks_of(stream.delta(Delta(0, tool_calls=[second])))
+    (event,) = chunks_of(stream.write(Delta(0, tool_calls=[second])))
     (part,) = event["candidates"][0]["content"]["parts"]
     assert part["functionCall"] == {"id": "call_a_0", "name": "f", "args": {"k": 1}}
 
 
 def test_thoughts_that_are_not_wanted_still_show_signs_of_life() -> None:
     stream = DIALECT.open_stream(parsed({"contents": HI}, method="streamGenerateContent", alt="sse"), CALL_ID, 0, 0)
-    shown = [stream.delta(Delta(0, reasoning="x")) for _ in range(640)]
+    shown = [stream.write(Delta(0, reasoning="x")) for _ in range(640)]
     lively = [event for piece in shown if piece for event in chunks_of(piece)]
     assert 5 <= len(lively) <= 20
     assert all(event["candidates"][0]["content"]["parts"] == [{"text": ""}] for event in lively)
@@ -582,7 +582,7 @@ def test_reasoning_that_comes_after_the_text_is_sealed_at_the_end() -> None:
     stream = DIALECT.open_stream(request, CALL_ID, 0, 0)
     message = {"role": "assistant", "content": "said", "reasoning_content": "before after"}
     deltas = [Delta(0, reasoning="before "), Delta(0, "said"), Delta(0, reasoning="after")]
-    events = chunks_of(b"".join(stream.delta(delta) for delta in deltas) + stream.close(reply(message)))
+    events = chunks_of(b"".join(stream.write(delta) for delta in deltas) + stream.close(reply(message)))
     parts = [part for event in events for part in event["candidates"][0]["content"]["parts"]]
     assert replayed(parts) == message
 
@@ -614,12 +614,12 @@ def test_a_stream_without_sse_is_a_json_array_whatever_happens() -> None:
     message = {"role": "assistant", "content": "said"}
     for end in ("close", "error"):
         stream = DIALECT.open_stream(request, CALL_ID, 0, 0)
-        begun = stream.open() + stream.keep_alive() + stream.delta(Delta(0, "sa"))
-        ended = stream.close(reply(message)) if end == "close" else stream.error(EngineFailed("broken"))
+        begun = stream.open() + stream.keep_alive() + stream.write(Delta(0, "sa"))
+        ended = stream.close(reply(message)) if end == "close" else stream.fail(EngineFailed("broken"))
         chunks = json.loads(begun + ended)
         assert ("error" in chunks[-1]) == (end == "error")
     stream = DIALECT.open_stream(request, CALL_ID, 0, 0)
-    assert json.loads(stream.open() + stream.error(EngineFailed("broken")))[-1]["error"]["code"] == 502
+    assert json.loads(stream.open() + stream.fail(EngineFailed("broken")))[-1]["error"]["code"] == 502
 
 
 @pytest.mark.parametrize("query", [{"alt": "sse"}, {}])
@@ -652,7 +652,7 @@ def test_a_stream_opens_with_an_empty_text_before_any_of_its_own_is_certain(quer
     ],
 )
 def test_errors_have_googles_shape(error: VerbatimError, code: int, status: str) -> None:
-    answer = DIALECT.error(error)
+    answer = DIALECT.render_error(error)
     body = json.loads(answer.body)["error"]
     assert (answer.status, body["code"], body["status"], body["message"]) == (code, code, status, "x")
     assert ("retry-after" in answer.headers) == (code in (502, 503))
@@ -660,9 +660,9 @@ def test_errors_have_googles_shape(error: VerbatimError, code: int, status: str)
 
 
 def test_an_overflow_is_said_in_googles_words() -> None:
-    body = json.loads(DIALECT.error(ContextTooLong("x", tokens=900, window=512)).body)["error"]
+    body = json.loads(DIALECT.render_error(ContextTooLong("x", tokens=900, window=512)).body)["error"]
     assert body["message"] == "The input token count (900) exceeds the maximum number of tokens allowed (512)."
-    vague = json.loads(DIALECT.error(ContextTooLong("as the engine says")).body)["error"]["message"]
+    vague = json.loads(DIALECT.render_error(ContextTooLong("as the engine says")).body)["error"]["message"]
     assert vague.startswith("The input token count exceeds the maximum number of tokens allowed.") and "engine says" in vague
 
 

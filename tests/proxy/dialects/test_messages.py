@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from proxy.call.tree import Draft, SessionTree
-from proxy.dialects.base import Asked, Choice, Delta, Reply, Request, seal, tool_call_id
+from proxy.dialects.base import Choice, Delta, Incoming, Reply, Request, seal, tool_call_id
 from proxy.dialects.fields import arguments_object
 from proxy.dialects.messages import MessagesDialect
 from proxy.errors import (
@@ -40,7 +40,7 @@ from tests.support.service.running_service import RunningService
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 CALL = "0123456789abcdef01234567"
-DIALECT = MessagesDialect("user")
+DIALECT = MessagesDialect()
 
 
 def session() -> Draft:
@@ -49,7 +49,7 @@ def session() -> Draft:
 
 def parsed(tree: Draft | None = None, **fields: Any) -> Request:
     body = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "q"}], **fields}
-    return DIALECT.parse(Asked(json.dumps(body).encode()), tree or session())
+    return DIALECT.parse(Incoming(json.dumps(body).encode()), tree or session())
 
 
 def between(content: Any) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ def accumulated(stream: bytes) -> dict[str, Any]:
 
 def streamed(told: Choice, deltas: Sequence[Delta], **fields: Any) -> bytes:
     stream = DIALECT.open_stream(parsed(stream=True, **fields), CALL, 0, 20)
-    return stream.open() + b"".join(stream.delta(delta) for delta in deltas) + stream.close(reply_of(told))
+    return stream.open() + b"".join(stream.write(delta) for delta in deltas) + stream.close(reply_of(told))
 
 
 # Any pieces make the whole
@@ -209,7 +209,7 @@ def test_thinking_after_text_is_a_block_of_its_own() -> None:
 
 def test_thinking_that_is_not_shown_is_a_sign_of_life() -> None:
     stream = DIALECT.open_stream(parsed(stream=True), CALL, 0, 20)
-    assert stream.delta(Delta(0, reasoning="x")) == stream.keep_alive() == b'event: ping\ndata: {"type":"ping"}\n\n'
+    assert stream.write(Delta(0, reasoning="x")) == stream.keep_alive() == b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 def test_a_piece_for_a_call_whose_block_is_closed_ends_in_an_error() -> None:
@@ -388,7 +388,7 @@ def test_lone_surrogates_are_replaced() -> None:
     body = (
         b'{"model": "policy", "messages": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "a\\ud83d"}]}'
     )
-    request = DIALECT.parse(Asked(body), session())
+    request = DIALECT.parse(Incoming(body), session())
     assert [message["content"] for message in request.messages] == ["\ufffd", "a\ufffd"]
 
 
@@ -411,14 +411,14 @@ def test_lone_surrogates_are_replaced() -> None:
     ],
 )
 def test_errors_have_the_vendors_status_and_type(error: VerbatimError, status: int, kind: str) -> None:
-    answer = DIALECT.error(error)
+    answer = DIALECT.render_error(error)
     body = json.loads(answer.body)
     assert (answer.status, body["type"], body["error"]) == (status, "error", {"type": kind, "message": "x"})
     assert body["request_id"] == answer.headers["request-id"]
     if status > 500:
         assert answer.headers["retry-after"] == "1"
     stream = DIALECT.open_stream(parsed(stream=True), CALL, 0, 20)
-    name, data = stream.error(error).decode().strip().split("\n")
+    name, data = stream.fail(error).decode().strip().split("\n")
     assert name == "event: error" and json.loads(data.removeprefix("data: "))["error"]["type"] == kind
 
 
@@ -430,7 +430,7 @@ def test_errors_have_the_vendors_status_and_type(error: VerbatimError, status: i
     ],
 )
 def test_a_prompt_that_does_not_fit_is_recognised_by_its_words(error: ContextTooLong, message: str) -> None:
-    assert json.loads(DIALECT.error(error).body)["error"]["message"] == message
+    assert json.loads(DIALECT.render_error(error).body)["error"]["message"] == message
 
 
 # Junk
@@ -482,7 +482,7 @@ BODY = st.builds(
 @given(BODY)
 def test_a_junk_body_is_read_or_refused(body: Any) -> None:
     try:
-        request = DIALECT.parse(Asked(msgspec.json.encode(body)), session())
+        request = DIALECT.parse(Incoming(msgspec.json.encode(body)), session())
     except RequestError:
         return
     assert all(isinstance(message["content"], (str, list, type(None))) for message in request.messages)

@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 
-from proxy.dialects.fields import decode, split
+from proxy.dialects.fields import decode, split_body
 from proxy.errors import RequestError
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service import plain_http
@@ -15,14 +15,14 @@ from tests.support.service.running_service import RunningService
 
 
 def test_the_fields_are_decoded_and_the_items_of_the_history_left_raw() -> None:
-    fields, items = split(b'{"model": "m", "n": 2, "messages": [{"a":  1}, {"b": [2]}]}', "messages")
+    fields, items = split_body(b'{"model": "m", "n": 2, "messages": [{"a":  1}, {"b": [2]}]}', "messages")
     assert fields == {"model": "m", "n": 2}
     assert [json.loads(item) for item in items] == [{"a": 1}, {"b": [2]}]
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"messages": null}', b'{"messages": []}'])
 def test_an_absent_history_is_empty(body: bytes) -> None:
-    assert split(body, "messages")[1] == []
+    assert split_body(body, "messages")[1] == []
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def test_an_absent_history_is_empty(body: bytes) -> None:
 )
 def test_what_is_no_json_object_with_a_list_is_the_callers_error(body: bytes) -> None:
     with pytest.raises(RequestError):
-        split(body, "messages")
+        split_body(body, "messages")
 
 
 def test_nesting_without_end_is_the_callers_error() -> None:
     with pytest.raises(RequestError):
-        split(b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "messages")
+        split_body(b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "messages")
 
 
 def test_a_lone_surrogate_becomes_the_replacement_character_and_a_pair_stays_a_character() -> None:

@@ -12,7 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.dialects.base import Asked, Choice, Delta, Heard, Read, Reply, Request, Seen, seal, tool_call_id, unseal
+from proxy.dialects.base import (
+    Choice,
+    Delta,
+    HistoryMessage,
+    Incoming,
+    ItemReader,
+    ParsedMessage,
+    Reply,
+    Request,
+    seal,
+    tool_call_id,
+    unseal,
+)
 from proxy.dialects.responses import ResponsesDialect
 from proxy.errors import RequestError, UnknownCall
 from reconstruct.messages import digest_message, minted_call_ids, projection
@@ -48,12 +60,12 @@ class Remembered:
         self._reply = reply
         self.missed: set[str] = set()
 
-    def see(self, raw: bytes, read: Read) -> list[Seen]:
+    def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
         return [self._seen(heard) for heard in read(raw)]
 
-    def _seen(self, heard: Heard) -> Seen:
+    def _seen(self, heard: ParsedMessage) -> HistoryMessage:
         minted = (*minted_call_ids(heard.message), *([heard.minted] if heard.minted else []))
-        return Seen(heard.message, digest_message(heard.message), minted)
+        return HistoryMessage(heard.message, digest_message(heard.message), minted)
 
     def call(self, call_id: str) -> Call:
         raise UnknownCall(f"no call {call_id}")
@@ -63,13 +75,13 @@ class Remembered:
             raise UnknownCall(f"no call {call_id}")
         return self._reply
 
-    def history(self, call_id: str) -> list[Seen]:
+    def history(self, call_id: str) -> list[HistoryMessage]:
         raise UnknownCall(f"no call {call_id}")
 
 
 def parse(past: Remembered | None = None, dialect: ResponsesDialect | None = None, **fields: Any) -> Request:
     body = msgspec.json.encode({"model": "policy", "input": "q", **fields})
-    return (dialect or ResponsesDialect()).parse(Asked(body), past or Remembered())
+    return (dialect or ResponsesDialect()).parse(Incoming(body), past or Remembered())
 
 
 def reply_of(message: dict[str, Any], finish_reason: str = "stop", logprobs: Any = None) -> Reply:
@@ -105,7 +117,7 @@ def test_instructions_and_leading_system_items_are_one_system_message() -> None:
         {"role": "user", "content": "q"},
         {"role": "developer", "content": "later"},
     ]
-    request = parse(instructions="first", input=items, dialect=ResponsesDialect("user"))
+    request = parse(instructions="first", input=items, dialect=ResponsesDialect())
     assert request.messages == [
         {"role": "system", "content": "first\n\na\nb\n\nc"},
         {"role": "user", "content": "q"},
@@ -244,7 +256,7 @@ def test_a_call_that_is_nowhere_known_is_looked_for_once() -> None:
 
 def test_lone_surrogates_are_replaced() -> None:
     body = rb'{"model": "policy", "input": [{"role": "user", "content": "a\ud800b"}], "instructions": "c\udfff"}'
-    messages = ResponsesDialect().parse(Asked(body), Remembered()).messages
+    messages = ResponsesDialect().parse(Incoming(body), Remembered()).messages
     assert messages == [{"role": "system", "content": "c\ufffd"}, {"role": "user", "content": "a\ufffdb"}]
 
 
@@ -323,7 +335,7 @@ def pieces_of(draw: st.DrawFn, text: str) -> list[str]:
 def streamed(request: Request, message: dict[str, Any], deltas: list[Delta]) -> list[dict[str, Any]]:
     """All events of the streamed reply."""
     stream = ResponsesDialect().open_stream(request, CALL_ID, 1, 0)
-    told = stream.open() + b"".join(stream.delta(delta) for delta in deltas) + stream.close(reply_of(message))
+    told = stream.open() + b"".join(stream.write(delta) for delta in deltas) + stream.close(reply_of(message))
     events = read_events(told.decode().split("\n"))
     for event in events:
         EVENT.validate_json(json.dumps(event), strict=True)
@@ -412,9 +424,9 @@ def test_junk_is_refused_as_the_callers_fault(body: Any, noise: bytes) -> None:
     dialect = ResponsesDialect()
     for raw in (msgspec.json.encode(body), msgspec.json.encode(body)[:-1] + noise, noise):
         try:
-            request = dialect.parse(Asked(raw), Remembered())
+            request = dialect.parse(Incoming(raw), Remembered())
         except RequestError as error:
-            assert 400 <= dialect.error(error).status < 500
+            assert 400 <= dialect.render_error(error).status < 500
         else:
             assert request.history
             json.loads(dialect.render(request, reply_of(message_of("a"))))
