@@ -41,8 +41,8 @@ class Endpoint:
     action: Action
     method: str
     path: str
-    title: str
-    summary: str
+    title: str = ""
+    summary: str = ""
     example: Mapping[str, Any] | None = None
     versions: str = V1
     names: Mapping[str, str] = field(default_factory=dict)

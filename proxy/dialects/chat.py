@@ -40,6 +40,8 @@ _CONSUMED = frozenset(
 _FUNCTION_CALL = "function_call"
 """The `echo` of a request that offers `functions`; also the reply's field and its finish reason."""
 
+_EXAMPLE = {"model": "policy", "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
+
 _ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
@@ -63,7 +65,7 @@ class ChatDialect(OpenAIDialect):
             "/v1/chat/completions",
             "OpenAI Chat",
             "Chat completions, with tools, reasoning, structured output and logprobs.",
-            {"model": "policy", "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32},
+            _EXAMPLE,
         ),
         Endpoint(
             "models",

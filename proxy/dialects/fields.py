@@ -6,16 +6,14 @@ Each checking function returns the field's value or raises RequestError with the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sized
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sized
+from typing import Any
 
 import msgpack
 import msgspec
 
 from proxy.errors import RequestError
 from proxy.structure import MAX_FIELD_VALUES, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES, check_depth, check_values
-
-N = TypeVar("N", int, float)
 
 NOTED = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
 """Fields of a chat body that change the sampling distribution; stored with the call."""
@@ -24,9 +22,7 @@ _MAX_CHOICES = 128
 
 
 def text(body: Mapping[str, Any], key: str) -> str | None:
-    value = body.get(key)
-    if value is not None and not isinstance(value, str):
-        raise RequestError(f"'{key}' must be a string", param=key)
+    value: str | None = _check(body, key, lambda value: isinstance(value, str), "a string")
     return value
 
 
@@ -38,63 +34,38 @@ def model(body: Mapping[str, Any]) -> str:
 
 
 def number(body: Mapping[str, Any], key: str) -> float | None:
-    value = body.get(key)
-    if value is not None and not is_number(value):
-        raise RequestError(f"'{key}' must be a number", param=key)
-    return None if value is None else _check_bounds(value, key)
+    value: float | None = _check_bounds(_check(body, key, is_number, "a number"), key)
+    return value
 
 
 def integer(body: Mapping[str, Any], key: str) -> int | None:
-    value = body.get(key)
-    if value is not None and not is_integer(value):
-        raise RequestError(f"'{key}' must be an integer", param=key)
-    return None if value is None else _check_bounds(value, key)
+    value: int | None = _check_bounds(_check(body, key, is_integer, "an integer"), key)
+    return value
 
 
 def positive(body: Mapping[str, Any], key: str) -> int | None:
-    value = body.get(key)
-    if value is None:
-        return None
-    if not is_integer(value) or value < 1:
-        raise RequestError(f"'{key}' must be a positive integer", param=key)
-    return _check_bounds(int(value), key)
+    rule = "a positive integer"
+    value: int | None = _check_bounds(_check(body, key, lambda value: is_integer(value) and value >= 1, rule), key)
+    return value
 
 
 def flag(body: Mapping[str, Any], key: str) -> bool:
-    value = body.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise RequestError(f"'{key}' must be true or false", param=key)
-    return bool(value)
+    return bool(_check(body, key, lambda value: isinstance(value, bool), "true or false"))
 
 
 def mapping(body: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = body.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise RequestError(f"'{key}' must be an object", param=key)
-    return value
+    return _check(body, key, lambda value: isinstance(value, dict), "an object") or {}
 
 
 def objects(body: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    value = body.get(key)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise RequestError(f"'{key}' must be a list of objects", param=key)
-    return value
+    return _check(body, key, lambda value: _is_list_of(dict, value), "a list of objects") or []
 
 
 def strings(body: Mapping[str, Any], key: str) -> list[str]:
     """A lone string counts as a list of one."""
-    value = body.get(key)
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise RequestError(f"'{key}' must be a string or a list of strings", param=key)
-    return value
+    rule = "a string or a list of strings"
+    value = _check(body, key, lambda value: isinstance(value, str) or _is_list_of(str, value), rule)
+    return [value] if isinstance(value, str) else value or []
 
 
 def choices(body: Mapping[str, Any], key: str) -> int:
@@ -169,7 +140,18 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_bounds(value: N, key: str) -> N:
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+
+def _check(body: Mapping[str, Any], key: str, is_valid: Callable[[Any], bool], rule: str) -> Any:
+    value = body.get(key)
+    if value is not None and not is_valid(value):
+        raise RequestError(f"'{key}' must be {rule}", param=key)
+    return value
+
+
+def _check_bounds(value: Any, key: str) -> Any:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise RequestError(f"'{key}' must be an integer of at most 64 bits", param=key)
     return value

@@ -56,7 +56,7 @@ class GeminiDialect(Dialect):
             "POST",
             "/v1beta/models/{model}:streamGenerateContent",
             "Google streamGenerateContent",
-            "Server-sent events with `?alt=sse`, otherwise one JSON list.",
+            "Server-sent events with `?alt=sse`, else one JSON list.",
             _EXAMPLE,
             _ANY_VERSION,
             {"method": "streamGenerateContent"},
@@ -66,14 +66,14 @@ class GeminiDialect(Dialect):
             "POST",
             "/v1beta/models/{model}:countTokens",
             "Count tokens (Google)",
-            "The number of prompt tokens. Nothing is recorded.",
+            "How many tokens the prompt would have. Nothing is recorded.",
             {"contents": _EXAMPLE["contents"]},
             _ANY_VERSION,
         ),
         Endpoint("models", "GET", "/v1beta/models", "List models (Google)", "In Google's shape.", versions=_BETA),
-        Endpoint("model", "GET", "/v1beta/models/{model}", "Get a model (Google)", "In Google's shape.", versions=_BETA),
-        Endpoint("models", "GET", "/v1/models", "", "", header="x-goog-api-key"),
-        Endpoint("model", "GET", "/v1/models/{model}", "", "", header="x-goog-api-key"),
+        Endpoint("model", "GET", "/v1beta/models/{model}", "Look at a model (Google)", "In Google's shape.", versions=_BETA),
+        Endpoint("models", "GET", "/v1/models", header="x-goog-api-key"),
+        Endpoint("model", "GET", "/v1/models/{model}", header="x-goog-api-key"),
     )
     paths = rf"/v1(?:beta|alpha)/|{_ANY_VERSION}/models/[^:]+:"
     probes = ("/v1beta/?",)

@@ -43,7 +43,7 @@ _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "seed", "m
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 """Chat engines know three of the five."""
 
-_HELLO = [{"role": "user", "content": "Say hello."}]
+_EXAMPLE = {"model": "policy", "messages": [{"role": "user", "content": "Say hello."}]}
 
 
 class MessagesDialect(Dialect):
@@ -56,18 +56,18 @@ class MessagesDialect(Dialect):
             "/v1/messages",
             "Anthropic Messages",
             "Content blocks, tools and thinking.",
-            {"model": "policy", "max_tokens": 32, "messages": _HELLO},
+            {**_EXAMPLE, "max_tokens": 32},
         ),
         Endpoint(
             "count",
             "POST",
             "/v1/messages/count_tokens",
             "Count tokens (Anthropic)",
-            "The number of prompt tokens, as the engine counts them. Nothing is recorded.",
-            {"model": "policy", "messages": _HELLO},
+            "How many tokens the prompt would have, as the engine counts them. Nothing is recorded.",
+            _EXAMPLE,
         ),
-        Endpoint("models", "GET", "/v1/models", "", "", header="anthropic-version"),
-        Endpoint("model", "GET", "/v1/models/{model}", "", "", header="anthropic-version"),
+        Endpoint("models", "GET", "/v1/models", header="anthropic-version"),
+        Endpoint("model", "GET", "/v1/models/{model}", header="anthropic-version"),
     )
     paths = r"(?:/v1){0,2}/messages(?:/|\Z)|/api/hello\Z"
     probes = ("/api/hello",)

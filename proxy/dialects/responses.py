@@ -43,6 +43,8 @@ _UNSUPPORTED = {
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 """Efforts that engines do not know, with the nearest one they do."""
 
+_EXAMPLE = {"model": "policy", "input": "Say hello."}
+
 _FIRST_SYSTEM = ReadSystem("system")
 
 
@@ -56,23 +58,19 @@ class ResponsesDialect(OpenAIDialect):
             "/v1/responses",
             "OpenAI Responses",
             "Items in, items out; `previous_response_id` names an earlier response of the session.",
-            {"model": "policy", "input": "Say hello.", "max_output_tokens": 32},
+            {**_EXAMPLE, "max_output_tokens": 32},
         ),
         Endpoint(
             "count",
             "POST",
             "/v1/responses/input_tokens",
             "Count tokens (OpenAI Responses)",
-            "The number of input tokens, as the engine counts them. Nothing is recorded.",
-            {"model": "policy", "input": "Say hello."},
+            "How many tokens the input would have, as the engine counts them. Nothing is recorded.",
+            _EXAMPLE,
         ),
-        Endpoint("stored", "GET", "/v1/responses/{response_id}", "Get an earlier response", "As it was answered."),
+        Endpoint("stored", "GET", "/v1/responses/{response_id}", "An earlier response", "As it was answered."),
         Endpoint(
-            "items",
-            "GET",
-            "/v1/responses/{response_id}/input_items",
-            "Get the input of an earlier response",
-            "As a list of items.",
+            "items", "GET", "/v1/responses/{response_id}/input_items", "The input of an earlier response", "As a list of items."
         ),
     )
     paths = r"(?:/v1){0,2}/responses(?:/|\Z)"
