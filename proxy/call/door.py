@@ -1,7 +1,7 @@
-"""The harness side as plain ASGI: exact routes, the session's key, then the flow; the answer streamed or whole.
+"""The harness side as plain ASGI: route, authenticate, parse, then the flow; the answer is streamed or whole.
 
-No framework stands in the path of a call. Paths that are not known here are left to the control side, unless that has a port of its own:
-then the port at which a request came in says which side answers it.
+No framework stands in the path of a call. Paths that are not of the harness side go to the control side, unless that has its own port:
+then the port that took the request decides.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ log = logging.getLogger(__name__)
 
 
 _PROBES = ("/healthz", "/readyz")
-"""Paths of the control side that are served at the harness side's own port, too."""
+"""Control-side paths that the harness side's own port serves too."""
 
 
 class Harness:
-    """The ASGI application in front: harness calls are answered here, everything else goes to `control`."""
+    """The outermost ASGI application: answers harness calls and passes everything else to `control`."""
 
     def __init__(self, services: Services, control: Callable[[Scope, Receive, Send], Awaitable[None]], flow: Flow) -> None:
         self._services = services
         self._control = control
         self._control_port = services.settings.control_port
         self.description: Callable[[], dict[str, Any]] = dict
-        """The service's OpenAPI document, once whoever made the application has said what it is."""
+        """Returns the service's OpenAPI document; set by whoever makes the application."""
         self._flow = flow
         self._dialects = dialects()
         self._routes = Routes(self._dialects.values())
         self._parsing = Parsing(remote_media=services.settings.remote_media)
         self._answering = Answering(services, self._flow)
         self._since = int(time.time())
-        """What models are told to have been created at: one time, for a model does not change from one look to the next."""
+        """`created` of every listed model: fixed, since a model must not seem to change between two requests."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._is_ours(scope):
@@ -69,17 +69,17 @@ class Harness:
         await self._answering.refuse(send, self._dialects[self._routes.guess_dialect(scope["path"])], refusal)
 
     def _is_ours(self, scope: Scope) -> bool:
-        """Whether the harness side is to answer."""
+        """Whether the harness side answers."""
         if scope["type"] != "http":
             return False
         if self._control_port is None:
             return self._routes.is_harness(scope["method"], scope["path"])
-        # Of the socket itself; what is not known to have come in at the control side's port is a harness's.
+        # The socket's own port: what is not known to have come in at the control side's is a harness's.
         _, port = scope.get("server") or ("", None)
         return port != self._control_port and scope["path"] not in _PROBES
 
     def _clock(self) -> CallClock:
-        """The clock of a request that has come in."""
+        """Overridden by the harness side that observes its calls."""
         return CallClock()
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,7 +92,7 @@ class Harness:
                 raise NotFound(f"{scope['path']} is nothing that harnesses are served; the control side has a port of its own")
             route = self._routes.find(scope["method"], scope["path"], headers)
         except RequestError as error:
-            # A harness that asks for what is not there may work worse and not say why.
+            # A harness that asks for a missing endpoint may work worse without saying why.
             log.warning("%d %s: %s", error.status, error.code, error.message)
             raise
         if route.action is None:
@@ -110,11 +110,11 @@ class Harness:
     async def _act(
         self, client: Client, tree: SessionTree, route: Route, query: Mapping[str, str], headers: Mapping[str, str]
     ) -> None:
-        """Do what the route says for a caller who may ask for it."""
+        """Serve the route to a caller who is authenticated."""
         if route.action != "call":
             await self._check_life(tree)
         if route.action not in ("call", "count"):
-            await send_whole(client.send, 200, JSON, await self._looked_up(tree, route))
+            await send_whole(client.send, 200, JSON, await self._look_up(tree, route))
             return
         settings = self._services.settings
         declared = headers.get("content-length", "")
@@ -129,7 +129,7 @@ class Harness:
                 await self._count(client.send, tree, route, incoming)
 
     async def _check_life(self, tree: SessionTree) -> None:
-        """A key lives as long as its session, also for what asks nothing else of the store. Raises NotFound and Conflict."""
+        """Refuse a key whose session is gone or closed, also where nothing else is read from the store. Raises NotFound and Conflict."""
         session_id = tree.info.session_id
         state = await self._services.sessions.load(session_id)
         if state is None or state.info.created_at != tree.info.created_at:
@@ -138,8 +138,8 @@ class Harness:
         if state.status != "open":
             raise Conflict(f"session '{session_id}' is {state.status}; its key opens nothing any more")
 
-    async def _looked_up(self, tree: SessionTree, route: Route) -> bytes:
-        """The body that answers a question about what there is: models, and replies that are kept."""
+    async def _look_up(self, tree: SessionTree, route: Route) -> bytes:
+        """The body for a model, the list of models, or a stored reply."""
         dialect = self._dialects[route.dialect]
         if route.action in ("stored", "items"):
             return await self._stored(tree, cast(Stores, dialect), route)
@@ -148,7 +148,7 @@ class Harness:
         if route.action == "models":
             return lists.render_models(models, created)
         name = route.path["model"]
-        # Not all that is answered is listed: see policies.
+        # A model may be served without being listed: see policies.
         window = models[name] if name in models else self._services.pool.pick(tree.info.session_id, name).max_model_len
         return lists.render_model(name, window, created)
 
@@ -176,7 +176,7 @@ class Harness:
         await send_whole(send, 200, JSON, cast(Counts, dialect).render_count(tokens))
 
     async def _session(self, route: Route, headers: Mapping[str, str], query: Mapping[str, str]) -> SessionTree:
-        """The tree of the session the request names and may use. Raises Unauthorized, Forbidden or NotFound."""
+        """The tree of the session that the request names and may use. Raises Unauthorized, Forbidden or NotFound."""
         key = credential(headers, query)
         session_id = named_session(route.session, key, keyless=self._services.settings.open)
         if key is None or session_of_key(key) is None:
@@ -202,43 +202,40 @@ class Harness:
         await self._answering.answer(client, dialect, turn)
 
     async def drain(self, seconds: float) -> None:
-        """Let calls in flight finish for `seconds`; the rest is cut: recorded, and its reply ended in the dialect's way."""
+        """Let calls in flight finish for `seconds`; then cut the rest: they are recorded, and their replies ended as their dialects do."""
         self._services.stopping.set()
         await self._services.inflight.drain(seconds)
 
     async def settle(self) -> None:
-        """Wait for what still runs behind answered calls."""
+        """Wait for background work of answered calls."""
         await self._answering.settle()
 
 
 def _query(raw: bytes) -> dict[str, str]:
-    """By name; of several of one name the last. Raises RequestError for two keys."""
+    """The query by name, the last value of each. Raises RequestError for two keys."""
     pairs = parse_qsl(raw.decode("latin-1"))
     if sum(name == "key" for name, _ in pairs) > 1:
         raise RequestError("the URL has several key=…: send one")
     return dict(pairs)
 
 
-# What a request could make an engine reach out to: media named by address, and other engines.
-#
-# This service fetches nothing that a caller names. An engine would, from a network that the harness may not reach: media on the chat
-# path, so they are taken by address only where the operator says so (`remote_media`), and caches of other engines, which are the
-# operator's to join.
-
+# What a request could make an engine fetch. This service fetches nothing that a caller names, but an engine would, from a network that the
+# harness may not reach: media on the chat path, so addresses are accepted only with `remote_media`, and caches of other engines, which only
+# the operator may connect.
 
 TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
-"""Fields of vLLM that name a host and port to fetch a cache from."""
+"""vLLM's fields that name a host and port to fetch a cache from."""
 
 
 def refuse_transfers(request: Request) -> None:
-    """Raise RequestError when the request names an engine to fetch from."""
+    """Raise RequestError if the request names an engine to fetch from."""
     for name in TRANSFERS:
         if name in request.forward:
             raise RequestError(f"'{name}' is not taken from a harness", param=name)
 
 
 def refuse_remote_media(request: Request) -> None:
-    """Raise RequestError when a message names media by anything but a data URL."""
+    """Raise RequestError if a message names media by anything but a data URL."""
     for message in request.messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
@@ -258,24 +255,22 @@ def _refuse_address(part: Mapping[str, Any]) -> None:
             )
 
 
-# Parsing: a body becomes a canonical request, on the event loop while it is small and in a thread when it is not.
+# Parsing: on the event loop for a small body, in a thread for a large one.
 #
-# Everybody's calls wait while the loop parses one. What takes long is parsed in a thread, one body of a process at a time, so that memory
-# is bounded as well; and one of a session at a time, so that a session with many of them keeps others waiting for one alone. What was
-# refused took time for nothing: its session pays for it with its next request.
-
+# All calls wait while the loop parses one. The thread takes one body of the process at a time, which bounds memory, and one of a session at
+# a time, so that a session with many of them delays only itself. A refused body took time for nothing: its session waits before the next.
 
 SMALL_BYTES = 2**16
 LARGE_BYTES = 2**19
 MANY_VALUES = 5_000
-"""Bodies up to the first size are parsed on the loop, and up to the second those that have no more commas than this, text's included:
-a few milliseconds mostly, and tens of them where all of it is new parts of messages."""
+"""Bodies up to the first size are parsed on the loop, and up to the second if they have at most so many commas, those in texts included.
+That takes a few milliseconds, and tens of them if all of it is new message parts."""
 
 Parse = Callable[[Incoming, Past], Request]
 """`parse` or `parse_count` of a dialect."""
 
-RESTS = 10
-"""A session whose request was refused waits so many times as long as that took until its next one is read."""
+REST_FACTOR = 10
+"""After a refused request, a session waits so many times as long as parsing it took."""
 
 
 class Parsing:
@@ -284,32 +279,32 @@ class Parsing:
         self._thread = asyncio.Lock()
 
     async def parse(self, draft: Draft, parse: Parse, incoming: Incoming, *, again: bool = False) -> Request:
-        """The request. Raises RequestError as the dialect does, and UnknownCall; `again`: what was unknown was asked of the store."""
+        """The request. Raises what the dialect raises. `again`: the second attempt, after a refresh from the store."""
         quick, turn = _is_quick(incoming.body), draft.tree.parse_turn
         if quick and turn is None:
-            return self._timed(draft, parse, incoming, again)
+            return self._measure(draft, parse, incoming, again)
         if turn is None:
             turn = draft.tree.parse_turn = ParseTurn()
         async with turn.lock:
             if (left := turn.rests_until - time.monotonic()) > 0:
                 await asyncio.sleep(left)
             if quick:
-                return self._timed(draft, parse, incoming, again)
+                return self._measure(draft, parse, incoming, again)
             async with self._thread:
-                return await asyncio.to_thread(self._timed, draft, parse, incoming, again)
+                return await asyncio.to_thread(self._measure, draft, parse, incoming, again)
 
-    def _timed(self, draft: Draft, parse: Parse, incoming: Incoming, again: bool) -> Request:
+    def _measure(self, draft: Draft, parse: Parse, incoming: Incoming, again: bool) -> Request:
         began = time.monotonic()
         try:
-            return self._checked(draft, parse, incoming)
+            return self._check(draft, parse, incoming)
         except (RequestError, RecursionError) as error:
             if again or not isinstance(error, UnknownCall):
                 now = time.monotonic()
                 turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseTurn()
-                turn.rests_until = now + RESTS * (now - began)
+                turn.rests_until = now + REST_FACTOR * (now - began)
             raise
 
-    def _checked(self, draft: Draft, parse: Parse, incoming: Incoming) -> Request:
+    def _check(self, draft: Draft, parse: Parse, incoming: Incoming) -> Request:
         request = parse(incoming, draft)
         check_tools(request.tools)
         check_recordable(request.forward)

@@ -10,7 +10,7 @@ them out as the very text. A stop token that the text does not show is no part o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
@@ -25,15 +25,14 @@ from reconstruct.records import Call, Ids, pack_ids
 
 _decode = msgspec.json.decode
 
-_DIALECT = "completions"
-
 
 def prompt_continuation(tree: SessionTree, request: Request, policy: str = "") -> Continuation:
     """The call that the prompt, which `policy` is to answer, goes on from; the request's history is told accordingly."""
     root = root_key(request.model, (), {}, policy)
     prompt = request.prompt
     assert prompt is not None
-    parent = _by_text(tree, root, prompt) if isinstance(prompt, str) else _by_ids(tree, root, pack_ids(prompt))
+    calls = [call for call in tree.forest.calls.values() if call.dialect == request.dialect and call.root_key == root]
+    parent = _by_text(tree, calls, prompt) if isinstance(prompt, str) else _by_ids(tree, calls, pack_ids(prompt))
     known = 0
     if parent is not None:
         known = _text_end(tree, parent) if isinstance(prompt, str) else tree.forest.full_length(parent.call_id)
@@ -98,9 +97,9 @@ async def _joined(before: Ids, said: Ids, added: str, fresh: Ids, tokenizer: Tok
     return pack_ids(np.concatenate((kept, rest)))
 
 
-def _by_ids(tree: SessionTree, root: bytes, prompt: Ids) -> Call | None:
+def _by_ids(tree: SessionTree, calls: Iterable[Call], prompt: Ids) -> Call | None:
     """The longest call all of whose ids `prompt` begins with."""
-    for length, call in _longest_first(tree, root, len(prompt), tree.forest.full_length):
+    for length, call in _longest_first(calls, len(prompt), tree.forest.full_length):
         said = call.node.completion_ids
         # What was sampled last differs first: the whole is put together only for a call that is nearly certain.
         if not np.array_equal(prompt[length - len(said) : length], said):
@@ -111,23 +110,18 @@ def _by_ids(tree: SessionTree, root: bytes, prompt: Ids) -> Call | None:
     return None
 
 
-def _by_text(tree: SessionTree, root: bytes, prompt: str) -> Call | None:
+def _by_text(tree: SessionTree, calls: Iterable[Call], prompt: str) -> Call | None:
     """The longest call whose text `prompt` begins with."""
-    for _, call in _longest_first(tree, root, len(prompt), lambda call_id: _text_end(tree, tree.call(call_id))):
+    for _, call in _longest_first(calls, len(prompt), lambda call_id: _text_end(tree, tree.call(call_id))):
         if _begins_with_text(tree, prompt, call):
             return call
     return None
 
 
-def _longest_first(tree: SessionTree, root: bytes, most: int, length_of: Callable[[str], int]) -> list[tuple[int, Call]]:
+def _longest_first(calls: Iterable[Call], most: int, length_of: Callable[[str], int]) -> list[tuple[int, Call]]:
     """The calls that said something and are at most `most` long, longest first and of equal ones the latest."""
-    found = []
-    for call in tree.forest.calls.values():
-        if call.dialect != _DIALECT or call.root_key != root or not len(call.node.completion_ids):
-            continue
-        length = length_of(call.call_id)
-        if 0 < length <= most:
-            found.append((length, call))
+    sampled = ((length_of(call.call_id), call) for call in calls if len(call.node.completion_ids))
+    found = [(length, call) for length, call in sampled if 0 < length <= most]
     found.sort(key=lambda item: (item[0], order_key(item[1])))
     return found[::-1]
 

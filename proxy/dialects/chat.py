@@ -6,6 +6,7 @@ Shapes as the openai SDK parses them; errors as it maps them to its exceptions (
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any
@@ -128,25 +129,44 @@ class ChatDialect(OpenAIDialect):
         return encode(_model(name, window, created))
 
 
-class ChatStream:
-    """Renders one reply as chat chunks in server-sent events."""
+class ChunkStream(ABC):
+    """What the streams of chat and completions share: chunks in server-sent events, and how they end."""
 
-    def __init__(self, request: Request, reply_id: str, created: int) -> None:
-        self._head = {
-            "id": f"chatcmpl-{reply_id}",
-            "object": "chat.completion.chunk",
-            "created": created,
-            "model": request.model,
-        }
-        self._include_usage = request.include_usage
-        self._n = request.n
-        self._echo = request.echo
+    def __init__(self, request: Request, head: dict[str, Any]) -> None:
+        self._request = request
+        self._head = head
         self._begun: set[int] = set()
         """Choices of which something was sent."""
+
+    @abstractmethod
+    def _finish(self, reply: Reply, choice: Choice) -> list[bytes]:
+        """What no delta carried of the choice, and its finish reason."""
+
+    def close(self, reply: Reply) -> bytes:
+        events = [event for choice in reply.choices for event in self._finish(reply, choice)]
+        if self._request.include_usage:
+            events.append(_event({**self._head, "choices": [], "usage": build_usage(reply)}))
+        return b"".join([*events, b"data: [DONE]\n\n"])
+
+    def fail(self, error: VerbatimError) -> bytes:
+        return _event({"error": describe_error(error)})
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        return _event({**self._head, "choices": [choice]})
+
+
+def _event(payload: Any) -> bytes:
+    return b"data: " + encode(payload) + b"\n\n"
+
+
+class ChatStream(ChunkStream):
+    def __init__(self, request: Request, reply_id: str, created: int) -> None:
+        head = {"id": f"chatcmpl-{reply_id}", "object": "chat.completion.chunk", "created": created}
+        super().__init__(request, {**head, "model": request.model})
         self._with_logprobs = request.top_logprobs is not None
 
     def open(self) -> bytes:
-        return b"".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._n))
+        return b"".join(self._delta(index, {"role": "assistant", "content": ""}) for index in range(self._request.n))
 
     def write(self, delta: Delta) -> bytes:
         self._begun.add(delta.index)
@@ -157,38 +177,21 @@ class ChatStream:
             fields["content"] = delta.content
         if delta.tool_calls:
             fields["tool_calls"] = delta.tool_calls
-        if self._echo == _FUNCTION_CALL:
+        if self._request.echo == _FUNCTION_CALL:
             fields = as_function_call(fields)
-        return self._chunk(delta.index, fields, logprobs=delta.logprobs)
+        return self._delta(delta.index, fields, logprobs=delta.logprobs)
 
     def keep_alive(self) -> bytes:
-        return self._chunk(0, {})
+        return self._delta(0, {})
 
-    def close(self, reply: Reply) -> bytes:
-        events: list[bytes] = []
-        for choice in reply.choices:
-            if choice.index not in self._begun:
-                events.extend(self.write(delta) for delta in _deltas(choice))
-            events.append(self._chunk(choice.index, {}, finish_reason=_finish_reason(choice, self._echo)))
-        if self._include_usage:
-            events.append(data_event({**self._head, "choices": [], "usage": build_usage(reply)}))
-        events.append(DONE)
-        return b"".join(events)
+    def _finish(self, reply: Reply, choice: Choice) -> list[bytes]:
+        rest = [] if choice.index in self._begun else [self.write(delta) for delta in _deltas(choice)]
+        return [*rest, self._delta(choice.index, {}, finish_reason=_finish_reason(choice, self._request.echo))]
 
-    def fail(self, error: VerbatimError) -> bytes:
-        return data_event({"error": describe_error(error)})
-
-    def _chunk(self, index: int, fields: Any, *, finish_reason: str | None = None, logprobs: Any = ()) -> bytes:
+    def _delta(self, index: int, fields: Any, *, finish_reason: str | None = None, logprobs: Any = ()) -> bytes:
         choice: dict[str, Any] = {"index": index, "delta": fields, "finish_reason": finish_reason}
         choice["logprobs"] = {"content": list(logprobs)} if self._with_logprobs and logprobs else None
-        return data_event({**self._head, "choices": [choice]})
-
-
-DONE = b"data: [DONE]\n\n"
-
-
-def data_event(payload: Any) -> bytes:
-    return b"data: " + encode(payload) + b"\n\n"
+        return self._chunk(choice)
 
 
 def build_usage(reply: Reply) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import msgspec
 
 from proxy.dialects import fields
 from proxy.dialects.base import Choice, Delta, Endpoint, HistoryMessage, Incoming, Past, Reply, Request
-from proxy.dialects.chat import DONE, OpenAIDialect, build_usage, data_event, describe_error
+from proxy.dialects.chat import ChunkStream, OpenAIDialect, build_usage
 from proxy.dialects.fields import decode, encode
-from proxy.errors import RequestError, VerbatimError
+from proxy.errors import RequestError
 from proxy.structure import MAX_VALUES, check_values
 from reconstruct.messages import Digests
 
@@ -97,15 +97,12 @@ class CompletionsDialect(OpenAIDialect):
         return CompletionsStream(request, reply_id, created)
 
 
-class CompletionsStream:
-    """Renders one reply as completion chunks in server-sent events; an echoed prompt is the first text of each choice."""
+class CompletionsStream(ChunkStream):
+    """An echoed prompt is the first text of each choice."""
 
     def __init__(self, request: Request, reply_id: str, created: int) -> None:
-        self._request = request
-        self._head = _head(request, reply_id, created)
+        super().__init__(request, _head(request, reply_id, created))
         self._offsets = dict.fromkeys(range(request.n), 0)
-        self._begun: set[int] = set()
-        """Choices of which something was sent."""
 
     def open(self) -> bytes:
         if not self._request.echo:
@@ -125,17 +122,7 @@ class CompletionsStream:
     def keep_alive(self) -> bytes:
         return self._chunk(_piece(0, ""))
 
-    def close(self, reply: Reply) -> bytes:
-        events = [event for choice in reply.choices for event in self._finish(reply, choice)]
-        if self._request.include_usage:
-            events.append(data_event({**self._head, "choices": [], "usage": build_usage(reply)}))
-        return b"".join([*events, DONE])
-
-    def fail(self, error: VerbatimError) -> bytes:
-        return data_event({"error": describe_error(error)})
-
     def _finish(self, reply: Reply, choice: Choice) -> list[bytes]:
-        """What no delta carried of the choice, and its finish reason."""
         events = []
         text = choice.message.get("content") or ""
         if choice.index not in self._begun and (text or choice.token_ids):
@@ -144,9 +131,6 @@ class CompletionsStream:
         if self._request.wants_ids:
             piece |= {"token_ids": [], "prompt_token_ids": reply.prompt_ids}
         return [*events, self._chunk(piece)]
-
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        return data_event({**self._head, "choices": [choice]})
 
 
 def legacy_logprobs(entries: Sequence[Mapping[str, Any]], offset: int = 0) -> dict[str, Any]:

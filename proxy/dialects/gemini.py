@@ -81,12 +81,6 @@ class GeminiDialect(Dialect):
     history_field = "contents"
 
     def parse(self, incoming: Incoming, past: Past) -> Request:
-        try:
-            return self._parse(incoming, past)
-        except RecursionError as error:
-            raise RequestError("the body is nested too deeply") from error
-
-    def _parse(self, incoming: Incoming, past: Past) -> Request:
         body, items = _split(incoming.body)
         if "cachedContent" in body:
             raise RequestError("'cachedContent' names what is not here; send its contents", param="cachedContent")

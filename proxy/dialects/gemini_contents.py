@@ -86,11 +86,11 @@ def _turn_end(items: Sequence[bytes], is_models: Sequence[bool], start: int) -> 
 
 @dataclass(slots=True)
 class _OpenCall:
-    """A call of the turn that is not answered yet. `given`: its id is the client's."""
+    """A call of the turn that is not answered yet. `has_id`: the client sent its id."""
 
     call_id: str
     name: str
-    given: bool
+    has_id: bool
 
 
 def _read(contents: list[Any]) -> list[ParsedMessage]:
@@ -120,10 +120,10 @@ def _model_turn(parts: Sequence[Part]) -> tuple[list[ParsedMessage], list[_OpenC
         if text is not None:
             (thoughts if fields.flag(part, "thought") else texts).append(text)
         elif "functionCall" in part:
-            given, name, arguments = _parse_call(part)
+            identifier, name, arguments = _parse_call(part)
             # The client dropped the id: minted anew if a signature names the call, else by its place.
             missing = tool_call_id(call_id, len(calls)) if call_id else placeholder_id(len(calls))
-            calls.append(_OpenCall(given or missing, name, bool(given)))
+            calls.append(_OpenCall(identifier or missing, name, bool(identifier)))
             message.setdefault("tool_calls", []).append(tool_call(calls[-1].call_id, name, arguments_text(arguments)))
         elif part.keys() & {"functionResponse", "inlineData", "fileData"}:
             raise RequestError("contents: the model's parts are text and function calls", param="contents")
@@ -161,7 +161,7 @@ def _user_turn(parts: Sequence[Part], open_calls: list[_OpenCall]) -> list[Parse
 def _take_call(identifier: str, name: str, open_calls: list[_OpenCall]) -> str:
     """The id of the call that a response answers, which is closed by it; a placeholder if there is no such call."""
     by_id = [call for call in open_calls if identifier and call.call_id == identifier]
-    by_name = [call for call in open_calls if call.name == name and not (identifier and call.given)]
+    by_name = [call for call in open_calls if call.name == name and not (identifier and call.has_id)]
     for call in (*by_id, *by_name):
         open_calls.remove(call)
         return call.call_id

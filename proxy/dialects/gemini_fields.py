@@ -1,7 +1,7 @@
 """The fields of a Google request beside its contents, as the chat API has them: generation config, tools and their schemas.
 
 Also how Google spells JSON. The API is protobuf's JSON mapping: `systemInstruction` and `system_instruction` are one field, null is
-absent, a lone object counts as a list of one, an integer may come as `5`, `5.0` or `"5"`. Names that the caller made up (arguments, a
+absent, a lone object counts as a list of one, an integer may come as `5`, `5.0` or `"5"`. Names that the caller generation up (arguments, a
 schema's properties) are never touched.
 """
 
@@ -46,13 +46,13 @@ def parse_generation(body: Mapping[str, Any]) -> Generation:
     for modality in fields.strings(config, "responseModalities"):
         if modality.upper() not in ("TEXT", "MODALITY_UNSPECIFIED"):
             raise RequestError(f"responseModalities: only TEXT can be sampled, not '{modality}'", param="responseModalities")
-    made = Generation(fields.sampling(config, _SAMPLING), fields.choices(config, "candidateCount"), _top_logprobs(config))
+    generation = Generation(fields.sampling(config, _SAMPLING), fields.choices(config, "candidateCount"), _top_logprobs(config))
     for key, name in (("presencePenalty", "presence_penalty"), ("frequencyPenalty", "frequency_penalty")):
         if (penalty := fields.number(config, key)) is not None:
-            made.forward[name] = penalty
-    made.forward |= _response_format(config)
-    _add_thinking(made, convert_integers(get_object(config, "thinkingConfig"), "thinkingBudget"))
-    return made
+            generation.forward[name] = penalty
+    generation.forward |= _response_format(config)
+    _add_thinking(generation, convert_integers(get_object(config, "thinkingConfig"), "thinkingBudget"))
+    return generation
 
 
 def _top_logprobs(config: Mapping[str, Any]) -> int | None:
@@ -90,13 +90,13 @@ def _response_schema(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return json_schema(config["responseSchema"], "responseSchema") if "responseSchema" in config else None
 
 
-def _add_thinking(made: Generation, config: Mapping[str, Any]) -> None:
-    made.thoughts = fields.flag(config, "includeThoughts")
+def _add_thinking(generation: Generation, config: Mapping[str, Any]) -> None:
+    generation.thoughts = fields.flag(config, "includeThoughts")
     if fields.integer(config, "thinkingBudget") == 0:
-        made.template_kwargs["enable_thinking"] = False
+        generation.template_kwargs["enable_thinking"] = False
     level = (fields.text(config, "thinkingLevel") or "THINKING_LEVEL_UNSPECIFIED").upper()
     if level in _EFFORTS:
-        made.forward["reasoning_effort"] = level.lower()
+        generation.forward["reasoning_effort"] = level.lower()
     elif level != "THINKING_LEVEL_UNSPECIFIED":
         raise RequestError(f"thinkingLevel must be one of {', '.join(sorted(_EFFORTS))}, not '{level}'", param="thinkingLevel")
 
@@ -169,16 +169,16 @@ def json_schema(schema: Any, where: str) -> dict[str, Any]:
 
 
 def _convert_schema(schema: dict[str, Any], where: str) -> dict[str, Any]:
-    made = {key: _convert_value(key, value, where) for key, value in convert_integers(schema, *_COUNTS).items()}
-    if made.get("format") in _OPENAPI_FORMATS:
-        del made["format"]
-    if made.get("type") == "type_unspecified":
-        del made["type"]
-    order, properties = made.pop("propertyOrdering", None), made.get("properties")
+    converted = {key: _convert_value(key, value, where) for key, value in convert_integers(schema, *_COUNTS).items()}
+    if converted.get("format") in _OPENAPI_FORMATS:
+        del converted["format"]
+    if converted.get("type") == "type_unspecified":
+        del converted["type"]
+    order, properties = converted.pop("propertyOrdering", None), converted.get("properties")
     if isinstance(order, list) and isinstance(properties, dict):
         first = [name for name in order if isinstance(name, str) and name in properties]
-        made["properties"] = {name: properties[name] for name in dict.fromkeys([*first, *properties])}
-    return _as_nullable(made) if made.pop("nullable", False) is True else made
+        converted["properties"] = {name: properties[name] for name in dict.fromkeys([*first, *properties])}
+    return _as_nullable(converted) if converted.pop("nullable", False) is True else converted
 
 
 def _convert_value(key: str, value: Any, where: str) -> Any:

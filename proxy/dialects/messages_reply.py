@@ -51,7 +51,7 @@ class MessagesStream:
     def close(self, reply: Reply) -> bytes:
         (choice,) = reply.choices
         if self._out_of_order:
-            return self.fail(EngineFailed("the engine told its tool calls in a mixed order; ask again without streaming"))
+            return self.fail(EngineFailed("the engine sent its tool calls out of order; retry without streaming"))
         rest = b"" if self._begun else self.write(_as_delta(choice))
         end = _event("message_delta", {"delta": _ending(choice), "usage": _usage_of(reply)})
         return rest + self._end_block() + end + _event("message_stop", {})

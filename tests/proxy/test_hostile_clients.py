@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from proxy import structure
 from proxy.call import door as parsing_module
-from proxy.call.door import LARGE_BYTES, RESTS, SMALL_BYTES, Parsing
+from proxy.call.door import LARGE_BYTES, REST_FACTOR, SMALL_BYTES, Parsing
 from proxy.call.http import BodyRoom, read_body
 from proxy.call.tree import Draft, SessionTree, SessionTrees
 from proxy.dialects.base import Incoming, ParsedMessage, Past, Request
@@ -277,8 +277,8 @@ async def test_a_session_that_was_refused_waits_and_no_other_does(monkeypatch: p
         with pytest.raises(RequestError):
             await parsing.parse(Draft(tree), read, Incoming(body))
         await parsing.parse(Draft(other), read, Incoming(b"well"))
-    assert slept == [RESTS * 2.0 - 2.0], "the other session's request took two of its seconds"
-    clock.now += RESTS * 2.0
+    assert slept == [REST_FACTOR * 2.0 - 2.0], "the other session's request took two of its seconds"
+    clock.now += REST_FACTOR * 2.0
     await parsing.parse(Draft(tree), read, Incoming(b"well"))
     await parsing.parse(Draft(tree), read, Incoming(b"well"))
     assert len(slept) == 1
