@@ -63,7 +63,7 @@ class MessagesDialect(Dialect):
             "POST",
             "/v1/messages/count_tokens",
             "Count tokens (Anthropic)",
-            "How many tokens the prompt would have, as the engine counts them. Nothing is recorded.",
+            "The number of prompt tokens, as the engine counts them. Nothing is recorded.",
             _EXAMPLE,
         ),
         Endpoint("models", "GET", "/v1/models", header="anthropic-version"),

@@ -65,12 +65,16 @@ class ResponsesDialect(OpenAIDialect):
             "POST",
             "/v1/responses/input_tokens",
             "Count tokens (OpenAI Responses)",
-            "How many tokens the input would have, as the engine counts them. Nothing is recorded.",
+            "The number of input tokens, as the engine counts them. Nothing is recorded.",
             _EXAMPLE,
         ),
-        Endpoint("stored", "GET", "/v1/responses/{response_id}", "An earlier response", "As it was answered."),
+        Endpoint("stored", "GET", "/v1/responses/{response_id}", "Get an earlier response", "As it was answered."),
         Endpoint(
-            "items", "GET", "/v1/responses/{response_id}/input_items", "The input of an earlier response", "As a list of items."
+            "items",
+            "GET",
+            "/v1/responses/{response_id}/input_items",
+            "Get the input of an earlier response",
+            "As a list of items.",
         ),
     )
     paths = r"(?:/v1){0,2}/responses(?:/|\Z)"
