@@ -30,7 +30,8 @@ from rollout.store.keys import Argument, Script
 from rollout.store.tasks import RedisTaskStore
 from rollout.store.work import RedisWorkStore
 from rollout.sweeper import Callbacks, RolloutSettings, Sweeper
-from rollout.task_body import Known, TaskBody
+from rollout.task import TaskBody
+from rollout.task_body import Known
 
 KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.names, evaluators.kind)
 OWN_URL = "http://127.0.0.1"

@@ -12,26 +12,24 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict
 
 from rollout import attempts
 from rollout.store.base import Event, NoSuchTask, StoreUnavailable, TaskConflict
 from rollout.store.tasks import RedisTaskStore
 from rollout.task_body import (
     BadTask,
-    Body,
     Known,
-    event_as_wire,
-    node_as_wire,
-    rollout_as_wire,
-    submitted,
-    summary_as_wire,
-    task_as_wire,
+    read_task,
+    render_rollout,
+    render_summary,
+    render_task,
 )
 
 log = logging.getLogger(__name__)
@@ -68,10 +66,10 @@ QUEUE: dict[str, Any] = json.loads("""
 """)
 
 
-class Shape(Body):
+class Shape(BaseModel):
     """The JSON of an answer, for the OpenAPI document only."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class CallbackShape(Shape):
@@ -245,9 +243,9 @@ def build_task_router(
     async def submit_task(raw: bytes = Depends(read_body)) -> Response:
         """Its rollouts wait for nodes. A string for `harness`, `runtime` or `evaluator` stands for an object with that name. Submitting the
         same body under the same `task_id` again is 200 and changes nothing."""
-        task, digest = submitted(raw, known)
+        task, digest = read_task(raw, known)
         state, new = await store.submit(task, digest, await store.now())
-        return _json(task_as_wire(state), 201 if new else 200)
+        return _json(render_task(state), 201 if new else 200)
 
     @router.get("/tasks", dependencies=admins, responses={200: {"model": TaskPage, "description": "a page"}})
     async def list_tasks(
@@ -257,12 +255,12 @@ def build_task_router(
     ) -> Response:
         """Newest first."""
         states, following = await store.page(status=status, limit=limit, cursor=cursor)
-        return _json({"tasks": [summary_as_wire(state) for state in states], "cursor": following})
+        return _json({"tasks": [render_summary(state) for state in states], "cursor": following})
 
     @router.get("/tasks/{task_id}", dependencies=admins, responses={200: {"model": TaskShape, "description": "the task"}})
     async def get_task(task_id: TaskId) -> Response:
         """Its current state, and what was submitted."""
-        return _json(task_as_wire(await store.load(task_id)))
+        return _json(render_task(await store.load(task_id)))
 
     @router.delete(
         "/tasks/{task_id}", dependencies=admins, responses={200: {"model": CancelledTask, "description": "cancelled"}}
@@ -271,14 +269,14 @@ def build_task_router(
         """Immediately and for good. Rollouts that have already ended keep their results."""
         ended = await store.cancel(task_id, await store.now())
         state = await store.load(task_id)
-        return _json(summary_as_wire(state) | {"cancelled_now": [rollout.index for rollout in ended]})
+        return _json(render_summary(state) | {"cancelled_now": [rollout.index for rollout in ended]})
 
     @router.get(
         "/tasks/{task_id}/rollouts", dependencies=admins, responses={200: {"model": Rollouts, "description": "all of them"}}
     )
     async def list_rollouts(task_id: TaskId) -> Response:
         """Ordered by index."""
-        return _json({"rollouts": [rollout_as_wire(state) for state in await store.rollouts(task_id)]})
+        return _json({"rollouts": [render_rollout(state) for state in await store.rollouts(task_id)]})
 
     @router.get(
         "/tasks/{task_id}/events",
@@ -303,7 +301,7 @@ def build_task_router(
     @router.get("/nodes", dependencies=[Depends(node)], responses={200: {"model": Nodes, "description": "the nodes"}})
     async def list_nodes() -> Response:
         """Nodes with their free capacity, and how many rollouts wait for which kind of node."""
-        found = [node_as_wire(state) for state in await store.nodes()]
+        found = [asdict(state) for state in await store.nodes()]
         waiting = [_queue_as_wire(name, count) for name, count in sorted((await store.depths()).items())]
         return _json({"nodes": found, "queues": waiting})
 
@@ -316,6 +314,10 @@ def _parse_last_event_id(request: Request) -> str | None:
     if given is not None and not EVENT_ID.match(given):
         raise BadTask(f"Last-Event-ID: {given!r} is not the id of an event", "Last-Event-ID")
     return given
+
+
+def _render_event(event: Event) -> str:
+    return json.dumps({"kind": event.kind, "at": event.at, **event.data})
 
 
 def _queue_as_wire(name: str, waiting: int) -> dict[str, Any]:
@@ -362,9 +364,9 @@ async def stream_events(lines: AsyncIterator[Line], keepalive_seconds: float, st
 
 async def _as_lines(first: Event | None, rest: AsyncIterator[Event]) -> AsyncIterator[Line]:
     if first is not None:
-        yield first.id, first.kind, json.dumps(event_as_wire(first))
+        yield first.id, first.kind, _render_event(first)
     async for event in rest:
-        yield event.id, event.kind, json.dumps(event_as_wire(event))
+        yield event.id, event.kind, _render_event(event)
 
 
 async def _read(lines: AsyncIterator[Line], queue: asyncio.Queue[Line | None]) -> None:

@@ -23,6 +23,7 @@ from rollout.attempts import (
 )
 from rollout.evaluation import Evaluation
 from rollout.evaluators.base import Run
+from rollout.harnesses.catalogue import find_definition
 from rollout.harnesses.definition import Harness
 from rollout.runtimes.base import DiskFull, Runtime, RuntimeFailed
 from rollout.sessions import NoAnswer, NoSession, OpenSession, SessionConflict, SessionFailed, SessionRefused, Sessions
@@ -32,7 +33,6 @@ from rollout.steps import (
     HarnessRun,
     NodeParts,
     carry_out,
-    definition_of,
     put_skills,
     removed,
     run_agent,
@@ -126,7 +126,7 @@ class Course:
         task = self._task
         async with _turn(self._parts.stages.prepare, budget), within(task.budgets.prepare, Failure.PREPARE_TIMEOUT):
             kind, route, node = self._parts.kinds[task.runtime.kind], self._parts.route, self._parts.name
-            definition = definition_of(task.harness)
+            definition = find_definition(task.harness)
             name = runtime_name(node, self.attempt, "i")
             installed = await with_harness(kind, task, definition, name, route, self._logs)
             runtime = kind.make(installed.spec, runtime_name(node, self.attempt, "r"), route)

@@ -35,7 +35,7 @@ class Evaluation:
 
     def begin(self) -> None:
         """Start to make the fresh runtime ready, if one is wanted."""
-        if self._evaluator.needs_runtime and self._spec.fresh_runtime:
+        if self._evaluator.needs_runtime and self._spec.fresh_runtime is not False:
             self._warming = asyncio.create_task(self._warmed())
 
     async def warmed(self) -> None:

@@ -15,14 +15,13 @@ import httpx
 
 from rollout.attempts import AttemptId, Failure, RolloutFailed
 from rollout.evaluators.base import Run
-from rollout.harnesses.catalogue import load
-from rollout.harnesses.definition import Harness, parsed
+from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import Endpoint, Prepared, temporary_directory
 from rollout.runtimes.base import Executed, Install, Installed, Logs, Route, Runtime, RuntimeKind
 from rollout.sessions import Judge, OpenSession, Sessions, first_model
 from rollout.stages import Stages
 from rollout.store.base import WorkStore
-from rollout.task import Exec, HarnessSpec, PrepareStep, Task, Upload
+from rollout.task import Exec, PrepareStep, Task, Upload
 
 FETCH_SECONDS = 300.0
 PAUSE_SECONDS = 1.0
@@ -158,11 +157,6 @@ class AttemptLogs:
 
 INSTALL_SECONDS = 900.0
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
-
-
-def definition_of(spec: HarnessSpec) -> Harness:
-    """The harness that the task names or defines. Raises `HarnessError`."""
-    return load(spec.name) if spec.definition is None else parsed(spec.definition, spec.name)
 
 
 @dataclass(frozen=True, slots=True)

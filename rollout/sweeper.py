@@ -26,7 +26,7 @@ from rollout.store.base import StoreUnavailable, Taken, TaskState
 from rollout.store.tasks import CLAIM_SECONDS, RedisTaskStore
 from rollout.store.work import RedisWorkStore
 from rollout.task import Task
-from rollout.task_body import summary_as_wire
+from rollout.task_body import render_summary
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class Callbacks:
 
     async def _post(self, url: str, state: TaskState) -> str | None:
         """What went wrong."""
-        body = json.dumps(summary_as_wire(state)).encode()
+        body = json.dumps(render_summary(state)).encode()
         headers = {"content-type": "application/json", "idempotency-key": state.task.task_id}
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):

@@ -17,7 +17,7 @@ from cli.refusal import Refusal
 from rollout.evaluators import catalogue as evaluators
 from rollout.runtimes import catalogue as runtimes
 from rollout.task import Task
-from rollout.task_body import BadTask, Known, submitted
+from rollout.task_body import BadTask, Known, read_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Input:
     def parsed(self) -> Task:
         """As a service takes it. Raises `BadTask`."""
         # Ids of its tasks are this much longer than its own.
-        return submitted(json.dumps(self.task("0" * 8, 1000, 1)).encode(), KNOWN)[0]
+        return read_task(json.dumps(self.task("0" * 8, 1000, 1)).encode(), KNOWN)[0]
 
 
 @dataclass(slots=True)

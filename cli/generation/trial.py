@@ -13,8 +13,9 @@ from cli.generation.attempts import Input
 from cli.node import kinds_here
 from cli.refusal import Refusal
 from rollout.attempts import AttemptId, RolloutFailed
+from rollout.harnesses.catalogue import find_definition
 from rollout.runtimes.base import Route, RuntimeFailed, RuntimeKind
-from rollout.steps import AttemptLogs, HarnessRun, definition_of, removed, with_harness
+from rollout.steps import AttemptLogs, HarnessRun, removed, with_harness
 from rollout.task import Task
 
 NOWHERE = Route("127.0.0.1", 9)
@@ -29,7 +30,7 @@ async def try_harnesses(inputs: Sequence[Input], kinds: Sequence[str], logs: Pat
     for given in inputs:
         task = given.parsed()
         place = (repr(task.harness), task.runtime.kind)
-        if place not in tried and not task.prepare and not definition_of(task.harness).takes_command:
+        if place not in tried and not task.prepare and not find_definition(task.harness).takes_command:
             tried.add(place)
             says(f"looking for {task.harness.name} in a runtime of kind {task.runtime.kind}")
             try:
@@ -40,7 +41,7 @@ async def try_harnesses(inputs: Sequence[Input], kinds: Sequence[str], logs: Pat
 
 def _elsewhere(task: Task) -> str:
     """What to do where the machine has the harness and a sandbox on it does not see it."""
-    found = shutil.which(definition_of(task.harness).argv[0])
+    found = shutil.which(find_definition(task.harness).argv[0])
     if found is None or task.runtime.kind != "local":
         return ""
     return f"; this machine has {found}: name what it needs in VERBATIM_LOCAL_READABLE, and its folder in VERBATIM_LOCAL_PATH"
@@ -50,7 +51,7 @@ async def _try(task: Task, kind: RuntimeKind, folder: Path) -> None:
     name = f"trial-{uuid4().hex[:12]}"
     logs = AttemptLogs("generate", folder, AttemptId(name, 0, 1))
     logs.make()
-    definition = definition_of(task.harness)
+    definition = find_definition(task.harness)
     installed = await with_harness(kind, task, definition, f"{name}-i", NOWHERE, logs)
     runtime = kind.make(installed.spec, f"{name}-r", NOWHERE)
     await runtime.start()

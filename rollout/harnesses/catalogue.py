@@ -6,8 +6,12 @@ import os
 import tomllib
 from pathlib import Path
 
-from rollout.harnesses.definition import Harness, parsed
-from rollout.harnesses.prepared import BadDefinition, UnknownHarness
+from rollout.harnesses.definition import Harness, parse
+from rollout.harnesses.prepared import (
+    BadDefinition,
+    UnknownHarness,
+)
+from rollout.task import HarnessSpec
 
 BUILT_IN = Path(__file__).with_name("definitions")
 VARIABLE = "VERBATIM_HARNESSES"
@@ -48,8 +52,13 @@ def _read(path: Path) -> Harness:
     except (OSError, UnicodeDecodeError) as error:
         raise UnknownHarness(f"the definition {path} cannot be read: {error}") from error
     try:
-        return parsed(tomllib.loads(text), path.stem)
+        return parse(tomllib.loads(text), path.stem)
     except tomllib.TOMLDecodeError as error:
         raise BadDefinition(f"{path}: {error}") from error
     except BadDefinition as error:
         raise type(error)(f"{path}: {error}") from error
+
+
+def find_definition(spec: HarnessSpec) -> Harness:
+    """The harness that the task names or defines. Raises `HarnessError`."""
+    return load(spec.name) if spec.definition is None else parse(spec.definition, spec.name)

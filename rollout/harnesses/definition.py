@@ -23,12 +23,10 @@ from rollout.harnesses.prepared import (
     fill_file,
     uses,
 )
-from rollout.task import HarnessSpec, McpServer, Upload
+from rollout.task import MOST_BYTES, HarnessSpec, McpServer, Upload
 
 DIALECTS = ("chat", "responses", "messages", "gemini", "any")
 STDIN = ("none", "inherit", "prompt")
-MOST_BYTES = 128 * 1024 - 1
-"""Of one argument or variable of a command (MAX_ARG_STRLEN of Linux), without the zero at its end."""
 OTHERS_BYTES = 4096
 """What placeholders beside the prompt may become."""
 SCRIPT = ".verbatim-command"
@@ -163,7 +161,7 @@ def _bytes(text: str) -> int:
     return len(text.encode(errors="surrogatepass"))
 
 
-def parsed(data: Mapping[str, Any], name: str) -> Harness:
+def parse(data: Mapping[str, Any], name: str) -> Harness:
     """The harness that a definition's `data` describes; `name` when it names none. Raises `BadDefinition`."""
     data = {"name": name, **data}
     known = [each.name for each in fields(Harness)]
@@ -211,7 +209,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 """What every harness takes as the name of a server."""
 
 
-def check_taken(harness: Harness, spec: HarnessSpec) -> None:
+def check_accepted(harness: Harness, spec: HarnessSpec) -> None:
     """Raises `NotTaken` for what the harness has no place for."""
     names = [server.name for server in spec.mcp_servers]
     for server in spec.mcp_servers:

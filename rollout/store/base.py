@@ -220,7 +220,9 @@ def decode(blob: bytes, kind: type[T]) -> T:
         schema, value = msgspec.msgpack.decode(blob, type=tuple[int, Any])
         if schema != SCHEMA:
             raise DecodeError(f"a stored {kind.__name__} has schema {schema}; this build reads {SCHEMA}")
-        decoded: T = _reader(cast(Hashable, kind)).validate_python(value)
+        decoded: T = _reader(cast(Hashable, kind)).validate_python(
+            value, strict=False, extra="ignore", by_alias=False, by_name=True
+        )
         return decoded
     except (msgspec.MsgspecError, UnicodeDecodeError, ValidationError) as error:
         raise DecodeError(f"a stored {kind.__name__} cannot be read: {error}") from error

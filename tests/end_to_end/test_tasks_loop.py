@@ -15,7 +15,7 @@ from examples.demo.environment import FITS
 from examples.tasks_loop.tasks import task
 from proxy.store.connection import StoreConnection
 from rollout.attempts import RolloutState
-from rollout.task_body import TaskBody
+from rollout.task import read_json
 from tests.support.engine.scripted_engine import Generation, Reply, Say, ScriptedEngine
 from tests.support.engine.vllm_server import require_vllm
 from tests.support.machine import require
@@ -49,7 +49,7 @@ def require_bubblewrap() -> None:
 
 
 async def rolled_out(world: World, rollouts: int = 1) -> list[RolloutState]:
-    submitted = TaskBody.model_validate_json(json.dumps(task("t", DOORS, rollouts))).task("t")
+    submitted = read_json(json.dumps({**task("t", DOORS, rollouts), "task_id": "t"}).encode())
     await world.submit(submitted)
     # Runtimes are told apart by their node's name on the whole machine, on which other tests may be running.
     async with world.node(f"loop-{uuid.uuid4().hex[:8]}"):

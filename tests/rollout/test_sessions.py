@@ -61,7 +61,7 @@ async def test_a_session_is_opened_called_rewarded_and_closed(token_service: Run
 async def test_what_a_definition_says_of_its_harness_goes_with_the_session_of_a_rollout(
     token_service: RunningService, engine: ScriptedEngine
 ) -> None:
-    task = Task("asides", "Do.", HarnessSpec("pi"))
+    task = Task("Do.", HarnessSpec("pi"), task_id="asides")
     async with Sessions(token_service.url, ADMIN) as sessions, httpx.AsyncClient(timeout=30) as harness:
         opened = await open_member(sessions, task, 0, "asides.0.1", (RoleRule("side", tools=False),))
         answer = await harness.post(

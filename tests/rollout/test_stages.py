@@ -13,7 +13,9 @@ from rollout.task import EvaluatorSpec, HarnessSpec, RuntimeSpec, Task
 
 def task(cpus: float = 1.0, memory_mb: int = 100, *, evaluated: bool = False) -> Task:
     evaluator = EvaluatorSpec("command") if evaluated else None
-    return Task("t", "do it", HarnessSpec("pi"), evaluator=evaluator, runtime=RuntimeSpec(cpus=cpus, memory_mb=memory_mb))
+    return Task(
+        "do it", HarnessSpec("pi"), task_id="t", evaluator=evaluator, runtime=RuntimeSpec(cpus=cpus, memory_mb=memory_mb)
+    )
 
 
 async def test_a_stage_lets_in_as_many_as_it_has_places_and_the_next_when_one_leaves() -> None:
@@ -75,9 +77,15 @@ def test_an_evaluation_in_a_runtime_of_its_own_is_part_of_the_demand() -> None:
     assert task(2.0, 300).demand == (2.0, 300)
     assert task(2.0, 300, evaluated=True).demand == (4.0, 600)
     larger = EvaluatorSpec("command", runtime=RuntimeSpec(cpus=8.0, memory_mb=1000))
-    assert Task("t", "", HarnessSpec("pi"), evaluator=larger, runtime=RuntimeSpec(cpus=1.0, memory_mb=10)).demand == (9.0, 1010)
+    assert Task("", HarnessSpec("pi"), task_id="t", evaluator=larger, runtime=RuntimeSpec(cpus=1.0, memory_mb=10)).demand == (
+        9.0,
+        1010,
+    )
     left = EvaluatorSpec("command", fresh_runtime=False)
-    assert Task("t", "", HarnessSpec("pi"), evaluator=left, runtime=RuntimeSpec(cpus=1.0, memory_mb=10)).demand == (1.0, 10)
+    assert Task("", HarnessSpec("pi"), task_id="t", evaluator=left, runtime=RuntimeSpec(cpus=1.0, memory_mb=10)).demand == (
+        1.0,
+        10,
+    )
 
 
 async def test_no_more_are_ahead_of_their_end_than_run_slots_and_the_ready_buffer_together() -> None:

@@ -17,7 +17,7 @@ from rollout.store import keys
 from rollout.store.base import NodeState
 from rollout.store.tasks import RedisTaskStore, lacking
 from rollout.task import Task
-from rollout.task_body import submitted
+from rollout.task_body import read_task
 from tests.support.runtimes.rollout_stores import Stores, sized
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import serving_tasks, submit
@@ -32,7 +32,7 @@ LOOKS = {
 
 
 def task(evaluator: dict[str, Any]) -> Task:
-    made, _ = submitted(json.dumps({"instruction": "do it", "harness": "pi", "evaluator": evaluator}).encode(), KNOWN)
+    made, _ = read_task(json.dumps({"instruction": "do it", "harness": "pi", "evaluator": evaluator}).encode(), KNOWN)
     return made
 
 
@@ -81,7 +81,7 @@ SMALL, WIDE, LARGE = node("small", 1.0, 1024), node("wide", 8.0, 1024), node("la
     ],
 )
 def test_what_no_node_has_is_named(fields: dict[str, Any], nodes: list[NodeState], lacks: str | None) -> None:
-    made, _ = submitted(json.dumps({"instruction": "do it", "harness": "pi", **fields}).encode(), KNOWN)
+    made, _ = read_task(json.dumps({"instruction": "do it", "harness": "pi", **fields}).encode(), KNOWN)
     found = lacking(keys.queue_of(made), nodes, NOW)
     if lacks is None:
         assert found is None

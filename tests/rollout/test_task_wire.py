@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from typing import Any
 
+import msgspec
 import pytest
 
 from rollout.store.base import DecodeError, TaskState, decode, encode, outline
@@ -18,8 +20,9 @@ from rollout.task import (
     RuntimeSpec,
     Task,
     Upload,
+    dump_outline,
 )
-from rollout.task_body import BadTask, body_as_wire, submitted, task_as_wire
+from rollout.task_body import BadTask, read_task, render_task
 from tests.support.service.rollout_service import BODY, KNOWN
 
 WHOLE: dict[str, Any] = {
@@ -90,6 +93,7 @@ TASK = Task(
     evaluator=EvaluatorSpec(
         "command",
         {"command": "make check"},
+        fresh_runtime=True,
         runtime=RuntimeSpec("docker", "judge"),
         prepare=(Upload("hidden.py", b"assert True"),),
         collect=("src", "/out"),
@@ -117,9 +121,30 @@ TASK = Task(
     metadata={"set": "small", "row": 7},
 )
 
+STORED = (
+    "kgHeABandGFza19pZKVidWctN6tpbnN0cnVjdGlvbqxGaXggdGhlIGJ1Zy6naGFybmVzc4akbmFtZaRtaW5lqmRlZmluaXRpb26Fq2Rlc2NyaXB0aW9u"
+    "rW9uZSBvZiBteSBvd26nZGlhbGVjdKRjaGF0pGFyZ3aSpG1pbmWoe3Byb21wdH2jbWNwhKRmaWxlqW1pbmUuanNvbqV0YWJsZadzZXJ2ZXJzp2NvbW1h"
+    "bmSBo3J1bqd7d29yZHN9o3VybIGiYXSle3VybH2mc2tpbGxzpnNraWxsc6NlbnaBpUxFVkVMpGhpZ2irbWNwX3NlcnZlcnOShKRuYW1lpWZpbGVzp2Nv"
+    "bW1hbmSSpXNlcnZloS6jZW52gKN1cmzAhKRuYW1lo3dlYqdjb21tYW5kkKNlbnaAo3VybLBodHRwOi8vdG9vbHMvbWNwpnNraWxsc5GFpHBhdGimcmV2"
+    "aWV3p2NvbnRlbnTEA3RhcqZzb3VyY2XApG1vZGXNAaSmdW5wYWNrw6dpbnN0YWxswqlldmFsdWF0b3KGpGtpbmSnY29tbWFuZKdvcHRpb25zgadjb21t"
+    "YW5kqm1ha2UgY2hlY2utZnJlc2hfcnVudGltZcOncnVudGltZYika2luZKZkb2NrZXKlaW1hZ2WlanVkZ2WkY3B1c8s/8AAAAAAAAKltZW1vcnlfbWLN"
+    "BACnZGlza19tYsCnbmV0d29ya6Vwcm94ead3b3JrZGlywKdvcHRpb25zgKdwcmVwYXJlkYWkcGF0aKloaWRkZW4ucHmnY29udGVudMQLYXNzZXJ0IFRy"
+    "dWWmc291cmNlwKRtb2RlzQGkpnVucGFja8KnY29sbGVjdJKjc3JjpC9vdXSrbnVtX3NhbXBsZXMIpW1vZGVspnBvbGljeahzYW1wbGluZ4KrdGVtcGVy"
+    "YXR1cmXLP/AAAAAAAACqbWF4X3Rva2Vuc80B9KdydW50aW1liKRraW5kpmRvY2tlcqVpbWFnZaR3b3JrpGNwdXPLQAAAAAAAAACpbWVtb3J5X21izRAA"
+    "p2Rpc2tfbWLAp25ldHdvcmukZnVsbKd3b3JrZGlywKdvcHRpb25zgaR1c2VypDEwMDCncHJlcGFyZZOFpHBhdGilYS50YXKnY29udGVudMCmc291cmNl"
+    "smh0dHA6Ly9maWxlcy9hLnRhcqRtb2RlzQHtpnVucGFja8KEp2NvbW1hbmSpbWFrZSBkZXBzr3RpbWVvdXRfc2Vjb25kc8tAgsAAAAAAAKdyZXRyaWVz"
+    "AKduZXR3b3JrwISnY29tbWFuZKRtYWtlr3RpbWVvdXRfc2Vjb25kc8tAPgAAAAAAAKdyZXRyaWVzAqduZXR3b3JrpGZ1bGyrZW52aXJvbm1lbnSBokNJ"
+    "oTGnYnVkZ2V0c4elYWdlbnTLQE4AAAAAAACncHJlcGFyZctAnCAAAAAAAKpldmFsdWF0aW9uy0CCwAAAAAAApXRvdGFsy0CCwAAAAAAAqW1heF9jYWxs"
+    "cx61bWF4X2NvbXBsZXRpb25fdG9rZW5zwLBtYXhfdG90YWxfdG9rZW5zzgADDUCocHJpb3JpdHlQpmxhYmVsc4Gkem9uZaFhrnVzYWJsZV9zYW1wbGVz"
+    "BKxtYXhfYXR0ZW1wdHMCrG9uX2xvc3Rfbm9kZaRmYWlssG9uX2FnZW50X3RpbWVvdXSmcmV3YXJktGFnZW50X3RpbWVvdXRfcmV3YXJky7/wAAAAAAAA"
+    "pWdyb3VwhKZwb2xpY3mtYWxsb3dfcGFydGlhbKdtaW5pbXVtBK16ZXJvX3ZhcmlhbmNlwLVtYXhfcXVhcmFudGluZWRfc2hhcmXLP9AAAAAAAACrZWNo"
+    "b19wb2xpY3nArGNhbGxiYWNrX3VybLJodHRwczovL3RyYWluL2RvbmWobWV0YWRhdGGCo3NldKVzbWFsbKNyb3cH"
+)
+"""WHOLE as a build stored it in which another module each had the fields of its body, its values and its views: base64 of the msgpack."""
+
 
 def of(body: dict[str, Any]) -> Task:
-    return submitted(json.dumps(body).encode(), KNOWN)[0]
+    return read_task(json.dumps(body).encode(), KNOWN)[0]
 
 
 def refused(**fields: Any) -> BadTask:
@@ -134,18 +159,35 @@ def test_every_field_means_what_it_says() -> None:
 
 def test_little_is_enough() -> None:
     task = of({**BODY, "task_id": "t"})
-    assert task == Task("t", "Fix the bug.", HarnessSpec("pi"))
+    assert task == Task("Fix the bug.", HarnessSpec("pi"), task_id="t")
     assert of(BODY).task_id != of(BODY).task_id
 
 
 def test_a_name_alone_stands_for_what_is_only_named() -> None:
     task = of({**BODY, "runtime": "local", "evaluator": "pytest"})
-    assert task.runtime == RuntimeSpec("local") and task.evaluator == EvaluatorSpec("pytest")
+    assert task.runtime == RuntimeSpec("local") and task.evaluator == EvaluatorSpec("pytest", fresh_runtime=True)
 
 
-@pytest.mark.parametrize("task", [TASK, Task("t", "i", HarnessSpec("pi"))])
+@pytest.mark.parametrize("task", [TASK, Task("i", HarnessSpec("pi"), task_id="t")])
 def test_a_task_is_stored_and_read_back_whole(task: Task) -> None:
     assert decode(encode(task), Task) == task
+
+
+def test_what_earlier_builds_stored_is_read_and_they_read_what_is_stored_now() -> None:
+    assert decode(b64decode(STORED), Task) == TASK
+    assert encode(of(WHOLE)) == b64decode(STORED)
+
+
+def test_a_stored_field_that_this_build_does_not_know_is_left_out() -> None:
+    schema, fields = msgspec.msgpack.decode(encode(TASK))
+    fields["later"] = fields["budgets"]["later"] = fields["prepare"][1]["later"] = 1
+    assert decode(msgspec.msgpack.encode((schema, fields)), Task) == TASK
+
+
+def test_the_stored_names_of_fields_are_no_names_in_json() -> None:
+    assert refused(usable_samples=1).message == "usable_samples: there is no such field"
+    assert refused(prepare=[{"command": "make"}]).param == "prepare.0.command"
+    assert refused(prepare=[{"upload": {"path": "x", "content": "y"}}]).param == "prepare.0.upload.content"
 
 
 def test_an_outline_holds_everything_but_what_was_uploaded() -> None:
@@ -170,8 +212,8 @@ def test_what_another_schema_or_nobody_wrote_is_refused() -> None:
 
 
 def test_a_task_is_shown_as_it_was_submitted_with_lengths_in_place_of_uploads() -> None:
-    shown = task_as_wire(TaskState(TASK, "queued", 1.0))["task"]
-    assert shown == body_as_wire(TASK)
+    shown = render_task(TaskState(TASK, "queued", 1.0))["task"]
+    assert shown == dump_outline(TASK)
     assert set(WHOLE) <= set(shown)
     for field in (
         "instruction",
@@ -192,8 +234,12 @@ def test_a_task_is_shown_as_it_was_submitted_with_lengths_in_place_of_uploads() 
 
 def test_bodies_that_mean_the_same_have_one_digest() -> None:
     def digest(**fields: Any) -> bytes:
-        return submitted(json.dumps({**BODY, "task_id": "t", **fields}).encode(), KNOWN)[1]
+        return read_task(json.dumps({**BODY, "task_id": "t", **fields}).encode(), KNOWN)[1]
 
+    # As earlier builds made them: whoever submits a task again after an update is told that it is there.
+    assert digest().hex() == "c6dddd7341d40bc8e4b3f770056704d5c528bfac53e4d2cc1ae839f9109fde16"
+    binary = {**WHOLE["harness"], "skills": [{"path": "review", "base64": "gGFy", "unpack": True}]}
+    assert digest(**{**WHOLE, "harness": binary}).hex() == "2880d6099a43d80eac9265f2789d0198dbe4135ab6c54e0e515cf489251be003"
     assert digest() == digest(priority=50, harness={"name": "pi"}, sampling={}) == digest(prepare=[])
     assert digest(metadata={"a": 1, "b": 2}) == digest(metadata={"b": 2, "a": 1})
     assert len({digest(), digest(priority=51), digest(harness="codex"), digest(metadata={"a": 1})}) == 4
@@ -262,4 +308,4 @@ def test_what_cannot_be_is_refused_with_its_field(fields: dict[str, Any], param:
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b'{"instruction": "\xff"}'])
 def test_what_is_no_task_at_all_is_refused(raw: bytes) -> None:
     with pytest.raises(BadTask):
-        submitted(raw, KNOWN)
+        read_task(raw, KNOWN)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from reconstruct.roles import RoleRule, rule_as_wire
 from rollout.harnesses.catalogue import BUILT_IN, VARIABLE, load, names
-from rollout.harnesses.definition import Harness, check_taken, parsed
+from rollout.harnesses.definition import Harness, check_accepted, parse
 from rollout.harnesses.prepared import (
     NAMES,
     BadDefinition,
@@ -264,20 +264,20 @@ def test_a_definition_that_breaks_a_rule_is_refused_by_name(
     change: dict[str, Any], kind: type[HarnessError], says: str
 ) -> None:
     with pytest.raises(kind, match=says) as caught:
-        parsed({**LEAST, **change}, "mine")
+        parse({**LEAST, **change}, "mine")
     assert "mine" in str(caught.value) or "name" in change
 
 
 @pytest.mark.parametrize("missing", ["description", "dialect"])
 def test_a_definition_without_a_needed_field_is_refused(missing: str) -> None:
     with pytest.raises(BadDefinition, match=f"{missing} is missing"):
-        parsed({key: value for key, value in LEAST.items() if key != missing}, "mine")
+        parse({key: value for key, value in LEAST.items() if key != missing}, "mine")
 
 
 def test_the_roles_of_a_definition_are_rules_of_the_service() -> None:
     roles = [{"role": "side", "tools": False}, {"role": "subagent", "header": "X-Agent", "agent_header": "X-Agent"}]
     rules = (RoleRule("side", tools=False), RoleRule("subagent", header="x-agent", agent_header="x-agent"))
-    assert parsed({**LEAST, "roles": roles}, "mine").roles == rules
+    assert parse({**LEAST, "roles": roles}, "mine").roles == rules
     assert [RoleRule(**rule_as_wire(rule)) for rule in rules] == list(rules)
 
 
@@ -322,16 +322,16 @@ def test_a_line_that_is_too_long_for_an_argument_is_a_file() -> None:
 
 
 def test_words_for_a_prompt_are_joined_by_spaces() -> None:
-    assert prepared(parsed(LEAST, "mine"), ["Fix", "the test"]).argv == ("agent", "Fix the test")
+    assert prepared(parse(LEAST, "mine"), ["Fix", "the test"]).argv == ("agent", "Fix the test")
 
 
 def test_the_home_and_the_working_directory_are_filled_in() -> None:
-    harness = parsed({**LEAST, "argv": ["{home}/x", "{workdir}", "{prompt}"]}, "mine")
+    harness = parse({**LEAST, "argv": ["{home}/x", "{workdir}", "{prompt}"]}, "mine")
     assert prepared(harness, "p").argv == ("/h/x", "/w", "p")
 
 
 def test_files_are_written_below_the_home_for_their_owner_alone(tmp_path: Path) -> None:
-    ready = parsed({**LEAST, "files": {".a/b.txt": "{api_key}", "c": "2"}}, "mine").prepared(ENDPOINT, "m", "p", tmp_path)
+    ready = parse({**LEAST, "files": {".a/b.txt": "{api_key}", "c": "2"}}, "mine").prepared(ENDPOINT, "m", "p", tmp_path)
     assert ready.write(tmp_path) == [tmp_path / ".a/b.txt", tmp_path / "c"]
     assert (tmp_path / ".a/b.txt").read_text() == "vk-abc"
     assert (tmp_path / ".a/b.txt").stat().st_mode & 0o777 == 0o600
@@ -346,7 +346,7 @@ def test_a_link_that_leads_out_of_the_home_is_not_followed(tmp_path: Path) -> No
     outside.mkdir()
     (home / ".agent").symlink_to(outside)
     with pytest.raises(OutsideHome, match="outside"):
-        prepared(parsed({**LEAST, "files": {".agent/x": "1"}}, "mine")).write(home)
+        prepared(parse({**LEAST, "files": {".agent/x": "1"}}, "mine")).write(home)
     assert list(outside.iterdir()) == []
 
 
@@ -429,7 +429,7 @@ def test_the_servers_of_a_task_stand_in_the_harness_configuration_beside_what_wa
 )
 def test_what_a_harness_has_no_place_for_is_refused(harness: str, given: dict[str, Any], says: str) -> None:
     with pytest.raises(NotTaken, match=re.escape(says)):
-        check_taken(load(harness), HarnessSpec(harness, **given))
+        check_accepted(load(harness), HarnessSpec(harness, **given))
 
 
 @pytest.mark.parametrize(
@@ -445,4 +445,4 @@ def test_what_a_harness_has_no_place_for_is_refused(harness: str, given: dict[st
 )
 def test_a_form_for_servers_that_cannot_be_used_is_refused(form: dict[str, Any], says: str) -> None:
     with pytest.raises(BadDefinition, match=re.escape(says)):
-        parsed({**LEAST, "mcp": form}, "mine")
+        parse({**LEAST, "mcp": form}, "mine")

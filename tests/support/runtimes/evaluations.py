@@ -15,7 +15,7 @@ from rollout.task import EvaluatorSpec, HarnessSpec, Task
 from tests.support.runtimes.plain_runtime import PlainRuntime
 
 RUN = Run("t1.0.1", exit_code=0, timed_out=False, stdout=b"Done.\n", stderr=b"", calls=())
-TASK = Task("t1", "Make the tests pass.", HarnessSpec("pi"), metadata={"source": "tests"})
+TASK = Task("Make the tests pass.", HarnessSpec("pi"), task_id="t1", metadata={"source": "tests"})
 
 
 async def nobody_asks(model: str, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]) -> str:
