@@ -33,7 +33,7 @@ from rollout.sweeper import Callbacks, RolloutSettings, Sweeper
 from rollout.task import TaskBody
 from rollout.task_body import Known
 
-KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.names, evaluators.kind)
+KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.names, evaluators.load)
 OWN_URL = "http://127.0.0.1"
 """Base URL of requests that the process makes to its own control side, in memory."""
 

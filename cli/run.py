@@ -146,12 +146,12 @@ def check_words(definition: Harness, words: list[str]) -> None:
 def look_for(definition: Harness, words: list[str], env: Mapping[str, str]) -> None:
     """Raises `Refusal` (exit code 127) when the harness is not there, before a session is opened for it."""
     from rollout.harnesses.prepared import MissingExecutable
-    from rollout.harnesses.process import executable
+    from rollout.harnesses.process import find_executable
 
     command = (definition.argv or words)[0]
     try:
         if "{" not in command:
-            executable(command, env)
+            find_executable(command, env)
     except MissingExecutable as error:
         raise Refusal(not_there(definition, str(error)), exit_code=NOT_FOUND) from error
 
@@ -173,7 +173,7 @@ def attempt(
     stop: StopSignals,
 ) -> Outcome:
     """Start the harness and wait for its end."""
-    from rollout.harnesses.prepared import CannotStart, HarnessError, MissingExecutable, surroundings
+    from rollout.harnesses.prepared import CannotStart, HarnessError, MissingExecutable, build_environment
     from rollout.harnesses.process import HarnessProcess
 
     workdir = Path.cwd()
@@ -183,7 +183,7 @@ def attempt(
         prepared = definition.prepared(session.endpoint, model, prompt, home, workdir=workdir)
         prepared.write(home)
         tell(f"session {session.session_id}: {definition.name}" + (f" with model {model}" if model else ""))
-        env = surroundings(os.environ, prepared, home, passed)
+        env = build_environment(os.environ, prepared, home, passed)
         if stop.number is not None:
             return outcome_of(definition.name, 0, None, stop.number)
         process = HarnessProcess(prepared.argv, env, workdir, stdin=definition.stdin, given=prepared.stdin)
@@ -201,9 +201,9 @@ def attempt(
 
 def untested(definition: Harness, env: Mapping[str, str], workdir: Path) -> str | None:
     """What to say where the harness is of another version than its definition was tested with."""
-    from rollout.harnesses.process import version_there
+    from rollout.harnesses.process import read_version
 
-    there = version_there(definition.version_argv, env, workdir) if definition.version_argv else None
+    there = read_version(definition.version_argv, env, workdir) if definition.version_argv else None
     if there is None or there == definition.version:
         return None
     return (

@@ -33,10 +33,10 @@ from rollout.steps import (
     HarnessRun,
     NodeParts,
     carry_out,
+    install_harness,
     put_skills,
-    removed,
+    remove,
     run_agent,
-    with_harness,
 )
 from rollout.store.base import StoreUnavailable, Taken, encode
 from rollout.task import Task
@@ -128,9 +128,9 @@ class Course:
             kind, route, node = self._parts.kinds[task.runtime.kind], self._parts.route, self._parts.name
             definition = find_definition(task.harness)
             name = runtime_name(node, self.attempt, "i")
-            installed = await with_harness(kind, task, definition, name, route, self._logs)
+            installed = await install_harness(kind, task, definition, name, route, self._logs)
             runtime = kind.make(installed.spec, runtime_name(node, self.attempt, "r"), route)
-            stack.push_async_callback(removed, runtime)
+            stack.push_async_callback(remove, runtime)
             await runtime.start()
             await carry_out(task.prepare, runtime, task.environment, self._logs)
             harness = HarnessRun(definition, task, runtime, self._logs, installed.failure)

@@ -9,11 +9,11 @@ from pathlib import PurePosixPath
 
 from rollout.attempts import AttemptId, Failure, RolloutFailed, runtime_name
 from rollout.evaluators import catalogue
-from rollout.evaluators.base import BadReward, Case, EvaluationFailed, EvaluationTimedOut, Run, Score, as_score
+from rollout.evaluators.base import BadReward, Case, EvaluationFailed, EvaluationTimedOut, Run, Score, parse_score
 from rollout.runtimes.base import Runtime, RuntimeFailed
 from rollout.sessions import SessionFailed
 from rollout.stages import within
-from rollout.steps import AttemptLogs, NodeParts, carry_out, removed
+from rollout.steps import AttemptLogs, NodeParts, carry_out, remove
 from rollout.task import EvaluatorSpec, Task
 
 COLLECTED_BYTES = 1 << 30
@@ -29,7 +29,7 @@ class Evaluation:
         self._spec = spec
         self._attempt = attempt
         self._logs = logs
-        self._evaluator = catalogue.kind(spec.kind)
+        self._evaluator = catalogue.load(spec.kind)
         self._runtime: Runtime | None = None
         self._warming: asyncio.Task[Runtime] | None = None
 
@@ -52,13 +52,13 @@ class Evaluation:
                 # Looked at, whoever needed it or not: one that nobody asks for is reported as forgotten.
                 self._warming.exception()
         if self._runtime is not None:
-            await removed(self._runtime)
+            await remove(self._runtime)
 
     async def score(self, run: Run, left: Runtime) -> Score:
         """Raises `RolloutFailed` when there is no finite reward. `left` is the runtime in which the agent worked."""
         try:
             runtime = await self._carried_over(left)
-            return as_score(await self._evaluator.evaluate(self._case(run, runtime)), f"what {self._spec.kind} gave")
+            return parse_score(await self._evaluator.evaluate(self._case(run, runtime)), f"what {self._spec.kind} gave")
         except BadReward as error:
             raise RolloutFailed(Failure.BAD_REWARD, str(error), self._logs.place("evaluate.out")) from error
         except EvaluationTimedOut as error:
@@ -101,20 +101,20 @@ class Evaluation:
         if self._warming is None:
             return left
         runtime = await self._warming
-        below, elsewhere = parted(self._spec.collect, left.workdir)
+        below, elsewhere = split_paths(self._spec.collect, left.workdir)
         archives = [
             (folder, await left.download(paths, bound_bytes=COLLECTED_BYTES))
             for folder, paths in ((WORKDIR, below), (ROOT, elsewhere))
             if paths
         ]
         # What the agent left takes CPUs and memory that the tests may need.
-        await removed(left)
+        await remove(left)
         for folder, archive in archives:
             await runtime.unpack(folder, archive)
         return runtime
 
 
-def parted(paths: Sequence[str], workdir: str) -> tuple[list[str], list[str]]:
+def split_paths(paths: Sequence[str], workdir: str) -> tuple[list[str], list[str]]:
     """Those below the workdir, which go into the workdir of another runtime, and the others, which go where they were."""
     below: list[str] = []
     elsewhere: list[str] = []

@@ -229,7 +229,7 @@ class Sessions:
             lost = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout))
             raise NoAnswer(f"{method} {self.url}{path}: no answer: {error or type(error).__name__}", lost=lost) from error
         if response.status_code >= 300:
-            raise failure_of(response, f"{method} {self.url}{path}")
+            raise read_failure(response, f"{method} {self.url}{path}")
         return response
 
 
@@ -301,7 +301,7 @@ KINDS: Mapping[int, type[SessionFailed]] = {
 }
 
 
-def failure_of(response: httpx.Response, request: str) -> SessionFailed:
+def read_failure(response: httpx.Response, request: str) -> SessionFailed:
     """What an answer of 300 and above means; `request` is how the message names what was asked."""
     status = response.status_code
     message = f"{request}: {status}: {_said(response)}"

@@ -60,7 +60,7 @@ async def _exec(step: Exec, number: int, runtime: Runtime, env: Mapping[str, str
             return
         if not left:
             what = f"ran longer than {step.timeout_seconds:g} s" if done.timed_out else f"ended with exit code {done.exit_code}"
-            message = f"prepare step {number}, {step.command!r}, {what}: {last_words(done)}"
+            message = f"prepare step {number}, {step.command!r}, {what}: {read_tail(done)}"
             raise RolloutFailed(Failure.PREPARE_FAILED, message, logs.place(f"prepare-{number}.err"))
         await asyncio.sleep(pause)
         pause *= 2
@@ -89,7 +89,7 @@ async def put_skills(harness: HarnessRun) -> None:
 # The runtime of a task with its harness in it, where the kind of runtime can install one once for many.
 
 
-async def with_harness(
+async def install_harness(
     kind: RuntimeKind, task: Task, harness: Harness, name: str, route: Route, logs: AttemptLogs
 ) -> Installed:
     """The task's spec, with the harness in it or not: `HarnessRun.install` looks, once the prepare steps are done. `name` is that of
@@ -105,7 +105,7 @@ async def with_harness(
 log = logging.getLogger(__name__)
 
 
-async def removed(runtime: Runtime) -> None:
+async def remove(runtime: Runtime) -> None:
     """Returns when the runtime is gone; a cancellation is passed on only then. One that cannot be removed is logged and left to the
     sweep of the node's next start: what the rollout came to stays as it is."""
     stopping = asyncio.create_task(_stopped(runtime))
@@ -185,7 +185,7 @@ class HarnessRun:
                 network="full",
             )
             if done.exit_code:
-                raise self._missing(f"and {line!r} ended with exit code {done.exit_code}: {last_words(done)}")
+                raise self._missing(f"and {line!r} ended with exit code {done.exit_code}: {read_tail(done)}")
         if not await self._is_there():
             raise self._missing("even after its installation")
 
@@ -205,14 +205,14 @@ class HarnessRun:
             logs=self.logs.of("agent"),
         )
         if done.exit_code in (NOT_EXECUTABLE, NOT_FOUND) and not done.timed_out and not self.harness.takes_command:
-            raise self._missing(f"or does not start: {last_words(done)}")
+            raise self._missing(f"or does not start: {read_tail(done)}")
         return done
 
     async def _make_temporary_directory(self) -> None:
         place = str(temporary_directory(Path(self.runtime.home)))
         done = await self.runtime.exec(("mkdir", "-p", place), timeout_seconds=60.0)
         if done.exit_code:
-            raise RolloutFailed(Failure.BAD_RUNTIME, f"{place} cannot be made: {last_words(done)}")
+            raise RolloutFailed(Failure.BAD_RUNTIME, f"{place} cannot be made: {read_tail(done)}")
 
     async def _is_there(self) -> bool:
         line = f"command -v {shlex.quote(self.harness.argv[0])}"
@@ -235,7 +235,7 @@ class HarnessRun:
         return RolloutFailed(Failure.HARNESS_MISSING, message, self.logs.place("install"))
 
 
-def last_words(done: Executed, characters: int = 500) -> str:
+def read_tail(done: Executed, characters: int = 500) -> str:
     """The end of what a command said, of stderr where it said something there."""
     text = (done.stderr.strip() or done.stdout.strip()).decode(errors="replace")
     return text[-characters:] or "it said nothing"
@@ -296,12 +296,12 @@ def check(harness: HarnessRun, done: Executed, calls: Calls, unserved: Unserved 
         message = f"the last call of {name}, {unserved['call_id']}, was not served: {unserved['code']}: {unserved['message']}"
         raise RolloutFailed(Failure.SERVICE_FAILED, message, look)
     if done.exit_code > SIGNALLED and not done.timed_out:
-        message = f"{name} was ended by signal {done.exit_code - SIGNALLED}: {last_words(done)}"
+        message = f"{name} was ended by signal {done.exit_code - SIGNALLED}: {read_tail(done)}"
         raise RolloutFailed(Failure.HARNESS_CRASHED, message, look)
     if done.exit_code and not done.timed_out:
-        raise RolloutFailed(Failure.HARNESS_FAILED, f"{name} ended with exit code {done.exit_code}: {last_words(done)}", look)
+        raise RolloutFailed(Failure.HARNESS_FAILED, f"{name} ended with exit code {done.exit_code}: {read_tail(done)}", look)
     if not calls:
-        raise RolloutFailed(Failure.NO_CALLS, f"{name} never called the model: {last_words(done)}", look)
+        raise RolloutFailed(Failure.NO_CALLS, f"{name} never called the model: {read_tail(done)}", look)
 
 
 def _urls_inside(url: str, base_urls: Mapping[str, str], runtime: Runtime) -> dict[str, str]:

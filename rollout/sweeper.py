@@ -211,7 +211,7 @@ class Callbacks:
             await self._store.called_back(task_id, now)
             return
         tries = callback.tries + 1
-        again = now + pause_seconds(tries) if tries < MOST_TRIES else None
+        again = now + draw_pause_seconds(tries) if tries < MOST_TRIES else None
         log.warning("task %s: its callback failed (try %d of %d): %s", task_id, tries, MOST_TRIES, error)
         await self._store.called_back(task_id, now, error=error[:SHOWN], next_try_at=again)
 
@@ -229,7 +229,7 @@ class Callbacks:
         return None if response.is_success else f"it answered {response.status_code}"
 
 
-def pause_seconds(tries: int) -> float:
+def draw_pause_seconds(tries: int) -> float:
     """From one second on twice as long after each try, up to an hour; some of it by chance, so that many do not come at once."""
     return min(LONGEST_PAUSE_SECONDS, float(2 ** min(tries - 1, 20))) * random.uniform(0.8, 1.2)
 

@@ -162,7 +162,7 @@ def worked_seconds(times: dict[str, float]) -> float | None:
 # The tasks to generate for: the lines of a file with what the command line says over them, each checked before anything starts.
 
 
-KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.names, evaluators.kind)
+KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.names, evaluators.load)
 ID_CHARACTERS = 12
 OWN = ("task_id", "num_samples", "early_stop_usable_samples")
 """Fields of a line that the generation sets itself."""

@@ -15,7 +15,7 @@ from cli.refusal import Refusal
 from rollout.attempts import AttemptId, RolloutFailed
 from rollout.harnesses.catalogue import find_definition
 from rollout.runtimes.base import Route, RuntimeFailed, RuntimeKind
-from rollout.steps import AttemptLogs, HarnessRun, removed, with_harness
+from rollout.steps import AttemptLogs, HarnessRun, install_harness, remove
 from rollout.task import Task
 
 NOWHERE = Route("127.0.0.1", 9)
@@ -52,10 +52,10 @@ async def _try(task: Task, kind: RuntimeKind, folder: Path) -> None:
     logs = AttemptLogs("generate", folder, AttemptId(name, 0, 1))
     logs.make()
     definition = find_definition(task.harness)
-    installed = await with_harness(kind, task, definition, f"{name}-i", NOWHERE, logs)
+    installed = await install_harness(kind, task, definition, f"{name}-i", NOWHERE, logs)
     runtime = kind.make(installed.spec, f"{name}-r", NOWHERE)
     await runtime.start()
     try:
         await HarnessRun(definition, task, runtime, logs, installed.failure).install()
     finally:
-        await removed(runtime)
+        await remove(runtime)

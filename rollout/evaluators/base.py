@@ -102,7 +102,7 @@ FEEDBACK_CHARS = 16_384
 _FIELDS = ("reward", "per_call", "per_branch", "feedback", "metadata")
 
 
-def as_reward(value: object, where: str) -> float:
+def parse_reward(value: object, where: str) -> float:
     """A finite float. `where` says whose it is. Raises `BadReward`, also for true, false and numbers written as text."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise BadReward(f"{where} is {_shown(value)}, which is no number")
@@ -115,25 +115,25 @@ def as_reward(value: object, where: str) -> float:
     return reward
 
 
-def read_reward(text: str, where: str) -> float:
+def parse_reward_text(text: str, where: str) -> float:
     """`as_reward` of a number written as text."""
     try:
-        return as_reward(float(text.strip()), where)
+        return parse_reward(float(text.strip()), where)
     except ValueError as error:
         raise BadReward(f"{where} is {_shown(text)}, which is no number") from error
 
 
-def as_score(value: object, where: str) -> Score:
+def parse_score(value: object, where: str) -> Score:
     """Of a number, a `Score`, or an object with `reward` and perhaps `per_call`, `per_branch`, `feedback` and `metadata`; other
     fields of it go into the metadata. Raises `BadReward`, and `EvaluationFailed` for fields that are not what they should be."""
     if isinstance(value, Score):
         value = {name: getattr(value, name) for name in _FIELDS}
     if not isinstance(value, Mapping):
-        return Score(as_reward(value, where))
+        return Score(parse_reward(value, where))
     if value.get("reward") is None:
         raise BadReward(f"{where} has no field 'reward': {_shown(value)}")
     return Score(
-        reward=as_reward(value["reward"], f"'reward' of {where}"),
+        reward=parse_reward(value["reward"], f"'reward' of {where}"),
         per_call=_rows(value, "per_call", where),
         per_branch=_rows(value, "per_branch", where),
         feedback=_feedback(value, where),
@@ -141,7 +141,7 @@ def as_score(value: object, where: str) -> Score:
     )
 
 
-def shortened(text: str, characters: int = FEEDBACK_CHARS) -> str:
+def shorten(text: str, characters: int = FEEDBACK_CHARS) -> str:
     """At most so many characters (and a few that say what is missing), all of which can be written as UTF-8."""
     text = text.encode("utf-8", "replace").decode()
     if len(text) <= characters:
@@ -154,14 +154,14 @@ def _rows(value: Mapping[Any, Any], name: str, where: str) -> dict[str, float]:
     rows = value.get(name) or {}
     if not isinstance(rows, Mapping):
         raise EvaluationFailed(f"{name!r} of {where} is {_shown(rows)}, not an object of call ids and rewards")
-    return {str(key): as_reward(each, f"{name}[{key!r}] of {where}") for key, each in rows.items()}
+    return {str(key): parse_reward(each, f"{name}[{key!r}] of {where}") for key, each in rows.items()}
 
 
 def _feedback(value: Mapping[Any, Any], where: str) -> str:
     feedback = value.get("feedback") or ""
     if not isinstance(feedback, str):
         raise EvaluationFailed(f"'feedback' of {where} is {_shown(feedback)}, not a text")
-    return shortened(feedback)
+    return shorten(feedback)
 
 
 def _metadata(value: Mapping[Any, Any], where: str) -> dict[str, Any]:

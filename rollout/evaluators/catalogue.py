@@ -33,7 +33,7 @@ def names() -> list[str]:
     return sorted(_found())
 
 
-def kind(name: str) -> Evaluator:
+def load(name: str) -> Evaluator:
     """The evaluator of that name, always the same one. Raises `UnknownEvaluator`, and `BadEvaluator` for one that cannot be loaded or
     whose name is taken."""
     found = _found()

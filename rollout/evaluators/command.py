@@ -28,10 +28,10 @@ from rollout.evaluators.base import (
     File,
     Options,
     Score,
-    as_score,
     of_case,
-    read_reward,
-    shortened,
+    parse_reward_text,
+    parse_score,
+    shorten,
 )
 from rollout.runtimes.base import Executed, Runtime
 from rollout.task import EvaluatorSpec, Network, Task
@@ -80,13 +80,13 @@ class CommandEvaluator:
     async def evaluate(self, case: Case) -> Score:
         wanted = of_case(self.name, case, _read)
         try:
-            done = await ran(case, wanted.command)
+            done = await run_command(case, wanted.command)
         except EvaluationTimedOut as error:
-            return after_timeout(wanted.command, error)
+            return score_timeout(wanted.command, error)
         if wanted.reward == "exit_code":
             return _of_exit_code(wanted, done)
         if done.exit_code != 0 and not wanted.any_exit:
-            raise EvaluationFailed(f"{named(wanted.command)} gives no reward: {ending(done)}")
+            raise EvaluationFailed(f"{describe(wanted.command)} gives no reward: {describe_end(done)}")
         return _of_number(wanted, done) if wanted.reward == "number" else _of_json(wanted, done)
 
 
@@ -126,13 +126,13 @@ def _pattern(options: Options) -> re.Pattern[str] | None:
 
 
 def _of_exit_code(wanted: Wanted, done: Executed) -> Score:
-    code, feedback = done.exit_code, shortened(output(done))
+    code, feedback = done.exit_code, shorten(read_output(done))
     if wanted.exit_rewards:
         if code not in wanted.exit_rewards:
-            raise EvaluationFailed(f"{named(wanted.command)}: 'exit_rewards' has no reward for {ending(done)}")
+            raise EvaluationFailed(f"{describe(wanted.command)}: 'exit_rewards' has no reward for {describe_end(done)}")
         return Score(wanted.exit_rewards[code], feedback=feedback, metadata={"exit_code": code})
     if code in NOT_RUN:
-        raise EvaluationFailed(f"{named(wanted.command)} could not be run: {ending(done)}")
+        raise EvaluationFailed(f"{describe(wanted.command)} could not be run: {describe_end(done)}")
     return Score(1.0 if code == 0 else 0.0, feedback=feedback, metadata={"exit_code": code})
 
 
@@ -145,9 +145,11 @@ def _of_number(wanted: Wanted, done: Executed) -> Score:
         found = [match[wanted.pattern.groups] or "" for line in lines for match in wanted.pattern.finditer(line[-LINE_CHARS:])]
     if not found:
         looked_for = "a line" if wanted.pattern is None else f"a match of {wanted.pattern.pattern!r}"
-        raise BadReward(f"{named(wanted.command)} printed no reward ({looked_for} on stdout was looked for): {ending(done)}")
-    reward = read_reward(found[-1], f"what {named(wanted.command)} printed")
-    return Score(reward, feedback=shortened(output(done)), metadata={"exit_code": done.exit_code})
+        raise BadReward(
+            f"{describe(wanted.command)} printed no reward ({looked_for} on stdout was looked for): {describe_end(done)}"
+        )
+    reward = parse_reward_text(found[-1], f"what {describe(wanted.command)} printed")
+    return Score(reward, feedback=shorten(read_output(done)), metadata={"exit_code": done.exit_code})
 
 
 def _of_json(wanted: Wanted, done: Executed) -> Score:
@@ -158,8 +160,8 @@ def _of_json(wanted: Wanted, done: Executed) -> Score:
             value = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        return as_score(value, f"what {named(wanted.command)} printed")
-    raise BadReward(f"{named(wanted.command)} printed no JSON object on stdout: {ending(done)}")
+        return parse_score(value, f"what {describe(wanted.command)} printed")
+    raise BadReward(f"{describe(wanted.command)} printed no JSON object on stdout: {describe_end(done)}")
 
 
 # A command that an evaluator runs over what the agent left behind.
@@ -186,14 +188,14 @@ def read_command(options: Options, default: tuple[str, ...] = ()) -> Command:
         files=options.files("files"),
         timeout_seconds=options.some_number("timeout_seconds", above=0),
         timeout_reward=options.some_number("timeout_reward"),
-        remove=tuple(removable(options, "remove", path) for path in options.texts("remove")),
+        remove=tuple(check_removable(options, "remove", path) for path in options.texts("remove")),
     )
     if command.timeout_reward is not None and command.timeout_seconds is None:
         raise options.refused("timeout_reward", "needs the option 'timeout_seconds'")
     return command
 
 
-def removable(options: Options, name: str, path: str) -> str:
+def check_removable(options: Options, name: str, path: str) -> str:
     """`path`, which is below the workdir or absolute. Raises `BadEvaluator`."""
     if "\0" in path or normpath(path) in ("/", "//", ".") or normpath(path).split("/")[0] == "..":
         raise options.refused(name, f"must name what is removed, not all there is, or what is above it: {path!r}")
@@ -207,15 +209,15 @@ def check_time(command: Command, task: Task) -> None:
         raise BadEvaluator(f"option 'timeout_seconds' is {seconds:g} and must be below the evaluation's budget of {budget:g}")
 
 
-def runtime_of(case: Case) -> Runtime:
+def require_runtime(case: Case) -> Runtime:
     if case.runtime is None:
         raise EvaluationFailed("this evaluator works in a runtime, and there is none")
     return case.runtime
 
 
-async def ran(case: Case, command: Command) -> Executed:
+async def run_command(case: Case, command: Command) -> Executed:
     """What it did. Raises `EvaluationTimedOut` when its time was up, `EvaluationFailed`, and `RuntimeFailed`."""
-    runtime = runtime_of(case)
+    runtime = require_runtime(case)
     await _clear(case, command)
     for file in command.files:
         await runtime.upload(file.path, file.content, mode=file.mode)
@@ -229,7 +231,7 @@ async def ran(case: Case, command: Command) -> Executed:
         network=command.network,
     )
     if done.timed_out:
-        raise EvaluationTimedOut(f"{named(command)} was still at work after {seconds:g} seconds; {ending(done)}")
+        raise EvaluationTimedOut(f"{describe(command)} was still at work after {seconds:g} seconds; {describe_end(done)}")
     return done
 
 
@@ -240,9 +242,9 @@ async def _clear(case: Case, command: Command) -> None:
     if not gone:
         return
     argv = ["sh", "-c", _CLEARED, "sh", *dict.fromkeys(folders), "--", *gone]
-    done = await runtime_of(case).exec(argv, timeout_seconds=case.seconds, logs=case.logs)
+    done = await require_runtime(case).exec(argv, timeout_seconds=case.seconds, logs=case.logs)
     if done.exit_code != 0 or done.timed_out:
-        raise EvaluationFailed(f"what the agent left at {', '.join(gone)} cannot be removed: {ending(done)}")
+        raise EvaluationFailed(f"what the agent left at {', '.join(gone)} cannot be removed: {describe_end(done)}")
 
 
 def _above(path: str) -> list[str]:
@@ -251,28 +253,26 @@ def _above(path: str) -> list[str]:
     return [] if folder in ("", "/", "//") else [*_above(folder), folder]
 
 
-def after_timeout(command: Command, error: EvaluationTimedOut) -> Score:
+def score_timeout(command: Command, error: EvaluationTimedOut) -> Score:
     """The declared reward of a command whose time was up. Raises `error` where none is declared."""
     if command.timeout_reward is None:
         raise error
-    return Score(command.timeout_reward, feedback=shortened(str(error)), metadata={"timed_out": True})
+    return Score(command.timeout_reward, feedback=shorten(str(error)), metadata={"timed_out": True})
 
 
-def named(command: Command) -> str:
+def describe(command: Command) -> str:
     """How messages name it."""
-    return "the command " + shortened(
-        repr(command.argv[-1] if command.argv[:2] == ("sh", "-c") else " ".join(command.argv)), 300
-    )
+    return "the command " + shorten(repr(command.argv[-1] if command.argv[:2] == ("sh", "-c") else " ".join(command.argv)), 300)
 
 
-def ending(done: Executed) -> str:
+def describe_end(done: Executed) -> str:
     """How it ended, with the end of what it wrote, for messages."""
-    written = output(done)
+    written = read_output(done)
     tail = f"…{written[-SHOWN_CHARS:]}" if len(written) > SHOWN_CHARS else written
     return f"exit code {done.exit_code}, " + (f"its output ended with:\n{tail}" if tail else "it wrote nothing")
 
 
-def output(done: Executed) -> str:
+def read_output(done: Executed) -> str:
     """Stdout, then stderr."""
     parts = [part.decode("utf-8", "replace").strip() for part in (done.stdout, done.stderr)]
     return "\n".join(part for part in parts if part)

@@ -18,8 +18,8 @@ from difflib import unified_diff
 from itertools import islice
 from posixpath import join, normpath, relpath
 
-from rollout.evaluators.base import Case, EvaluationFailed, File, Options, Score, of_case, shortened
-from rollout.evaluators.command import runtime_of
+from rollout.evaluators.base import Case, EvaluationFailed, File, Options, Score, of_case, shorten
+from rollout.evaluators.command import require_runtime
 from rollout.runtimes.base import Runtime, RuntimeFailed
 from rollout.runtimes.files import iterate_entries
 from rollout.task import EvaluatorSpec, Task
@@ -50,7 +50,7 @@ class DiffEvaluator:
     async def evaluate(self, case: Case) -> Score:
         wanted = of_case(self.name, case, _read)
         paths = [file.path for file in wanted.files] + list(wanted.absent)
-        collected = await collect(runtime_of(case), paths)
+        collected = await collect(require_runtime(case), paths)
         return await asyncio.to_thread(_score, wanted, collected)
 
 
@@ -72,7 +72,7 @@ def _score(wanted: Wanted, collected: Collected) -> Score:
     wrong += [f"{path} should not be there" for path in wanted.absent if collected.below(path)]
     count = len(wanted.files) + len(wanted.absent)
     reward = (count - len(wrong)) / count if wanted.mode == "fraction" else float(not wrong)
-    feedback = shortened("\n".join([f"{count - len(wrong)} of {count} paths are as expected.", *wrong]))
+    feedback = shorten("\n".join([f"{count - len(wrong)} of {count} paths are as expected.", *wrong]))
     return Score(reward, feedback=feedback, metadata={"right": count - len(wrong), "counted": count})
 
 
@@ -80,7 +80,7 @@ def _difference(file: File, found: bytes | None, whitespace: str) -> str:
     """What is wrong with what was `found`, in words; empty when it is as expected."""
     if found is None:
         return f"{file.path} is not there, or is no file"
-    if normalised(found, whitespace) == normalised(file.content, whitespace):
+    if normalise(found, whitespace) == normalise(file.content, whitespace):
         return ""
     expected, actual = (content.decode("utf-8", "replace") for content in (file.content, found))
     if len(expected) + len(actual) > COMPARED_CHARS:
@@ -89,7 +89,7 @@ def _difference(file: File, found: bytes | None, whitespace: str) -> str:
     return "\n".join(islice(lines, DIFF_LINES)) or f"{file.path} differs in its line ends"
 
 
-def normalised(content: bytes, whitespace: str) -> bytes:
+def normalise(content: bytes, whitespace: str) -> bytes:
     """`content` as it is compared: equal ones count as the same."""
     if whitespace == "any":
         return b" ".join(content.split())

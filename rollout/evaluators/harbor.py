@@ -29,12 +29,21 @@ from rollout.evaluators.base import (
     File,
     Options,
     Score,
-    as_reward,
     of_case,
-    read_reward,
-    shortened,
+    parse_reward,
+    parse_reward_text,
+    shorten,
 )
-from rollout.evaluators.command import Command, after_timeout, check_time, ending, output, ran, removable, runtime_of
+from rollout.evaluators.command import (
+    Command,
+    check_removable,
+    check_time,
+    describe_end,
+    read_output,
+    require_runtime,
+    run_command,
+    score_timeout,
+)
 from rollout.evaluators.diff import collect
 from rollout.runtimes.base import Executed
 from rollout.task import EvaluatorSpec, Network, Task
@@ -61,14 +70,14 @@ class HarborEvaluator:
         wanted = of_case(self.name, case, _read)
         await _clear(case, wanted)
         try:
-            done = await ran(case, wanted.command)
+            done = await run_command(case, wanted.command)
         except EvaluationTimedOut as error:
-            return after_timeout(wanted.command, error)
+            return score_timeout(wanted.command, error)
         paths = [join(wanted.verifier_folder, name) for name in ("reward.json", "reward.txt")]
-        collected = await collect(runtime_of(case), paths)
+        collected = await collect(require_runtime(case), paths)
         rewards = _rewards(collected.at(paths[0]), collected.at(paths[1]), wanted, done)
         reward = _chosen(rewards, wanted)
-        return Score(reward, feedback=shortened(output(done)), metadata={"rewards": rewards, "exit_code": done.exit_code})
+        return Score(reward, feedback=shorten(read_output(done)), metadata={"rewards": rewards, "exit_code": done.exit_code})
 
 
 def _read(options: Options) -> Wanted:
@@ -87,7 +96,7 @@ def _read(options: Options) -> Wanted:
             timeout_seconds=options.some_number("timeout_seconds", above=0),
             timeout_reward=options.some_number("timeout_reward"),
             network=cast(Network | None, network),
-            remove=(removable(options, "tests_folder", folder),),
+            remove=(check_removable(options, "tests_folder", folder),),
         ),
         reward_key=options.some_text("reward_key"),
         verifier_folder=options.text("verifier_folder", "/logs/verifier"),
@@ -105,26 +114,26 @@ def _placed(options: Options, file: File, folder: str) -> File:
 async def _clear(case: Case, wanted: Wanted) -> None:
     line = 'mkdir -p -- "$0" && rm -f -- "$0/reward.txt" "$0/reward.json"'
     argv = ["sh", "-c", line, wanted.verifier_folder]
-    done = await runtime_of(case).exec(argv, timeout_seconds=case.seconds, logs=case.logs)
+    done = await require_runtime(case).exec(argv, timeout_seconds=case.seconds, logs=case.logs)
     if done.exit_code != 0:
-        raise EvaluationFailed(f"{wanted.verifier_folder} cannot be made ready: {ending(done)}")
+        raise EvaluationFailed(f"{wanted.verifier_folder} cannot be made ready: {describe_end(done)}")
 
 
 def _rewards(as_json: bytes | None, as_text: bytes | None, wanted: Wanted, done: Executed) -> dict[str, float]:
     """Every number of the reward file, by name."""
     if as_json is None and as_text is None:
-        raise BadReward(f"{SCRIPT} left no reward.json or reward.txt in {wanted.verifier_folder}: {ending(done)}")
+        raise BadReward(f"{SCRIPT} left no reward.json or reward.txt in {wanted.verifier_folder}: {describe_end(done)}")
     if as_json is None:
-        return {"reward": read_reward((as_text or b"").decode("utf-8", "replace"), "reward.txt")}
+        return {"reward": parse_reward_text((as_text or b"").decode("utf-8", "replace"), "reward.txt")}
     try:
         value = json.loads(as_json)
     except (ValueError, RecursionError) as error:
-        raise BadReward(f"reward.json is no JSON: {error}; {ending(done)}") from error
+        raise BadReward(f"reward.json is no JSON: {error}; {describe_end(done)}") from error
     if not isinstance(value, Mapping):
         value = {"reward": value}
     # Harbor takes true and false for 1 and 0.
     return {
-        name: as_reward(int(each) if isinstance(each, bool) else each, f"{name!r} of reward.json")
+        name: parse_reward(int(each) if isinstance(each, bool) else each, f"{name!r} of reward.json")
         for name, each in value.items()
     }
 

@@ -29,8 +29,8 @@ from urllib.parse import urlsplit
 import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from rollout.evaluators.base import BadReward, Case, EvaluationFailed, Options, Score, as_score, of_case
-from rollout.evaluators.command import runtime_of
+from rollout.evaluators.base import BadReward, Case, EvaluationFailed, Options, Score, of_case, parse_score
+from rollout.evaluators.command import require_runtime
 from rollout.evaluators.diff import BOUND_BYTES
 from rollout.task import EvaluatorSpec, Task
 
@@ -75,7 +75,7 @@ class HttpEvaluator:
             value = answer.json()
         except ValueError as error:
             raise BadReward(f"{wanted.url} answered with no JSON: {answer.text[:500]!r}") from error
-        return as_score(value, f"the answer of {wanted.url}")
+        return parse_score(value, f"the answer of {wanted.url}")
 
 
 def _read(options: Options) -> Wanted:
@@ -125,7 +125,7 @@ async def _body(case: Case, wanted: Wanted) -> dict[str, Any]:
         "run": told,
     }
     if wanted.files:
-        archive = await runtime_of(case).download(wanted.files, bound_bytes=BOUND_BYTES)
+        archive = await require_runtime(case).download(wanted.files, bound_bytes=BOUND_BYTES)
         body["files"] = (await asyncio.to_thread(base64.b64encode, archive)).decode()
     return body
 

@@ -26,8 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.evaluators.base import BadReward, Case, EvaluationFailed, Options, Run, Score, of_case, shortened
-from rollout.evaluators.command import ending, runtime_of
+from rollout.evaluators.base import BadReward, Case, EvaluationFailed, Options, Run, Score, of_case, shorten
+from rollout.evaluators.command import describe_end, require_runtime
 from rollout.evaluators.diff import collect
 from rollout.task import EvaluatorSpec, Task
 
@@ -63,7 +63,7 @@ class LlmJudge:
         verdict, tries = await _asked(case, wanted, await _question(case, wanted))
         reward = (verdict.score - wanted.minimum) / (wanted.maximum - wanted.minimum)
         metadata = {"score": verdict.score, "judge": wanted.model, "tries": tries}
-        return Score(reward, feedback=shortened(verdict.reason), metadata=metadata)
+        return Score(reward, feedback=shorten(verdict.reason), metadata=metadata)
 
 
 def _read(options: Options) -> Wanted:
@@ -103,17 +103,17 @@ async def _asked(case: Case, wanted: Wanted, question: str) -> tuple[Verdict, in
         try:
             return read_verdict(reply, wanted.minimum, wanted.maximum), tried
         except NoVerdict as error:
-            problem = f"{error}; it said: {shortened(reply, 500)!r}"
-            again = filled(AGAIN, {"problem": str(error), **_range(wanted)})
+            problem = f"{error}; it said: {shorten(reply, 500)!r}"
+            again = fill(AGAIN, {"problem": str(error), **_range(wanted)})
             messages = [*messages[:2], {"role": "assistant", "content": reply}, {"role": "user", "content": again}]
     raise BadReward(f"the judge {wanted.model} gave no verdict in {wanted.tries} tries: {problem}")
 
 
 async def _question(case: Case, wanted: Wanted) -> str:
     mark = secrets.token_hex(8)
-    material = [marked(name, shortened(text, wanted.shown_chars), mark) for name, text in await _material(case, wanted)]
+    material = [fence(name, shorten(text, wanted.shown_chars), mark) for name, text in await _material(case, wanted)]
     values = {"instruction": case.task.instruction, "rubric": wanted.rubric, "material": "\n\n".join(material)}
-    return filled(wanted.template, {**values, **_range(wanted)})
+    return fill(wanted.template, {**values, **_range(wanted)})
 
 
 async def _material(case: Case, wanted: Wanted) -> list[tuple[str, str]]:
@@ -127,7 +127,7 @@ async def _material(case: Case, wanted: Wanted) -> list[tuple[str, str]]:
         else:
             shown.append(("the agent's changes", await _diff(case, wanted)))
     if wanted.files:
-        collected = await collect(runtime_of(case), wanted.files)
+        collected = await collect(require_runtime(case), wanted.files)
         for path in wanted.files:
             content = collected.at(path)
             shown.append((f"the file {path}", "(not there)" if content is None else content.decode("utf-8", "replace")))
@@ -135,9 +135,9 @@ async def _material(case: Case, wanted: Wanted) -> list[tuple[str, str]]:
 
 
 async def _diff(case: Case, wanted: Wanted) -> str:
-    done = await runtime_of(case).exec(wanted.diff_command, timeout_seconds=case.seconds, logs=case.logs)
+    done = await require_runtime(case).exec(wanted.diff_command, timeout_seconds=case.seconds, logs=case.logs)
     if done.exit_code != 0 or done.timed_out:
-        raise EvaluationFailed(f"option 'diff_command' gave no diff: {ending(done)}")
+        raise EvaluationFailed(f"option 'diff_command' gave no diff: {describe_end(done)}")
     return done.stdout.decode("utf-8", "replace").strip() or "(nothing was changed)"
 
 
@@ -204,12 +204,12 @@ class NoVerdict(Exception):
     """The reply holds none. Says what is wrong with it."""
 
 
-def filled(template: str, values: Mapping[str, str]) -> str:
+def fill(template: str, values: Mapping[str, str]) -> str:
     """`template` with `{name}` for each of `values` replaced, once; other braces stay as they are."""
     return _FIELD.sub(lambda found: values.get(found[1], found[0]), template)
 
 
-def marked(name: str, text: str, mark: str) -> str:
+def fence(name: str, text: str, mark: str) -> str:
     """`text` between lines that it cannot contain itself, as long as nobody knew `mark` before."""
     return f"<<< {name} {mark}\n{text}\n<<< end of {name} {mark}"
 

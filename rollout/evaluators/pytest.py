@@ -21,8 +21,17 @@ from dataclasses import dataclass
 from typing import Literal
 from xml.etree.ElementTree import Element, ParseError, TreeBuilder, XMLParser
 
-from rollout.evaluators.base import Case, EvaluationFailed, EvaluationTimedOut, Options, Score, of_case, shortened
-from rollout.evaluators.command import Command, after_timeout, check_time, ending, named, ran, read_command, runtime_of
+from rollout.evaluators.base import Case, EvaluationFailed, EvaluationTimedOut, Options, Score, of_case, shorten
+from rollout.evaluators.command import (
+    Command,
+    check_time,
+    describe,
+    describe_end,
+    read_command,
+    require_runtime,
+    run_command,
+    score_timeout,
+)
 from rollout.evaluators.diff import Collected, collect
 from rollout.runtimes.base import Executed
 from rollout.task import EvaluatorSpec, Task
@@ -55,19 +64,19 @@ class PytestEvaluator:
         wanted = of_case(self.name, case, _read)
         await _remove(case, wanted.report)
         try:
-            done = await ran(case, wanted.command)
+            done = await run_command(case, wanted.command)
         except EvaluationTimedOut as error:
-            return after_timeout(wanted.command, error)
-        collected = await collect(runtime_of(case), wanted.report, REPORT_BYTES)
+            return score_timeout(wanted.command, error)
+        collected = await collect(require_runtime(case), wanted.report, REPORT_BYTES)
         results = await asyncio.to_thread(_results, collected, wanted, done)
         return score(results, wanted.must_pass, wanted.must_keep, wanted.mode)
 
 
 def score(results: Mapping[str, TestResult], must_pass: Sequence[str], must_keep: Sequence[str], mode: str) -> Score:
     """Of tests by name. Raises `EvaluationFailed` when none counts."""
-    counted = list(dict.fromkeys(map(canonical, must_pass)))
+    counted = list(dict.fromkeys(map(canonicalize, must_pass)))
     counted = counted or [test for test, result in results.items() if result.outcome != "skipped"]
-    kept = list(dict.fromkeys(map(canonical, must_keep)))
+    kept = list(dict.fromkeys(map(canonicalize, must_keep)))
     if not counted:
         raise EvaluationFailed(f"the report has no test that counts: all of its {len(results)} tests were skipped")
     failed, broken = _not_passed(results, counted), _not_passed(results, kept)
@@ -75,7 +84,7 @@ def score(results: Mapping[str, TestResult], must_pass: Sequence[str], must_keep
     reward = passed / len(counted) if mode == "fraction" else float(not failed)
     return Score(
         reward=0.0 if broken else reward,
-        feedback=shortened(_feedback(len(counted), failed, broken)),
+        feedback=shorten(_feedback(len(counted), failed, broken)),
         metadata={"passed": passed, "counted": len(counted), "broken": len(broken)},
     )
 
@@ -95,10 +104,10 @@ def _read(options: Options) -> Wanted:
 
 
 async def _remove(case: Case, paths: Sequence[str]) -> None:
-    runtime = runtime_of(case)
+    runtime = require_runtime(case)
     done = await runtime.exec(["rm", "-rf", "--", *paths], timeout_seconds=case.seconds, logs=case.logs)
     if done.exit_code != 0:
-        raise EvaluationFailed(f"an old report at {', '.join(paths)} cannot be removed: {ending(done)}")
+        raise EvaluationFailed(f"an old report at {', '.join(paths)} cannot be removed: {describe_end(done)}")
 
 
 def _results(collected: Collected, wanted: Wanted, done: Executed) -> dict[str, TestResult]:
@@ -108,16 +117,18 @@ def _results(collected: Collected, wanted: Wanted, done: Executed) -> dict[str, 
         single = collected.at(path) is not None
         files |= {name: content for name, content in found.items() if single or name.endswith(".xml")}
     if not files:
-        raise EvaluationFailed(f"{named(wanted.command)} wrote no report at {', '.join(wanted.report)}: {ending(done)}")
+        raise EvaluationFailed(
+            f"{describe(wanted.command)} wrote no report at {', '.join(wanted.report)}: {describe_end(done)}"
+        )
     results: list[TestResult] = []
     for name, content in files.items():
         try:
             results += read_report(content)
         except BadReport as error:
-            raise EvaluationFailed(f"the report {name} is no JUnit XML: {error}; {ending(done)}") from error
+            raise EvaluationFailed(f"the report {name} is no JUnit XML: {error}; {describe_end(done)}") from error
     if not results:
-        raise EvaluationFailed(f"the report at {', '.join(wanted.report)} holds no test: {ending(done)}")
-    return by_test(results)
+        raise EvaluationFailed(f"the report at {', '.join(wanted.report)} holds no test: {describe_end(done)}")
+    return merge_by_test(results)
 
 
 def _not_passed(results: Mapping[str, TestResult], tests: Sequence[str]) -> list[TestResult]:
@@ -135,7 +146,7 @@ def _feedback(counted: int, failed: Sequence[TestResult], broken: Sequence[TestR
 
 
 def _why(result: TestResult) -> str:
-    return shortened(result.message, MESSAGE_CHARS) or result.outcome
+    return shorten(result.message, MESSAGE_CHARS) or result.outcome
 
 
 # JUnit XML, as pytest and many other test runners write it, read into what became of each test.
@@ -181,7 +192,7 @@ def read_report(content: bytes) -> list[TestResult]:
     return [_result(case) for case in root.iter("testcase")]
 
 
-def by_test(results: Iterable[TestResult]) -> dict[str, TestResult]:
+def merge_by_test(results: Iterable[TestResult]) -> dict[str, TestResult]:
     """One result for each test. Of several of one test the worst counts: pytest reports a failed teardown as a second one."""
     found: dict[str, TestResult] = {}
     for result in results:
@@ -191,7 +202,7 @@ def by_test(results: Iterable[TestResult]) -> dict[str, TestResult]:
     return found
 
 
-def canonical(written: str) -> str:
+def canonicalize(written: str) -> str:
     """The `test` of what a user writes: `tests/test_a.py::TestB::test_c[1]` is `tests.test_a.TestB::test_c[1]`, the way pytest
     itself writes class names (`_pytest.junitxml.mangle_test_address`); `<classname>::<name>` stays as it is."""
     address, bracket, parameters = written.partition("[")

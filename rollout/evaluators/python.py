@@ -18,7 +18,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from rollout.evaluators.base import Case, EvaluationFailed, Options, Score, as_score, of_case
+from rollout.evaluators.base import Case, EvaluationFailed, Options, Score, of_case, parse_score
 from rollout.runtimes.base import RuntimeFailed
 from rollout.sessions import SessionFailed
 from rollout.task import EvaluatorSpec, Task
@@ -43,7 +43,7 @@ class PythonEvaluator:
             raise
         except (Exception, SystemExit) as error:
             raise EvaluationFailed(f"{entry} raised {type(error).__name__}: {error}") from error
-        return as_score(value, f"what {entry} gave")
+        return parse_score(value, f"what {entry} gave")
 
 
 def _read(options: Options) -> str:

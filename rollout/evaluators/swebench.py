@@ -29,8 +29,8 @@ from posixpath import join, normpath
 from types import ModuleType
 from typing import Any
 
-from rollout.evaluators.base import Case, EvaluationFailed, EvaluationTimedOut, Options, Score, of_case, shortened
-from rollout.evaluators.command import ending, runtime_of
+from rollout.evaluators.base import Case, EvaluationFailed, EvaluationTimedOut, Options, Score, of_case, shorten
+from rollout.evaluators.command import describe_end, require_runtime
 from rollout.runtimes.base import Executed, Logs
 from rollout.task import EvaluatorSpec, Task
 
@@ -75,7 +75,7 @@ class SwebenchEvaluator:
             return Score(0.0, feedback="nothing was changed", metadata={"resolved": False, "empty_patch": True})
         log, done = await _tested(case, wanted, script)
         if START not in log or END not in log:
-            raise EvaluationFailed(f"{_id(wanted)}: the eval script did not come to its tests: {ending(done)}")
+            raise EvaluationFailed(f"{_id(wanted)}: the eval script did not come to its tests: {describe_end(done)}")
         report = await _graded(wanted, patch or "", log)
         return _score(wanted, report, log)
 
@@ -111,7 +111,7 @@ def _is_list_of_texts(value: object) -> bool:
 
 async def _carried(case: Case, wanted: Wanted) -> str | None:
     """The patch by which the agent's files came into the repository; None where they are there already."""
-    runtime = runtime_of(case)
+    runtime = require_runtime(case)
     repository, result = (normpath(join(runtime.workdir, path)) for path in (wanted.repository, wanted.result))
     if repository == result:
         return None
@@ -120,16 +120,16 @@ async def _carried(case: Case, wanted: Wanted) -> str | None:
         ["sh", "-c", CARRY, "sh", repository, result, patch], timeout_seconds=case.seconds, logs=case.logs
     )
     if done.exit_code != 0 or done.timed_out:
-        raise EvaluationFailed(f"{_id(wanted)}: {result} could not be carried into {repository}: {ending(done)}")
+        raise EvaluationFailed(f"{_id(wanted)}: {result} could not be carried into {repository}: {describe_end(done)}")
     shown = await runtime.exec(["cat", patch], timeout_seconds=case.seconds)
     if shown.exit_code != 0 or shown.timed_out:
-        raise EvaluationFailed(f"{_id(wanted)}: the agent's patch cannot be read: {ending(shown)}")
+        raise EvaluationFailed(f"{_id(wanted)}: the agent's patch cannot be read: {describe_end(shown)}")
     return shown.stdout.decode("utf-8", "replace")
 
 
 async def _tested(case: Case, wanted: Wanted, script: str) -> tuple[str, Executed]:
     """The log of the eval script, stdout and stderr in one as the package's parsers expect it, and how it ended."""
-    runtime = runtime_of(case)
+    runtime = require_runtime(case)
     path = join(runtime.home, "eval.sh")
     await runtime.upload(path, script.encode(), mode=0o755)
     logs = replace(case.logs, stdout=case.logs.stdout.with_name(f"{case.logs.stdout.name}.tests"))
@@ -141,7 +141,9 @@ async def _tested(case: Case, wanted: Wanted, script: str) -> tuple[str, Execute
         logs=logs,
     )
     if done.timed_out:
-        raise EvaluationTimedOut(f"{_id(wanted)}: the tests were still at work after {case.seconds:g} seconds; {ending(done)}")
+        raise EvaluationTimedOut(
+            f"{_id(wanted)}: the tests were still at work after {case.seconds:g} seconds; {describe_end(done)}"
+        )
     return await asyncio.to_thread(_whole, logs, done), done
 
 
@@ -188,7 +190,7 @@ def _score(wanted: Wanted, report: Mapping[str, Any], log: str) -> Score:
     resolved = bool(report["resolved"])
     tests = report.get("tests_status") or {}
     if not tests:
-        tail = shortened(log[-4000:])
+        tail = shorten(log[-4000:])
         return Score(
             0.0, feedback=f"no test ran; the log ended with:\n{tail}", metadata={"resolved": False, "tests_ran": False}
         )
@@ -201,7 +203,7 @@ def _score(wanted: Wanted, report: Mapping[str, Any], log: str) -> Score:
     lines = [f"resolved: {'yes' if resolved else 'no'}"]
     lines += [f"does not pass: {test}" for test in unfixed] + [f"passed before, does not pass: {test}" for test in broken]
     counts = {"fixed": len(fixed), "unfixed": len(unfixed), "kept": len(kept), "broken": len(broken)}
-    return Score(reward, feedback=shortened("\n".join(lines)), metadata={"resolved": resolved, **counts})
+    return Score(reward, feedback=shorten("\n".join(lines)), metadata={"resolved": resolved, **counts})
 
 
 def _id(wanted: Wanted) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from reconstruct.roles import RoleRule
-from rollout.harnesses.mcp import McpForm, parsed_form
+from rollout.harnesses.mcp import McpForm, parse_form
 from rollout.harnesses.prepared import (
     BadDefinition,
     Endpoint,
@@ -184,7 +184,7 @@ def _typed(name: str, key: str, value: Any) -> Any:
             raise BadDefinition(f"{name}: {key} must be a table of strings")
         return value
     if key == "mcp":
-        return parsed_form(value)
+        return parse_form(value)
     if key == "roles":
         return _role_rules(name, value)
     if not isinstance(value, str):

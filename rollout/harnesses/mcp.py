@@ -61,7 +61,7 @@ class McpForm:
         return _filled(self.command, values)
 
 
-def parsed_form(data: Any) -> McpForm:
+def parse_form(data: Any) -> McpForm:
     """Raises `BadDefinition`."""
     known = [each.name for each in fields(McpForm)]
     if not isinstance(data, dict):

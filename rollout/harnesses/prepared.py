@@ -69,17 +69,17 @@ _WITHHELD = re.compile(
 )
 
 
-def withheld(variable: str) -> bool:
+def is_withheld(variable: str) -> bool:
     """Whether a variable of the caller never reaches a harness unless it is passed on by name."""
     return _WITHHELD.fullmatch(variable) is not None
 
 
-def surroundings(
+def build_environment(
     outer: Mapping[str, str], prepared: Prepared, home: Path, passed: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """The harness's whole environment. `outer` is the caller's; `passed` are variables the caller gives it on purpose, which
     win over everything else. PATH is kept; HOME is `home`, and TMPDIR below it."""
-    env = {name: value for name, value in outer.items() if not withheld(name) and name not in prepared.unset}
+    env = {name: value for name, value in outer.items() if not is_withheld(name) and name not in prepared.unset}
     return env | home_variables(home) | dict(prepared.env) | dict(passed or {})
 
 

@@ -63,7 +63,7 @@ class HarnessProcess:
             file.write(given or b"")
             file.seek(0)
             return subprocess.Popen(
-                [executable(argv[0], env), *argv[1:]],
+                [find_executable(argv[0], env), *argv[1:]],
                 # Some harnesses believe PWD more than the directory they are in.
                 env={**env, "PWD": str(workdir)},
                 cwd=workdir,
@@ -101,10 +101,10 @@ class HarnessProcess:
             os.killpg(self._process.pid, number)
 
 
-def version_there(argv: Sequence[str], env: Mapping[str, str], workdir: Path) -> str | None:
+def read_version(argv: Sequence[str], env: Mapping[str, str], workdir: Path) -> str | None:
     """The version that the command prints; None where it prints none, cannot be run, or takes longer than VERSION_SECONDS."""
     try:
-        command = [executable(argv[0], env), *argv[1:]]
+        command = [find_executable(argv[0], env), *argv[1:]]
         done = subprocess.run(
             command, env=dict(env), cwd=workdir, stdin=subprocess.DEVNULL, capture_output=True, timeout=VERSION_SECONDS
         )
@@ -114,7 +114,7 @@ def version_there(argv: Sequence[str], env: Mapping[str, str], workdir: Path) ->
     return found[0].decode() if found else None
 
 
-def executable(command: str, env: Mapping[str, str]) -> str:
+def find_executable(command: str, env: Mapping[str, str]) -> str:
     """Where `command` is, by the PATH of `env`. Raises `MissingExecutable`."""
     found = shutil.which(command, path=env.get("PATH", os.defpath))
     if found is None:

@@ -15,7 +15,7 @@ import pytest
 
 from examples.tasks.load import FOLDER, body, names
 from rollout.evaluators.base import Score
-from rollout.evaluators.catalogue import kind
+from rollout.evaluators.catalogue import load
 from tests.support.runtimes.evaluations import case_of, check, plain_runtime
 
 ROOT = FOLDER.parent.parent
@@ -46,7 +46,7 @@ async def graded(name: str, folder: Path, solved: bool, left: Mapping[str, bytes
             shutil.copytree(FOLDER / name / "solution", runtime.workdir, dirs_exist_ok=True)
         for path, content in (left or {}).items():
             await runtime.upload(path, content)
-        return await kind(evaluator["kind"]).evaluate(case_of(runtime, evaluator["options"], folder))
+        return await load(evaluator["kind"]).evaluate(case_of(runtime, evaluator["options"], folder))
 
 
 def test_there_are_a_dozen() -> None:
@@ -88,7 +88,7 @@ async def test_tests_that_hang_by_the_agents_doing_earn_nothing(tmp_path: Path) 
     options = {**task["evaluator"]["options"], "timeout_seconds": 0.5}
     async with plain_runtime(tmp_path) as runtime:
         await runtime.upload("pages.py", b"while True: pass")
-        score = await kind("pytest").evaluate(case_of(runtime, options, tmp_path))
+        score = await load("pytest").evaluate(case_of(runtime, options, tmp_path))
     assert (score.reward, score.metadata) == (0.0, {"timed_out": True})
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout.harnesses.catalogue import load
-from rollout.harnesses.prepared import Endpoint, fill, surroundings
+from rollout.harnesses.prepared import Endpoint, build_environment, fill
 from tests.harnesses.installed import folder_of
 from tests.harnesses.player import Step, ToolCall
 
@@ -111,7 +111,7 @@ def run(
     path = f"{folder_of(prepared.argv[0])}{os.pathsep}{os.environ['PATH']}"
     given = {name: fill(text, endpoint.base_urls) for name, text in cli.variables.items()}
     passed = {"PATH": path, "PWD": str(workdir), **variables, **given}
-    env = surroundings(os.environ, prepared, home, passed)
+    env = build_environment(os.environ, prepared, home, passed)
     return _ended([*prepared.argv], env, workdir, timeout_seconds)
 
 

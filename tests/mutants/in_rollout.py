@@ -32,7 +32,7 @@ FAULTS = (
     Fault(
         "The reward of an evaluation that failed is 0 instead of none.",
         '            raise RolloutFailed(Failure.BAD_REWARD, str(error), self._logs.place("evaluate.out")) from error\n',
-        "            return as_score(0.0, str(error))\n",
+        "            return parse_score(0.0, str(error))\n",
         _NODE + "'every_failure'",
     ),
     Fault(

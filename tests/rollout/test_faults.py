@@ -22,7 +22,7 @@ from rollout.evaluators import catalogue
 from rollout.runtimes.base import Executed
 from rollout.sessions import Judge, NoAnswer, SessionRefused, Sessions
 from rollout.stages import Stage, within
-from rollout.steps import AttemptLogs, check, removed
+from rollout.steps import AttemptLogs, check, remove
 from rollout.store import keys
 from rollout.task import EvaluatorSpec, Exec, HarnessSpec
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
@@ -181,7 +181,7 @@ class SlowRuntime:
 
 async def test_a_runtime_that_is_being_removed_is_removed_whoever_cancels_it() -> None:
     runtime: Any = SlowRuntime()
-    removing = asyncio.create_task(removed(runtime))
+    removing = asyncio.create_task(remove(runtime))
     await runtime.begun.wait()
     removing.cancel()
     await asyncio.sleep(0)
@@ -199,7 +199,7 @@ async def test_a_runtime_that_cannot_be_removed_changes_nothing_of_the_rollout(c
 
     runtime: Any = Broken()
     with caplog.at_level(logging.ERROR):
-        await removed(runtime)
+        await remove(runtime)
     assert "could not be removed" in caplog.text
 
 

@@ -22,7 +22,7 @@ from rollout.attempts import AttemptId, Verdict
 from rollout.course import close_member, open_member
 from rollout.sessions import OpenSession, Sessions
 from rollout.store.tasks import RedisTaskStore
-from rollout.sweeper import LONGEST_PAUSE_SECONDS, MOST_TRIES, pause_seconds
+from rollout.sweeper import LONGEST_PAUSE_SECONDS, MOST_TRIES, draw_pause_seconds
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.runtimes.rollout_stores import WELL, Stores
 from tests.support.service.redis_server import RedisServer, running_redis
@@ -338,7 +338,7 @@ def test_a_callback_that_fails_is_visible(service: RunningService) -> None:
 
 def test_a_callback_that_fails_is_tried_at_ever_greater_intervals() -> None:
     """Up to an hour, and given up in the end: within a day in all."""
-    pauses = [pause_seconds(tries) for tries in range(1, MOST_TRIES)]
+    pauses = [draw_pause_seconds(tries) for tries in range(1, MOST_TRIES)]
     assert pauses[0] < 2 and all(after > 1.3 * before for before, after in itertools.pairwise(pauses[:11]))
     assert max(pauses) <= 1.2 * LONGEST_PAUSE_SECONDS == 4320
     assert sum(pauses) < 24 * 3600

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rollout.attempts import AttemptId, Failure, RolloutFailed, Verdict
 from rollout.evaluation import Evaluation
 from rollout.evaluators import catalogue
-from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, Score, as_reward, as_score, shortened
+from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, Score, parse_reward, parse_score, shorten
 from rollout.steps import AttemptLogs
 from rollout.store.base import decode, encode
 from rollout.task import EvaluatorSpec
@@ -58,13 +58,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 @pytest.mark.parametrize("name", catalogue.names())
 def test_every_kind_is_named_as_it_is_listed(name: str) -> None:
-    assert catalogue.kind(name).name == name
-    assert catalogue.kind(name) is catalogue.kind(name)
+    assert catalogue.load(name).name == name
+    assert catalogue.load(name) is catalogue.load(name)
 
 
 def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
     with pytest.raises(catalogue.UnknownEvaluator, match=r"no evaluator 'comand': choose one of command, diff, .*pytest"):
-        catalogue.kind("comand")
+        catalogue.load("comand")
 
 
 async def test_installed_packages_bring_kinds(installed: None, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ async def test_what_a_package_gives_is_no_reward_unless_all_of_it_is(
 
 @pytest.mark.parametrize("value", [1, 0.5, -2.0, np.float32(0.5), np.int64(3), Fraction(1, 2)])
 def test_any_real_number_is_a_reward(value: Any) -> None:
-    assert as_reward(value, "it") == float(value)
+    assert parse_reward(value, "it") == float(value)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def test_any_real_number_is_a_reward(value: Any) -> None:
 )
 def test_nothing_else_is_a_reward(value: Any) -> None:
     with pytest.raises(BadReward, match=r"^it is"):
-        as_reward(value, "it")
+        parse_reward(value, "it")
 
 
 def test_metadata_that_can_be_written_as_json_can_be_stored_and_read_back() -> None:
     """Keys that are numbers could not be read again, and a number of numpy's made of a good reward a bad one."""
-    metadata = as_score({"reward": 1, "metadata": {1: "a", "mean": np.float64(0.5), "pair": (1, 2)}}, "it").metadata
+    metadata = parse_score({"reward": 1, "metadata": {1: "a", "mean": np.float64(0.5), "pair": (1, 2)}}, "it").metadata
     assert metadata == {"1": "a", "mean": 0.5, "pair": [1, 2]}
     verdict = Verdict("completed", 1.0, metadata=metadata)
     assert decode(encode(verdict), Verdict) == verdict
@@ -137,17 +137,17 @@ def test_metadata_that_can_be_written_as_json_can_be_stored_and_read_back() -> N
 )
 def test_an_object_with_something_wrong_in_it_is_no_score(value: Any) -> None:
     with pytest.raises(EvaluationFailed, match=r"of it|it has no field 'reward'"):
-        as_score(value, "it")
+        parse_score(value, "it")
 
 
 def test_a_score_is_taken_as_strictly_as_an_object() -> None:
-    assert as_score(Score(1, {"c": 1}, feedback="good"), "it") == Score(1.0, {"c": 1.0}, feedback="good")
+    assert parse_score(Score(1, {"c": 1}, feedback="good"), "it") == Score(1.0, {"c": 1.0}, feedback="good")
     with pytest.raises(BadReward):
-        as_score(Score(float("nan")), "it")
+        parse_score(Score(float("nan")), "it")
 
 
 @given(st.text(st.characters(), max_size=300), st.integers(2, 100))
 def test_a_shortened_text_can_be_written_and_is_short(text: str, characters: int) -> None:
-    short = shortened(text, characters)
+    short = shorten(text, characters)
     short.encode()
     assert len(short) <= characters + 40

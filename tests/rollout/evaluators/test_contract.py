@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollout.evaluators.base import BadEvaluator, BadReward, Case, EvaluationFailed
-from rollout.evaluators.catalogue import kind, names
+from rollout.evaluators.catalogue import load, names
 from rollout.runtimes.base import Executed, RuntimeFailed
 from rollout.task import EvaluatorSpec, HarnessSpec
 from rollout.task_sources import swebench_task
@@ -153,7 +153,7 @@ def test_these_are_all_the_kinds() -> None:
 async def test_good_work_earns_the_full_reward(name: str, tmp_path: Path, url: str, said: Said) -> None:
     setup = await set_up(name, tmp_path, url)
     check(name, setup.good)
-    score = await kind(name).evaluate(case(name, setup, setup.good, tmp_path, said))
+    score = await load(name).evaluate(case(name, setup, setup.good, tmp_path, said))
     assert score.reward == 1.0
     json.dumps([score.feedback, dict(score.metadata), dict(score.per_call), dict(score.per_branch)])
 
@@ -186,7 +186,7 @@ async def test_what_is_refused_at_submission_is_a_failure_on_a_node(name: str, t
     """Where it never asks the runtime or anybody else."""
     setup = await set_up(name, tmp_path, url)
     with pytest.raises(EvaluationFailed, match="this node does not take what was accepted"):
-        await kind(name).evaluate(case(name, setup, {**setup.good, "treshold": 1}, tmp_path, said))
+        await load(name).evaluate(case(name, setup, {**setup.good, "treshold": 1}, tmp_path, said))
     assert setup.runtime.commands == []
     assert not said.asked.is_set()
 
@@ -197,7 +197,7 @@ async def test_what_is_no_reward_is_never_zero(name: str, tmp_path: Path, url: s
     setup = await set_up(name, tmp_path, url)
     assert setup.none is not None
     with pytest.raises(EvaluationFailed) as raised:
-        await kind(name).evaluate(case(name, setup, setup.none, tmp_path, said))
+        await load(name).evaluate(case(name, setup, setup.none, tmp_path, said))
     assert isinstance(raised.value, BadReward) == (name not in ("pytest", "swebench"))
 
 
@@ -217,7 +217,7 @@ async def test_a_runtime_that_breaks_is_no_fault_of_the_evaluator(name: str, tmp
     setup = await set_up(name, tmp_path, url)
     broken = Setup(Broken(tmp_path), setup.good, None, None)
     with pytest.raises(RuntimeFailed, match="gone"):
-        await kind(name).evaluate(case(name, broken, setup.good, tmp_path, said))
+        await load(name).evaluate(case(name, broken, setup.good, tmp_path, said))
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "diff"])
@@ -226,7 +226,7 @@ async def test_an_evaluation_ends_where_it_is_stopped(name: str, tmp_path: Path,
     said.reward = None
     setup = await set_up(name, tmp_path, url)
     assert setup.hanging is not None
-    evaluation = asyncio.ensure_future(kind(name).evaluate(case(name, setup, setup.hanging, tmp_path, said)))
+    evaluation = asyncio.ensure_future(load(name).evaluate(case(name, setup, setup.hanging, tmp_path, said)))
     if name in ("http", "python", "llm_judge"):
         await said.asked.wait()
     else:
@@ -260,7 +260,7 @@ def test_a_kind_looks_at_nothing_but_the_options_when_it_checks(name: str, monke
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("it looked elsewhere")
 
-    evaluator = kind(name)
+    evaluator = load(name)
     for place in ("asyncio.create_subprocess_exec", "subprocess.Popen", "socket.socket.connect", "pathlib.Path.read_bytes"):
         monkeypatch.setattr(place, refuse)
     with pytest.raises(BadEvaluator):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.evaluators.base import BadEvaluator
-from rollout.evaluators.catalogue import kind
+from rollout.evaluators.catalogue import load
 from rollout.evaluators.diff import name_of
 from tests.support.runtimes.evaluations import case_of, check, evaluated, plain_runtime
 
@@ -59,7 +59,7 @@ async def test_a_link_or_a_folder_is_no_file(tmp_path: Path) -> None:
     async with plain_runtime(tmp_path) as runtime:
         (Path(runtime.workdir) / "link").symlink_to(tmp_path / "secret")
         (Path(runtime.workdir) / "folder").mkdir()
-        assert (await kind("diff").evaluate(case_of(runtime, options, tmp_path))).reward == 0.0
+        assert (await load("diff").evaluate(case_of(runtime, options, tmp_path))).reward == 0.0
 
 
 async def test_paths_may_be_absolute(tmp_path: Path) -> None:

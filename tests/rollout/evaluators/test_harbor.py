@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, EvaluationTimedOut, Score
-from rollout.evaluators.catalogue import kind
+from rollout.evaluators.catalogue import load
 from rollout.runtimes.base import Executed
 from rollout.task import Budgets, Exec, HarnessSpec, McpServer, RuntimeSpec, Task
 from rollout.task_sources import BadHarborTask, harbor_task
@@ -41,7 +41,7 @@ def loaded(folder: Path = FOLDER, **more: Any) -> Task:
 
 async def verified(runtime: PlainRuntime, folder: Path, options: dict[str, Any]) -> Score:
     check("harbor", options)
-    return await kind("harbor").evaluate(case_of(runtime, options, folder))
+    return await load("harbor").evaluate(case_of(runtime, options, folder))
 
 
 async def scripted(runtime: PlainRuntime, folder: Path, script: str, **options: Any) -> Score:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, Run
-from rollout.evaluators.catalogue import kind
-from rollout.evaluators.llm_judge import NoVerdict, filled, last_message, read_verdict
+from rollout.evaluators.catalogue import load
+from rollout.evaluators.llm_judge import NoVerdict, fill, last_message, read_verdict
 from tests.support.runtimes.evaluations import RUN, case_of, check, evaluated, plain_runtime
 
 OPTIONS: dict[str, Any] = {"rubric": "10 for a poem that rhymes.", "model": "judge-70b"}
@@ -99,11 +99,11 @@ async def test_the_judge_sees_what_was_changed(tmp_path: Path) -> None:
         commit = "git init -q && git add . && git -c user.name=a -c user.email=a@b commit -qm a"
         assert (await runtime.exec(["sh", "-c", commit], timeout_seconds=60)).exit_code == 0
         case = case_of(runtime, {**OPTIONS, "show": ["diff", "output"]}, tmp_path, ask=judge)
-        await kind("llm_judge").evaluate(case)
+        await load("llm_judge").evaluate(case)
         assert "(nothing was changed)" in judge.question
         await runtime.upload("a.txt", b"new\n")
         await runtime.upload("b.txt", b"added\n")
-        await kind("llm_judge").evaluate(case)
+        await load("llm_judge").evaluate(case)
     question = str(judge.asked[1][1][1]["content"])
     assert "-old\n+new\n" in question
     assert "+added" in question
@@ -175,7 +175,7 @@ def test_any_words_are_a_verdict_in_range_or_none(reply: str) -> None:
 
 
 def test_a_placeholder_is_filled_once() -> None:
-    assert filled('{a} {b} {"c": {a}} {unknown}', {"a": "{b}", "b": "2"}) == '{b} 2 {"c": {b}} {unknown}'
+    assert fill('{a} {b} {"c": {a}} {unknown}', {"a": "{b}", "b": "2"}) == '{b} 2 {"c": {b}} {unknown}'
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.evaluators.base import BadEvaluator, EvaluationFailed, EvaluationTimedOut
-from rollout.evaluators.pytest import BadReport, by_test, canonical, read_report
+from rollout.evaluators.pytest import BadReport, canonicalize, merge_by_test, read_report
 from tests.support.runtimes.evaluations import check, evaluated
 
 TESTS = """
@@ -140,7 +140,7 @@ def test_of_several_results_of_one_test_the_worst_counts() -> None:
     ran = '<testcase classname="A" name="x"/><testcase classname="A" name="x"><failure>no</failure></testcase>'
     skipped = '<testcase classname="A" name="y"><skipped/></testcase><testcase classname="A" name="y"/>'
     report = f'<testsuite>{ran}<testcase classname="A" name="x"/>{skipped}</testsuite>'.encode()
-    assert {test: result.outcome for test, result in by_test(read_report(report)).items()} == {
+    assert {test: result.outcome for test, result in merge_by_test(read_report(report)).items()} == {
         "A::x": "failed",
         "A::y": "passed",
     }
@@ -156,8 +156,8 @@ def test_of_several_results_of_one_test_the_worst_counts() -> None:
     ],
 )
 def test_names_are_those_of_the_report(written: str, name: str) -> None:
-    assert canonical(written) == name
-    assert canonical(name) == name
+    assert canonicalize(written) == name
+    assert canonicalize(name) == name
 
 
 @given(st.binary(max_size=200))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.evaluators.base import BadEvaluator, BadReward, Case, EvaluationFailed, Score
-from rollout.evaluators.catalogue import kind
+from rollout.evaluators.catalogue import load
 from rollout.runtimes.base import RuntimeFailed
 from rollout.sessions import NoAnswer
 from tests.support.runtimes.evaluations import RUN, case_of, check, evaluated
@@ -115,7 +115,7 @@ async def test_a_judge_that_is_away_is_told_apart_from_a_function_that_breaks(tm
 async def test_what_a_node_lacks_is_named(entry: str, said: str, tmp_path: Path) -> None:
     check("python", {"entry": entry})
     with pytest.raises(EvaluationFailed, match=said):
-        await kind("python").evaluate(case_of(None, {"entry": entry}, tmp_path))
+        await load("python").evaluate(case_of(None, {"entry": entry}, tmp_path))
 
 
 @pytest.mark.parametrize(

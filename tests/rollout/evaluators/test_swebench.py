@@ -18,7 +18,7 @@ import pytest
 
 from rollout.evaluators import swebench
 from rollout.evaluators.base import BadEvaluator, EvaluationFailed, EvaluationTimedOut, Score
-from rollout.evaluators.catalogue import kind
+from rollout.evaluators.catalogue import load
 from rollout.runtimes.base import Executed
 from rollout.task import HarnessSpec, RuntimeSpec
 from rollout.task_sources import REPOSITORY, RESULT, BadInstance, swebench_task
@@ -43,7 +43,7 @@ class Place:
         return dict(task.evaluator.options)
 
     async def evaluated(self, options: dict[str, Any], seconds: float = 240.0) -> Score:
-        return await kind("swebench").evaluate(case_of(self.runtime, options, self.folder, seconds=seconds))
+        return await load("swebench").evaluate(case_of(self.runtime, options, self.folder, seconds=seconds))
 
     @property
     def result(self) -> Path:

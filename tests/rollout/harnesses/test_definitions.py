@@ -28,11 +28,11 @@ from rollout.harnesses.prepared import (
     UnknownField,
     UnknownHarness,
     UnknownPlaceholder,
+    build_environment,
     check,
     fill,
     fill_file,
-    surroundings,
-    withheld,
+    is_withheld,
 )
 from rollout.task import HarnessSpec, McpServer, Upload
 from tests import ROOT
@@ -360,20 +360,20 @@ def test_a_link_that_leads_out_of_the_home_is_not_followed(tmp_path: Path) -> No
     ],
 )
 def test_what_would_lead_a_harness_elsewhere_or_is_secret_is_withheld(variable: str) -> None:
-    assert withheld(variable)
+    assert is_withheld(variable)
 
 
 @pytest.mark.parametrize(
     "variable", ["PATH", "LANG", "TERM", "VIRTUAL_ENV", "PYTHONPATH", "NO_PROXY", "PIP_INDEX_URL", "TOKENIZERS_PARALLELISM"]
 )
 def test_what_a_task_may_need_is_kept(variable: str) -> None:
-    assert not withheld(variable)
+    assert not is_withheld(variable)
 
 
 def test_the_surroundings_are_the_callers_with_a_home_of_their_own() -> None:
     ready = Prepared(("x",), {"OPENAI_API_KEY": "vk", "LANG": "C"}, {}, ("EDITOR",))
     outer = {"PATH": "/bin", "HOME": "/home/me", "LANG": "de", "EDITOR": "vi", "OPENAI_API_KEY": "mine", "HTTP_PROXY": "p"}
-    assert surroundings(outer, ready, Path("/h"), {"HTTP_PROXY": "given"}) == {
+    assert build_environment(outer, ready, Path("/h"), {"HTTP_PROXY": "given"}) == {
         "PATH": "/bin",
         "HOME": "/h",
         "TMPDIR": "/h/tmp",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollout.harnesses.prepared import CannotStart, MissingExecutable
-from rollout.harnesses.process import Ended, HarnessProcess, executable
+from rollout.harnesses.process import Ended, HarnessProcess, find_executable
 from tests.support.service.verbatim_process import runs, wait_until
 
 DEAF = """
@@ -87,7 +87,7 @@ def test_a_command_is_looked_for_on_the_path_of_the_harness(tmp_path: Path) -> N
     tool = tmp_path / "tool"
     tool.write_text("#!/bin/sh\nexit 7\n")
     tool.chmod(0o755)
-    assert executable("tool", {"PATH": str(tmp_path)}) == str(tool)
+    assert find_executable("tool", {"PATH": str(tmp_path)}) == str(tool)
     assert HarnessProcess(["tool"], {"PATH": f"{tmp_path}:/bin:/usr/bin"}, tmp_path).wait().exit_code == 7
     with pytest.raises(MissingExecutable, match="'tool' on PATH"):
         HarnessProcess(["tool"], {"PATH": "/nowhere"}, tmp_path)

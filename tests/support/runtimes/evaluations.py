@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.evaluators.base import Ask, Case, Run, Score
-from rollout.evaluators.catalogue import kind
+from rollout.evaluators.catalogue import load
 from rollout.runtimes.base import Logs, Runtime
 from rollout.task import EvaluatorSpec, HarnessSpec, Task
 from tests.support.runtimes.plain_runtime import PlainRuntime
@@ -40,16 +40,16 @@ async def evaluated(
 ) -> Score:
     """What the evaluator gives for `files`, checked as at submission first."""
     task = replace(case.pop("task", TASK), evaluator=EvaluatorSpec(name, options))
-    kind(name).check(EvaluatorSpec(name, options), task)
+    load(name).check(EvaluatorSpec(name, options), task)
     runtime = PlainRuntime(folder)
     await runtime.start()
     for path, content in (files or {}).items():
         await runtime.upload(path, content.encode() if isinstance(content, str) else content)
-    return await kind(name).evaluate(case_of(runtime, options, folder, task=task, **case))
+    return await load(name).evaluate(case_of(runtime, options, folder, task=task, **case))
 
 
 def check(name: str, options: Mapping[str, Any], task: Task = TASK) -> None:
-    kind(name).check(EvaluatorSpec(name, options), task)
+    load(name).check(EvaluatorSpec(name, options), task)
 
 
 @asynccontextmanager
