@@ -1,43 +1,49 @@
-"""Kind `diff`: files must have the content that is expected of them.
+"""Kind `diff`: the reward is the share of files that have the expected content.
 
-Options:
-
-    files       path -> the content: a text, or an object as in `options.File`
-    absent      paths at which no file may be left
-    whitespace  exact (default): byte for byte. trailing: spaces at line ends, blank lines at the file's end and the kind of line
-                ends do not count. any: every run of white space counts as one space
-    mode        fraction (default): the part of files and absent paths that is right. all: 1.0 when all are, otherwise 0.0
+Also here: taking files out of a runtime as contents by path (`collect`), which other kinds use.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import unified_diff
 from itertools import islice
 from posixpath import join, normpath, relpath
+from typing import Literal, Self
 
-from rollout.evaluators.base import Case, EvaluationFailed, File, Options, Score, of_case, shorten
+from pydantic import model_validator
+
+from rollout.evaluators.base import Case, EvaluationFailed, File, Files, Options, Score, Texts, shorten
 from rollout.evaluators.command import require_runtime
 from rollout.runtimes.base import Runtime, RuntimeFailed
 from rollout.runtimes.files import iterate_entries
 from rollout.task import EvaluatorSpec, Task
 
-WHITESPACE = ("exact", "trailing", "any")
-MODES = ("fraction", "all")
 DIFF_LINES = 60
 """Of one file in the feedback."""
 COMPARED_CHARS = 200_000
-"""Greater texts are not compared line by line for the feedback: that takes time that grows with their square."""
+"""Longer texts get no line-by-line diff in the feedback: its time grows with their square."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    files: tuple[File, ...]
-    absent: tuple[str, ...]
-    whitespace: str
-    mode: str
+class DiffOptions(Options):
+    kind = "diff"
+
+    files: Files = ()
+    """The expected content by path."""
+    absent: Texts = ()
+    """Paths at which there must be no file."""
+    whitespace: Literal["exact", "trailing", "any"] = "exact"
+    """exact: byte for byte. trailing: ignore white space at line ends, blank lines at the end of the file and the kind of line ends.
+    any: each run of white space counts as one space."""
+    mode: Literal["fraction", "all"] = "fraction"
+    """fraction: the share of files and absent paths that are right. all: 1.0 when all are, otherwise 0.0."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.files and not self.absent:
+            raise ValueError("option 'files' is missing, and so is 'absent'")
+        return self
 
 
 class DiffEvaluator:
@@ -45,39 +51,26 @@ class DiffEvaluator:
     needs_runtime = True
 
     def check(self, spec: EvaluatorSpec, task: Task) -> None:
-        _read(Options(self.name, spec.options))
+        DiffOptions.read(spec.options)
 
     async def evaluate(self, case: Case) -> Score:
-        wanted = of_case(self.name, case, _read)
-        paths = [file.path for file in wanted.files] + list(wanted.absent)
+        options = DiffOptions.read_case(case)
+        paths = [*(file.path for file in options.files), *options.absent]
         collected = await collect(require_runtime(case), paths)
-        return await asyncio.to_thread(_score, wanted, collected)
+        return await asyncio.to_thread(_score, options, collected)
 
 
-def _read(options: Options) -> Wanted:
-    wanted = Wanted(
-        files=options.files("files"),
-        absent=options.texts("absent"),
-        whitespace=options.choice("whitespace", WHITESPACE),
-        mode=options.choice("mode", MODES),
-    )
-    options.done()
-    if not wanted.files and not wanted.absent:
-        raise options.refused("files", "is missing, and so is 'absent'")
-    return wanted
-
-
-def _score(wanted: Wanted, collected: Collected) -> Score:
-    wrong = [text for file in wanted.files if (text := _difference(file, collected.at(file.path), wanted.whitespace))]
-    wrong += [f"{path} should not be there" for path in wanted.absent if collected.below(path)]
-    count = len(wanted.files) + len(wanted.absent)
-    reward = (count - len(wrong)) / count if wanted.mode == "fraction" else float(not wrong)
+def _score(options: DiffOptions, collected: Collected) -> Score:
+    wrong = [text for file in options.files if (text := _compare(file, collected.at(file.path), options.whitespace))]
+    wrong += [f"{path} should not be there" for path in options.absent if collected.below(path)]
+    count = len(options.files) + len(options.absent)
+    reward = (count - len(wrong)) / count if options.mode == "fraction" else float(not wrong)
     feedback = shorten("\n".join([f"{count - len(wrong)} of {count} paths are as expected.", *wrong]))
     return Score(reward, feedback=feedback, metadata={"right": count - len(wrong), "counted": count})
 
 
-def _difference(file: File, found: bytes | None, whitespace: str) -> str:
-    """What is wrong with what was `found`, in words; empty when it is as expected."""
+def _compare(file: File, found: bytes | None, whitespace: str) -> str:
+    """What is wrong with `found`, in words; empty when it is as expected."""
     if found is None:
         return f"{file.path} is not there, or is no file"
     if normalise(found, whitespace) == normalise(file.content, whitespace):
@@ -90,7 +83,7 @@ def _difference(file: File, found: bytes | None, whitespace: str) -> str:
 
 
 def normalise(content: bytes, whitespace: str) -> bytes:
-    """`content` as it is compared: equal ones count as the same."""
+    """Contents that count as the same become equal."""
     if whitespace == "any":
         return b" ".join(content.split())
     if whitespace == "trailing":
@@ -98,15 +91,12 @@ def normalise(content: bytes, whitespace: str) -> bytes:
     return content
 
 
-# Files taken out of a runtime, as contents by path.
-
-
 BOUND_BYTES = 256 << 20
-"""Of what is taken out at once."""
+"""The most that is collected at once."""
 
 
 class Collected:
-    """What was at some paths of a runtime. Only files proper count: a link that the agent left names something else."""
+    """Files of a runtime by path. Links count as absent: a link that the agent left names something else."""
 
     def __init__(self, contents: dict[str, bytes], workdir: str) -> None:
         self._contents = contents
@@ -117,7 +107,7 @@ class Collected:
         return self._contents.get(name_of(path, self._workdir))
 
     def below(self, path: str) -> dict[str, bytes]:
-        """The file at `path`, or every file below that folder, by name; in order of the names."""
+        """The file at `path`, or every file below that folder, sorted by name."""
         name = name_of(path, self._workdir)
         return {
             other: content
@@ -127,31 +117,30 @@ class Collected:
 
 
 async def collect(runtime: Runtime, paths: Sequence[str], bound_bytes: int = BOUND_BYTES) -> Collected:
-    """What is at `paths`, absolute or relative to the workdir. Raises `RuntimeFailed`, and `EvaluationFailed` for an archive that
-    cannot be read or whose files are together greater than `bound_bytes`."""
+    """The files at `paths`, absolute or relative to the workdir. Raises `RuntimeFailed`, and `EvaluationFailed` for an unreadable
+    archive or files larger than `bound_bytes` in total."""
     archive = await runtime.download(paths, bound_bytes=bound_bytes)
-    return Collected(await asyncio.to_thread(_contents, archive, bound_bytes), runtime.workdir)
+    return Collected(await asyncio.to_thread(_read_archive, archive, bound_bytes), runtime.workdir)
 
 
 def name_of(path: str, workdir: str) -> str:
-    """How an archive of a runtime names `path`: relative to the workdir, or without its first slash where it is outside."""
+    """The name of `path` in an archive of a runtime: relative to the workdir, or without its leading slash if it is outside."""
     whole = normpath(join(workdir, path))
     root = normpath(workdir)
     inside = root == "/" or whole == root or whole.startswith(f"{root}/")
     return relpath(whole, root) if inside else whole.lstrip("/")
 
 
-def _name(entry: str) -> str:
-    return normpath(entry).lstrip("/")
+def _read_archive(archive: bytes, bound_bytes: int) -> dict[str, bytes]:
+    def name_entry(name: str) -> str:
+        return normpath(name).lstrip("/")
 
-
-def _contents(archive: bytes, bound_bytes: int) -> dict[str, bytes]:
     contents: dict[str, bytes] = {}
     left = bound_bytes
     try:
         for entry, file in iterate_entries(archive):
-            # An entry that is another name of an earlier file says of itself that it has no size.
-            linked = contents.get(_name(entry.linkname)) if entry.islnk() else None
+            # A hard link to an earlier file is stored with size 0.
+            linked = contents.get(name_entry(entry.linkname)) if entry.islnk() else None
             if linked is None and not entry.isreg():
                 continue
             if entry.issparse():
@@ -159,9 +148,10 @@ def _contents(archive: bytes, bound_bytes: int) -> dict[str, bytes]:
             left -= entry.size if linked is None else len(linked)
             if left < 0:
                 raise EvaluationFailed(f"the collected files are greater than {bound_bytes} bytes")
-            contents[_name(entry.name)] = file.read(entry.size) if linked is None else linked
-            if linked is None and len(contents[_name(entry.name)]) != entry.size:
+            content = file.read(entry.size) if linked is None else linked
+            if linked is None and len(content) != entry.size:
                 raise EvaluationFailed(f"the archive of the collected files ends within {entry.name!r}")
+            contents[name_entry(entry.name)] = content
     except RuntimeFailed as error:
         raise EvaluationFailed(f"the archive of the collected files cannot be read: {error}") from error
     return contents

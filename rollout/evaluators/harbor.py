@@ -1,25 +1,17 @@
-"""Kind `harbor`: the verifier of a Harbor task: `tests/test.sh` runs and leaves a reward file.
+"""Kind `harbor`: the verifier of a Harbor task, `tests/test.sh`, leaves a reward file.
 
-Options; `rollout.task_sources` makes them from a task's folder:
-
-    tests            path below the tests folder -> content; `test.sh` is among them
-    env, workdir, timeout_seconds, timeout_reward   as of kind `command`
-    network          proxy or full; default: the runtime's own
-    reward_key       which number of a reward.json is the reward; default: `reward`, or the only one that there is
-    tests_folder     default /tests; what the agent left there is removed before
-    verifier_folder  where the reward files are written; default /logs/verifier
-
-As Harbor does it (`harbor.verifier.verifier`, 0.25): old reward files are removed first, the exit code of test.sh does not matter,
-reward.json goes before reward.txt, and a missing, empty or non-finite reward is a failure.
+As in Harbor 0.25 (`harbor.verifier.verifier`), old reward files are removed first, the exit code of test.sh is ignored, reward.json wins
+over reward.txt, and a missing, empty or non-finite reward is a failure. `rollout.task_sources` makes the options from a task's folder.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from posixpath import join
-from typing import cast
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
 
 from rollout.evaluators.base import (
     BadReward,
@@ -27,9 +19,13 @@ from rollout.evaluators.base import (
     EvaluationFailed,
     EvaluationTimedOut,
     File,
+    Files,
+    Number,
     Options,
     Score,
-    of_case,
+    Seconds,
+    Text,
+    TextTable,
     parse_reward,
     parse_reward_text,
     shorten,
@@ -49,14 +45,52 @@ from rollout.runtimes.base import Executed
 from rollout.task import EvaluatorSpec, Network, Task
 
 SCRIPT = "test.sh"
-NETWORKS = ("proxy", "full")
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    command: Command
-    reward_key: str | None
-    verifier_folder: str
+def _check_tests(files: tuple[File, ...]) -> tuple[File, ...]:
+    if SCRIPT not in [file.path for file in files]:
+        raise ValueError(f"lacks {SCRIPT}")
+    for file in files:
+        if file.path.startswith("/") or ".." in file.path.split("/"):
+            raise ValueError(f"must hold paths below the tests folder, not {file.path!r}")
+    return files
+
+
+class HarborOptions(Options):
+    kind = "harbor"
+
+    tests: Annotated[Files, AfterValidator(_check_tests)] = Field(default=(), validate_default=True)
+    """Content by path below the tests folder, `test.sh` among them."""
+    env: TextTable = Field(default_factory=dict)
+    workdir: Text | None = None
+    timeout_seconds: Seconds | None = None
+    timeout_reward: Number | None = None
+    network: Network | None = None
+    """None: the runtime's."""
+    reward_key: Text | None = None
+    """Which number of a reward.json is the reward; None: `reward`, or the only one."""
+    tests_folder: Annotated[Text, AfterValidator(check_removable)] = "/tests"
+    """What the agent left there is removed first."""
+    verifier_folder: Text = "/logs/verifier"
+    """Where the reward files are written."""
+
+    def build(self) -> Command:
+        folder = self.tests_folder
+        files = [
+            File(join(folder, file.path), file.content, 0o755 if file.path.endswith(".sh") else file.mode)
+            for file in self.tests
+        ]
+        return Command(
+            # Through a shell, as in Harbor: it also runs a script without a shebang.
+            argv=("sh", "-c", '"$0"', join(folder, SCRIPT)),
+            env=self.env,
+            workdir=self.workdir,
+            files=tuple(files),
+            timeout_seconds=self.timeout_seconds,
+            timeout_reward=self.timeout_reward,
+            network=self.network,
+            remove=(folder,),
+        )
 
 
 class HarborEvaluator:
@@ -64,65 +98,35 @@ class HarborEvaluator:
     needs_runtime = True
 
     def check(self, spec: EvaluatorSpec, task: Task) -> None:
-        check_time(_read(Options(self.name, spec.options)).command, task)
+        check_time(HarborOptions.read(spec.options).build(), task)
 
     async def evaluate(self, case: Case) -> Score:
-        wanted = of_case(self.name, case, _read)
-        await _clear(case, wanted)
+        options = HarborOptions.read_case(case)
+        command = options.build()
+        await _clear(case, options.verifier_folder)
         try:
-            done = await run_command(case, wanted.command)
+            done = await run_command(case, command)
         except EvaluationTimedOut as error:
-            return score_timeout(wanted.command, error)
-        paths = [join(wanted.verifier_folder, name) for name in ("reward.json", "reward.txt")]
+            return score_timeout(command, error)
+        paths = [join(options.verifier_folder, name) for name in ("reward.json", "reward.txt")]
         collected = await collect(require_runtime(case), paths)
-        rewards = _rewards(collected.at(paths[0]), collected.at(paths[1]), wanted, done)
-        reward = _chosen(rewards, wanted)
+        rewards = _read_rewards(collected.at(paths[0]), collected.at(paths[1]), options.verifier_folder, done)
+        reward = _choose(rewards, options.reward_key)
         return Score(reward, feedback=shorten(read_output(done)), metadata={"rewards": rewards, "exit_code": done.exit_code})
 
 
-def _read(options: Options) -> Wanted:
-    folder = options.text("tests_folder", "/tests")
-    tests = options.files("tests")
-    if SCRIPT not in [file.path for file in tests]:
-        raise options.refused("tests", f"lacks {SCRIPT}")
-    network = options.choice("network", NETWORKS) if options.has("network") else None
-    wanted = Wanted(
-        command=Command(
-            # By way of a shell, as Harbor does it: it also runs a script that names no interpreter.
-            argv=("sh", "-c", '"$0"', join(folder, SCRIPT)),
-            env=options.text_table("env"),
-            workdir=options.some_text("workdir"),
-            files=tuple(_placed(options, file, folder) for file in tests),
-            timeout_seconds=options.some_number("timeout_seconds", above=0),
-            timeout_reward=options.some_number("timeout_reward"),
-            network=cast(Network | None, network),
-            remove=(check_removable(options, "tests_folder", folder),),
-        ),
-        reward_key=options.some_text("reward_key"),
-        verifier_folder=options.text("verifier_folder", "/logs/verifier"),
-    )
-    options.done()
-    return wanted
-
-
-def _placed(options: Options, file: File, folder: str) -> File:
-    if file.path.startswith("/") or ".." in file.path.split("/"):
-        raise options.refused("tests", f"must hold paths below the tests folder, not {file.path!r}")
-    return File(join(folder, file.path), file.content, 0o755 if file.path.endswith(".sh") else file.mode)
-
-
-async def _clear(case: Case, wanted: Wanted) -> None:
+async def _clear(case: Case, verifier_folder: str) -> None:
     line = 'mkdir -p -- "$0" && rm -f -- "$0/reward.txt" "$0/reward.json"'
-    argv = ["sh", "-c", line, wanted.verifier_folder]
+    argv = ["sh", "-c", line, verifier_folder]
     done = await require_runtime(case).exec(argv, timeout_seconds=case.seconds, logs=case.logs)
     if done.exit_code != 0:
-        raise EvaluationFailed(f"{wanted.verifier_folder} cannot be made ready: {describe_end(done)}")
+        raise EvaluationFailed(f"{verifier_folder} cannot be made ready: {describe_end(done)}")
 
 
-def _rewards(as_json: bytes | None, as_text: bytes | None, wanted: Wanted, done: Executed) -> dict[str, float]:
+def _read_rewards(as_json: bytes | None, as_text: bytes | None, verifier_folder: str, done: Executed) -> dict[str, float]:
     """Every number of the reward file, by name."""
     if as_json is None and as_text is None:
-        raise BadReward(f"{SCRIPT} left no reward.json or reward.txt in {wanted.verifier_folder}: {describe_end(done)}")
+        raise BadReward(f"{SCRIPT} left no reward.json or reward.txt in {verifier_folder}: {describe_end(done)}")
     if as_json is None:
         return {"reward": parse_reward_text((as_text or b"").decode("utf-8", "replace"), "reward.txt")}
     try:
@@ -131,16 +135,16 @@ def _rewards(as_json: bytes | None, as_text: bytes | None, wanted: Wanted, done:
         raise BadReward(f"reward.json is no JSON: {error}; {describe_end(done)}") from error
     if not isinstance(value, Mapping):
         value = {"reward": value}
-    # Harbor takes true and false for 1 and 0.
+    # Harbor counts true and false as 1 and 0.
     return {
         name: parse_reward(int(each) if isinstance(each, bool) else each, f"{name!r} of reward.json")
         for name, each in value.items()
     }
 
 
-def _chosen(rewards: Mapping[str, float], wanted: Wanted) -> float:
-    key = wanted.reward_key or ("reward" if "reward" in rewards or len(rewards) != 1 else next(iter(rewards)))
+def _choose(rewards: Mapping[str, float], reward_key: str | None) -> float:
+    key = reward_key or ("reward" if "reward" in rewards or len(rewards) != 1 else next(iter(rewards)))
     if key not in rewards:
-        named = ", ".join(rewards) or "nothing"
-        raise BadReward(f"reward.json has no {key!r}, but {named}: name the reward by the option 'reward_key'")
+        names = ", ".join(rewards) or "nothing"
+        raise BadReward(f"reward.json has no {key!r}, but {names}: name the reward by the option 'reward_key'")
     return rewards[key]

@@ -1,15 +1,7 @@
-"""Kind `pytest`: a command runs tests and writes JUnit XML; the part of them that passed is the reward.
-
-Options, beside those of `commands.read_command` (command's default runs pytest):
-
-    report     the file that the command writes, or a folder of such files, or a list of them; default report.xml. What is there
-               before is removed, so that nobody brings a report of his own
-    mode       fraction (default): passed / counted. all: 1.0 when all that count passed, otherwise 0.0
-    must_pass  the tests that count; default: all of the report that were not skipped
-    must_keep  tests that worked before: when one of them does not pass, the reward is 0.0
+"""Kind `pytest`: a command runs tests and writes JUnit XML; the share that passed is the reward.
 
 Tests are named as pytest names them or as `<classname>::<name>`. A named test that is not in the report, or was skipped, has not
-passed. A report that is missing, is no JUnit XML, or holds no test that counts, is a failure.
+passed. A report that is missing, is not JUnit XML, or has no test that counts is a failure.
 """
 
 from __future__ import annotations
@@ -18,16 +10,18 @@ import asyncio
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 from xml.etree.ElementTree import Element, ParseError, TreeBuilder, XMLParser
 
-from rollout.evaluators.base import Case, EvaluationFailed, EvaluationTimedOut, Options, Score, of_case, shorten
+from pydantic import AfterValidator
+
+from rollout.evaluators.base import Argv, Case, EvaluationFailed, EvaluationTimedOut, Score, Texts, shorten
 from rollout.evaluators.command import (
     Command,
+    RunOptions,
     check_time,
     describe,
     describe_end,
-    read_command,
     require_runtime,
     run_command,
     score_timeout,
@@ -36,21 +30,33 @@ from rollout.evaluators.diff import Collected, collect
 from rollout.runtimes.base import Executed
 from rollout.task import EvaluatorSpec, Task
 
-DEFAULT_COMMAND = ("python3", "-m", "pytest", "-q", "--junitxml=report.xml")
-MODES = ("fraction", "all")
 REPORT_BYTES = 64 << 20
 """Of all reports together."""
 MESSAGE_CHARS = 600
 """Of one failed test's message in the feedback."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    command: Command
-    report: tuple[str, ...]
-    mode: str
-    must_pass: tuple[str, ...]
-    must_keep: tuple[str, ...]
+def _check_report(paths: tuple[str, ...]) -> tuple[str, ...]:
+    if any(path.rstrip("/") in ("", ".", "..") for path in paths):
+        raise ValueError("must name files or folders that hold nothing else: they are removed before the run")
+    return paths or DEFAULT_REPORT
+
+
+DEFAULT_REPORT = ("report.xml",)
+
+
+class PytestOptions(RunOptions):
+    kind = "pytest"
+
+    command: Argv = ("python3", "-m", "pytest", "-q", "--junitxml=report.xml")
+    report: Annotated[Texts, AfterValidator(_check_report)] = DEFAULT_REPORT
+    """The file that the command writes, a folder of such files, or a list. It is removed first, so that the agent cannot bring its own."""
+    mode: Literal["fraction", "all"] = "fraction"
+    """fraction: passed / counted. all: 1.0 when all that count passed, otherwise 0.0."""
+    must_pass: Texts = ()
+    """The tests that count; empty: all in the report that were not skipped."""
+    must_keep: Texts = ()
+    """Tests that passed before: if one of them does not pass, the reward is 0.0."""
 
 
 class PytestEvaluator:
@@ -58,49 +64,36 @@ class PytestEvaluator:
     needs_runtime = True
 
     def check(self, spec: EvaluatorSpec, task: Task) -> None:
-        check_time(_read(Options(self.name, spec.options)).command, task)
+        check_time(PytestOptions.read(spec.options).build(), task)
 
     async def evaluate(self, case: Case) -> Score:
-        wanted = of_case(self.name, case, _read)
-        await _remove(case, wanted.report)
+        options = PytestOptions.read_case(case)
+        command = options.build()
+        await _remove(case, options.report)
         try:
-            done = await run_command(case, wanted.command)
+            done = await run_command(case, command)
         except EvaluationTimedOut as error:
-            return score_timeout(wanted.command, error)
-        collected = await collect(require_runtime(case), wanted.report, REPORT_BYTES)
-        results = await asyncio.to_thread(_results, collected, wanted, done)
-        return score(results, wanted.must_pass, wanted.must_keep, wanted.mode)
+            return score_timeout(command, error)
+        collected = await collect(require_runtime(case), options.report, REPORT_BYTES)
+        results = await asyncio.to_thread(_read_results, collected, options.report, command, done)
+        return score(results, options.must_pass, options.must_keep, options.mode)
 
 
 def score(results: Mapping[str, TestResult], must_pass: Sequence[str], must_keep: Sequence[str], mode: str) -> Score:
-    """Of tests by name. Raises `EvaluationFailed` when none counts."""
+    """The score of test results by name. Raises `EvaluationFailed` if no test counts."""
     counted = list(dict.fromkeys(map(canonicalize, must_pass)))
     counted = counted or [test for test, result in results.items() if result.outcome != "skipped"]
     kept = list(dict.fromkeys(map(canonicalize, must_keep)))
     if not counted:
         raise EvaluationFailed(f"the report has no test that counts: all of its {len(results)} tests were skipped")
-    failed, broken = _not_passed(results, counted), _not_passed(results, kept)
+    failed, broken = _list_unpassed(results, counted), _list_unpassed(results, kept)
     passed = len(counted) - len(failed)
     reward = passed / len(counted) if mode == "fraction" else float(not failed)
     return Score(
         reward=0.0 if broken else reward,
-        feedback=shorten(_feedback(len(counted), failed, broken)),
+        feedback=shorten(_write_feedback(len(counted), failed, broken)),
         metadata={"passed": passed, "counted": len(counted), "broken": len(broken)},
     )
-
-
-def _read(options: Options) -> Wanted:
-    wanted = Wanted(
-        command=read_command(options, DEFAULT_COMMAND),
-        report=options.texts("report") or ("report.xml",),
-        mode=options.choice("mode", MODES),
-        must_pass=options.texts("must_pass"),
-        must_keep=options.texts("must_keep"),
-    )
-    options.done()
-    if any(path.rstrip("/") in ("", ".", "..") for path in wanted.report):
-        raise options.refused("report", "must name files or folders that hold nothing else: they are removed before the run")
-    return wanted
 
 
 async def _remove(case: Case, paths: Sequence[str]) -> None:
@@ -110,16 +103,14 @@ async def _remove(case: Case, paths: Sequence[str]) -> None:
         raise EvaluationFailed(f"an old report at {', '.join(paths)} cannot be removed: {describe_end(done)}")
 
 
-def _results(collected: Collected, wanted: Wanted, done: Executed) -> dict[str, TestResult]:
+def _read_results(collected: Collected, report: Sequence[str], command: Command, done: Executed) -> dict[str, TestResult]:
     files: dict[str, bytes] = {}
-    for path in wanted.report:
+    for path in report:
         found = collected.below(path)
         single = collected.at(path) is not None
         files |= {name: content for name, content in found.items() if single or name.endswith(".xml")}
     if not files:
-        raise EvaluationFailed(
-            f"{describe(wanted.command)} wrote no report at {', '.join(wanted.report)}: {describe_end(done)}"
-        )
+        raise EvaluationFailed(f"{describe(command)} wrote no report at {', '.join(report)}: {describe_end(done)}")
     results: list[TestResult] = []
     for name, content in files.items():
         try:
@@ -127,49 +118,47 @@ def _results(collected: Collected, wanted: Wanted, done: Executed) -> dict[str, 
         except BadReport as error:
             raise EvaluationFailed(f"the report {name} is no JUnit XML: {error}; {describe_end(done)}") from error
     if not results:
-        raise EvaluationFailed(f"the report at {', '.join(wanted.report)} holds no test: {describe_end(done)}")
+        raise EvaluationFailed(f"the report at {', '.join(report)} holds no test: {describe_end(done)}")
     return merge_by_test(results)
 
 
-def _not_passed(results: Mapping[str, TestResult], tests: Sequence[str]) -> list[TestResult]:
+def _list_unpassed(results: Mapping[str, TestResult], tests: Sequence[str]) -> list[TestResult]:
     found = [results.get(test) or TestResult(test, "skipped", "it is not in the report") for test in tests]
     return [result for result in found if result.outcome != "passed"]
 
 
-def _feedback(counted: int, failed: Sequence[TestResult], broken: Sequence[TestResult]) -> str:
+def _write_feedback(counted: int, failed: Sequence[TestResult], broken: Sequence[TestResult]) -> str:
     lines = [f"{counted - len(failed)} of {counted} tests passed."]
-    lines += [f"{result.test}: {_why(result)}" for result in failed]
+    lines += [f"{result.test}: {_explain(result)}" for result in failed]
     if broken:
         lines += ["", "These passed before and must still pass:"]
-        lines += [f"{result.test}: {_why(result)}" for result in broken]
+        lines += [f"{result.test}: {_explain(result)}" for result in broken]
     return "\n".join(lines)
 
 
-def _why(result: TestResult) -> str:
+def _explain(result: TestResult) -> str:
     return shorten(result.message, MESSAGE_CHARS) or result.outcome
 
 
-# JUnit XML, as pytest and many other test runners write it, read into what became of each test.
-#
-# Reports come out of runtimes in which an agent worked: a document type, with which a small file can be made to fill the memory, is
-# refused.
+# JUnit XML, as pytest and many other test runners write it. An agent may have had a hand in a report, so document types are refused:
+# their entities let a small file fill the memory.
 
 
 Outcome = Literal["passed", "failed", "skipped"]
 
 FED_BYTES = 1 << 20
-"""At a time: other threads get their turn in between."""
+"""Parsed at a time, so that other threads get their turn."""
 
 _WORSE: tuple[Outcome, ...] = ("skipped", "passed", "failed")
 
 
 class BadReport(Exception):
-    """The file is no JUnit XML. Says what is wrong with it."""
+    """The file is not JUnit XML. Says what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """`test` is `<classname>::<name>`, or the name alone where there is no class name."""
+    """`test` is `<classname>::<name>`, or the name alone if there is no class name."""
 
     __test__ = False
 
@@ -180,7 +169,7 @@ class TestResult:
 
 def read_report(content: bytes) -> list[TestResult]:
     """In the order of the file. Raises `BadReport`."""
-    parser = XMLParser(target=_WithoutDoctype())
+    parser = XMLParser(target=_RefuseDoctype())
     try:
         for start in range(0, len(content), FED_BYTES):
             parser.feed(content[start : start + FED_BYTES])
@@ -189,11 +178,11 @@ def read_report(content: bytes) -> list[TestResult]:
         raise BadReport(f"it is not well formed: {error}") from error
     if root.tag not in ("testsuites", "testsuite"):
         raise BadReport(f"its root is <{root.tag}>, not <testsuites> or <testsuite>")
-    return [_result(case) for case in root.iter("testcase")]
+    return [_read_result(case) for case in root.iter("testcase")]
 
 
 def merge_by_test(results: Iterable[TestResult]) -> dict[str, TestResult]:
-    """One result for each test. Of several of one test the worst counts: pytest reports a failed teardown as a second one."""
+    """One result per test, the worst of it: pytest reports a failed teardown as a second result."""
     found: dict[str, TestResult] = {}
     for result in results:
         known = found.get(result.test)
@@ -203,8 +192,8 @@ def merge_by_test(results: Iterable[TestResult]) -> dict[str, TestResult]:
 
 
 def canonicalize(written: str) -> str:
-    """The `test` of what a user writes: `tests/test_a.py::TestB::test_c[1]` is `tests.test_a.TestB::test_c[1]`, the way pytest
-    itself writes class names (`_pytest.junitxml.mangle_test_address`); `<classname>::<name>` stays as it is."""
+    """A test's name as it is in reports: `tests/test_a.py::TestB::test_c[1]` becomes `tests.test_a.TestB::test_c[1]`, as pytest writes
+    class names (`_pytest.junitxml.mangle_test_address`); `<classname>::<name>` stays as it is."""
     address, bracket, parameters = written.partition("[")
     parts = address.split("::")
     if len(parts) > 1 and parts[0].endswith(".py"):
@@ -213,12 +202,12 @@ def canonicalize(written: str) -> str:
     return written
 
 
-class _WithoutDoctype(TreeBuilder):
+class _RefuseDoctype(TreeBuilder):
     def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
         raise ValueError("it has a document type")
 
 
-def _result(case: Element) -> TestResult:
+def _read_result(case: Element) -> TestResult:
     classname, name = case.get("classname"), case.get("name", "")
     test = f"{classname}::{name}" if classname else name
     for tag in ("failure", "error"):

@@ -1,12 +1,7 @@
-"""Kind `python`: a function of an installed package gives the reward.
+"""Kind `python`: a function of an installed package returns the reward.
 
-Options:
-
-    entry      module:function. It is called with the `Case` and gives a number, an object as `rewards.as_score` takes it, or a `Score`
-    arguments  an object that the function finds in `case.options["arguments"]`
-
-The function may be a coroutine function, which must not block, or a plain one, which runs in a thread: its time being up does not
-end it there. It runs in the node's own process and with the node's rights.
+It may be a coroutine function, which must not block, or a plain one, which runs in a thread and is not stopped there when its time is up.
+It runs in the node's process, with the node's rights.
 """
 
 from __future__ import annotations
@@ -16,14 +11,31 @@ import inspect
 import re
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
-from rollout.evaluators.base import Case, EvaluationFailed, Options, Score, of_case, parse_score
+from pydantic import AfterValidator, Field
+
+from rollout.evaluators.base import Case, EvaluationFailed, Options, Score, Text, parse_score
 from rollout.runtimes.base import RuntimeFailed
 from rollout.sessions import SessionFailed
 from rollout.task import EvaluatorSpec, Task
 
 _ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def _check_entry(entry: str) -> str:
+    if not _ENTRY.fullmatch(entry):
+        raise ValueError(f"must be module:function, not {entry!r}")
+    return entry
+
+
+class PythonOptions(Options):
+    kind = "python"
+
+    entry: Annotated[Text, AfterValidator(_check_entry)]
+    """module:function, called with the `Case`; it returns a number, an object as `parse_score` takes it, or a `Score`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """The function finds them in `case.options["arguments"]`."""
 
 
 class PythonEvaluator:
@@ -32,13 +44,13 @@ class PythonEvaluator:
     fresh_runtime = False
 
     def check(self, spec: EvaluatorSpec, task: Task) -> None:
-        _read(Options(self.name, spec.options))
+        PythonOptions.read(spec.options)
 
     async def evaluate(self, case: Case) -> Score:
-        entry = of_case(self.name, case, _read)
-        function = await asyncio.to_thread(_function, entry)
+        entry = PythonOptions.read_case(case).entry
+        function = await asyncio.to_thread(_load_function, entry)
         try:
-            value = await _called(function, case)
+            value = await _call(function, case)
         except (EvaluationFailed, RuntimeFailed, SessionFailed):
             raise
         except (Exception, SystemExit) as error:
@@ -46,16 +58,7 @@ class PythonEvaluator:
         return parse_score(value, f"what {entry} gave")
 
 
-def _read(options: Options) -> str:
-    entry = options.text("entry")
-    options.table("arguments")
-    options.done()
-    if not _ENTRY.fullmatch(entry):
-        raise options.refused("entry", f"must be module:function, not {entry!r}")
-    return entry
-
-
-def _function(entry: str) -> Callable[[Case], Any]:
+def _load_function(entry: str) -> Callable[[Case], Any]:
     module, _, path = entry.partition(":")
     try:
         found: Any = import_module(module)
@@ -68,18 +71,17 @@ def _function(entry: str) -> Callable[[Case], Any]:
     return found  # type: ignore[no-any-return]
 
 
-async def _called(function: Callable[[Case], Any], case: Case) -> Any:
+async def _call(function: Callable[[Case], Any], case: Case) -> Any:
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return await function(case)
-    value, error = await asyncio.to_thread(_outcome, function, case)
+    value, error = await asyncio.to_thread(_catch, function, case)
     if error is not None:
         raise error
     return await value if inspect.isawaitable(value) else value
 
 
-def _outcome(function: Callable[[Case], Any], case: Case) -> tuple[Any, BaseException | None]:
-    """What it gave or raised. Handed over as a value: a StopIteration cannot be raised out of a thread into a coroutine, which would
-    wait for ever."""
+def _catch(function: Callable[[Case], Any], case: Case) -> tuple[Any, BaseException | None]:
+    """What it returned or raised, as values: a StopIteration raised from a thread would leave the awaiting coroutine waiting forever."""
     try:
         return function(case), None
     except StopIteration as error:

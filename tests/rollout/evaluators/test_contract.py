@@ -185,7 +185,7 @@ async def test_every_option_is_documented(name: str, tmp_path: Path, url: str) -
 async def test_what_is_refused_at_submission_is_a_failure_on_a_node(name: str, tmp_path: Path, url: str, said: Said) -> None:
     """Where it never asks the runtime or anybody else."""
     setup = await set_up(name, tmp_path, url)
-    with pytest.raises(EvaluationFailed, match="this node does not take what was accepted"):
+    with pytest.raises(EvaluationFailed, match="this node refuses options that the service accepted"):
         await load(name).evaluate(case(name, setup, {**setup.good, "treshold": 1}, tmp_path, said))
     assert setup.runtime.commands == []
     assert not said.asked.is_set()

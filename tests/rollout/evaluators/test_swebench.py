@@ -55,7 +55,7 @@ class Place:
 
 GRADER = """
 import io, json, socket, sys
-from rollout.evaluators import swebench_process
+from rollout.evaluators import swebench
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
 while True:
@@ -70,7 +70,7 @@ while True:
             except ValueError:
                 pass
         sys.stdin, sys.stdout = io.StringIO(asked.decode()), io.StringIO()
-        swebench_process.main()
+        swebench.main()
         connection.sendall(sys.stdout.getvalue().encode())
 """
 
