@@ -180,7 +180,7 @@ def attempt(
     try:
         model = model or (session.first_model() if definition.takes_model else "")
         prompt = words if definition.takes_command else " ".join(words)
-        prepared = definition.prepared(session.endpoint, model, prompt, home, workdir=workdir)
+        prepared = definition.prepare(session.endpoint, model, prompt, home, workdir=workdir)
         prepared.write(home)
         tell(f"session {session.session_id}: {definition.name}" + (f" with model {model}" if model else ""))
         env = build_environment(os.environ, prepared, home, passed)
@@ -456,7 +456,7 @@ def describe(definition: Harness, session: OpenedSession, model: str | None, hom
 
     model = model or (session.first_model() if definition.takes_model else "")
     place = home.absolute() if home is not None else Path.home()
-    prepared = definition.prepared(session.endpoint, model, ["{prompt}"], place)
+    prepared = definition.prepare(session.endpoint, model, ["{prompt}"], place)
     if home is not None:
         try:
             prepared.write(place)

@@ -1,14 +1,14 @@
 """Tasks in, finished sessions out.
 
-A task is an instruction to attempt; a rollout is one attempt. Tasks and rollouts live in Redis (`rollout.store`), so any server or
-node may die. A server takes tasks (`rollout.api`, mounted into the served app); a node (`rollout.node`) takes rollouts one by one and
-brings each through its stages:
+A task is an instruction to attempt; a rollout is one attempt. Both live in Redis (`rollout.store`), so any server or node may die.
+Servers accept tasks (`rollout.api`, mounted into the served app). A node (`rollout.node`) takes rollouts and runs each through its
+stages (`rollout.course`):
 
-    prepare   a runtime is made and the prepare steps run in it         (runtimes/)
-    ready     it waits, holding no run slot
-    run       a session is opened and the harness works in the runtime  (harnesses/)
-    evaluate  the result gets its reward, in a fresh runtime            (evaluators/)
-    conclude  the session is closed with it, then the rollout
+    prepare   make a runtime and run the prepare steps in it    (runtimes/)
+    ready     wait for a run slot
+    run       open a session and run the harness                (harnesses/)
+    evaluate  score the result, in a fresh runtime              (evaluators/)
+    conclude  close the session with the reward, then the rollout
 
-What is known of the proxy is its HTTP contract (`rollout.sessions`); nothing of it is imported.
+The proxy is reached over HTTP only (`rollout.sessions`).
 """

@@ -1,12 +1,12 @@
-"""Rollouts as they stand: what the store keeps of each, and in which order its states follow each other.
+"""Rollouts and their attempts: states, failures and verdicts, as the store keeps them.
 
     queued -> preparing -> ready -> running -> evaluating -> concluding -> completed | failed | timeout | cancelled
        ^                                |
-       +---- a failure that is tried again, as the next attempt
+       +---- a retried failure, as the next attempt
 
-An attempt belongs to one node. Every step of a node names the attempt it is of; a step of an attempt that is no more the rollout's
-current one is refused (`Superseded`), so a node that was taken for dead and wakes up changes nothing. From `concluding` on a rollout
-is never run again: its verdict is stored, and whoever finds it there closes the session with it, which may be repeated.
+An attempt belongs to one node. A node names the attempt with every change, and a change for an attempt that is no longer current is
+refused (`Superseded`), so a node that was presumed dead changes nothing when it wakes up. From `concluding` on a rollout never runs
+again: its verdict is stored, and whoever finds it closes the session with it, which may be repeated.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Status = Literal[
 ]
 UNDER_WAY: tuple[Status, ...] = ("preparing", "ready", "running", "evaluating", "concluding")
 Ended = Literal["completed", "failed", "timeout", "cancelled"]
-"""How a rollout ends, and its session with it."""
+"""How a rollout and its session end."""
 ENDED: tuple[Ended, ...] = get_args(Ended)
 
 
 class Superseded(Exception):
-    """The rollout is no longer this attempt's: it was cancelled, stopped early, or given to another node."""
+    """The attempt is no longer the rollout's current one: the rollout was cancelled, stopped early, or given to another node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,50 +40,47 @@ class AttemptId:
 
     @property
     def session_id(self) -> str:
-        """The attempt's session. An attempt that is not the last one leaves no session behind."""
+        """The attempt's session. Only the last attempt leaves its session behind."""
         return f"{self.task_id}.{self.index}.{self.attempt}"
 
 
-# Why a rollout gave no usable row: every failure has a class, which says whose fault it is and what becomes of the rollout.
-
-
 class Failure(StrEnum):
-    """The classes, as they stand in records, events and metrics."""
+    """Why a rollout gave no usable row. The values are used in records, events and metrics."""
 
     BAD_RUNTIME = "bad_runtime"
-    """The runtime could not be made: no such image, no room, the daemon is gone."""
+    """The runtime could not be made: no such image, no room, no daemon."""
     PREPARE_FAILED = "prepare_failed"
-    """A prepare step ended with an exit code, after its retries."""
+    """A prepare step failed after its retries."""
     PREPARE_TIMEOUT = "prepare_timeout"
     HARNESS_MISSING = "harness_missing"
-    """The command is not in the runtime and could not be installed."""
+    """The harness is not in the runtime and could not be installed."""
     HARNESS_FAILED = "harness_failed"
-    """It ended with an exit code that is not 0."""
+    """The harness exited with a code other than 0."""
     HARNESS_CRASHED = "harness_crashed"
-    """A signal ended it that nobody here sent."""
+    """A signal that no one here sent ended the harness."""
     NO_CALLS = "no_calls"
-    """It ended well and never called the model."""
+    """The harness exited with 0 and never called the model."""
     AGENT_TIMEOUT = "agent_timeout"
     """The agent's own budget ran out."""
     TOTAL_TIMEOUT = "total_timeout"
     EVALUATOR_FAILED = "evaluator_failed"
     EVALUATOR_TIMEOUT = "evaluator_timeout"
     BAD_REWARD = "bad_reward"
-    """The evaluator gave none, or one that is not finite."""
+    """The evaluator gave no reward, or one that is not finite."""
     SERVICE_FAILED = "service_failed"
-    """The proxy took no session, or it or its engine failed the agent's last call."""
+    """The proxy opened no session, or it or its engine failed the agent's last call."""
     NODE_LOST = "node_lost"
-    """The node gave no sign of life; the rollout's last attempt was its."""
+    """The node of the last attempt stopped renewing its lease."""
     NODE_FAILED = "node_failed"
-    """Something broke on the node itself: its disk is full, or an error that nobody foresaw."""
+    """The node itself failed: a full disk, or an unexpected error."""
     CANCELLED = "cancelled"
     EARLY_STOPPED = "early_stopped"
-    """Enough usable samples were there before it ended."""
+    """The task had enough usable samples before this rollout ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureRecord:
-    """`RolloutFailed` as it is kept."""
+    """A stored `RolloutFailed`."""
 
     failure: Failure
     message: str
@@ -92,27 +89,26 @@ class FailureRecord:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of the session. `status` is the one it is closed with; `reward` None: it gets none from here."""
+    """How the session is closed: with `status`, and with `reward` unless that is None."""
 
     status: Ended
     reward: float | None = None
     per_call: Mapping[str, float] = field(default_factory=dict)
     per_branch: Mapping[str, float] = field(default_factory=dict)
     feedback: str = ""
-    """For people, and for agents that are to learn from it in words."""
+    """For people, and for agents that learn from text."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     failure: FailureRecord | None = None
 
     @property
     def usable(self) -> bool:
-        """Whether a trainer may get it: it ended with a reward, of a whole run or of one that its own budget cut."""
+        """Whether a trainer may get it: it has a reward, for a complete run or one that its own budget cut short."""
         return self.reward is not None and self.status in ("completed", "timeout")
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """`times` maps each state that the current attempt reached to when, in epoch seconds. `failures` are those of earlier
-    attempts, oldest first."""
+    """`times` maps the states that the current attempt reached to epoch seconds. `failures` are of earlier attempts, oldest first."""
 
     task_id: str
     index: int
@@ -126,15 +122,15 @@ class RolloutState:
     failures: tuple[FailureRecord, ...] = ()
     times: Mapping[str, float] = field(default_factory=dict)
     logs: str | None = None
-    """Where the logs are: `<node>:<directory>`."""
+    """`<node>:<directory>`"""
 
 
 RETRIED = frozenset({Failure.NODE_LOST, Failure.NODE_FAILED, Failure.BAD_RUNTIME, Failure.SERVICE_FAILED})
-"""Nothing that the agent did: tried again, elsewhere where there is one, until the task's attempts are used up."""
+"""Not the agent's doing: retried, on another node if there is one, until the task's attempts are used up."""
 
 
 class RolloutFailed(Exception):
-    """Ends a rollout's attempt. `message` names the value and what it broke; `look` is where more is to be seen."""
+    """Ends an attempt. `message` names the value and the rule it broke; `look` says where to find more."""
 
     def __init__(self, failure: Failure, message: str, look: str = "") -> None:
         super().__init__(message)
@@ -143,18 +139,15 @@ class RolloutFailed(Exception):
         self.look = look
 
 
-# Names of runtimes: whose each is, so that a node that starts again finds and removes what it left.
-
-
 def node_prefix(node: str) -> str:
-    """What the names of all of a node's runtimes begin with."""
-    return f"vb-{_short(node, 10)}-"
+    """The prefix of the names of a node's runtimes, by which a restarted node finds and removes what it left."""
+    return f"vb-{_digest(node, 10)}-"
 
 
 def runtime_name(node: str, attempt: AttemptId, what: str) -> str:
-    """At most 63 characters of [a-z0-9-]; `what` tells an attempt's runtimes apart."""
-    return f"{node_prefix(node)}{_short(attempt.task_id, 16)}-{attempt.index}-{attempt.attempt}-{what}"
+    """At most 63 characters of [a-z0-9-]; `what` distinguishes the runtimes of one attempt."""
+    return f"{node_prefix(node)}{_digest(attempt.task_id, 16)}-{attempt.index}-{attempt.attempt}-{what}"
 
 
-def _short(text: str, digits: int) -> str:
+def _digest(text: str, digits: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:digits]

@@ -1,4 +1,4 @@
-"""The evaluation of a run: a fresh runtime made ready while the agent still works, what the agent left carried over, and a score."""
+"""The evaluation of a run: a fresh runtime made ready while the agent works, the agent's files carried over, and a score."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKDIR, ROOT = ".", "/"
 
 
 class Evaluation:
-    """`begin` it beside the agent's run, then `score` that run; `drop` removes whatever it made."""
+    """`begin` before the agent runs, then `score` its run; `drop` removes the fresh runtime."""
 
     def __init__(self, parts: NodeParts, task: Task, spec: EvaluatorSpec, attempt: AttemptId, logs: AttemptLogs) -> None:
         self._parts = parts
@@ -34,12 +34,12 @@ class Evaluation:
         self._warming: asyncio.Task[Runtime] | None = None
 
     def begin(self) -> None:
-        """Start to make the fresh runtime ready, if one is wanted."""
+        """Start making the fresh runtime, if the task wants one."""
         if self._evaluator.needs_runtime and self._spec.fresh_runtime is not False:
-            self._warming = asyncio.create_task(self._warmed())
+            self._warming = asyncio.create_task(self._warm())
 
-    async def warmed(self) -> None:
-        """Returns when the fresh runtime is there, or cannot be made, which `score` then says."""
+    async def wait(self) -> None:
+        """Returns when the fresh runtime is ready, or cannot be made, which `score` then raises."""
         if self._warming is not None:
             await asyncio.wait([self._warming])
 
@@ -49,16 +49,16 @@ class Evaluation:
                 self._warming.cancel()
             await asyncio.wait([self._warming])
             if not self._warming.cancelled():
-                # Looked at, whoever needed it or not: one that nobody asks for is reported as forgotten.
+                # Retrieve it, or asyncio reports it as never retrieved.
                 self._warming.exception()
         if self._runtime is not None:
             await remove(self._runtime)
 
     async def score(self, run: Run, left: Runtime) -> Score:
-        """Raises `RolloutFailed` when there is no finite reward. `left` is the runtime in which the agent worked."""
+        """Raises `RolloutFailed` if there is no finite reward. `left` is the agent's runtime."""
         try:
-            runtime = await self._carried_over(left)
-            return parse_score(await self._evaluator.evaluate(self._case(run, runtime)), f"what {self._spec.kind} gave")
+            runtime = await self._carry_over(left)
+            return parse_score(await self._evaluator.evaluate(self._build_case(run, runtime)), f"what {self._spec.kind} gave")
         except BadReward as error:
             raise RolloutFailed(Failure.BAD_REWARD, str(error), self._logs.place("evaluate.out")) from error
         except EvaluationTimedOut as error:
@@ -68,11 +68,11 @@ class Evaluation:
         except (RolloutFailed, RuntimeFailed, SessionFailed, OSError):
             raise
         except Exception as error:
-            # Of an evaluator that somebody wrote: it would do so again in every attempt.
+            # An installed evaluator's error, which every attempt would meet.
             message = f"{self._spec.kind} raised {type(error).__name__}: {error}"
             raise RolloutFailed(Failure.EVALUATOR_FAILED, message, self._logs.place("evaluate.err")) from error
 
-    def _case(self, run: Run, runtime: Runtime | None) -> Case:
+    def _build_case(self, run: Run, runtime: Runtime | None) -> Case:
         return Case(
             task=self._task,
             options=self._spec.options,
@@ -83,7 +83,7 @@ class Evaluation:
             ask=self._parts.judge.ask,
         )
 
-    async def _warmed(self) -> Runtime:
+    async def _warm(self) -> Runtime:
         spec = self._spec.runtime or self._task.runtime
         async with (
             self._parts.stages.prepare.entered(),
@@ -92,10 +92,10 @@ class Evaluation:
             name = runtime_name(self._parts.name, self._attempt, "e")
             self._runtime = runtime = self._parts.kinds[spec.kind].make(spec, name, self._parts.route)
             await runtime.start()
-            await carry_out(self._spec.prepare, runtime, self._task.environment, self._logs.named("evaluation"))
+            await carry_out(self._spec.prepare, runtime, self._task.environment, self._logs.prefixed("evaluation"))
             return runtime
 
-    async def _carried_over(self, left: Runtime) -> Runtime | None:
+    async def _carry_over(self, left: Runtime) -> Runtime | None:
         if not self._evaluator.needs_runtime:
             return None
         if self._warming is None:
@@ -107,7 +107,7 @@ class Evaluation:
             for folder, paths in ((WORKDIR, below), (ROOT, elsewhere))
             if paths
         ]
-        # What the agent left takes CPUs and memory that the tests may need.
+        # Frees CPUs and memory that the tests may need.
         await remove(left)
         for folder, archive in archives:
             await runtime.unpack(folder, archive)
@@ -115,7 +115,7 @@ class Evaluation:
 
 
 def split_paths(paths: Sequence[str], workdir: str) -> tuple[list[str], list[str]]:
-    """Those below the workdir, which go into the workdir of another runtime, and the others, which go where they were."""
+    """(below the workdir, elsewhere): the first go into another runtime's workdir, the others where they were."""
     below: list[str] = []
     elsewhere: list[str] = []
     for path in paths:

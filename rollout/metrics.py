@@ -1,6 +1,6 @@
-"""Prometheus metrics of tasks; docs/observability.md has the table of them.
+"""Prometheus metrics of tasks (docs/observability.md).
 
-They are counted in the store: every process shows the same, so take the max and not the sum."""
+They are counted in the store, so every process exports the same values: aggregate them with max, not sum."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAIN = (
 
 
 class RolloutNumbers(Collector):
-    """As they were when `refresh` last ended; nothing before."""
+    """The values of the last `refresh`."""
 
     def __init__(self, store: RedisTaskStore) -> None:
         self._store = store
@@ -39,12 +39,12 @@ class RolloutNumbers(Collector):
         self._nodes = 0
 
     async def refresh(self) -> int:
-        """0: there is no more to do now. Raises `StoreUnavailable`."""
+        """Always 0, as the sweeper's parts return how much they did. Raises `StoreUnavailable`."""
         self._totals, self._depths = await self._store.totals(), await self._store.depths()
         earliest = await self._store.now() - ALIVE_SECONDS
         alive = [node for node in await self._store.nodes() if node.seen_at >= earliest]
         self._nodes = len(alive)
-        # What a draining node has ends there: its slots are nobody's any more.
+        # A draining node frees no slots: its rollouts end with it.
         self._running = sum((Counter(node.busy) for node in alive if not node.draining), Counter())
         return 0
 
@@ -57,14 +57,14 @@ class RolloutNumbers(Collector):
             yield family
         for name, text, what in PLAIN:
             yield CounterMetricFamily(name, text, value=self._totals.get(what, 0))
-        yield self._waiting()
+        yield self._collect_waiting()
         running = GaugeMetricFamily("verbatim_rollouts_running", "Rollouts that nodes have, by stage.", labels=["stage"])
         for stage in STAGES:
             running.add_metric([stage], self._running[stage])
         yield running
         yield GaugeMetricFamily("verbatim_nodes", "Nodes that live.", value=self._nodes)
 
-    def _waiting(self) -> Metric:
+    def _collect_waiting(self) -> Metric:
         family = GaugeMetricFamily("verbatim_rollouts_waiting", "Rollouts that wait for a node.", labels=QUEUE_LABELS)
         for queue, count in sorted(self._depths.items()):
             priority, kinds, cpus, memory_mb, labels = json.loads(queue)

@@ -1,7 +1,7 @@
-"""A node: takes rollouts from the store and brings each through its stages, as many at once as its slots allow.
+"""A node: takes rollouts from the store and runs each through its stages, as many at once as its slots allow.
 
-Its leases are renewed by `beat` as long as the process lives. Told to drain, it takes nothing more, puts back what has not begun
-to run, and lets the rest end; what is left after the grace time is queued again for other nodes.
+Heartbeats renew its leases while the process lives. When it drains, it takes no more rollouts, puts back those that have not started
+to run, and lets the others finish; what still runs after `drain_seconds` is queued again for other nodes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ log = logging.getLogger(__name__)
 
 BEATS_PER_LEASE = 4
 LOOK_SECONDS = 2.0
-"""Longest wait before looking for work again: what became free elsewhere tells nobody."""
+"""Longest wait before looking for work again: nothing announces that another node gave up a rollout."""
 STOP_SECONDS = 30.0
-"""What the runtimes of stopped rollouts have for being removed."""
+"""How long to wait for the removal of a stopped rollout's runtimes."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """`lease_seconds`: a node without a sign of life for so long loses its rollouts. `drain_seconds`: what running rollouts have for
-    ending once the node is told to stop."""
+    """A node without a heartbeat for `lease_seconds` loses its rollouts. When it drains, running rollouts may take `drain_seconds`."""
 
     labels: Mapping[str, str] = field(default_factory=dict)
     cpus: float = 1.0
@@ -41,7 +40,7 @@ class NodeSettings:
 
 
 class Node:
-    """`run` until `drain` is called; a second `drain` ends at once what is still running."""
+    """`run` it until `drain` is called; a second `drain` stops at once what still runs."""
 
     def __init__(self, parts: NodeParts, settings: NodeSettings) -> None:
         self._parts = parts
@@ -49,10 +48,10 @@ class Node:
         self._courses: dict[AttemptId, tuple[Course, asyncio.Task[None]]] = {}
         self._draining = asyncio.Event()
         self._hurrying = asyncio.Event()
-        self._known = asyncio.Event()
-        """Whether it gave a sign of life."""
+        self._announced = asyncio.Event()
+        """Set after the first heartbeat."""
         self._started_at: float | None = None
-        """When it gave its first sign of life, by the store's clock."""
+        """The time of the first heartbeat, by the store's clock."""
 
     def drain(self) -> None:
         if self._draining.is_set():
@@ -60,7 +59,7 @@ class Node:
         self._draining.set()
 
     async def run(self) -> None:
-        """Returns when it was drained and nothing of it is left."""
+        """Returns when the node is drained and holds nothing."""
         await self._sweep()
         self._beating = asyncio.create_task(self._beat_forever())
         self._taking = asyncio.create_task(self._take_until_drained())
@@ -69,7 +68,7 @@ class Node:
             self._taking.cancel()
             await asyncio.wait([self._taking])
             await self._put_back()
-            await self._let_end()
+            await self._await_courses()
             await self._hand_over()
         finally:
             self._beating.cancel()
@@ -81,52 +80,49 @@ class Node:
             await self._parts.work.leave(self._parts.name)
 
     async def _sweep(self) -> None:
-        """Remove what an earlier process of this node's name left behind. What cannot be removed keeps no node from its work: names of
-        runtimes are never used again."""
+        """Remove runtimes that an earlier process of this node left. A failure is only logged: names of runtimes are never reused."""
         for kind in self._parts.kinds.values():
             try:
                 swept = await kind.sweep(node_prefix(self._parts.name))
             except Exception:
-                log.exception("runtimes of kind %s that this node had left behind cannot be removed", kind.name)
+                log.exception("runtimes of kind %s that this node left behind cannot be removed", kind.name)
                 continue
             if swept:
-                log.warning("removed %d runtimes of kind %s that this node had left behind", swept, kind.name)
-
-    # Taking
+                log.warning("removed %d runtimes of kind %s that this node left behind", swept, kind.name)
 
     async def _take_until_drained(self) -> None:
         capacity = self._parts.stages.capacity
-        # Others learn of its lease by its signs of life.
-        await self._known.wait()
+        # Other nodes learn its lease from its heartbeat.
+        await self._announced.wait()
         while True:
             permit = await self._parts.stages.ahead.enter()
             try:
                 capacity.freed.clear()
                 taken = await self._take()
                 while taken is None:
-                    await self._something_new()
+                    await self._wait_for_change()
                     capacity.freed.clear()
                     taken = await self._take()
             except BaseException:
                 permit.leave()
                 raise
-            self._begin(taken, permit)
+            self._start(taken, permit)
 
     async def _take(self) -> Taken | None:
-        room = self._room()
+        room = self._measure_room()
         if room.cpus <= 0 or room.memory_mb <= 0:
             return None
         asking = asyncio.create_task(self._ask(room))
         try:
             return await asyncio.shield(asking)
         except StoreUnavailable as error:
-            log.warning("nothing can be taken now: %s", error)
+            log.warning("no rollout can be taken now: %s", error)
         except asyncio.CancelledError:
             await self._decline(asking)
             raise
         except Exception:
-            # The node would live on and take nothing more, and nobody would know why.
-            log.exception("what was to be taken cannot be; it is left to its lease")
+            # Otherwise the node would live on and take nothing more, without a trace.
+            log.exception("taking a rollout failed; it is left to its lease")
             await asyncio.sleep(LOOK_SECONDS)
         return None
 
@@ -135,14 +131,14 @@ class Node:
         return await work.take(self._parts.name, room, self._settings.lease_seconds, await work.now())
 
     async def _decline(self, asking: asyncio.Task[Taken | None]) -> None:
-        """What Redis gives a node that ends goes back: lost with the node, it would cost its rollout an attempt."""
+        """Put back what the store still hands to a draining node: lost with the node, it would cost the rollout an attempt."""
         await asyncio.wait([asking], timeout=STOP_SECONDS)
         if asking.done() and not asking.cancelled() and asking.exception() is None and (taken := asking.result()) is not None:
             with suppress(Superseded, StoreUnavailable):
                 await self._parts.work.put_back(taken.attempt, await self._parts.work.now())
 
-    async def _something_new(self) -> None:
-        """Returns when there may be work that this node has room for."""
+    async def _wait_for_change(self) -> None:
+        """Returns when there may be work for which this node has room."""
         waits = [
             asyncio.create_task(self._parts.stages.capacity.freed.wait()),
             asyncio.create_task(self._wait_for_work()),
@@ -159,51 +155,49 @@ class Node:
         except StoreUnavailable:
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _begin(self, taken: Taken, permit: Permit) -> None:
-        # Reserved before anything else is looked for, or two rollouts would be given the same room.
+    def _start(self, taken: Taken, permit: Permit) -> None:
+        # Before anything else is taken, or two rollouts would get the same room.
         reserved = self._parts.stages.capacity.reserve(taken.task)
         course = Course(taken, permit, reserved, self._parts)
         task = asyncio.create_task(course.go(), name=f"rollout {taken.attempt.session_id}")
         self._courses[taken.attempt] = course, task
-        task.add_done_callback(lambda done: self._ended(taken.attempt, reserved, permit, done))
+        task.add_done_callback(lambda done: self._forget(taken.attempt, reserved, permit, done))
 
-    def _ended(self, attempt: AttemptId, reserved: Permit, permit: Permit, done: asyncio.Task[None]) -> None:
+    def _forget(self, attempt: AttemptId, reserved: Permit, permit: Permit, done: asyncio.Task[None]) -> None:
         reserved.leave()
         permit.leave()
         if self._courses.get(attempt, (None, None))[1] is done:
             del self._courses[attempt]
         if not done.cancelled() and (error := done.exception()) is not None:
-            log.error("rollout %s broke off; it is tried again once its lease ran out", attempt.session_id, exc_info=error)
+            log.error("rollout %s failed; it is retried once its lease expires", attempt.session_id, exc_info=error)
 
-    def _room(self) -> Room:
+    def _measure_room(self) -> Room:
         capacity = self._parts.stages.capacity
         kinds = frozenset(self._parts.kinds)
         return Room(self._settings.labels, kinds, capacity.free_cpus, capacity.free_memory_mb)
-
-    # Signs of life
 
     async def _beat_forever(self) -> None:
         while True:
             try:
                 await self._beat()
-                self._known.set()
+                self._announced.set()
             except StoreUnavailable as error:
-                log.warning("no sign of life could be given: %s", error)
+                log.warning("the heartbeat failed: %s", error)
             except Exception:
-                # Without it every lease would run out, and nobody would know why.
-                log.exception("a sign of life failed and is tried again")
+                # Otherwise every lease would expire, without a trace.
+                log.exception("the heartbeat failed and is retried")
             pause = self._settings.lease_seconds / BEATS_PER_LEASE
-            await asyncio.sleep(pause if self._known.is_set() else min(pause, LOOK_SECONDS))
+            await asyncio.sleep(pause if self._announced.is_set() else min(pause, LOOK_SECONDS))
 
     async def _beat(self) -> None:
         now = await self._parts.work.now()
         held = list(self._courses)
-        for lost in await self._parts.work.beat(self._state(now), held, now):
+        for lost in await self._parts.work.beat(self._describe(now), held, now):
             if lost in self._courses:
                 log.info("rollout %s is no longer this node's and is stopped", lost.session_id)
                 _cancel(self._courses[lost][1])
 
-    def _state(self, now: float) -> NodeState:
+    def _describe(self, now: float) -> NodeState:
         self._started_at = now if self._started_at is None else self._started_at
         stages, slots = self._parts.stages, self._parts.stages.slots
         return NodeState(
@@ -222,23 +216,21 @@ class Node:
             lease_seconds=self._settings.lease_seconds,
         )
 
-    # The end
-
     async def _put_back(self) -> None:
-        """What has not begun to run is queued again, and costs its rollout no attempt."""
+        """Queue again what has not started to run; this costs the rollout no attempt."""
 
         async def put_back(attempt: AttemptId, task: asyncio.Task[None]) -> None:
-            await _stopped(task)
+            await _stop(task)
             with suppress(Superseded, StoreUnavailable):
                 await self._parts.work.put_back(attempt, await self._parts.work.now())
 
         waiting = [(attempt, task) for attempt, (course, task) in self._courses.items() if not course.begun]
         await asyncio.gather(*(put_back(*each) for each in waiting))
 
-    async def _let_end(self) -> None:
+    async def _await_courses(self) -> None:
         if not self._courses:
             return
-        log.info("draining: %d rollouts may run to their end, for %g s", len(self._courses), self._settings.drain_seconds)
+        log.info("draining: %d rollouts may still run for %g s", len(self._courses), self._settings.drain_seconds)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.drain_seconds):
                 while self._courses and not self._hurrying.is_set():
@@ -249,11 +241,11 @@ class Node:
                     hurry.cancel()
 
     async def _hand_over(self) -> None:
-        """What is still running is stopped and queued again; that the node was to end costs it no attempt."""
+        """Stop what still runs and queue it again; a draining node costs the rollout no attempt."""
         failure = FailureRecord(Failure.NODE_LOST, f"node {self._parts.name} was stopped")
 
         async def hand_over(attempt: AttemptId, task: asyncio.Task[None]) -> None:
-            await _stopped(task)
+            await _stop(task)
             with suppress(Superseded, StoreUnavailable, SessionFailed):
                 if await self._parts.work.give_up(attempt, failure, await self._parts.work.now(), retry=True, spared=True):
                     await self._parts.sessions.delete(attempt.session_id)
@@ -262,12 +254,12 @@ class Node:
         await asyncio.gather(*(hand_over(*each) for each in running))
 
 
-async def _stopped(task: asyncio.Task[None]) -> None:
+async def _stop(task: asyncio.Task[None]) -> None:
     _cancel(task)
     await asyncio.wait([task], timeout=STOP_SECONDS)
 
 
 def _cancel(task: asyncio.Task[None]) -> None:
-    # Once: a second time would break off the removal of its runtimes.
+    # Only once: a second cancellation would interrupt the removal of its runtimes.
     if not task.cancelling():
         task.cancel()

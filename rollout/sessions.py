@@ -1,8 +1,15 @@
-"""The proxy's sessions over its HTTP contract: open, look into, reward, close, delete. Used by nodes and by the sweeper of a server.
+"""A client of the proxy's sessions: open, read, reward, close, delete. Used by nodes and by the sweeper of a server.
 
-Repeated: requests that got no answer, and 502 and 503, with growing random waits or the service's own Retry-After, for at most
-`retry_seconds`. A 429 is waited out for as long as the caller lets it: the service says that trainers are behind, and it is not
-broken. Every request here may be repeated; `create` sees to that itself.
+Requests without an answer, and 408, 502, 503 and 504, are repeated for at most `retry_seconds`, after the service's Retry-After or
+growing random waits. A 429 is waited out for as long as the caller allows: the service works, but trainers are behind. Every request is
+safe to repeat; `create` makes itself so.
+
+    SessionFailed             the service did not do what was asked
+    ├── NoAnswer              no answer, or 408, 502, 503 or 504, for retry_seconds
+    ├── SessionRefused        400, 413, 422: it will never accept this request
+    ├── NoSession             404
+    ├── SessionConflict       409: the id is taken, or the session was closed with another status
+    └── HeldBack              429: trainers are behind; `Sessions` waits
 """
 
 from __future__ import annotations
@@ -44,10 +51,10 @@ class OpenSession:
 
 
 class Sessions:
-    """One pool of connections to the service at `url`, as the admin whose `token` it is. Used in an `async with` block, or closed.
+    """A connection pool to the service at `url`. Use it in an `async with` block, or `close` it.
 
-    `token` may be what gives the one that is valid now. `timeout_seconds` is the longest silence of the service within one request.
-    `transport` stands in for a connection, for a service in the same process."""
+    `token` is an admin token, or a function that returns the valid one. `timeout_seconds` is the longest silence within one request.
+    `transport` replaces the network, for a service in the same process."""
 
     def __init__(
         self,
@@ -63,7 +70,7 @@ class Sessions:
         self._retry_seconds = retry_seconds
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            auth=self._signed,
+            auth=self._sign,
             transport=transport,
             timeout=timeout_seconds,
             limits=httpx.Limits(max_connections=64, max_keepalive_connections=16),
@@ -85,17 +92,17 @@ class Sessions:
         budgets: Mapping[str, int] | None = None,
         roles: Sequence[RoleRule] = (),
     ) -> OpenSession:
-        """A new session of that id. Waits as long as the service holds new sessions back (429). `replacements`: whether other sessions
-        may take the place of failed members of its group. One that is not `trained` is no trainer's, and never held back. `budgets`:
-        what it may spend, as `Budgets.of_session` says it. `roles`: what its harness's definition declares of the roles of its calls.
+        """Create the session; waits while the service holds new sessions back (429). `replacements`: whether other sessions may replace
+        failed members of its group. A session that is not `trained` reaches no trainer and is never held back. `budgets` are
+        `Budgets.of_session`, `roles` those of the harness's definition.
 
-        Where the answer to an earlier try was lost, the session that it made is taken away first: its key is told only once, so
-        nobody can have used it. Raises `SessionConflict` for one that was there before, and `SessionFailed`."""
+        If the answer to an earlier try was lost, the session that it created is deleted first: its key is given only once, so no one can
+        have used it. Raises `SessionConflict` if the session existed before, and `SessionFailed`."""
         body: dict[str, Any] = {"session_id": session_id, "task_id": task_id, "group_id": group_id, "group_size": group_size}
         body |= {"metadata": dict(metadata or {}), "sampling": dict(sampling) if sampling else None}
         if group is not None:
             body |= {"group_policy": group.policy, "group_minimum": group.minimum, "zero_variance": group.zero_variance}
-        # Said only where it is so: a service of an earlier build knows none of these.
+        # Sent only where they matter: a service of an earlier build does not know these fields.
         if group is not None and group.max_quarantined_share is not None:
             body["max_quarantined_share"] = group.max_quarantined_share
         body |= {} if replacements else {"group_replacements": False}
@@ -108,7 +115,7 @@ class Sessions:
         async def attempt() -> httpx.Response:
             nonlocal lost
             try:
-                return await self._once("POST", "/sessions", body)
+                return await self._send("POST", "/sessions", body)
             except NoAnswer as error:
                 lost = lost or error.lost
                 raise
@@ -116,7 +123,7 @@ class Sessions:
                 if not lost:
                     raise
                 await self.delete(session_id)
-                return await self._once("POST", "/sessions", body)
+                return await self._send("POST", "/sessions", body)
 
         while True:
             try:
@@ -126,23 +133,23 @@ class Sessions:
             except HeldBack as held:
                 await asyncio.sleep(held.retry_after_seconds)
 
-    async def ready(self) -> None:
-        """Returns where the service has its store and an engine, or nothing tells. Raises `NoAnswer` where it lacks one."""
+    async def check_ready(self) -> None:
+        """Check that the service has its store and an engine. Raises `NoAnswer` if it lacks one."""
         try:
             await self._ask("GET", "/readyz")
         except NoAnswer:
             raise
         except SessionFailed as error:
-            # What stands between may keep that page from nodes.
-            log.debug("whether the service is ready is not told: %s", error)
+            # A gateway may hide that page from nodes.
+            log.debug("cannot find out whether the service is ready: %s", error)
 
     async def load(self, session_id: str) -> dict[str, Any]:
-        """The session as `GET /sessions/{id}` shows it. Raises `NoSession`, `SessionFailed`."""
+        """The session as `GET /sessions/{id}` returns it. Raises `NoSession`, `SessionFailed`."""
         answer: dict[str, Any] = (await self._ask("GET", _path(session_id))).json()
         return answer
 
-    async def calls(self, session_id: str, *, limit: int | None = None) -> list[dict[str, Any]]:
-        """Its calls in order, the first `limit` of them, without their arrays of tokens. Raises `NoSession`, `SessionFailed`."""
+    async def list_calls(self, session_id: str, *, limit: int | None = None) -> list[dict[str, Any]]:
+        """The session's first `limit` calls, in order, without their token arrays. Raises `NoSession`, `SessionFailed`."""
         found: list[dict[str, Any]] = []
         cursor: str | None = None
         while limit is None or len(found) < limit:
@@ -171,13 +178,13 @@ class Sessions:
     async def close_session(
         self, session_id: str, status: Ended, *, reward: float | None = None, error: str | None = None
     ) -> None:
-        """Freezes it; closing it again with the same status changes nothing. Raises `NoSession`, `SessionConflict` where it was closed
-        with another status, and `SessionFailed`."""
+        """Freeze the session. Repeating it with the same status changes nothing. Raises `NoSession`, `SessionConflict` if the session was
+        closed with another status, and `SessionFailed`."""
         body: dict[str, Any] = {"status": status} | ({} if reward is None else {"reward": reward})
         await self._ask("POST", _path(session_id, "/close"), body | ({} if error is None else {"error": error[:65536]}))
 
     async def delete(self, session_id: str) -> bool:
-        """Whether it was there. Raises `SessionConflict` while a trainer holds it, and `SessionFailed`."""
+        """Whether the session existed. Raises `SessionConflict` while a trainer holds it, and `SessionFailed`."""
         try:
             await self._ask("DELETE", _path(session_id))
         except NoSession:
@@ -185,7 +192,7 @@ class Sessions:
         return True
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> Self:
@@ -196,7 +203,7 @@ class Sessions:
     ) -> None:
         await self.close()
 
-    def _signed(self, request: httpx.Request) -> httpx.Request:
+    def _sign(self, request: httpx.Request) -> httpx.Request:
         request.headers["Authorization"] = f"Bearer {self._token() if callable(self._token) else self._token}"
         return request
 
@@ -205,7 +212,7 @@ class Sessions:
     ) -> httpx.Response:
         while True:
             try:
-                return await self._retrying()(self._once, method, path, body, params)
+                return await self._retrying()(self._send, method, path, body, params)
             except HeldBack as held:
                 await asyncio.sleep(held.retry_after_seconds)
 
@@ -217,7 +224,7 @@ class Sessions:
             reraise=True,
         )
 
-    async def _once(
+    async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, Any] | None = None
     ) -> httpx.Response:
         headers = {"Accept": ACCEPT if path.endswith("/calls") else "application/json"}
@@ -239,26 +246,17 @@ def _path(session_id: str, part: str = "") -> str:
 
 def _pause_seconds(state: RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome else None
-    told = error.retry_after_seconds if isinstance(error, NoAnswer) else None
-    return told if told is not None else _GROWING(state)
+    asked = error.retry_after_seconds if isinstance(error, NoAnswer) else None
+    return asked if asked is not None else _GROWING(state)
 
 
-# What the service says against a request about a session.
-#
-# SessionFailed             the service does not take it
-# ├── NoAnswer              it gave none, or only that it cannot now, for retry_seconds
-# ├── SessionRefused        400, 413, 422: what was sent is nothing that it will ever take
-# ├── NoSession             404
-# ├── SessionConflict       409: another session has the id, or it was closed otherwise
-# └── HeldBack              429: trainers are behind; `Sessions` waits it out
-
-
-UNTOLD_RETRY_SECONDS = 5.0
+DEFAULT_RETRY_SECONDS = 5.0
+"""Of a 429 without Retry-After."""
 LONGEST_RETRY_SECONDS = 60.0
 
 
 class SessionFailed(Exception):
-    """`status` is the HTTP status, None where there was no answer. The message names the request and what the service said."""
+    """`status` is the HTTP status; None without an answer. The message names the request and quotes the service."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -266,7 +264,7 @@ class SessionFailed(Exception):
 
 
 class NoAnswer(SessionFailed):
-    """`lost`: the request may have been done all the same. `retry_after_seconds` is what the service asked for."""
+    """`lost`: the request may have been carried out. `retry_after_seconds` is what the service asked for."""
 
     def __init__(
         self, message: str, status: int | None = None, *, lost: bool = False, retry_after_seconds: float | None = None
@@ -302,42 +300,42 @@ KINDS: Mapping[int, type[SessionFailed]] = {
 
 
 def read_failure(response: httpx.Response, request: str) -> SessionFailed:
-    """What an answer of 300 and above means; `request` is how the message names what was asked."""
+    """The error for a status of 300 and above; `request` names the request in its message."""
     status = response.status_code
-    message = f"{request}: {status}: {_said(response)}"
+    message = f"{request}: {status}: {_read_message(response)}"
     if status == 429:
-        return HeldBack(message, _retry_after(response) or UNTOLD_RETRY_SECONDS)
+        return HeldBack(message, _read_retry_after(response) or DEFAULT_RETRY_SECONDS)
     if status in (408, 502, 503, 504):
-        # What stands between may have given up on a request that the service went on with.
-        return NoAnswer(message, status, lost=True, retry_after_seconds=_retry_after(response))
+        # A gateway may have given up on a request that the service carried out.
+        return NoAnswer(message, status, lost=True, retry_after_seconds=_read_retry_after(response))
     return KINDS.get(status, SessionFailed)(message, status)
 
 
-def _said(response: httpx.Response) -> str:
+def _read_message(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return response.text[:200]
 
 
-def _retry_after(response: httpx.Response) -> float | None:
-    """Seconds, at most a minute; None where the header is missing or a date."""
+def _read_retry_after(response: httpx.Response) -> float | None:
+    """Seconds, at most a minute; None if the header is missing or a date."""
     try:
         return min(LONGEST_RETRY_SECONDS, max(0.1, float(response.headers["retry-after"])))
     except (KeyError, ValueError):
         return None
 
 
-# Models behind the service, asked as any harness asks them: the first one it names, and a frozen one as a judge.
+# Models, called as a harness calls them.
 
 
 JUDGE_SECONDS = 600.0
 LATER = (408, 429, 502, 503, 504)
 
 
-async def first_model(url: str, opened: OpenSession) -> str:
-    """The first model that the session's own list names. Raises `NoAnswer` as long as it names none, and `SessionFailed`."""
-    answer = await _asked(url, opened, "GET", "models", None)
+async def find_first_model(url: str, opened: OpenSession) -> str:
+    """The first model in the session's list. Raises `NoAnswer` while the list is empty, and `SessionFailed`."""
+    answer = await _request(url, opened, "GET", "models", None)
     try:
         return str(answer["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
@@ -345,11 +343,11 @@ async def first_model(url: str, opened: OpenSession) -> str:
 
 
 class Judge:
-    """Asks a model in a session of its own, which no trainer ever gets, and which is not held back where trainers are behind: rollouts
-    wait for its verdict."""
+    """Asks a model in a session of its own, which reaches no trainer and is not held back when trainers are behind: rollouts wait for the
+    verdict."""
 
     def __init__(self, sessions: Sessions, url: str) -> None:
-        """`url`: where harnesses call the service."""
+        """`url` is the one that harnesses use."""
         self._sessions, self._url = sessions, url
 
     async def ask(self, model: str, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]) -> str:
@@ -357,14 +355,14 @@ class Judge:
         opened = await self._sessions.create(f"judge-{uuid.uuid4().hex}", metadata={"purpose": "judge"}, trained=False)
         try:
             body = {**sampling, "model": model, "messages": list(messages)}
-            answer = await _asked(self._url, opened, "POST", "chat/completions", body)
+            answer = await _request(self._url, opened, "POST", "chat/completions", body)
             return str(answer["choices"][0]["message"].get("content") or "")
         finally:
             with suppress(SessionFailed):
                 await self._sessions.close_session(opened.session_id, "completed")
 
 
-async def _asked(url: str, opened: OpenSession, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+async def _request(url: str, opened: OpenSession, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
     where = f"{url.rstrip('/')}/s/{opened.session_id}/v1/{path}"
     headers = {"Authorization": f"Bearer {opened.api_key}"}
     try:
@@ -373,7 +371,6 @@ async def _asked(url: str, opened: OpenSession, method: str, path: str, body: Ma
     except httpx.TransportError as error:
         raise NoAnswer(f"{method} {where}: no answer: {error or type(error).__name__}") from error
     if response.status_code >= 300:
-        # What cannot be answered now may be in a while.
         kind = NoAnswer if response.status_code in LATER else SessionFailed
         raise kind(f"{method} {where}: {response.status_code}: {response.text[:500]}", response.status_code)
     return response.json()

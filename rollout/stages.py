@@ -1,9 +1,9 @@
-"""The sized stages of a node, and what they hold back.
+"""The stages of a node, each with a fixed number of slots, and the time budgets of a rollout.
 
-A rollout is *ahead* from its taking until its harness starts: being prepared, or ready. With `ready` more permits than run slots,
-prepared runtimes wait without holding a run slot, and a run slot that becomes free is taken at once. With `ready=0` a rollout is
-prepared in the slot it will run in. Each stage holds back the one before: a harness that ended keeps its run slot until the
-evaluation has a slot for it, full run slots fill the ready buffer, and a full ready buffer takes nothing more from the queue.
+A rollout is *ahead* from when it is taken until its harness starts: being prepared, or ready. There are `ready` more permits for that than
+run slots, so prepared runtimes wait without a run slot and take one as soon as it is free; with `ready=0` a rollout is prepared in the
+slot it will run in. Each stage holds back the one before: a finished harness keeps its run slot until there is one to evaluate it, full
+run slots fill the ready buffer, and a full ready buffer stops taking from the queue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout.task import Task
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """How many rollouts of a node may be in each stage. `ready` may be 0."""
+    """How many rollouts may be in each stage. `ready` may be 0."""
 
     prepare: int = 2
     ready: int = 2
@@ -29,7 +29,7 @@ class Slots:
 
 
 class Permit:
-    """A place in a stage. It is given back once, however often `leave` is called."""
+    """A place in a stage. `leave` gives it back; calling it again does nothing."""
 
     def __init__(self, leave: Callable[[], None]) -> None:
         self._leave: Callable[[], None] | None = leave
@@ -41,7 +41,7 @@ class Permit:
 
 
 class Stage:
-    """So many at a time. `busy` of them are in it, `waiting` wait to be let in."""
+    """`busy` rollouts are in the stage, `waiting` wait to enter."""
 
     def __init__(self, size: int) -> None:
         self._free = asyncio.Semaphore(size)
@@ -55,7 +55,7 @@ class Stage:
         finally:
             self.waiting -= 1
         self.busy += 1
-        return Permit(self._left)
+        return Permit(self._free_slot)
 
     @asynccontextmanager
     async def entered(self) -> AsyncIterator[None]:
@@ -65,7 +65,7 @@ class Stage:
         finally:
             permit.leave()
 
-    def _left(self) -> None:
+    def _free_slot(self) -> None:
         self.busy -= 1
         self._free.release()
 
@@ -74,10 +74,10 @@ MICRO = 1_000_000
 
 
 class Capacity:
-    """CPUs and memory that rollouts have reserved of a node's own; `freed` is set whenever some came back."""
+    """A node's unreserved CPUs and memory; `freed` is set whenever some are given back."""
 
     def __init__(self, cpus: float, memory_mb: int) -> None:
-        # In whole numbers: parts of a CPU that are taken and given back as floats do not come back whole.
+        # Integers: floats do not add up again when fractions of a CPU are given back.
         self._free_micro_cpus = round(cpus * MICRO)
         self.free_memory_mb = memory_mb
         self.freed = asyncio.Event()
@@ -87,7 +87,7 @@ class Capacity:
         return self._free_micro_cpus / MICRO
 
     def reserve(self, task: Task) -> Permit:
-        """`task`'s demand, which must have been free, until the permit is given back."""
+        """Reserve `task`'s demand, which must be free, until the permit is given back."""
         cpus, memory_mb = task.demand
         micro_cpus = round(cpus * MICRO)
         self._add(-micro_cpus, -memory_mb)
@@ -104,14 +104,14 @@ class Stages:
         self.slots = slots
         self.capacity = capacity
         self.ahead = Stage(slots.run + slots.ready)
-        """Everything between the taking and the end of the run."""
+        """From taking a rollout to the end of its run."""
         self.prepare = Stage(slots.prepare)
         self.run = Stage(slots.run)
         self.evaluate = Stage(slots.evaluate)
 
     @property
     def busy(self) -> Mapping[str, int]:
-        """Rollouts by stage; `ready` are prepared and wait for a run slot."""
+        """Rollouts by stage; `ready` ones wait for a run slot."""
         return {
             "prepare": self.prepare.busy,
             "ready": self.run.waiting,
@@ -120,18 +120,15 @@ class Stages:
         }
 
 
-# How long a stretch of a rollout may take. What it only waits for, a slot or a service that is away, is not its own doing.
-
-
 class Budget:
-    """The time that is left; given by `within`."""
+    """The time left of a `within` block."""
 
     def __init__(self, limit: asyncio.Timeout) -> None:
         self._limit = limit
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """In this block no time passes."""
+    def pause(self) -> Iterator[None]:
+        """The budget does not run in this block: waiting for a slot or an unavailable service is not the rollout's doing."""
         until, loop = self._limit.when(), asyncio.get_running_loop()
         if until is None or self._limit.expired():
             yield
@@ -146,7 +143,7 @@ class Budget:
 
 @asynccontextmanager
 async def within(seconds: float, failure: Failure) -> AsyncIterator[Budget]:
-    """What takes longer ends as `failure`. Raises `RolloutFailed`."""
+    """Raises `RolloutFailed` with `failure` if the block takes longer."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:

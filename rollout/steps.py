@@ -1,53 +1,112 @@
-"""A runtime made ready: started, and the steps of a task carried out in it."""
+"""The steps of an attempt: prepare a runtime, install and run the harness, judge how its run ended, remove the runtime."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import shlex
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from rollout.attempts import AttemptId, Failure, RolloutFailed
-from rollout.evaluators.base import Run
 from rollout.harnesses.definition import Harness
-from rollout.harnesses.prepared import Endpoint, Prepared, temporary_directory
+from rollout.harnesses.prepared import Endpoint, Prepared, home_variables, temporary_directory
 from rollout.runtimes.base import Executed, Install, Installed, Logs, Route, Runtime, RuntimeKind
-from rollout.sessions import Judge, OpenSession, Sessions, first_model
+from rollout.sessions import Judge, OpenSession, Sessions
 from rollout.stages import Stages
 from rollout.store.base import WorkStore
 from rollout.task import Exec, PrepareStep, Task, Upload
 
+log = logging.getLogger(__name__)
+
 FETCH_SECONDS = 300.0
-PAUSE_SECONDS = 1.0
-"""Before a step is tried again; twice as long each further time."""
+RETRY_SECONDS = 1.0
+"""Pause before a prepare step is retried; doubles each time."""
+INSTALL_SECONDS = 900.0
+NOT_EXECUTABLE, NOT_FOUND = 126, 127
+SIGNALLED = 128
+"""Exit codes above it are 128 + the signal that ended the command."""
+BUDGET_EXHAUSTED = "budget_exhausted"
+"""The service's code for a call that exceeds the session's budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """What a node gives its rollouts. `url` is the service as harnesses on this node call it, and `route` its host and port, the only
+    address a rollout reaches. `kinds` are the runtimes of this machine by name; `logs` is the folder of all attempts' logs."""
+
+    name: str
+    url: str
+    route: Route
+    work: WorkStore
+    sessions: Sessions
+    judge: Judge
+    stages: Stages
+    kinds: Mapping[str, RuntimeKind]
+    logs: Path
+
+
+class AttemptLogs:
+    """The logs of one attempt: a folder with `<what>.out` and `<what>.err` for prepare, install, agent, evaluate, …"""
+
+    def __init__(self, node: str, root: Path, attempt: AttemptId, prefix: str = "") -> None:
+        self._node = node
+        self._root = root
+        self._attempt = attempt
+        self._prefix = prefix
+        self.folder = root / attempt.task_id / f"{attempt.index}.{attempt.attempt}"
+
+    def make(self) -> None:
+        """Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def of(self, what: str) -> Logs:
+        return Logs(self.folder / f"{self._prefix}{what}.out", self.folder / f"{self._prefix}{what}.err")
+
+    def prefixed(self, prefix: str) -> AttemptLogs:
+        """The same folder, with `<prefix>-` before every name."""
+        return AttemptLogs(self._node, self._root, self._attempt, f"{prefix}-")
+
+    def place(self, what: str = "") -> str:
+        """Where a person finds them: `<node>:<path>`."""
+        return f"{self._node}:{self.folder / (self._prefix + what) if what else self.folder}"
 
 
 async def carry_out(steps: Sequence[PrepareStep], runtime: Runtime, env: Mapping[str, str], logs: AttemptLogs) -> None:
-    """Returns when every step is done. Raises `RolloutFailed` for the first that cannot be."""
+    """Carry out every prepare step. Raises `RolloutFailed` for the first that fails."""
     for number, step in enumerate(steps):
         if isinstance(step, Upload):
-            await put(step, runtime)
+            await _upload(step, step.path, runtime)
         else:
             await _exec(step, number, runtime, env, logs)
 
 
-async def put(step: Upload, runtime: Runtime) -> None:
-    """Raises `RolloutFailed` when there is nothing to be read at its source."""
-    content = step.content if step.content is not None else await _read(step.source or "")
-    if step.unpack:
-        await runtime.unpack(step.path, content)
+async def _upload(upload: Upload, path: str, runtime: Runtime) -> None:
+    """Raises `RolloutFailed` if its source cannot be read."""
+    content = upload.content if upload.content is not None else await _fetch(upload.source or "")
+    if upload.unpack:
+        await runtime.unpack(path, content)
     else:
-        await runtime.upload(step.path, content, mode=step.mode)
+        await runtime.upload(path, content, mode=upload.mode)
+
+
+async def _fetch(source: str) -> bytes:
+    try:
+        if source.startswith(("http://", "https://")):
+            async with httpx.AsyncClient(follow_redirects=True, timeout=FETCH_SECONDS) as client:
+                return (await client.get(source)).raise_for_status().content
+        return await asyncio.to_thread(Path(source).read_bytes)
+    except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
+        raise RolloutFailed(Failure.PREPARE_FAILED, f"the upload {source} cannot be read: {error}") from error
 
 
 async def _exec(step: Exec, number: int, runtime: Runtime, env: Mapping[str, str], logs: AttemptLogs) -> None:
-    pause = PAUSE_SECONDS
+    pause = RETRY_SECONDS
     for left in reversed(range(step.retries + 1)):
         done = await runtime.exec(
             ("sh", "-c", step.command),
@@ -66,102 +125,20 @@ async def _exec(step: Exec, number: int, runtime: Runtime, env: Mapping[str, str
         pause *= 2
 
 
-async def _read(source: str) -> bytes:
-    try:
-        if source.startswith(("http://", "https://")):
-            async with httpx.AsyncClient(follow_redirects=True, timeout=FETCH_SECONDS) as client:
-                return (await client.get(source)).raise_for_status().content
-        return await asyncio.to_thread(Path(source).read_bytes)
-    except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
-        raise RolloutFailed(Failure.PREPARE_FAILED, f"the upload {source} cannot be read: {error}") from error
-
-
-# Skills of a task, put where its harness looks for them.
-
-
-async def put_skills(harness: HarnessRun) -> None:
-    """Raises `RolloutFailed` for one that cannot be read."""
-    folder = PurePosixPath(harness.runtime.home) / harness.harness.skills
-    for skill in harness.task.harness.skills:
-        await put(replace(skill, path=str(folder / skill.path)), harness.runtime)
-
-
-# The runtime of a task with its harness in it, where the kind of runtime can install one once for many.
-
-
 async def install_harness(
     kind: RuntimeKind, task: Task, harness: Harness, name: str, route: Route, logs: AttemptLogs
 ) -> Installed:
-    """The task's spec, with the harness in it or not: `HarnessRun.install` looks, once the prepare steps are done. `name` is that of
-    a runtime which is there for the install alone. Raises `RuntimeFailed`."""
+    """The spec of a runtime with the harness in it, if the kind can install one once for many; otherwise the task's own, where
+    `HarnessRun.install` installs it after the prepare steps. `name` is for a runtime that exists only during the install. Raises
+    `RuntimeFailed`."""
     if harness.takes_command or not (task.harness.install and harness.install):
         return Installed(task.runtime)
     return await kind.install(task.runtime, Install(harness.argv[0], harness.install), name, route, logs.of("install"))
 
 
-# The end of a runtime, which is brought about whatever happens to the rollout meanwhile.
-
-
-log = logging.getLogger(__name__)
-
-
-async def remove(runtime: Runtime) -> None:
-    """Returns when the runtime is gone; a cancellation is passed on only then. One that cannot be removed is logged and left to the
-    sweep of the node's next start: what the rollout came to stays as it is."""
-    stopping = asyncio.create_task(_stopped(runtime))
-    try:
-        await asyncio.shield(stopping)
-    except asyncio.CancelledError:
-        await asyncio.wait([stopping])
-        raise
-
-
-async def _stopped(runtime: Runtime) -> None:
-    try:
-        await runtime.stop()
-    except Exception:
-        log.exception("a runtime could not be removed")
-
-
-# The logs of one attempt, on the node that made it.
-
-
-class AttemptLogs:
-    """A folder with `<what>.out` and `<what>.err` for each thing that ran: prepare, install, agent, evaluate, ..."""
-
-    def __init__(self, node: str, root: Path, attempt: AttemptId, prefix: str = "") -> None:
-        self._node = node
-        self._root = root
-        self._attempt = attempt
-        self._prefix = prefix
-        self.folder = root / attempt.task_id / f"{attempt.index}.{attempt.attempt}"
-
-    def make(self) -> None:
-        """Raises OSError."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    def of(self, what: str) -> Logs:
-        return Logs(self.folder / f"{self._prefix}{what}.out", self.folder / f"{self._prefix}{what}.err")
-
-    def named(self, prefix: str) -> AttemptLogs:
-        """The same folder, with `<prefix>-` before the name of every log."""
-        return AttemptLogs(self._node, self._root, self._attempt, f"{prefix}-")
-
-    def place(self, what: str = "") -> str:
-        """Where a person finds them: `<node>:<path>`."""
-        return f"{self._node}:{self.folder / (self._prefix + what) if what else self.folder}"
-
-
-# A harness inside a runtime: installed where it is missing, given its files, run for as long as the agent's budget lasts.
-
-
-INSTALL_SECONDS = 900.0
-NOT_EXECUTABLE, NOT_FOUND = 126, 127
-
-
 @dataclass(frozen=True, slots=True)
 class HarnessRun:
-    """`earlier_failure`: why it could not be installed once for all runtimes that are alike, where that was tried."""
+    """A harness in a runtime. `earlier_failure` is why `install_harness` could not install it once for many runtimes."""
 
     harness: Harness
     task: Task
@@ -170,30 +147,47 @@ class HarnessRun:
     earlier_failure: str = ""
 
     async def install(self) -> None:
-        """Returns when the harness's command is there, and a place for temporary files. Raises `RolloutFailed`."""
-        await self._make_temporary_directory()
-        if self.harness.takes_command or await self._is_there():
+        """Make a folder for temporary files, and install the harness if it is missing. Raises `RolloutFailed`."""
+        folder = str(temporary_directory(Path(self.runtime.home)))
+        done = await self.runtime.exec(("mkdir", "-p", folder), timeout_seconds=60.0)
+        if done.exit_code:
+            raise RolloutFailed(Failure.BAD_RUNTIME, f"{folder} cannot be made: {read_tail(done)}")
+        if self.harness.takes_command or await self._is_installed():
             return
         if not self.task.harness.install or not self.harness.install:
             raise self._missing("and is not to be installed here")
         for line in self.harness.install:
             done = await self.runtime.exec(
                 ("sh", "-c", line),
-                env=self._surroundings(),
+                env=self._base_environment(),
                 timeout_seconds=INSTALL_SECONDS,
                 logs=self.logs.of("install"),
                 network="full",
             )
             if done.exit_code:
                 raise self._missing(f"and {line!r} ended with exit code {done.exit_code}: {read_tail(done)}")
-        if not await self._is_there():
+        if not await self._is_installed():
             raise self._missing("even after its installation")
 
-    async def start(self, endpoint: Endpoint, model: str) -> Executed:
-        """What it did, within the agent's budget. Raises `RolloutFailed` when it could not be started."""
-        home, workdir = Path(self.runtime.home), Path(self.runtime.workdir)
-        prepared = self.harness.prepared(
-            endpoint, model, self.task.instruction, home, workdir=workdir, servers=self.task.harness.mcp_servers
+    async def put_skills(self) -> None:
+        """Put the task's skills where the harness looks for them. Raises `RolloutFailed` if one cannot be read."""
+        folder = PurePosixPath(self.runtime.home) / self.harness.skills
+        for skill in self.task.harness.skills:
+            await _upload(skill, str(folder / skill.path), self.runtime)
+
+    async def run(self, service_url: str, opened: OpenSession, model: str) -> Executed:
+        """Run the harness against its session, within the agent's budget. Raises `RolloutFailed` if it could not be started."""
+        # The service's own address may mean nothing inside the runtime.
+        inside = self.runtime.map_url(service_url).rstrip("/")
+        base_urls = {dialect: inside + urlsplit(given).path for dialect, given in opened.base_urls.items()}
+        home = Path(self.runtime.home)
+        prepared = self.harness.prepare(
+            Endpoint(base_urls, opened.api_key),
+            model,
+            self.task.instruction,
+            home,
+            workdir=Path(self.runtime.workdir),
+            servers=self.task.harness.mcp_servers,
         )
         for path, text in prepared.files.items():
             await self.runtime.upload(str(home / path), text.encode(), mode=0o600)
@@ -208,88 +202,40 @@ class HarnessRun:
             raise self._missing(f"or does not start: {read_tail(done)}")
         return done
 
-    async def _make_temporary_directory(self) -> None:
-        place = str(temporary_directory(Path(self.runtime.home)))
-        done = await self.runtime.exec(("mkdir", "-p", place), timeout_seconds=60.0)
-        if done.exit_code:
-            raise RolloutFailed(Failure.BAD_RUNTIME, f"{place} cannot be made: {read_tail(done)}")
-
-    async def _is_there(self) -> bool:
+    async def _is_installed(self) -> bool:
         line = f"command -v {shlex.quote(self.harness.argv[0])}"
-        done = await self.runtime.exec(("sh", "-c", line), env=self._surroundings(), timeout_seconds=60.0)
+        done = await self.runtime.exec(("sh", "-c", line), env=self._base_environment(), timeout_seconds=60.0)
         return done.exit_code == 0
 
-    def _surroundings(self) -> dict[str, str]:
-        home = Path(self.runtime.home)
-        return {"HOME": str(home), "TMPDIR": str(temporary_directory(home)), **self.task.environment}
+    def _base_environment(self) -> dict[str, str]:
+        return {**home_variables(Path(self.runtime.home)), **self.task.environment}
 
     def _environment(self, prepared: Prepared) -> Mapping[str, str]:
-        env = {**self._surroundings(), **prepared.env, **self.task.harness.env}
+        env = {**self._base_environment(), **prepared.env, **self.task.harness.env}
         return {name: value for name, value in env.items() if name not in prepared.unset}
 
     def _missing(self, why: str) -> RolloutFailed:
         message = f"{self.harness.name}: there is no {self.harness.argv[0]!r} in the runtime, {why}"
         if self.earlier_failure:
-            # What a rollout has may lack what an install needs, so that this is the one that tells more.
+            # The rollout's runtime may lack what an install needs, so the earlier failure tells more.
             message += f"; once for all runtimes it could not be installed either: {self.earlier_failure}"
         return RolloutFailed(Failure.HARNESS_MISSING, message, self.logs.place("install"))
 
 
-def read_tail(done: Executed, characters: int = 500) -> str:
-    """The end of what a command said, of stderr where it said something there."""
-    text = (done.stderr.strip() or done.stdout.strip()).decode(errors="replace")
-    return text[-characters:] or "it said nothing"
-
-
-# The run of an agent: the harness works against its session, and what it did is held against what can be trained on.
-
-
-T = TypeVar("T")
-BUDGET_EXHAUSTED = "budget_exhausted"
-"""The service's word for a call that the session's budget did not cover."""
-SIGNALLED = 128
-"""Exit codes above it say which signal ended a command."""
-
-
-Calls = Sequence[Mapping[str, Any]]
-Unserved = Mapping[str, Any]
-"""The session's last call that the service or its engine failed, of which there may be no record."""
-
-
-class Patiently(Protocol):
-    """Gives what it is given to do, however long the service does not answer."""
-
-    async def __call__(self, act: Callable[[], Awaitable[T]], /) -> T: ...
-
-
-async def run_agent(
-    parts: NodeParts, harness: HarnessRun, opened: OpenSession, attempt: AttemptId, patiently: Patiently
-) -> Run:
-    """How the harness's run ended, well or by its own budget. Raises `RolloutFailed` for every other end."""
-    endpoint = Endpoint(_urls_inside(parts.url, opened.base_urls, harness.runtime), opened.api_key)
-    # Without an engine its first call would fail, and the attempt be used up.
-    await patiently(parts.sessions.ready)
-    model = harness.task.model or ""
-    if not model and harness.harness.takes_model:
-        model = await patiently(lambda: first_model(parts.url, opened))
-    done = await harness.start(endpoint, model)
-    calls = await patiently(lambda: parts.sessions.calls(attempt.session_id))
-    session = await patiently(lambda: parts.sessions.load(attempt.session_id))
-    check(harness, done, calls, session.get("unserved"))
-    return Run(attempt.session_id, None if done.timed_out else done.exit_code, done.timed_out, done.stdout, done.stderr, calls)
-
-
-def check(harness: HarnessRun, done: Executed, calls: Calls, unserved: Unserved | None = None) -> None:
-    """Raises `RolloutFailed` where what the agent did, and what was recorded of it, is nothing to be scored."""
+def check_run(
+    harness: HarnessRun, done: Executed, calls: Sequence[Mapping[str, Any]], unserved: Mapping[str, Any] | None = None
+) -> None:
+    """Raises `RolloutFailed` if the run cannot be scored. `unserved` is the session's last call that the service or its engine failed,
+    of which there may be no record."""
     name, look = harness.harness.name, harness.logs.place("agent.err")
     last = max(calls, key=lambda call: call["started_at"], default=None)
     if done.timed_out and calls:
-        # It was stopped in the middle of whatever call it was in.
+        # Its last call may be unfinished because it was stopped.
         return
     if unserved is not None and unserved["code"] == BUDGET_EXHAUSTED and calls:
-        # However it ended: it did what it did with what it was given.
+        # It spent its budget, and is scored for what it did with it.
         return
-    # Whatever the agent made of it, this is not how it would have gone on.
+    # A failed call is not the agent's doing, whatever it made of it.
     if last is not None and last["status"] == "dangling":
         raise RolloutFailed(Failure.SERVICE_FAILED, f"the service died in the last call of {name}, {last['call_id']}", look)
     if unserved is not None and (last is None or last["started_at"] < unserved["at"]):
@@ -304,26 +250,25 @@ def check(harness: HarnessRun, done: Executed, calls: Calls, unserved: Unserved 
         raise RolloutFailed(Failure.NO_CALLS, f"{name} never called the model: {read_tail(done)}", look)
 
 
-def _urls_inside(url: str, base_urls: Mapping[str, str], runtime: Runtime) -> dict[str, str]:
-    """The session's base URLs as the runtime reaches them: the service's own name for itself may mean nothing there."""
-    inside = runtime.map_url(url).rstrip("/")
-    return {dialect: inside + urlsplit(given).path for dialect, given in base_urls.items()}
+def read_tail(done: Executed, characters: int = 500) -> str:
+    """The end of a command's stderr, or of its stdout if stderr is empty."""
+    text = (done.stderr.strip() or done.stdout.strip()).decode(errors="replace")
+    return text[-characters:] or "it said nothing"
 
 
-# What a node is made of, as its rollouts see it.
+async def remove(runtime: Runtime) -> None:
+    """Remove the runtime, even when cancelled meanwhile: the cancellation is raised afterwards. A failure is logged and left to the sweep
+    at the node's next start, so that it does not change the rollout's outcome."""
+    stopping = asyncio.create_task(_stop(runtime))
+    try:
+        await asyncio.shield(stopping)
+    except asyncio.CancelledError:
+        await asyncio.wait([stopping])
+        raise
 
 
-@dataclass(frozen=True, slots=True)
-class NodeParts:
-    """`url` is the service as harnesses on this node call it, `route` its host and port: all of it that a rollout reaches. `kinds` are the
-    runtimes that this machine has, by name; `logs` is the folder of all attempts' logs."""
-
-    name: str
-    url: str
-    route: Route
-    work: WorkStore
-    sessions: Sessions
-    judge: Judge
-    stages: Stages
-    kinds: Mapping[str, RuntimeKind]
-    logs: Path
+async def _stop(runtime: Runtime) -> None:
+    try:
+        await runtime.stop()
+    except Exception:
+        log.exception("a runtime could not be removed")

@@ -1,8 +1,8 @@
-"""What servers do beside answering: sessions of rollouts that were ended from outside are closed, those of abandoned attempts deleted,
-what lost nodes left is finished, callbacks are delivered, old tasks forgotten, said what no node can take, and counted what metrics
-show.
+"""The sweeper: what every server does in the background.
 
-Every server runs one. What is to be done stands in the store and is given to one at a time; each part may be repeated.
+It closes sessions of rollouts that were ended from outside, deletes sessions of abandoned attempts, finishes the rollouts of lost nodes,
+delivers callbacks, forgets old tasks, marks rollouts that no node can take, and refreshes metrics. The work is listed in the store, which
+gives each item to one server at a time; each part may be repeated.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 32
 MOST_ROUNDS = 100
-"""Of one part before the next one has its turn."""
+"""Of one part before it pauses."""
 DAY_SECONDS = 86400.0
 
 
 class Sweeper:
-    """`name` tells this server from others and from nodes."""
+    """`name` is unique among servers and nodes."""
 
     def __init__(
         self,
@@ -57,45 +57,45 @@ class Sweeper:
         self._numbers = numbers
         self._settings = settings
         self._waiting: set[str] = set()
-        """Parts that found the store away and have not yet found it back."""
+        """Parts that are waiting for the store."""
 
     async def run(self) -> None:
-        """For ever."""
+        """Never returns."""
         async with asyncio.TaskGroup() as parts:
-            # Each by itself: a callback that nobody answers must not keep sessions from being closed.
+            # In parallel: an unanswered callback must not delay the closing of sessions.
             for part in (
                 self.close_ended,
                 self.delete_abandoned,
                 self.finish_lost,
                 self._callbacks.deliver,
                 self.forget_old,
-                self.tell_stranded,
+                self.mark_stranded,
                 self._numbers.refresh,
             ):
                 parts.create_task(self._repeat(part))
 
     async def close_ended(self) -> int:
-        """How many rollouts that were ended from outside were looked at."""
+        """How many rollouts were handled that were ended from outside."""
         ended = await self._store.to_close(AT_ONCE, await self._store.now())
         for task, state in ended:
-            if await self._done(_close(self._sessions, task, state), f"{task.task_id}.{state.index}"):
+            if await self._try(_close(self._sessions, task, state), f"{task.task_id}.{state.index}"):
                 await self._store.closed(task.task_id, state.index)
         return len(ended)
 
     async def delete_abandoned(self) -> int:
-        """How many sessions of attempts that lost their node were looked at."""
+        """How many sessions were handled of attempts that lost their node."""
         attempts = await self._store.abandoned(AT_ONCE, await self._store.now())
         for attempt in attempts:
-            if await self._done(_delete(self._sessions, attempt.session_id), attempt.session_id):
+            if await self._try(_delete(self._sessions, attempt.session_id), attempt.session_id):
                 await self._store.deleted(attempt)
         return len(attempts)
 
     async def finish_lost(self) -> int:
-        """1 when a rollout whose verdict stood was finished in place of its node."""
+        """1 if a lost node's rollout was finished, whose verdict was stored; otherwise 0."""
         taken = await self._work.recover(self._name, self._settings.lost_node_seconds, await self._store.now())
         if taken is None:
             return 0
-        await self._done(self._finish(taken), taken.attempt.session_id)
+        await self._try(self._finish(taken), taken.attempt.session_id)
         return 1
 
     async def forget_old(self) -> int:
@@ -104,14 +104,15 @@ class Sweeper:
             return 0
         return await self._store.forget(await self._store.now() - self._settings.task_retain_days * DAY_SECONDS, AT_ONCE)
 
-    async def tell_stranded(self) -> int:
-        """Always 0: the next look is as good as another one now."""
+    async def mark_stranded(self) -> int:
+        """Always 0: there is no need to look again at once."""
         await self._store.tell_stranded(await self._store.now())
         return 0
 
     async def _finish(self, taken: Taken) -> None:
         attempt, verdict = taken.attempt, taken.state.verdict
-        assert verdict is not None, "it was concluded"
+        if verdict is None:
+            raise ValueError(f"rollout {attempt.session_id} is concluding without a verdict")
         await close_member(self._sessions, taken.task, attempt.index, attempt.session_id, verdict)
         await self._work.finish(attempt, await self._store.now())
 
@@ -124,17 +125,17 @@ class Sweeper:
                         break
                 self._waiting.discard(name)
             except StoreUnavailable as error:
-                # All parts meet the same outage, one after the other.
+                # Warn once: all parts meet the same outage.
                 if not self._waiting:
                     log.warning("the sweep of tasks waits: %s", error)
                 self._waiting.add(name)
             except Exception:
-                # It would end for good, and nobody would see that sessions stay open.
+                # Otherwise it would stop for good, and sessions would stay open unnoticed.
                 log.exception("the sweep of tasks failed and is tried again")
             await asyncio.sleep(self._settings.task_sweep_seconds)
 
-    async def _done(self, act: Awaitable[object], what: str) -> bool:
-        """False: it is tried again once the time for which it was given out is over."""
+    async def _try(self, act: Awaitable[object], what: str) -> bool:
+        """Whether it worked. If not, it is due again once this server's claim on it expires."""
         try:
             async with asyncio.timeout(CLAIM_SECONDS / 2):
                 await act
@@ -153,38 +154,36 @@ async def _close(sessions: Sessions, task: Task, state: RolloutState) -> None:
     try:
         await sessions.close_session(attempt.session_id, verdict.status, error=error)
     except NoSession:
-        # Its group must not wait for a member that never began.
+        # Its group must not wait for a member that never started.
         await close_member(sessions, task, state.index, attempt.session_id, verdict)
     except SessionConflict:
-        # Its node was about to end it otherwise; whoever ended the rollout meanwhile has the last word. Its place in the group is
-        # taken by an empty one, or the group would wait for it.
+        # Its node closed it with another status, but the rollout was ended from outside, which has the last word. An empty session takes
+        # its place, or the group would wait for it.
         if await _delete(sessions, attempt.session_id):
             await close_member(sessions, task, state.index, attempt.session_id, verdict)
 
 
 async def _delete(sessions: Sessions, session_id: str) -> bool:
-    """Whether it is gone."""
+    """Whether the session is gone."""
     try:
         await sessions.delete(session_id)
     except SessionConflict as error:
-        log.warning("session %s stays as it is, as a trainer has it already: %s", session_id, error)
+        log.warning("session %s is kept, as a trainer has it already: %s", session_id, error)
         return False
     return True
 
 
-# The one request that tells the outside of a task's end: POSTed to its callback URL until somebody takes it.
-#
-# What is due stands in the store, so that whichever server lives delivers it; while one tries, no other does. A server that dies in the
-# middle leaves it to another after `CLAIM_SECONDS`, so a receiver may be told twice, and knows that by the task's id.
+# Callbacks: one POST when a task ends, repeated until it is accepted. The store lists those due and gives each to one server for
+# `CLAIM_SECONDS`; if that server dies, another delivers it, so a receiver may get it twice and knows it by the task's id.
 
 
 TIMEOUT_SECONDS = CLAIM_SECONDS / 2
-"""Of one try in all: it ends before another server may try."""
+"""Of one try: it ends before another server may try."""
 CALLBACKS_AT_ONCE = 16
 MOST_TRIES = 24
 LONGEST_PAUSE_SECONDS = 3600.0
 SHOWN = 500
-"""Characters of an error that are kept."""
+"""Characters of an error that are stored."""
 
 
 class Callbacks:
@@ -193,7 +192,7 @@ class Callbacks:
         self._http = httpx.AsyncClient(timeout=TIMEOUT_SECONDS, follow_redirects=False)
 
     async def deliver(self) -> int:
-        """How many were due and were tried. Raises `StoreUnavailable`."""
+        """How many were tried. Raises `StoreUnavailable`."""
         due = await self._store.callbacks(CALLBACKS_AT_ONCE, await self._store.now())
         await asyncio.gather(*(self._deliver(state) for state in due))
         return len(due)
@@ -216,7 +215,7 @@ class Callbacks:
         await self._store.called_back(task_id, now, error=error[:SHOWN], next_try_at=again)
 
     async def _post(self, url: str, state: TaskState) -> str | None:
-        """What went wrong."""
+        """The error, or None."""
         body = json.dumps(render_summary(state)).encode()
         headers = {"content-type": "application/json", "idempotency-key": state.task.task_id}
         try:
@@ -230,14 +229,13 @@ class Callbacks:
 
 
 def draw_pause_seconds(tries: int) -> float:
-    """From one second on twice as long after each try, up to an hour; some of it by chance, so that many do not come at once."""
+    """Doubles from one second after each try, up to an hour, with jitter."""
     return min(LONGEST_PAUSE_SECONDS, float(2 ** min(tries - 1, 20))) * random.uniform(0.8, 1.2)
 
 
-# What a server is told of the rollout service; the environment is read here. Each field is `VERBATIM_<NAME>`.
-
-
 class RolloutSettings(BaseSettings):
+    """Settings of the rollout service in a server, from the environment: each field is `VERBATIM_<NAME>`."""
+
     model_config = SettingsConfigDict(env_prefix="VERBATIM_", extra="ignore", use_attribute_docstrings=True)
 
     task_retain_days: Annotated[float, Field(ge=0)] = 30.0

@@ -42,9 +42,9 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypedDict
 
+from rollout.harnesses.prepared import MOST_BYTES
+
 MOST_SAMPLES = 10_000
-MOST_BYTES = 128 * 1024 - 1
-"""The longest argument or environment variable Linux passes to a command (MAX_ARG_STRLEN), without its closing null byte."""
 
 _TASK_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 """Short enough that the ids of the task's sessions, which append index and attempt, are valid too."""

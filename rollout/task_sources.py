@@ -1,9 +1,9 @@
-"""Harbor task folders as tasks: task.toml, instruction.md, environment/, tests/test.sh.
+"""Tasks from Harbor task folders and from rows of SWE-bench data sets.
 
-Read as Harbor 0.25 reads them (`harbor.models.task.config`). What a task asks for and cannot have here is refused by name instead of
-being left out: several steps, compose files, Windows, accelerators, other users, allow-lists of hosts, and a verifier in an
-environment of its own. Artifacts are not gathered: the verdict does not depend on them. Images are not built: a folder that has only
-a Dockerfile needs `image`, built from it.
+Harbor folders (task.toml, instruction.md, environment/, tests/test.sh) are read as Harbor 0.25 reads them (`harbor.models.task.config`).
+What is not supported here is refused by name: several steps, compose files, Windows, accelerators, other users, allow-lists of hosts, and
+a verifier in an environment of its own. Artifacts are not collected, as the verdict does not depend on them. Images are not built: a
+folder with only a Dockerfile needs `image`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollout.task import Budgets, EvaluatorSpec, Exec, HarnessSpec, McpServer, N
 DEFAULT_AGENT_SECONDS = 1800.0
 DEFAULT_VERIFIER_SECONDS = 600.0
 SPARE_SECONDS = 60.0
-"""Of the evaluation's budget beyond the verifier's own: for what is put in place before it."""
+"""Added to the verifier's time in the evaluation's budget, for uploading the tests."""
 
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 _WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)\s*$", re.IGNORECASE | re.MULTILINE)
@@ -30,7 +30,7 @@ _NETWORKS: dict[str, Network] = {"public": "full", "no-network": "proxy"}
 
 
 class BadHarborTask(Exception):
-    """The folder is no Harbor task, or one that cannot be run here. Names the folder and what stands in the way."""
+    """The folder is not a Harbor task, or not one that can run here. Names the folder and the reason."""
 
 
 def harbor_task(
@@ -43,46 +43,46 @@ def harbor_task(
     variables: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Task:
-    """The task of `folder`. `image` goes before the folder's own; `variables` are what `${NAME}` in it stands for; `fields` are
-    further fields of `Task`. Raises `BadHarborTask`."""
-    config = _config(folder)
+    """The task of `folder`. `image` overrides the folder's; `variables` are the values of `${NAME}`; `fields` are further fields of `Task`.
+    Raises `BadHarborTask`."""
+    config = _read_config(folder)
     environment, verifier = config.get("environment", {}), config.get("verifier", {})
     _refuse(folder, config)
     seconds = float(verifier.get("timeout_sec", DEFAULT_VERIFIER_SECONDS))
-    network = _network(folder, environment, "public")
+    network = _read_network(folder, environment, "public")
     options: dict[str, Any] = {
-        "tests": _tests(folder),
-        "env": _resolved(folder, verifier.get("env", {}), variables or {}),
+        "tests": _read_tests(folder),
+        "env": _resolve(folder, verifier.get("env", {}), variables or {}),
         "timeout_seconds": seconds,
-        "network": _network(folder, verifier, network),
+        "network": _read_network(folder, verifier, network),
     }
-    runtime = _runtime(folder, config, image, runtime_kind, network)
+    runtime = _read_runtime(folder, config, image, runtime_kind, network)
     if (runtime.network, options["network"]) == ("full", "proxy"):
         raise BadHarborTask(
             f"{folder} keeps its verifier from a network that its agent has: that cannot be had in one container"
         )
     task = Task(
-        task_id=task_id or _task_id(folder, config),
-        instruction=_text(folder, "instruction.md"),
-        harness=replace(harness, mcp_servers=(*harness.mcp_servers, *_mcp_servers(folder, environment))),
+        task_id=task_id or _derive_task_id(folder, config),
+        instruction=_read_text(folder, "instruction.md"),
+        harness=replace(harness, mcp_servers=(*harness.mcp_servers, *_read_mcp_servers(folder, environment))),
         evaluator=EvaluatorSpec("harbor", options, fresh_runtime=False),
         runtime=runtime,
-        prepare=_healthcheck(environment),
-        environment=_resolved(folder, environment.get("env", {}), variables or {}),
-        budgets=_budgets(config, seconds),
+        prepare=_wait_until_healthy(environment),
+        environment=_resolve(folder, environment.get("env", {}), variables or {}),
+        budgets=_set_budgets(config, seconds),
         metadata={"harbor": {"task": config.get("task", {}).get("name", folder.name), **config.get("metadata", {})}},
     )
     return replace(task, **fields)
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(_text(folder, "task.toml"))
+        return tomllib.loads(_read_text(folder, "task.toml"))
     except tomllib.TOMLDecodeError as error:
         raise BadHarborTask(f"{folder}/task.toml: {error}") from error
 
 
-def _text(folder: Path, name: str) -> str:
+def _read_text(folder: Path, name: str) -> str:
     try:
         return (folder / name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -91,7 +91,7 @@ def _text(folder: Path, name: str) -> str:
 
 def _refuse(folder: Path, config: Mapping[str, Any]) -> None:
     environment, verifier, agent = (config.get(name, {}) for name in ("environment", "verifier", "agent"))
-    in_the_way = {
+    unsupported = {
         "several steps": config.get("steps"),
         "a docker-compose.yaml": (folder / "environment" / "docker-compose.yaml").exists(),
         "a trajectory.json, from which its agent goes on": (folder / "trajectory.json").exists(),
@@ -103,12 +103,12 @@ def _refuse(folder: Path, config: Mapping[str, Any]) -> None:
         "verifier.collect": verifier.get("collect"),
         "verifier.user or agent.user": verifier.get("user") or agent.get("user"),
     }
-    if found := [what for what, there in in_the_way.items() if there]:
+    if found := [what for what, there in unsupported.items() if there]:
         raise BadHarborTask(f"{folder} has {', and '.join(found)}: that cannot be run here")
 
 
-def _tests(folder: Path) -> dict[str, Any]:
-    """The options that put `tests/` in place."""
+def _read_tests(folder: Path) -> dict[str, Any]:
+    """The files of `tests/`, as the evaluator's option takes them."""
     root = folder / "tests"
     if not (root / "test.sh").is_file():
         raise BadHarborTask(f"{folder} has no tests/test.sh")
@@ -117,11 +117,11 @@ def _tests(folder: Path) -> dict[str, Any]:
         if not path.resolve().is_relative_to(folder.resolve()):
             raise BadHarborTask(f"{path} leads out of the task's folder")
         if path.is_file():
-            files[path.relative_to(root).as_posix()] = _content(path)
+            files[path.relative_to(root).as_posix()] = _read_content(path)
     return files
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _read_content(path: Path) -> dict[str, Any]:
     executable = bool(path.stat().st_mode & 0o111)
     content = path.read_bytes()
     try:
@@ -130,8 +130,8 @@ def _content(path: Path) -> dict[str, Any]:
         return {"base64": base64.b64encode(content).decode(), "executable": executable}
 
 
-def _resolved(folder: Path, values: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
-    """`${NAME}` and `${NAME:-default}`, where a value is just that, replaced."""
+def _resolve(folder: Path, values: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
+    """Replace values that are exactly `${NAME}` or `${NAME:-default}`."""
     resolved = {}
     for name, value in values.items():
         found = _TEMPLATE.fullmatch(str(value))
@@ -141,13 +141,13 @@ def _resolved(folder: Path, values: Mapping[str, Any], variables: Mapping[str, s
     return resolved
 
 
-def _task_id(folder: Path, config: Mapping[str, Any]) -> str:
+def _derive_task_id(folder: Path, config: Mapping[str, Any]) -> str:
     name = str(config.get("task", {}).get("name", folder.resolve().name))
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-_.")[:100] or "harbor"
 
 
-def _network(folder: Path, section: Mapping[str, Any], default: str) -> Network:
-    """Of a section that may have network_mode, or allow_internet as older tasks do."""
+def _read_network(folder: Path, section: Mapping[str, Any], default: str) -> Network:
+    """From a section's network_mode, or allow_internet in older tasks."""
     mode = section.get("network_mode")
     if mode is None and section.get("allow_internet") is not None:
         mode = "public" if section["allow_internet"] else "no-network"
@@ -158,7 +158,7 @@ def _network(folder: Path, section: Mapping[str, Any], default: str) -> Network:
     return _NETWORKS[mode]
 
 
-def _runtime(folder: Path, config: Mapping[str, Any], image: str | None, kind: str, network: Network) -> RuntimeSpec:
+def _read_runtime(folder: Path, config: Mapping[str, Any], image: str | None, kind: str, network: Network) -> RuntimeSpec:
     environment = config.get("environment", {})
     image = image or environment.get("docker_image")
     if not image:
@@ -167,15 +167,15 @@ def _runtime(folder: Path, config: Mapping[str, Any], image: str | None, kind: s
         kind=kind,
         image=image,
         cpus=float(environment.get("cpus") or 1),
-        memory_mb=int(environment.get("memory_mb") or _megabytes(environment.get("memory")) or 2048),
-        disk_mb=environment.get("storage_mb") or _megabytes(environment.get("storage")),
-        network=_network(folder, config.get("agent", {}), network),
-        workdir=environment.get("workdir") or _dockerfile_workdir(folder),
+        memory_mb=int(environment.get("memory_mb") or _parse_megabytes(environment.get("memory")) or 2048),
+        disk_mb=environment.get("storage_mb") or _parse_megabytes(environment.get("storage")),
+        network=_read_network(folder, config.get("agent", {}), network),
+        workdir=environment.get("workdir") or _find_workdir(folder),
     )
 
 
-def _megabytes(size: str | None) -> int | None:
-    """Of sizes as older tasks write them: 2G, 512M."""
+def _parse_megabytes(size: str | None) -> int | None:
+    """From a size as older tasks write it: 2G, 512M."""
     if size is None:
         return None
     found = re.fullmatch(r"([\d.]+)\s*([GMK])B?", size.strip().upper())
@@ -184,14 +184,14 @@ def _megabytes(size: str | None) -> int | None:
     return int(float(found[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[found[2]])
 
 
-def _dockerfile_workdir(folder: Path) -> str | None:
-    """The folder in which commands of the image start; None where the Dockerfile does not say so plainly."""
+def _find_workdir(folder: Path) -> str | None:
+    """The image's working directory; None if the Dockerfile does not give it as a plain absolute path."""
     path = folder / "environment" / "Dockerfile"
     found = _WORKDIR.findall(path.read_text(encoding="utf-8")) if path.is_file() else []
     return found[-1] if found and found[-1].startswith("/") and "$" not in found[-1] else None
 
 
-def _mcp_servers(folder: Path, environment: Mapping[str, Any]) -> tuple[McpServer, ...]:
+def _read_mcp_servers(folder: Path, environment: Mapping[str, Any]) -> tuple[McpServer, ...]:
     servers = []
     for server in environment.get("mcp_servers", []):
         if server.get("headers"):
@@ -201,8 +201,8 @@ def _mcp_servers(folder: Path, environment: Mapping[str, Any]) -> tuple[McpServe
     return tuple(servers)
 
 
-def _healthcheck(environment: Mapping[str, Any]) -> tuple[Exec, ...]:
-    """A line that waits until the environment is healthy."""
+def _wait_until_healthy(environment: Mapping[str, Any]) -> tuple[Exec, ...]:
+    """A prepare step that waits until the environment is healthy."""
     check = environment.get("healthcheck")
     if not check:
         return ()
@@ -213,22 +213,19 @@ def _healthcheck(environment: Mapping[str, Any]) -> tuple[Exec, ...]:
     return (Exec(line, timeout_seconds=tries * (pause + float(check.get("timeout_sec", 30.0)))),)
 
 
-def _budgets(config: Mapping[str, Any], verifier_seconds: float) -> Budgets:
+def _set_budgets(config: Mapping[str, Any], verifier_seconds: float) -> Budgets:
     agent = float(config.get("agent", {}).get("timeout_sec") or DEFAULT_AGENT_SECONDS)
     evaluation = verifier_seconds + SPARE_SECONDS
     return Budgets(agent=agent, evaluation=evaluation, total=Budgets().prepare + agent + evaluation)
 
 
-# Rows of SWE-bench data sets as tasks.
-#
-# A row is what `datasets.load_dataset("SWE-bench/SWE-bench_Verified", split="test")` yields, or the package's own task repositories: since
-# swebench 5 it carries its image and its eval script. Of the row only what grading needs goes into the task: the reference patch stays
-# where it is.
+# SWE-bench: a row as `datasets.load_dataset("SWE-bench/SWE-bench_Verified", split="test")` yields it, with image and eval script since
+# swebench 5. Only what grading needs goes into the task: the reference patch stays out.
 
 
 REPOSITORY = "/testbed"
 RESULT = "/agent-result"
-"""Where the agent's repository is put in the fresh runtime, beside the image's own."""
+"""Where the agent's repository is put in the fresh runtime, beside the image's."""
 
 INSTRUCTION = """The repository in {repository} has the problem described below. Change its code so that the problem is solved. Do not
 change its tests; others will be run.
@@ -236,11 +233,11 @@ change its tests; others will be run.
 {problem_statement}"""
 
 BUDGETS = Budgets(agent=3600.0, evaluation=1860.0, total=9000.0)
-"""The package gives tests 1800 seconds."""
+"""The swebench package gives tests 1800 seconds."""
 
 
 class BadInstance(Exception):
-    """The row lacks what a task needs. Names the row and the columns."""
+    """The row lacks columns. Names the row and the columns."""
 
 
 def swebench_task(
@@ -254,13 +251,13 @@ def swebench_task(
     mode: str = "resolved",
     **fields: Any,
 ) -> Task:
-    """The task of `instance`. `runtime` gives everything but image and workdir; `instruction` has {repository} and {problem_statement};
-    `mode` is the evaluator's; `fields` are further fields of `Task`. Raises `BadInstance`."""
+    """The task of `instance`. `runtime` gives all but image and workdir; `instruction` has {repository} and {problem_statement}; `mode` is
+    the evaluator's option; `fields` are further fields of `Task`. Raises `BadInstance`."""
     missing = [name for name in ("problem_statement", *FIELDS) if instance.get(name) in (None, "")]
     if missing:
         raise BadInstance(f"the row {instance.get('instance_id')!r} lacks {', '.join(missing)}: rows of swebench 5 have them")
     place = runtime or RuntimeSpec(kind=runtime_kind, cpus=2.0, memory_mb=8192)
-    agents = replace(place, image=instance["image"], workdir=REPOSITORY)
+    agent_runtime = replace(place, image=instance["image"], workdir=REPOSITORY)
     statement = instruction.replace("{repository}", REPOSITORY)
     kept = {name: instance[name] for name in FIELDS}
     if instance.get("image_assets"):
@@ -272,9 +269,9 @@ def swebench_task(
         evaluator=EvaluatorSpec(
             "swebench",
             {"instance": kept, "mode": mode, "repository": REPOSITORY, "result": RESULT},
-            runtime=replace(agents, workdir=RESULT, network="full"),
+            runtime=replace(agent_runtime, workdir=RESULT, network="full"),
         ),
-        runtime=agents,
+        runtime=agent_runtime,
         budgets=BUDGETS,
         metadata={"swebench": {name: instance[name] for name in ("instance_id", "repo", "version")}},
     )

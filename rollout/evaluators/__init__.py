@@ -1,1 +1,1 @@
-"""What gives a rollout its reward: one Protocol (`base`), one module per kind."""
+"""Evaluators, which give rollouts their rewards: the interface in `base`, and a module per kind."""

@@ -1,5 +1,5 @@
-"""The kinds of evaluators there are: the built-in ones, and those that installed packages bring by the entry point group `GROUP`,
-where a kind's name stands for its class (`module:Class`, made without arguments)."""
+"""The kinds of evaluators: built-in ones, and those that installed packages register in the entry point group `GROUP`, from a name to a
+class (`module:Class`) that takes no arguments."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ _BUILT_IN = {
 
 
 class UnknownEvaluator(BadEvaluator):
-    """No kind has that name. The message lists those there are."""
+    """No kind has that name. The message lists the names."""
 
 
 def names() -> list[str]:
-    """The names that `kind` knows, sorted."""
-    return sorted(_found())
+    """The names that `load` accepts, sorted."""
+    return sorted(_find_kinds())
 
 
 def load(name: str) -> Evaluator:
-    """The evaluator of that name, always the same one. Raises `UnknownEvaluator`, and `BadEvaluator` for one that cannot be loaded or
-    whose name is taken."""
-    found = _found()
+    """The evaluator of that name, always the same instance. Raises `UnknownEvaluator`, and `BadEvaluator` if it cannot be loaded or
+    several have that name."""
+    found = _find_kinds()
     if name not in found:
         raise UnknownEvaluator(f"there is no evaluator {name!r}: choose one of {', '.join(sorted(found))}")
     if len(found[name]) > 1:
         raise BadEvaluator(f"there are several evaluators {name!r}: {', '.join(point.value for point in found[name])}")
-    return _made(found[name][0].value)
+    return _make(found[name][0].value)
 
 
 @cache
-def _made(value: str) -> Evaluator:
-    """Raises `BadEvaluator` for whatever goes wrong in the code of others."""
+def _make(value: str) -> Evaluator:
+    """Raises `BadEvaluator` for any error of a package's code."""
     module, _, attribute = value.partition(":")
     try:
         made = getattr(import_module(module), attribute)()
@@ -56,7 +56,7 @@ def _made(value: str) -> Evaluator:
     return cast(Evaluator, made)
 
 
-def _found() -> dict[str, list[EntryPoint]]:
+def _find_kinds() -> dict[str, list[EntryPoint]]:
     points = [EntryPoint(name, value, GROUP) for name, value in _BUILT_IN.items()]
     found: dict[str, list[EntryPoint]] = {}
     for point in [*points, *_installed()]:
@@ -67,5 +67,5 @@ def _found() -> dict[str, list[EntryPoint]]:
 
 @cache
 def _installed() -> tuple[EntryPoint, ...]:
-    """Looked up once: it reads the metadata of every package there is."""
+    """Cached: this reads the metadata of every installed package."""
     return tuple(entry_points(group=GROUP))

@@ -1,1 +1,1 @@
-"""Harnesses as data: how each is installed, started and pointed at a session, in one TOML file each."""
+"""Harnesses as data: one TOML file each says how to install it, start it and point it at a session."""

@@ -1,34 +1,36 @@
-"""The definitions there are: the built-in ones, those of a user's directory, and any file named by its path."""
+"""Finding definitions: built-in ones, those in a user's folder, and files named by path."""
 
 from __future__ import annotations
 
 import os
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollout.harnesses.definition import Harness, parse
 from rollout.harnesses.prepared import (
     BadDefinition,
     UnknownHarness,
 )
-from rollout.task import HarnessSpec
+
+if TYPE_CHECKING:
+    from rollout.task import HarnessSpec
 
 BUILT_IN = Path(__file__).with_name("definitions")
 VARIABLE = "VERBATIM_HARNESSES"
 
 
 def names() -> list[str]:
-    """The names that `load` knows, sorted."""
-    return sorted(_found())
+    """The names that `load` accepts, sorted."""
+    return sorted(_find_files())
 
 
 def load(name_or_path: str) -> Harness:
-    """The harness of that name, or of that `.toml` file. Raises `UnknownHarness` or `BadDefinition`.
-
-    A definition in the user's directory wins over a built-in one of its name."""
+    """The harness of that name, or in that `.toml` file. A definition in the user's folder wins over a built-in one. Raises
+    `UnknownHarness` or `BadDefinition`."""
     if name_or_path.endswith(".toml"):
         return _read(Path(name_or_path))
-    found = _found()
+    found = _find_files()
     if name_or_path not in found:
         raise UnknownHarness(
             f"there is no harness {name_or_path!r}: choose one of {', '.join(sorted(found))}, or give the path of a .toml file"
@@ -36,8 +38,8 @@ def load(name_or_path: str) -> Harness:
     return _read(found[name_or_path])
 
 
-def _found() -> dict[str, Path]:
-    """Name -> file. Files are named for their harness, so that listing them reads none."""
+def _find_files() -> dict[str, Path]:
+    """Name -> file. Files are named after their harness, so listing them reads none."""
     folders = [BUILT_IN]
     if given := os.environ.get(VARIABLE):
         folders.append(Path(given).expanduser())

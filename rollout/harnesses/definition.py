@@ -1,4 +1,4 @@
-"""One harness as data, and the making ready of it for a session."""
+"""The definition of one harness: its fields and their rules, and preparing it for a session."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reconstruct.roles import RoleRule
 from rollout.harnesses.mcp import McpForm, parse_form
 from rollout.harnesses.prepared import (
+    MOST_BYTES,
     BadDefinition,
     Endpoint,
     NotTaken,
@@ -23,14 +24,16 @@ from rollout.harnesses.prepared import (
     fill_file,
     uses,
 )
-from rollout.task import MOST_BYTES, HarnessSpec, McpServer, Upload
+
+if TYPE_CHECKING:
+    from rollout.task import HarnessSpec, McpServer, Upload
 
 DIALECTS = ("chat", "responses", "messages", "gemini", "any")
 STDIN = ("none", "inherit", "prompt")
 OTHERS_BYTES = 4096
-"""What placeholders beside the prompt may become."""
+"""Reserved for the values of placeholders other than the prompt."""
 SCRIPT = ".verbatim-command"
-"""Below the home: the line of a command that is too long for an argument."""
+"""Below the home: a command line that is too long for an argument."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*\Z")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -38,36 +41,35 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 @dataclass(frozen=True, slots=True)
 class Harness:
-    """How one harness is started against a session. Raises `BadDefinition` when a rule below is broken.
-
-    Texts of `argv`, `env` and `files` may hold placeholders (`placeholders.NAMES`)."""
+    """How to start one harness against a session. The texts of `argv`, `env` and `files` may hold placeholders (`prepared.NAMES`). Raises
+    `BadDefinition`."""
 
     name: str
     description: str
     """One line."""
     dialect: str
-    """What it speaks: one of DIALECTS."""
+    """The wire dialect it speaks: one of DIALECTS."""
     argv: tuple[str, ...] = ()
-    """The command. Empty: the words given in place of a prompt are the command."""
+    """The command. Empty: the task's instruction is the command."""
     version: str = ""
-    """The version the definition was tested with."""
+    """The version that the definition was tested with."""
     version_argv: tuple[str, ...] = ()
-    """The command that prints which version is there. Empty: nobody asks."""
+    """The command that prints the installed version. Empty: it is not checked."""
     install: tuple[str, ...] = ()
-    """Shell lines that a user types to install it."""
+    """Shell lines that install it."""
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
-    """Path relative to the home, with forward slashes -> text."""
+    """Path below the home -> text."""
     stdin: str = "none"
-    """none: empty. inherit: the caller's. prompt: the prompt."""
+    """none: empty. inherit: the caller's stdin. prompt: the prompt."""
     unset: tuple[str, ...] = ()
-    """Variables that must not reach it, beside those that never do."""
+    """Further variables to withhold (`prepared.is_withheld` has those that always are)."""
     mcp: McpForm | None = None
-    """How it is told of MCP servers; None: it takes none."""
+    """How MCP servers are configured; None: it accepts none."""
     skills: str = ""
-    """Folder below the home in which it looks for skills, each a folder with a SKILL.md; empty: it takes none."""
+    """Folder below the home where it looks for skills, each a folder with a SKILL.md; empty: it accepts none."""
     roles: tuple[RoleRule, ...] = ()
-    """What its calls are for, where they do not say so in headers that the service knows: the first rule that fits a call."""
+    """The roles of calls whose headers do not tell: the first rule that matches a call applies."""
 
     def __post_init__(self) -> None:
         if not _NAME.match(self.name):
@@ -80,23 +82,23 @@ class Harness:
                 raise BadDefinition(f"{self.name}: {variable!r} is not the name of an environment variable")
         for path in (*self.files, *([self.mcp.file] if self.mcp else []), *([self.skills] if self.skills else [])):
             self._check_path(path)
-        for where, text in self._texts():
+        for where, text in self._list_texts():
             check(text, f"{self.name}: {where}")
 
     @property
     def takes_command(self) -> bool:
-        """Whether it is any command of the caller's, instead of one that is given a prompt."""
+        """Whether it runs the caller's command instead of taking a prompt."""
         return not self.argv
 
     @property
     def takes_prompt(self) -> bool:
-        return self.takes_command or self.stdin == "prompt" or any(uses(text, "prompt") for _, text in self._texts())
+        return self.takes_command or self.stdin == "prompt" or any(uses(text, "prompt") for _, text in self._list_texts())
 
     @property
     def takes_model(self) -> bool:
-        return any(uses(text, "model") for _, text in self._texts())
+        return any(uses(text, "model") for _, text in self._list_texts())
 
-    def prepared(
+    def prepare(
         self,
         endpoint: Endpoint,
         model: str,
@@ -108,8 +110,8 @@ class Harness:
     ) -> Prepared:
         """The harness ready to run in `workdir` (default: the current directory) with `home` as its home.
 
-        Words in place of one prompt are joined by spaces; for a harness that takes a command they are that command, and a
-        single text is a line for `sh`. `servers` are those that it is told of; `passed_on.check_taken` says whether it takes them."""
+        Several words are joined with spaces to the prompt; a harness that takes a command runs them as the command, and a single text as
+        a line of `sh`. `servers` are MCP servers that `check_accepted` has accepted."""
         words = [prompt] if isinstance(prompt, str) else list(prompt)
         values = {name: endpoint.base_urls[name] for name in ("openai", "anthropic", "gemini")}
         values |= {"api_key": endpoint.api_key, "model": model, "prompt": " ".join(words)}
@@ -118,12 +120,12 @@ class Harness:
         files = {path: fill_file(path, text, values) for path, text in self.files.items()}
         if self.takes_command and isinstance(prompt, str):
             argv = ("sh", "-c", prompt)
-            if _bytes(prompt) > MOST_BYTES:
+            if _count_bytes(prompt) > MOST_BYTES:
                 argv, files[SCRIPT] = ("sh", str(home / SCRIPT)), prompt
         elif self.takes_command:
             argv = tuple(words)
         if servers and self.mcp is not None:
-            files[self.mcp.file] = self.mcp.told(files.get(self.mcp.file, ""), servers)
+            files[self.mcp.file] = self.mcp.write(files.get(self.mcp.file, ""), servers)
         return Prepared(
             argv=argv,
             env={name: fill(text, values) for name, text in self.env.items()},
@@ -133,20 +135,20 @@ class Harness:
         )
 
     def check_prompt(self, prompt: str) -> None:
-        """Raises `PromptTooLong` where it would stand in an argument or a variable that the system does not pass."""
-        passed = [text for where, text in self._texts() if not where.startswith("file ") and uses(text, "prompt")]
+        """Raises `PromptTooLong` if the system would not pass an argument or variable that contains the prompt."""
+        passed = [text for where, text in self._list_texts() if not where.startswith("file ") and uses(text, "prompt")]
         if not passed or self.takes_command:
             return
         if "\0" in prompt:
             raise PromptTooLong(f"it holds a null byte, and {self.name} takes it as an argument, which ends at one")
-        if _bytes(prompt) + max(_bytes(text) for text in passed) + OTHERS_BYTES > MOST_BYTES:
+        if _count_bytes(prompt) + max(_count_bytes(text) for text in passed) + OTHERS_BYTES > MOST_BYTES:
             raise PromptTooLong(
-                f"it has {_bytes(prompt)} bytes, and {self.name} takes it as an argument, of which the system passes {MOST_BYTES}: "
+                f"it has {_count_bytes(prompt)} bytes, and {self.name} takes it as an argument, of which the system passes {MOST_BYTES}: "
                 "upload what is long as a file, and say here where it is"
             )
 
-    def _texts(self) -> list[tuple[str, str]]:
-        """Everything that may hold placeholders, with where it stands."""
+    def _list_texts(self) -> list[tuple[str, str]]:
+        """(where, text) of everything that may hold placeholders."""
         texts = [("argv", text) for text in self.argv]
         texts += [(f"env {name}", text) for name, text in self.env.items()]
         return texts + [(f"file {path}", text) for path, text in self.files.items()]
@@ -157,12 +159,12 @@ class Harness:
             raise OutsideHome(f"{self.name}: file {path!r} is not a path relative to the home that stays below it")
 
 
-def _bytes(text: str) -> int:
+def _count_bytes(text: str) -> int:
     return len(text.encode(errors="surrogatepass"))
 
 
 def parse(data: Mapping[str, Any], name: str) -> Harness:
-    """The harness that a definition's `data` describes; `name` when it names none. Raises `BadDefinition`."""
+    """The harness that `data` defines; `name` unless it has its own. Raises `BadDefinition`."""
     data = {"name": name, **data}
     known = [each.name for each in fields(Harness)]
     for key in data:
@@ -171,10 +173,10 @@ def parse(data: Mapping[str, Any], name: str) -> Harness:
     for key in ("description", "dialect"):
         if key not in data:
             raise BadDefinition(f"{name}: {key} is missing")
-    return Harness(**{key: _typed(name, key, value) for key, value in data.items()})
+    return Harness(**{key: _parse_field(name, key, value) for key, value in data.items()})
 
 
-def _typed(name: str, key: str, value: Any) -> Any:
+def _parse_field(name: str, key: str, value: Any) -> Any:
     if key in ("argv", "version_argv", "install", "unset"):
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise BadDefinition(f"{name}: {key} must be a list of strings")
@@ -186,13 +188,13 @@ def _typed(name: str, key: str, value: Any) -> Any:
     if key == "mcp":
         return parse_form(value)
     if key == "roles":
-        return _role_rules(name, value)
+        return _parse_roles(name, value)
     if not isinstance(value, str):
         raise BadDefinition(f"{name}: {key} must be a string")
     return value
 
 
-def _role_rules(name: str, value: Any) -> tuple[RoleRule, ...]:
+def _parse_roles(name: str, value: Any) -> tuple[RoleRule, ...]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise BadDefinition(f"{name}: roles must be a list of tables")
     try:
@@ -202,15 +204,12 @@ def _role_rules(name: str, value: Any) -> tuple[RoleRule, ...]:
         raise BadDefinition(f"{name}: roles: {error} (a rule has a role, and any of {known})") from error
 
 
-# What a task passes on to a harness beside its instruction, MCP servers and skills, held against what the harness takes.
-
-
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
-"""What every harness takes as the name of a server."""
+"""Server names that every harness accepts."""
 
 
 def check_accepted(harness: Harness, spec: HarnessSpec) -> None:
-    """Raises `NotTaken` for what the harness has no place for."""
+    """Raises `NotTaken` if the task has MCP servers or skills that the harness does not accept."""
     names = [server.name for server in spec.mcp_servers]
     for server in spec.mcp_servers:
         _check_server(harness, server)

@@ -1,4 +1,4 @@
-"""How a harness is told of MCP servers: each becomes an entry of one table of one of its configuration files.
+"""MCP servers in a harness's configuration: each is an entry in one table of one file.
 
     [mcp]
     file = ".codex/config.toml"
@@ -6,8 +6,8 @@
     command = {command = "{program}", args = "{arguments}", env = "{env}"}
     url = {url = "{url}"}
 
-`command` is the entry of a server that is started, `url` of one that is reached. A text that is nothing but `{program}`, `{arguments}`,
-`{words}` (both, as one list), `{env}` or `{url}` stands for that of the server; all else is written as it is.
+`command` is the entry of a server started by a command, `url` of one reached by URL. A value that is exactly `{program}`, `{arguments}`,
+`{words}` (both in one list), `{env}` or `{url}` is replaced by the server's; everything else is written as it is.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout.harnesses.prepared import BadDefinition
-from rollout.task import McpServer
+
+if TYPE_CHECKING:
+    from rollout.task import McpServer
 
 FORMATS = (".json", ".toml")
 OF_COMMAND, OF_URL = ("{program}", "{arguments}", "{words}", "{env}"), ("{url}",)
@@ -43,22 +45,22 @@ class McpForm:
                 if isinstance(value, str) and value.startswith("{") and value not in known:
                     raise BadDefinition(f"mcp: {name}: {value} stands for nothing (known: {', '.join(known)})")
 
-    def told(self, text: str, servers: Sequence[McpServer]) -> str:
-        """The file's `text` with the servers in it."""
-        entries = {server.name: self._entry(server) for server in servers}
+    def write(self, text: str, servers: Sequence[McpServer]) -> str:
+        """The file's `text` with the servers added."""
+        entries = {server.name: self._build_entry(server) for server in servers}
         if self.file.endswith(".json"):
             data = json.loads(text or "{}")
             data[self.table] = {**data.get(self.table, {}), **entries}
             return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-        tables = [_toml_table(f"{self.table}.{name}", entry) for name, entry in entries.items()]
+        tables = [_write_toml_table(f"{self.table}.{name}", entry) for name, entry in entries.items()]
         return "\n".join([text, *tables])
 
-    def _entry(self, server: McpServer) -> dict[str, Any]:
+    def _build_entry(self, server: McpServer) -> dict[str, Any]:
         if server.url is not None:
-            return _filled(self.url, {"{url}": server.url})
+            return _fill(self.url, {"{url}": server.url})
         words = list(server.command)
         values = {"{program}": words[0], "{arguments}": words[1:], "{words}": words, "{env}": dict(server.env)}
-        return _filled(self.command, values)
+        return _fill(self.command, values)
 
 
 def parse_form(data: Any) -> McpForm:
@@ -78,18 +80,18 @@ def parse_form(data: Any) -> McpForm:
     return McpForm(**data)
 
 
-def _filled(entry: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _fill(entry: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values.get(value, value) if isinstance(value, str) else value for name, value in entry.items()}
 
 
-def _toml_table(name: str, entry: Mapping[str, Any]) -> str:
-    return "".join([f"[{name}]\n", *(f"{key} = {_toml(value)}\n" for key, value in entry.items())])
+def _write_toml_table(name: str, entry: Mapping[str, Any]) -> str:
+    return "".join([f"[{name}]\n", *(f"{key} = {_write_toml(value)}\n" for key, value in entry.items())])
 
 
-def _toml(value: Any) -> str:
+def _write_toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_write_toml(key)} = {_write_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    # A JSON string is a TOML one, but for DEL.
+        return "[" + ", ".join(map(_write_toml, value)) + "]"
+    # A JSON string is a TOML string, except for DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,16 @@
-"""A harness made ready for one run: every placeholder filled in."""
+"""A harness prepared for one run: placeholders filled in, files written, and the environment it runs in.
+
+HarnessError
+├── UnknownHarness          no definition of that name or at that path
+├── BadDefinition           a definition breaks a rule of the format
+│   ├── UnknownField        a field that the format does not have
+│   ├── UnknownPlaceholder  `{name}` with an unknown name
+│   └── OutsideHome         a file would be written outside the harness's home
+├── NotTaken                the task has something that the harness does not accept
+├── PromptTooLong           the system passes no argument of that length
+├── MissingExecutable       no such command on PATH
+└── CannotStart             the system does not run the command
+"""
 
 from __future__ import annotations
 
@@ -9,10 +21,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+MOST_BYTES = 128 * 1024 - 1
+"""The longest argument or environment variable Linux passes to a command (MAX_ARG_STRLEN), without its closing null byte."""
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the session is. `base_urls` has `openai`, `anthropic` and `gemini`, as `POST /sessions` answers them."""
+    """How to reach the session. `base_urls` has `openai`, `anthropic` and `gemini`, as in the answer to `POST /sessions`."""
 
     base_urls: Mapping[str, str]
     api_key: str
@@ -20,8 +35,8 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """`env` is set over the surroundings, `unset` are variables that would lead the harness elsewhere, `files` map paths
-    relative to the home to their text. Environment and files hold the session's key."""
+    """`env` overrides the environment, from which `unset` is removed; `files` maps paths below the home to texts. `env` and `files` contain
+    the session's key."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -30,8 +45,8 @@ class Prepared:
     stdin: bytes = b""
 
     def write(self, home: Path) -> list[Path]:
-        """The files written below `home`, readable by their owner alone, beside a directory for temporary files. Raises
-        `OutsideHome` when a link in `home` leads out of it."""
+        """Write the files below `home`, readable by the owner only, and make the folder for temporary files. Returns the paths. Raises
+        `OutsideHome` if a link in `home` leads out of it."""
         temporary_directory(home).mkdir(parents=True, exist_ok=True)
         written = []
         for path, text in self.files.items():
@@ -47,15 +62,13 @@ class Prepared:
 
 
 def temporary_directory(home: Path) -> Path:
-    """The harness's TMPDIR. Codex withholds its helper programs where its home is below it, so it is below the home."""
+    """The harness's TMPDIR, below its home: Codex withholds its helper programs if its home is below TMPDIR."""
     return home / "tmp"
 
 
-# The environment a harness runs in: the caller's, without what would lead it elsewhere or is not its to know.
-#
-# Withheld are the settings and keys of every model vendor and agent (they would send calls past the session), proxies (they would
-# divert calls to it), Verbatim's own tokens, other credentials (a sampled command may print them into a training row), and what
-# points into the caller's home.
+# Withheld from a harness: the settings and keys of every model vendor and agent (calls would bypass the session), proxies (they would
+# divert its calls), Verbatim's tokens, other credentials (a sampled command may print them into a training row), and paths into the
+# caller's home.
 
 
 _WITHHELD = re.compile(
@@ -70,36 +83,22 @@ _WITHHELD = re.compile(
 
 
 def is_withheld(variable: str) -> bool:
-    """Whether a variable of the caller never reaches a harness unless it is passed on by name."""
+    """Whether a variable of the caller only reaches a harness if it is passed by name."""
     return _WITHHELD.fullmatch(variable) is not None
 
 
 def build_environment(
     outer: Mapping[str, str], prepared: Prepared, home: Path, passed: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The harness's whole environment. `outer` is the caller's; `passed` are variables the caller gives it on purpose, which
-    win over everything else. PATH is kept; HOME is `home`, and TMPDIR below it."""
+    """The harness's whole environment. `outer` is the caller's; `passed` are variables given on purpose, which win over all others. PATH is
+    kept; HOME is `home`, with TMPDIR below it."""
     env = {name: value for name, value in outer.items() if not is_withheld(name) and name not in prepared.unset}
     return env | home_variables(home) | dict(prepared.env) | dict(passed or {})
 
 
 def home_variables(home: Path) -> dict[str, str]:
-    """What makes `home` a harness's home."""
+    """The variables that make `home` a harness's home."""
     return {"HOME": str(home), "TMPDIR": str(temporary_directory(home))}
-
-
-# What can go wrong with a harness before it runs.
-#
-# HarnessError
-# ├── UnknownHarness        no definition of that name or at that path
-# ├── BadDefinition         a definition breaks a rule of its format
-# │   ├── UnknownField      a field that the format does not have
-# │   ├── UnknownPlaceholder  `{name}` with a name that stands for nothing
-# │   └── OutsideHome       a file that would be written outside the harness's home
-# ├── NotTaken              a task passes on what the harness has no place for
-# ├── PromptTooLong         the system passes no argument of that length
-# ├── MissingExecutable     there is no such command on PATH
-# └── CannotStart           the command is there, and the system does not run it
 
 
 class HarnessError(Exception):
@@ -142,10 +141,8 @@ class CannotStart(HarnessError):
     pass
 
 
-# Placeholders in the text of a definition: `{name}` stands for a value of the run.
-#
-# Only a known name in single braces is one, so JSON and code are written as they are. `{{name}}` gives a literal `{name}`, and
-# `${name}` is the shell's. Values are put in once: what looks like a placeholder in a prompt stays as it is.
+# Placeholders: `{name}` with a known name is replaced by a value of the run; other braces, as in JSON and code, stay. `{{name}}` gives a
+# literal `{name}`, and `${name}` is the shell's. Values are not filled in again: braces in a prompt stay.
 
 
 NAMES = ("openai", "anthropic", "gemini", "api_key", "model", "prompt", "home", "workdir")
@@ -156,7 +153,7 @@ _NO_ASCII = re.compile(r"[^ -~]")
 
 
 def check(text: str, where: str) -> None:
-    """Raises `UnknownPlaceholder`, which says `where`, for a `{name}` that stands for nothing."""
+    """Raises `UnknownPlaceholder` for a `{name}` with an unknown name; `where` begins its message."""
     for found in _PLACEHOLDER.finditer(text):
         name = found["name"]
         if name is not None and name not in NAMES:
@@ -171,19 +168,19 @@ def uses(text: str, name: str) -> bool:
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """`text` with every placeholder replaced by its value; `values` has all of `NAMES`."""
+    """`text` with every placeholder replaced; `values` has all of `NAMES`."""
     return _PLACEHOLDER.sub(lambda found: f"{{{found['literal']}}}" if found["literal"] else values[found["name"]], text)
 
 
 def fill_file(path: str, text: str, values: Mapping[str, str]) -> str:
-    """`fill` for a file's text. In JSON, TOML and YAML files a placeholder stands inside a double-quoted string, so the value is
-    escaped for one: a prompt with quotes or line ends leaves the file well formed."""
+    """`fill` for a file's text. In JSON, TOML and YAML files placeholders stand in double-quoted strings, so values are escaped: a prompt
+    with quotes or line ends leaves the file well formed."""
     if path.endswith(_QUOTED_FORMATS):
-        values = {name: _quoted(value, path) for name, value in values.items()}
+        values = {name: _escape(value, path) for name, value in values.items()}
     return fill(text, values)
 
 
-def _quoted(value: str, path: str) -> str:
+def _escape(value: str, path: str) -> str:
     escaped = json.dumps(value, ensure_ascii=False)[1:-1]
-    # TOML and YAML forbid some characters that JSON takes as they are, and YAML takes some for line ends.
+    # TOML and YAML forbid some characters that JSON allows, and YAML treats some as line ends.
     return escaped if path.endswith(".json") else _NO_ASCII.sub(lambda found: f"\\U{ord(found[0]):08x}", escaped)

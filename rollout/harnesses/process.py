@@ -1,7 +1,7 @@
-"""One running harness: a process group of its own, which is ended as a whole.
+"""A running harness: a process group of its own, stopped as a whole.
 
-It is also a session of its own: without a controlling terminal it is neither stopped for writing to the screen nor reached by
-the terminal's Ctrl-C, so that whoever started it decides what it is told.
+It is also a session of its own. Without a controlling terminal it is not stopped for writing to the screen, and does not get the
+terminal's Ctrl-C: the caller decides which signals it gets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from rollout.harnesses.prepared import CannotStart, MissingExecutable
 
 GRACE_SECONDS = 10.0
-"""What a harness has for ending on its own after it was told to."""
+"""How long a harness may take to exit after a signal before it is killed."""
 POLL_SECONDS = 0.02
 VERSION_SECONDS = 30.0
 
@@ -30,14 +30,14 @@ _VERSION = re.compile(rb"\d+(?:\.\d+)+")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """`exit_code` as a shell gives it: 128 + number when a signal ended the harness."""
+    """`exit_code` is a shell's: 128 + the signal that ended the harness."""
 
     exit_code: int
     timed_out: bool
 
 
 class HarnessProcess:
-    """Started when made; `given` is its stdin where that is the `prompt`. Raises `MissingExecutable` or `CannotStart`."""
+    """Starts when constructed; `given` is its stdin if that is the `prompt`. Raises `MissingExecutable` or `CannotStart`."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class HarnessProcess:
         self._grace_seconds = grace_seconds
         self._kill_at: float | None = None
         try:
-            self._process = self._started(argv, env, workdir, None if stdin == "inherit" else given)
+            self._process = self._start(argv, env, workdir, None if stdin == "inherit" else given)
         except (OSError, ValueError) as error:
             raise CannotStart(f"{argv[0]} could not be started: {error}") from error
 
-    def _started(
+    def _start(
         self, argv: Sequence[str], env: Mapping[str, str], workdir: Path, given: bytes | None
     ) -> subprocess.Popen[bytes]:
         with tempfile.TemporaryFile() as file:
@@ -64,7 +64,7 @@ class HarnessProcess:
             file.seek(0)
             return subprocess.Popen(
                 [find_executable(argv[0], env), *argv[1:]],
-                # Some harnesses believe PWD more than the directory they are in.
+                # Some harnesses trust PWD over their working directory.
                 env={**env, "PWD": str(workdir)},
                 cwd=workdir,
                 stdin=file if given else subprocess.DEVNULL if given is not None else None,
@@ -72,7 +72,7 @@ class HarnessProcess:
             )
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Pass the signal on; what still runs after the grace time is killed. A second stop kills at once."""
+        """Send the signal; whatever still runs after the grace period is killed. A second stop kills at once."""
         if self._kill_at is None:
             self._kill_at = time.monotonic() + self._grace_seconds
             self._signal(number)
@@ -80,7 +80,7 @@ class HarnessProcess:
             self._kill_at = time.monotonic()
 
     def wait(self, timeout_seconds: float | None = None) -> Ended:
-        """Returns when the harness has ended and nothing of its group is left. After `timeout_seconds` it is stopped."""
+        """Wait until the harness has ended, then kill what is left of its group. After `timeout_seconds` it is stopped."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         timed_out = False
         while self._process.poll() is None:
@@ -91,7 +91,7 @@ class HarnessProcess:
             if self._kill_at is not None and now >= self._kill_at:
                 self._signal(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
-        # The leader is gone; what it left running in its group would keep the terminal, and call a closed session.
+        # The leader is gone; what it left running would keep the terminal, and call a closed session.
         self._signal(signal.SIGKILL)
         code = self._process.returncode
         return Ended(code if code >= 0 else 128 - code, timed_out)
@@ -102,7 +102,7 @@ class HarnessProcess:
 
 
 def read_version(argv: Sequence[str], env: Mapping[str, str], workdir: Path) -> str | None:
-    """The version that the command prints; None where it prints none, cannot be run, or takes longer than VERSION_SECONDS."""
+    """The version that the command prints; None if it prints none, cannot be run, or takes longer than VERSION_SECONDS."""
     try:
         command = [find_executable(argv[0], env), *argv[1:]]
         done = subprocess.run(
@@ -115,7 +115,7 @@ def read_version(argv: Sequence[str], env: Mapping[str, str], workdir: Path) -> 
 
 
 def find_executable(command: str, env: Mapping[str, str]) -> str:
-    """Where `command` is, by the PATH of `env`. Raises `MissingExecutable`."""
+    """The path of `command` on the PATH of `env`. Raises `MissingExecutable`."""
     found = shutil.which(command, path=env.get("PATH", os.defpath))
     if found is None:
         raise MissingExecutable(f"there is no executable {command!r}" + ("" if "/" in command else " on PATH"))

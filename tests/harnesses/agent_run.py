@@ -105,7 +105,7 @@ def run(
     home = workdir.with_name("home")
     home.mkdir()
     endpoint = Endpoint({"openai": f"{address}/v1", "anthropic": address, "gemini": address}, key)
-    prepared = load(cli.harness).prepared(endpoint, MODEL, prompt, home, workdir=workdir)
+    prepared = load(cli.harness).prepare(endpoint, MODEL, prompt, home, workdir=workdir)
     prepared.write(home)
     at_home(home)
     path = f"{folder_of(prepared.argv[0])}{os.pathsep}{os.environ['PATH']}"

@@ -59,7 +59,7 @@ def test_the_tool_of_a_server_is_offered_to_the_model_and_called_and_a_skill_is_
         config = home / harness.mcp.file
         config.parent.mkdir(parents=True, exist_ok=True)
         text = config.read_text(encoding="utf-8") if config.exists() else ""
-        config.write_text(harness.mcp.told(text, [SERVER]), encoding="utf-8")
+        config.write_text(harness.mcp.write(text, [SERVER]), encoding="utf-8")
         skill = home / harness.skills / "kite-flying" / "SKILL.md"
         skill.parent.mkdir(parents=True)
         skill.write_text(SKILL, encoding="utf-8")

@@ -22,7 +22,7 @@ from rollout.evaluators import catalogue
 from rollout.runtimes.base import Executed
 from rollout.sessions import Judge, NoAnswer, SessionRefused, Sessions
 from rollout.stages import Stage, within
-from rollout.steps import AttemptLogs, check, remove
+from rollout.steps import AttemptLogs, check_run, remove
 from rollout.store import keys
 from rollout.task import EvaluatorSpec, Exec, HarnessSpec
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
@@ -213,7 +213,7 @@ async def test_a_budget_does_not_run_while_its_rollout_waits_for_a_place() -> No
         assert stage.busy == 1
     with pytest.raises(RolloutFailed) as failed:
         async with within(0.05, Failure.TOTAL_TIMEOUT) as budget:
-            with budget.waiting():
+            with budget.pause():
                 await asyncio.sleep(0.1)
             await asyncio.Event().wait()
     assert failed.value.failure is Failure.TOTAL_TIMEOUT
@@ -251,7 +251,7 @@ def test_an_agent_that_its_sessions_budget_ended_is_scored_however_it_took_that(
     harness: Any = SimpleNamespace(harness=SimpleNamespace(name="pi"), logs=AttemptLogs("n", tmp_path, AttemptId("t", 0, 1)))
     served = {"call_id": "a", "status": "finished", "started_at": 2.0}
     refused = {"call_id": "b", "at": 3.0, "code": BudgetExhausted.code, "message": "the budget is spent"}
-    check(harness, Executed(exit_code, b"", b""), [served], refused)
+    check_run(harness, Executed(exit_code, b"", b""), [served], refused)
 
 
 @pytest.mark.parametrize("exit_code", [0, 1])
@@ -263,17 +263,17 @@ def test_an_agent_whose_last_call_the_service_died_in_is_tried_again(tmp_path: P
     served = {"call_id": "a", "status": "finished", "started_at": 2.0}
     died = {"call_id": "b", "status": "dangling", "started_at": 3.0}
     with pytest.raises(RolloutFailed) as failed:
-        check(harness, done, [served, died])
+        check_run(harness, done, [served, died])
     assert failed.value.failure is Failure.SERVICE_FAILED and failed.value.failure in RETRIED
     again = {"call_id": "c", "status": "finished", "started_at": 4.0}
-    check(harness, Executed(0, b"", b""), [served, again, died])
+    check_run(harness, Executed(0, b"", b""), [served, again, died])
 
 
 def test_an_agent_that_is_stopped_in_a_call_that_hangs_ran_out_of_its_own_budget(tmp_path: Path) -> None:
     attempt = AttemptId("t", 0, 1)
     harness: Any = SimpleNamespace(harness=SimpleNamespace(name="pi"), logs=AttemptLogs("n", tmp_path, attempt))
     died = {"call_id": "b", "status": "dangling", "started_at": 3.0}
-    check(
+    check_run(
         harness,
         Executed(143, b"", b"", timed_out=True),
         [died],

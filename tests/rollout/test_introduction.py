@@ -65,7 +65,7 @@ async def test_a_rollouts_session_is_opened_rewarded_and_closed_with_a_nodes_tok
     with serving_tasks(redis_server.url) as service:
         async with Sessions(service.url, NODE) as sessions:
             opened = await sessions.create("t.0.1", task_id="t", group_id="t")
-            assert await sessions.calls(opened.session_id) == []
+            assert await sessions.list_calls(opened.session_id) == []
             await sessions.reward(opened.session_id, 1.0)
             await sessions.close_session(opened.session_id, "completed")
             assert (await sessions.load(opened.session_id))["reward"] == 1.0

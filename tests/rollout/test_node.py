@@ -211,7 +211,7 @@ async def test_a_node_that_cannot_sweep_what_it_left_says_so_and_works(
     async with world.node():
         (state,) = await world.ended(task)
     assert state.status == "completed", state.verdict
-    assert "runtimes of kind local that this node had left behind cannot be removed" in caplog.text
+    assert "runtimes of kind local that this node left behind cannot be removed" in caplog.text
 
 
 async def test_enough_usable_samples_stop_the_others(world: World) -> None:

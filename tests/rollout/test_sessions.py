@@ -44,7 +44,7 @@ async def test_a_session_is_opened_called_rewarded_and_closed(token_service: Run
                 json={"model": "policy", "messages": [{"role": "user", "content": "hello"}]},
             )
         assert answer.status_code == 200
-        (call,) = await sessions.calls("life.0.1")
+        (call,) = await sessions.list_calls("life.0.1")
         assert call["status"] == "finished" and "completion_ids" not in call
         await sessions.reward("life.0.1", 0.5, metadata={"feedback": "half of it"})
         await sessions.close_session("life.0.1", "completed")
@@ -70,7 +70,7 @@ async def test_what_a_definition_says_of_its_harness_goes_with_the_session_of_a_
             json={"model": "policy", "messages": [{"role": "user", "content": "hello"}]},
         )
         assert answer.status_code == 200
-        (call,) = await sessions.calls("asides.0.1")
+        (call,) = await sessions.list_calls("asides.0.1")
         assert (call["role"], call["role_source"]) == ("side", "declared")
 
 
@@ -87,7 +87,7 @@ async def test_more_calls_than_a_page_come_in_order(scripted: ScriptedService) -
     pages = [{"calls": [{"call_id": str(n), "prompt_ids": b""}], "cursor": None if n == 2 else str(n)} for n in range(3)]
     scripted.reset().script("GET /sessions/s/calls", *(Answer(content=msgpack.packb(page)) for page in pages))
     async with Sessions(scripted.url, ADMIN) as sessions:
-        assert await sessions.calls("s") == [{"call_id": "0"}, {"call_id": "1"}, {"call_id": "2"}]
+        assert await sessions.list_calls("s") == [{"call_id": "0"}, {"call_id": "1"}, {"call_id": "2"}]
 
 
 async def test_a_session_held_back_is_asked_for_again_however_long_it_takes(scripted: ScriptedService) -> None:

@@ -95,7 +95,7 @@ values = st.fixed_dictionaries(dict.fromkeys(NAMES, texts))
 
 
 def prepared(harness: Harness, prompt: str | list[str] = "Fix it.", model: str = "policy", home: str = "/h") -> Prepared:
-    return harness.prepared(ENDPOINT, model, prompt, Path(home), workdir=Path("/w"))
+    return harness.prepare(ENDPOINT, model, prompt, Path(home), workdir=Path("/w"))
 
 
 def everything(ready: Prepared) -> list[str]:
@@ -331,7 +331,7 @@ def test_the_home_and_the_working_directory_are_filled_in() -> None:
 
 
 def test_files_are_written_below_the_home_for_their_owner_alone(tmp_path: Path) -> None:
-    ready = parse({**LEAST, "files": {".a/b.txt": "{api_key}", "c": "2"}}, "mine").prepared(ENDPOINT, "m", "p", tmp_path)
+    ready = parse({**LEAST, "files": {".a/b.txt": "{api_key}", "c": "2"}}, "mine").prepare(ENDPOINT, "m", "p", tmp_path)
     assert ready.write(tmp_path) == [tmp_path / ".a/b.txt", tmp_path / "c"]
     assert (tmp_path / ".a/b.txt").read_text() == "vk-abc"
     assert (tmp_path / ".a/b.txt").stat().st_mode & 0o777 == 0o600
@@ -403,8 +403,8 @@ SERVERS = (
 def test_the_servers_of_a_task_stand_in_the_harness_configuration_beside_what_was_there(name: str) -> None:
     harness = load(name)
     assert harness.mcp is not None
-    plain = harness.prepared(ENDPOINT, "m", "hi", Path("/home/x")).files.get(harness.mcp.file, "")
-    told = harness.prepared(ENDPOINT, "m", "hi", Path("/home/x"), servers=SERVERS).files[harness.mcp.file]
+    plain = harness.prepare(ENDPOINT, "m", "hi", Path("/home/x")).files.get(harness.mcp.file, "")
+    told = harness.prepare(ENDPOINT, "m", "hi", Path("/home/x"), servers=SERVERS).files[harness.mcp.file]
     read = json.loads if harness.mcp.file.endswith(".json") else tomllib.loads
     before, after = read(plain) if plain else {}, read(told)
     entries = after.pop(harness.mcp.table)
