@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, Literal, TypeVar
 
-from reconstruct.roles import RoleRule
+from reconstruct.roles import RoleRule, rule_as_wire
 from rollout.attempts import (
     RETRIED,
     AttemptId,
@@ -313,11 +313,15 @@ async def open_member(
         group_size=task.num_samples,
         metadata={**task.metadata, "rollout": index, "harness": task.harness.name},
         sampling=task.sampling or None,
-        group=task.group,
-        replacements=False,
+        group_policy=task.group.policy,
+        group_minimum=task.group.minimum,
+        zero_variance=task.group.zero_variance,
+        max_quarantined_share=task.group.max_quarantined_share,
+        # Other sessions may not replace failed members.
+        group_replacements=False,
         echo_policy=task.echo_policy,
-        budgets=task.budgets.of_session,
-        roles=roles,
+        role_rules=[rule_as_wire(rule) for rule in roles] or None,
+        **task.budgets.of_session,
     )
 
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
@@ -28,9 +29,7 @@ import httpx
 import msgpack
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_before_delay, wait_random_exponential
 
-from reconstruct.roles import RoleRule, rule_as_wire
 from rollout.attempts import Ended
-from rollout.task import GroupRule
 
 log = logging.getLogger(__name__)
 
@@ -76,40 +75,13 @@ class Sessions:
             limits=httpx.Limits(max_connections=64, max_keepalive_connections=16),
         )
 
-    async def create(
-        self,
-        session_id: str,
-        *,
-        task_id: str | None = None,
-        group_id: str | None = None,
-        group_size: int = 1,
-        metadata: Mapping[str, Any] | None = None,
-        sampling: Mapping[str, Any] | None = None,
-        group: GroupRule | None = None,
-        replacements: bool = True,
-        trained: bool = True,
-        echo_policy: str | None = None,
-        budgets: Mapping[str, int] | None = None,
-        roles: Sequence[RoleRule] = (),
-    ) -> OpenSession:
-        """Create the session; waits while the service holds new sessions back (429). `replacements`: whether other sessions may replace
-        failed members of its group. A session that is not `trained` reaches no trainer and is never held back. `budgets` are
-        `Budgets.of_session`, `roles` those of the harness's definition.
+    async def create(self, session_id: str, **fields: Any) -> OpenSession:
+        """Create the session with the fields of `POST /sessions`; None counts as left out. Waits while the service holds new sessions back
+        (429).
 
         If the answer to an earlier try was lost, the session that it created is deleted first: its key is given only once, so no one can
         have used it. Raises `SessionConflict` if the session existed before, and `SessionFailed`."""
-        body: dict[str, Any] = {"session_id": session_id, "task_id": task_id, "group_id": group_id, "group_size": group_size}
-        body |= {"metadata": dict(metadata or {}), "sampling": dict(sampling) if sampling else None}
-        if group is not None:
-            body |= {"group_policy": group.policy, "group_minimum": group.minimum, "zero_variance": group.zero_variance}
-        # Sent only where they matter: a service of an earlier build does not know these fields.
-        if group is not None and group.max_quarantined_share is not None:
-            body["max_quarantined_share"] = group.max_quarantined_share
-        body |= {} if replacements else {"group_replacements": False}
-        body |= {} if trained else {"trained": False}
-        body |= {} if echo_policy is None else {"echo_policy": echo_policy}
-        body |= budgets or {}
-        body |= {"role_rules": [rule_as_wire(rule) for rule in roles]} if roles else {}
+        body = {"session_id": session_id, **{name: value for name, value in fields.items() if value is not None}}
         lost = False
 
         async def attempt() -> httpx.Response:
@@ -125,13 +97,8 @@ class Sessions:
                 await self.delete(session_id)
                 return await self._send("POST", "/sessions", body)
 
-        while True:
-            try:
-                response: httpx.Response = await self._retrying()(attempt)
-                answer: dict[str, Any] = response.json()
-                return OpenSession(answer["session_id"], answer["api_key"], answer["base_urls"])
-            except HeldBack as held:
-                await asyncio.sleep(held.retry_after_seconds)
+        answer: dict[str, Any] = (await self._repeat(attempt)).json()
+        return OpenSession(answer["session_id"], answer["api_key"], answer["base_urls"])
 
     async def check_ready(self) -> None:
         """Check that the service has its store and an engine. Raises `NoAnswer` if it lacks one."""
@@ -210,19 +177,15 @@ class Sessions:
     async def _ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, Any] | None = None
     ) -> httpx.Response:
+        return await self._repeat(partial(self._send, method, path, body, params))
+
+    async def _repeat(self, send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
+        retry, stop = retry_if_exception_type(NoAnswer), stop_before_delay(self._retry_seconds)
         while True:
             try:
-                return await self._retrying()(self._send, method, path, body, params)
+                return await AsyncRetrying(retry=retry, wait=_pause_seconds, stop=stop, reraise=True)(send)
             except HeldBack as held:
                 await asyncio.sleep(held.retry_after_seconds)
-
-    def _retrying(self) -> AsyncRetrying:
-        return AsyncRetrying(
-            retry=retry_if_exception_type(NoAnswer),
-            wait=_pause_seconds,
-            stop=stop_before_delay(self._retry_seconds),
-            reraise=True,
-        )
 
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, Any] | None = None

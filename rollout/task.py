@@ -29,6 +29,7 @@ from pydantic import (
     Field,
     FiniteFloat,
     GetCoreSchemaHandler,
+    GetPydanticSchema,
     RootModel,
     SerializationInfo,
     Strict,
@@ -109,28 +110,22 @@ def _name_harness(given: Any) -> Any:
     return {"name": given} if isinstance(given, str) else given
 
 
-class _InJson:
+def _in_json(body: Any) -> GetPydanticSchema:
     """Marks a type that JSON spells as `body`, a model whose `value()` is of the type."""
 
-    def __init__(self, body: Any) -> None:
-        self._body = body
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        read = core_schema.no_info_after_validator_function(lambda body: body.value(), handler.generate_schema(self._body))
+    def build(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        read = core_schema.no_info_after_validator_function(lambda given: given.value(), handler.generate_schema(body))
         return core_schema.json_or_python_schema(read, handler(source))
 
+    return GetPydanticSchema(build)
 
-class _SameAs:
-    """Marks a plain mapping that is checked as the `TypedDict` given; nulls in it count as left out."""
 
-    def __init__(self, kind: Any) -> None:
-        self._kind = kind
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        def drop_nulls(given: dict[str, Any]) -> dict[str, Any]:
-            return {name: value for name, value in given.items() if value is not None}
-
-        return core_schema.no_info_after_validator_function(drop_nulls, handler.generate_schema(self._kind))
+def _build_sampling(_: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    """Checks a plain mapping as `Sampling`, without its nulls."""
+    schema = handler.generate_schema(Sampling)
+    return core_schema.no_info_after_validator_function(
+        lambda given: {name: value for name, value in given.items() if value is not None}, schema
+    )
 
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -215,7 +210,7 @@ class StepBody(BaseModel):
 
     model_config = _RULES
 
-    upload: Annotated[Upload, _InJson(UploadBody)] | None = None
+    upload: Annotated[Upload, _in_json(UploadBody)] | None = None
     exec: Annotated[Exec | None, BeforeValidator(_expand("command"), str | Exec | None)] = None
 
     def value(self) -> Upload | Exec:
@@ -230,7 +225,7 @@ def _spell_step(step: Any, spell: Callable[[Any], Any]) -> Any:
 
 
 PrepareStep = Upload | Exec
-PrepareSteps = Annotated[tuple[Annotated[PrepareStep, _InJson(StepBody), WrapSerializer(_spell_step)], ...], Strict(False)]
+PrepareSteps = Annotated[tuple[Annotated[PrepareStep, _in_json(StepBody), WrapSerializer(_spell_step)], ...], Strict(False)]
 
 
 @with_config(_RULES)
@@ -280,7 +275,7 @@ class HarnessSpec:
     definition: Json | None = None
     env: Variables = field(default_factory=dict)
     mcp_servers: Annotated[tuple[McpServer, ...], Strict(False)] = ()
-    skills: Annotated[tuple[Annotated[Upload, _InJson(UploadBody)], ...], Strict(False)] = ()
+    skills: Annotated[tuple[Annotated[Upload, _in_json(UploadBody)], ...], Strict(False)] = ()
     """Folders (tar archives) of one skill each, put where the harness looks for skills."""
     install: bool = True
     """Whether to install a missing harness with the commands of its definition."""
@@ -364,7 +359,7 @@ class Task:
     """None: rollouts get no reward here; a trainer gets them once a reward is posted."""
     num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
     model: Name | None = None
-    sampling: Annotated[Mapping[str, Any], _SameAs(Sampling)] = field(default_factory=dict)
+    sampling: Annotated[Mapping[str, Any], GetPydanticSchema(_build_sampling)] = field(default_factory=dict)
     runtime: RuntimeField = RuntimeSpec()
     prepare: PrepareSteps = ()
     environment: Variables = field(default_factory=dict)

@@ -139,7 +139,7 @@ async def test_an_evaluator_that_breaks_is_not_the_nodes_failure(world: World, m
         async def evaluate(self, case: Any) -> Any:
             raise KeyError("score")
 
-    monkeypatch.setattr(catalogue, "kind", lambda name: Broken())
+    monkeypatch.setattr(catalogue, "load", lambda name: Broken())
     task = await world.submit(a_task())
     async with world.node():
         (state,) = await world.ended(task)
@@ -204,12 +204,12 @@ async def test_a_runtime_that_cannot_be_removed_changes_nothing_of_the_rollout(c
 
 
 async def test_a_budget_does_not_run_while_its_rollout_waits_for_a_place() -> None:
-    from rollout.course import _turn
+    from rollout.course import _enter
 
     stage = Stage(1)
     held = await stage.enter()
     asyncio.get_running_loop().call_later(0.2, held.leave)
-    async with within(0.05, Failure.TOTAL_TIMEOUT) as budget, _turn(stage, budget):
+    async with within(0.05, Failure.TOTAL_TIMEOUT) as budget, _enter(stage, budget):
         assert stage.busy == 1
     with pytest.raises(RolloutFailed) as failed:
         async with within(0.05, Failure.TOTAL_TIMEOUT) as budget:
@@ -354,7 +354,7 @@ async def test_a_service_that_is_away_for_long_uses_up_no_attempt(world: World, 
     told; each time for longer than requests are repeated."""
     monkeypatch.setattr("rollout.course.LONGEST_PAUSE_SECONDS", 0.05)
     task = await world.submit(a_task(max_attempts=1))
-    away = dict.fromkeys(("create", "calls", "reward"), 3)
+    away = dict.fromkeys(("create", "list_calls", "reward"), 3)
     async with Sessions(world.service.url, ADMIN) as sessions:
         await sessions.create("t.0.1", group_id="t")
     async with world.node() as node:
@@ -362,7 +362,7 @@ async def test_a_service_that_is_away_for_long_uses_up_no_attempt(world: World, 
             monkeypatch.setattr(node._parts.sessions, name, unanswered(getattr(node._parts.sessions, name), away, name))
         (state,) = await world.ended(task)
     assert (state.status, state.attempt, state.failures) == ("completed", 1, ())
-    assert (away["create"], away["calls"]) == (0, 0)
+    assert (away["create"], away["list_calls"]) == (0, 0)
 
 
 async def test_a_rollout_waits_for_its_model_and_uses_up_no_attempt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

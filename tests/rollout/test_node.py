@@ -99,7 +99,7 @@ async def test_an_upload_that_cannot_be_read_says_what_it_was(world: World) -> N
 
 
 async def test_a_prepare_step_is_tried_as_often_as_it_may(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(steps, "RETRY_SECONDS", 0.01)
     step = Exec("echo x >> tries; test $(wc -l < tries) -ge 3", retries=2)
     task = await world.submit(a_task(prepare=(step, Upload("given.txt", content=b"content"), Exec("test -s given.txt"))))
     async with world.node():

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from rollout.evaluators.base import EvaluationFailed
-from rollout.evaluators.diff import _contents
+from rollout.evaluators.diff import _read_archive
 from rollout.runtimes import files
 from rollout.runtimes.base import RuntimeFailed
 from rollout.runtimes.files import HEADER_BYTES, check_archive
@@ -64,7 +64,7 @@ def test_an_archive_that_would_cost_more_than_it_may_is_refused(what: str) -> No
         with pytest.raises(RuntimeFailed, match=r"archive"):
             check_archive(archive)
         with pytest.raises(EvaluationFailed, match=r"archive"):
-            _contents(archive, 1 << 30)
+            _read_archive(archive, 1 << 30)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -111,4 +111,4 @@ def test_what_programs_make_is_read_as_it_is(format: int) -> None:
         made.addfile(link)
     for archive in (buffer.getvalue(), gzip.decompress(buffer.getvalue())):
         check_archive(archive)
-        assert _contents(archive, 1 << 30) == {**contents, "linked": contents["great"]}
+        assert _read_archive(archive, 1 << 30) == {**contents, "linked": contents["great"]}
