@@ -139,7 +139,7 @@ async def _list_material(case: Case, options: JudgeOptions) -> list[tuple[str, s
     shown = []
     for name in options.show or (() if options.files else SHOWN[:1]):
         if name == "last_message":
-            shown.append(("the agent's last message", last_message(case.run)))
+            shown.append(("the agent's last message", find_last_message(case.run)))
         elif name == "output":
             shown.append(("the agent's output", case.run.stdout.decode("utf-8", "replace").strip()))
         else:
@@ -159,7 +159,7 @@ async def _take_diff(case: Case, options: JudgeOptions) -> str:
     return done.stdout.decode("utf-8", "replace").strip() or "(nothing was changed)"
 
 
-def last_message(run: Run) -> str:
+def find_last_message(run: Run) -> str:
     """The text of the main agent's last reply; the harness's output if no reply has text."""
     replies = [call for call in run.calls if call.get("reply") and call.get("role") in (None, "main")]
     for call in sorted(replies, key=lambda call: call.get("started_at") or 0.0, reverse=True):

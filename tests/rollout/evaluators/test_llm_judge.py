@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, Run
 from rollout.evaluators.catalogue import load
-from rollout.evaluators.llm_judge import NoVerdict, fill, last_message, read_verdict
+from rollout.evaluators.llm_judge import NoVerdict, fill, find_last_message, read_verdict
 from tests.support.runtimes.evaluations import RUN, case_of, check, evaluated, plain_runtime
 
 OPTIONS: dict[str, Any] = {"rubric": "10 for a poem that rhymes.", "model": "judge-70b"}
@@ -89,7 +89,7 @@ async def test_what_the_agent_wrote_cannot_pass_for_the_question(tmp_path: Path)
     ],
 )
 def test_the_last_message_is_the_last_one_with_text(run: Run, said: str) -> None:
-    assert last_message(run) == said
+    assert find_last_message(run) == said
 
 
 async def test_the_judge_sees_what_was_changed(tmp_path: Path) -> None:
