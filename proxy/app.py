@@ -93,7 +93,8 @@ def build_control_router() -> APIRouter:
 def build_services(settings: Settings, store: StoreConnection) -> Services:
     """What one process shares between its two sides, not yet started."""
     engines, metrics = RedisEngineStore(store), Metrics()
-    pool = EnginePool(settings, engines, observer=metrics)
+    renderer = LocalRenderer(settings.renderer, settings.renderer_options)
+    pool = EnginePool(settings, engines, metrics=metrics, renderer=renderer)
     process, inflight = uuid.uuid4().hex, Inflight()
     sessions, weights = RedisSessionStore(store, process), RedisWeightStore(store)
     services = Services(
@@ -109,14 +110,14 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         clock=RedisClock(store),
         archive=RedisArchiveStore(store, sessions),
         pool=pool,
-        renderer=LocalRenderer(settings.renderer, settings.renderer_options),
+        renderer=renderer,
         updater=WeightUpdater(pool, weights, settings, WeightMetrics(metrics.registry, lambda: pool.replicas)),
         trees=SessionTrees(sessions, settings.session_cache, settings.session_cache_bytes, settings.volatile_lines),
         inflight=inflight,
         peers=Peers(process, RedisPeerStore(store), sessions, inflight, settings.close_wait_seconds),
         metrics=metrics,
     )
-    metrics.watch_engines(lambda: [*pool.replicas, *pool.draining], pool.seats.depths)
+    metrics.watch_engines(lambda: [*pool.replicas, *pool.draining], pool.routing.depths)
     metrics.watch(lambda: len(services.inflight))
     return services
 

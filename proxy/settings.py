@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from proxy.auth import GivenTokens, check_token, is_loopback, tokens_in
 from proxy.auth import Role as TokenRole
+from proxy.engine.kinds import find_kinds, load_kind
 from reconstruct.builders import builder_named
 from reconstruct.errors import ReconstructError
 from reconstruct.roles import RoleRule
@@ -55,9 +56,10 @@ class Settings(BaseSettings):
     has been reached. "" is the default policy."""
     strict_models: bool = False
     """Answer 404 for a model name that no policy or engine serves. Otherwise the default policy answers, under the requested name."""
-    engine_api: Literal["auto", "token", "completions", "sglang", "chat"] = "auto"
+    engine_api: str = "auto"
     """The API to use: token (vLLM with --enable-scale-out), completions (vLLM's /v1/completions with token ids), sglang (SGLang's
-    /generate), chat (any OpenAI-compatible server), or auto (probe the engine). completions and sglang need `renderer`."""
+    /generate), chat (any OpenAI-compatible server), another installed kind of engine, or auto (probe the engine). completions and
+    sglang need `renderer`."""
     renderer: str | None = Field(None, validate_default=True)
     """For engines that take token ids only: the model whose chat format this service renders and parses. A Hugging Face name, or a
     folder with its tokenizer."""
@@ -276,13 +278,19 @@ class Settings(BaseSettings):
     weights_lock_seconds: float = Field(30.0, gt=0)
     """How long the push lock outlives a process that died during a push; then another process takes over and repairs what it left."""
 
+    @field_validator("engine_api")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name != "auto" and name not in find_kinds():
+            raise ValueError(f"no kind of engine is named {name!r}; known: auto, {', '.join(sorted(find_kinds()))}")
+        return name
+
     @field_validator("renderer")
     @classmethod
     def _check_renderer(cls, model: str | None, others: ValidationInfo) -> str | None:
-        if model is None and others.data.get("engine_api") in ("completions", "sglang"):
-            raise ValueError(
-                f"engines of the {others.data['engine_api']} API cannot render messages: name the model whose chat format to use"
-            )
+        name = others.data.get("engine_api", "auto")
+        if model is None and name != "auto" and load_kind(name).needs_renderer:
+            raise ValueError(f"engines of the {name} API cannot render messages: name the model whose chat format to use")
         if model is not None and find_spec("renderers") is None:
             raise ValueError("the renderers package is missing: pip install 'verbatim-rl[renderers]'")
         return model

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from proxy.api.admission import estimate_versions_ahead
 from proxy.api.requests import Body, JsonBody, Served, json_response, require_admin
-from proxy.engine.pool.membership import EngineSpec, engine_spec
+from proxy.engine.pool.membership import EngineSpec, parse_engine
 from proxy.engine.replica import Replica
 from proxy.errors import Conflict, NotFound, RequestError, StoreUnavailable
 from proxy.services import Services
@@ -93,7 +93,7 @@ async def list_engines(services: Served) -> Response:
         _engine_as_wire(spec, "api", each.models) for each in stored if (spec := EngineSpec(each.url, each.policy)) not in fixed
     ]
     replicas = [_replica_as_wire(replica) for replica in (*services.pool.replicas, *services.pool.draining)]
-    return json_response({"engines": engines, "replicas": replicas, "waiting": dict(services.pool.seats.depths())})
+    return json_response({"engines": engines, "replicas": replicas, "waiting": dict(services.pool.routing.depths())})
 
 
 @router.post(
@@ -107,7 +107,7 @@ async def list_engines(services: Served) -> Response:
 async def add_engine(services: Served, body: Annotated[NewEngine, Depends(JsonBody(NewEngine).read)]) -> Response:
     """It receives calls once it answers and has the current weights, and survives a restart. Adding it again is not an error."""
     try:
-        spec = engine_spec(body.url, body.policy)
+        spec = parse_engine(body.url, body.policy)
     except ValueError as error:
         raise RequestError(f"{body.url!r} cannot be an engine: {error}", param="url") from error
     if any(spec.name == fixed.name for fixed in services.pool.membership.fixed):

@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field, model_validator
 
 from proxy.api.requests import Body, JsonBody, Served, json_response, require_trainer
-from proxy.engine.weights.push import Watcher, unwatched
+from proxy.engine.weights.push import Watcher, ignore_event
 from proxy.engine.weights.vllm import Transfer
 from proxy.errors import VerbatimError
 from proxy.services import Services
@@ -172,7 +172,7 @@ async def push_weights(services: Served, request: Request, body: Annotated[Push,
     `Accept: application/x-ndjson`, one line of JSON for each step, then `{result}` or `{error}`."""
     if NDJSON in request.headers.get("accept", ""):
         return StreamingResponse(_stream_push(services, body), media_type=NDJSON)
-    return json_response(await _push(services, body, unwatched))
+    return json_response(await _push(services, body, ignore_event))
 
 
 @router.get("", responses={200: {"model": WeightStatus, "description": "the versions"}})

@@ -23,10 +23,10 @@ from proxy.call.record import call_records, minted_choice, minted_delta, prompt_
 from proxy.call.tree import Draft, SessionTree
 from proxy.call.turn import Turn, fit_window, refuse_media
 from proxy.dialects.base import Delta, FirstToken, Reply, Request, Sampling, new_call_id
-from proxy.engine.apis.base import Engine, Job, Outcome, Rendered, check_sampled
-from proxy.engine.apis.catalogue import EngineApis
+from proxy.engine.apis.base import EngineKind, EngineKinds, Job, Outcome, check_sampled
 from proxy.engine.apis.details import Wanted
-from proxy.engine.pool.seats import Caller
+from proxy.engine.apis.renderer import Rendered
+from proxy.engine.pool.routing import Caller
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import Line, Withheld
 from proxy.errors import (
@@ -64,8 +64,8 @@ class Flow:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._rules = services.settings.role_rules
-        self._apis = EngineApis(services.pool, services.renderer)
-        self._planner = Planner(self._apis, retain_thinking=services.settings.thinking == "retain")
+        self._kinds = services.pool.kinds
+        self._planner = Planner(self._kinds, retain_thinking=services.settings.thinking == "retain")
 
     def admit(self, draft: Draft, request: Request, body: bytes, headers: Mapping[str, str]) -> Turn:
         """The call enters: from here on closing the session or the service ends it properly. `leave` must follow."""
@@ -126,7 +126,7 @@ class Flow:
                         yield piece
                     return
                 except EngineUnavailable:
-                    if answered or turn.running.cut.is_set() or not route.another():
+                    if answered or turn.running.cut.is_set() or not route.try_another():
                         raise
                 finally:
                     intent.give_up()
@@ -180,15 +180,15 @@ class Flow:
     async def count(self, tree: SessionTree, request: Request) -> int:
         """How many tokens the request's prompt has, as the engine counts them; nothing is recorded."""
         replica = self._services.pool.pick(tree.info.session_id, request.model)
-        return await self._apis.engine(replica, request).count(replica, request)
+        return await self._kinds.of(replica).count(replica, request)
 
     async def _sample(self, turn: Turn, intent: WritingIntent) -> AsyncIterator[FirstToken | Delta | Outcome]:
         """Let the engine sample; a call that it refused or lost before its first token leaves the tree as it was."""
-        assert turn.replica is not None and turn.replica.api is not None
+        assert turn.replica is not None
         turn.times.begin(SAMPLE)
-        engine = self._apis.engine(turn.replica, turn.request)
+        engine = self._kinds.of(turn.replica)
         job = Job(turn.call_ids[0], turn.request, turn.sampling, Line(), wanted=wanted_of(turn, self._services.settings))
-        job.id_text = self._apis.id_text(turn.session_id)
+        job.id_text = self._kinds.id_text(turn.session_id)
         if turn.plan is not None:
             job.prompt_ids, job.body = turn.plan.prompt_ids, turn.plan.body
         if not intent.is_written:
@@ -210,11 +210,11 @@ class Flow:
                 raise
             raise job.line.absorb() from None
         except Withheld as withheld:
-            job.line.over()
+            job.line.detach()
             await intent.take_back()
             raise withheld.error from None
         except VerbatimError:
-            job.line.over()
+            job.line.detach()
             if not job.line.hung_up or job.line.before is not None:
                 await intent.take_back()
             raise
@@ -234,7 +234,7 @@ class Flow:
             turn.engine_seconds -= time.perf_counter() - clock
         line.before = None
 
-    async def _end(self, turn: Turn, engine: Engine, job: Job) -> None:
+    async def _end(self, turn: Turn, engine: EngineKind, job: Job) -> None:
         """End the sampling now: ask the engine, which then answers with what it has, or hang up where it cannot be asked or does not
         have the request yet."""
         try:
@@ -246,7 +246,7 @@ class Flow:
             pass
         job.line.hang_up()
 
-    async def _asked_to_end(self, turn: Turn, engine: Engine, job: Job) -> bool:
+    async def _asked_to_end(self, turn: Turn, engine: EngineKind, job: Job) -> bool:
         """Whether the call ended after the engine was told to end it; False when the engine cannot be told."""
         assert turn.replica is not None
         while await engine.abort(turn.replica, job):
@@ -372,8 +372,8 @@ def _full(session_id: str, most_bytes: int) -> SessionFull:
 class Planner:
     """`retain_thinking`: a template that drops earlier thinking at a new user turn does not branch there."""
 
-    def __init__(self, apis: EngineApis, *, retain_thinking: bool) -> None:
-        self._apis = apis
+    def __init__(self, kinds: EngineKinds, *, retain_thinking: bool) -> None:
+        self._kinds = kinds
         self._retain_thinking = retain_thinking
 
     def find(self, turn: Turn) -> None:
@@ -390,7 +390,7 @@ class Planner:
     def plans(self, turn: Turn) -> bool:
         """Whether there is something to plan; on the chat path the engine makes the ids."""
         assert turn.replica is not None
-        return turn.replica.api not in (None, "chat")
+        return self._kinds.of(turn.replica).takes_ids
 
     async def plan(self, turn: Turn) -> Continuation:
         """Where it plans, make the prompt's ids after what was found, and the sampling that fits the window. Returns what it is planned
@@ -400,7 +400,7 @@ class Planner:
         if turn.request.prompt is None:
             found, turn.plan = await self._of_messages(turn, found, turn.replica)
         else:
-            tokenizer = self._apis.tokenizer(turn.replica, turn.request, turn.session_id)
+            tokenizer = self._kinds.of(turn.replica).tokenizer(turn.replica, turn.request, self._kinds.id_text(turn.session_id))
             turn.plan = await plan_prompt(turn.tree, found, turn.request, tokenizer)
         turn.engine_seconds += time.perf_counter() - clock
         fit_window(turn, len(turn.plan.prompt_ids))
@@ -408,11 +408,11 @@ class Planner:
         return found
 
     async def _of_messages(self, turn: Turn, found: Continuation, replica: Replica) -> tuple[Continuation, TokenPlan]:
-        refuse_media(turn.request, found)
-        renderer, id_text = self._apis.renderer(replica), self._apis.id_text(turn.session_id)
+        refuse_media(turn.request, found, self._kinds)
+        kind, id_text = self._kinds.of(replica), self._kinds.id_text(turn.session_id)
 
         async def render(rendering: Rendering) -> Rendered:
-            return await renderer.render(replica, turn.request, rendering, id_text)
+            return await kind.render(replica, turn.request, rendering, id_text)
 
         confirmed = await confirm(turn.tree, found, turn.request, render)
         if turn.found is found:

@@ -16,7 +16,7 @@ import numpy as np
 
 from proxy.call.tree import Chained, Replay, SessionTree
 from proxy.dialects.base import Request
-from proxy.engine.apis.base import Rendered
+from proxy.engine.apis.renderer import Rendered
 from proxy.errors import RequestError
 from reconstruct.bridge import Bridge, Refusal, Rendering, Reply, derive, turn_end
 from reconstruct.forest import order_key, shared_length

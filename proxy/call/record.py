@@ -14,7 +14,7 @@ from proxy.call.turn import Turn
 from proxy.dialects.base import Choice, Delta, Request, tool_call_id
 from proxy.dialects.fields import NOTED
 from proxy.engine.apis.base import Outcome, Sampled
-from proxy.engine.apis.vllm_reply import has_unread_call
+from proxy.engine.apis.message import has_unread_call
 from reconstruct.accounting import FROZEN
 from reconstruct.messages import chain, digest_message
 from reconstruct.records import (

@@ -11,6 +11,7 @@ from proxy.call.plan import Continuation, TokenPlan
 from proxy.call.tree import Draft, SessionTree
 from proxy.dialects.base import Request
 from proxy.dialects.catalogue import dialects
+from proxy.engine.apis.base import EngineKinds
 from proxy.engine.replica import Replica
 from proxy.errors import ContextTooLong, RequestError
 from proxy.timeline import CallClock
@@ -96,9 +97,9 @@ def fit_window(turn: Turn, prompt_length: int) -> None:
     turn.sampling["max_tokens"] = min(turn.sampling.get("max_tokens") or room, room)
 
 
-def refuse_media(request: Request, found: Continuation) -> None:
+def refuse_media(request: Request, found: Continuation, kinds: EngineKinds) -> None:
     """Raise RequestError for content parts that the token path cannot carry. What it has carried before is not looked at again."""
-    carried = found.reply_at + 1 if found.parent is not None and found.parent.api != "chat" else 0
+    carried = found.reply_at + 1 if found.parent is not None and kinds.takes_ids(found.parent.api) else 0
     for position in range(carried, len(request.history)):
         content = request.history[position].message.get("content")
         for part in content if isinstance(content, list) else ():

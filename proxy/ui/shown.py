@@ -15,7 +15,7 @@ class Ui:
     def __init__(self, services: Services) -> None:
         self.services = services
         self.looks = Looks(services)
-        self.texts = TokenTexts(services.pool, services.renderer)
+        self.texts = TokenTexts(services.pool)
 
 
 def ui_of(request: Request) -> Ui:

@@ -5,7 +5,6 @@ Which ids they are and who sampled them is read off the session's forest and row
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,14 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.replica import Replica
-from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineUnavailable, VerbatimError
 from proxy.ui.look import Look
 from reconstruct.forest import Forest
@@ -193,23 +189,12 @@ REMEMBERED = 400_000
 """Groups whose text is kept, of all vocabularies."""
 AT_ONCE = 1024
 """Groups in one request."""
-ASKED_AT_ONCE = 16
-"""Requests under way at an engine that spells one group at a time."""
 CHARACTER_BYTES = 4
 """The longest character, which byte tokens may spell one by one."""
 AGAIN_SECONDS = 30.0
 """How soon an engine that could not spell is asked again."""
 
 Group = tuple[int, ...]
-
-
-class _Spelled(msgspec.Struct):
-    text: str = ""
-    prompt: str = ""
-
-
-class _Derendered(msgspec.Struct):
-    choices: list[_Spelled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +207,8 @@ class Texts:
 
 
 class TokenTexts:
-    def __init__(self, pool: EnginePool, renderer: LocalRenderer) -> None:
+    def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
-        self._http = EngineHttp(pool)
-        self._renderer = renderer
         self._known: OrderedDict[tuple[tuple[str, ...], Group], str] = OrderedDict()
         self._silent: dict[str, tuple[float, str]] = {}
 
@@ -267,7 +250,7 @@ class TokenTexts:
         for start in range(0, len(new), AT_ONCE):
             part = new[start : start + AT_ONCE]
             try:
-                texts = await self._spell(replica, part)
+                texts = await self._pool.kinds.of(replica).spell(replica, part)
             except VerbatimError as error:
                 why = f"the engine does not spell tokens: {error.message}"
                 self._silent[replica.name] = (time.monotonic() + AGAIN_SECONDS, why)
@@ -277,35 +260,6 @@ class TokenTexts:
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return told
-
-    async def _spell(self, replica: Replica, groups: Sequence[Group]) -> list[str]:
-        """Raises VerbatimError where it cannot be told."""
-        if replica.api == "token":
-            return await self._derendered(replica, groups)
-        if self._renderer.is_set:
-            return await self._renderer.spell_each(groups)
-        turn = asyncio.Semaphore(ASKED_AT_ONCE)
-
-        async def one(group: Group) -> str:
-            async with turn:
-                body: dict[str, Any] = {"tokens": list(group), **({"model": replica.models[0]} if replica.models else {})}
-                return (await self._http.ask(replica, "/detokenize", body, _Spelled)).prompt
-
-        # The first alone: one refusal is enough.
-        return [await one(groups[0]), *await asyncio.gather(*map(one, groups[1:]))] if groups else []
-
-    async def _derendered(self, replica: Replica, groups: Sequence[Group]) -> list[str]:
-        model = replica.models[0] if replica.models else ""
-        choices = [{"index": at, "token_ids": list(group)} for at, group in enumerate(groups)]
-        body = {
-            "model": model,
-            "generate_responses": [{"choices": choices}],
-            # Alone, a word loses the blank before it where a tokenizer marks blanks at the words' beginnings.
-            "prompt_token_ids": [[0]],
-            "completion_request": {"model": model, "prompt": "?", "skip_special_tokens": False},
-        }
-        answer = await self._http.ask(replica, "/v1/completions/derender", body, _Derendered)
-        return [choice.text for choice in answer.choices]
 
 
 def _characters(told: Mapping[Group, str], ids: Sequence[int]) -> list[Group]:

@@ -12,16 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from proxy.engine.apis.base import Assembly
-from proxy.engine.apis.vllm_reply import LiveText, plain_message
+from proxy.dialects.base import Request
+from proxy.engine.apis.base import Job
+from proxy.engine.apis.message import Assembly, plain_message
+from proxy.engine.apis.vllm_reply import LiveText, Parser
 from proxy.engine.in_vllm.launch import VllmServer
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.replica import Replica
-from proxy.engine.wire.http import EngineHttp
+from proxy.engine.wire.http import EngineHttp, Line
 from proxy.settings import Settings
+from reconstruct.records import pack_ids
 
 pytestmark = pytest.mark.engine
 
@@ -85,7 +87,7 @@ def side_by_side(url: str, replies: list[tuple[list[int], str]], dice: random.Ra
     async def both() -> list[tuple[Message, Message, int]]:
         pool = EnginePool(Settings(engine=[url], redis="redis://unused"))
         await pool.start()
-        http, replica = EngineHttp(pool), pool.replicas[0]
+        http, replica = pool.http, pool.replicas[0]
         try:
             return [await _both(http, replica, ids, finish, chunks(dice, ids)) for ids, finish in replies]
         finally:
@@ -98,10 +100,13 @@ async def _both(
     http: EngineHttp, replica: Replica, ids: list[int], finish: str, parts: list[list[int]]
 ) -> tuple[Message, Message, int]:
     request = {"model": "policy", "messages": [{"role": "user", "content": "q"}], "tools": TOOLS}
-    prompt, live, told, pieces = msgspec.Raw(b"[1,2,3]"), LiveText(0), Assembly(0), 0
+    canonical = Request("chat", "policy", [], tools=TOOLS)
+    canonical._messages = request["messages"]  # type: ignore[assignment]
+    parser = Parser(http, replica, Job("x", canonical, {}, Line(), prompt_ids=pack_ids([1, 2, 3])))
+    live, told, pieces = LiveText(0), Assembly(0), 0
     for part in parts[:-1]:
-        live.take(part)
-        delta = await live.step(http, replica, prompt, request)
+        live.pending.extend(part)
+        delta = await parser.advance(live)
         if delta is not None:
             pieces += 1
             told.add({"content": delta.content, "reasoning_content": delta.reasoning})
@@ -116,8 +121,8 @@ async def _both(
     }
     answer = await http.ask(replica, "/v1/chat/completions/derender", body, dict[str, Any])
     whole = plain_message(answer["choices"][0]["message"])
-    assert live.extends_to(whole), (told.message(), whole)
-    rest = live.rest(whole)
+    assert live.is_prefix_of(whole), (told.message(), whole)
+    rest = live.take_rest(whole)
     if rest is not None:
         told.add({"content": rest.content, "reasoning_content": rest.reasoning, "tool_calls": rest.tool_calls})
     return told.message(), whole, pieces

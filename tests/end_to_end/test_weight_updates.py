@@ -200,7 +200,7 @@ async def test_wait_lets_replies_end_under_the_old_weights_and_holds_new_calls(
     push = asyncio.create_task(pushed(service, checkpoint(2), mode="wait"))
     await until_paused(vllm_url, push)
     # At the pool's gate a new call waits; one that is past it queues in the engine. Neither fails.
-    held = asyncio.create_task(service.pool.admitted())
+    held = asyncio.create_task(service.pool.wait_for_gate())
     queued = asyncio.create_task(generate(vllm_url, PROMPT, 8))
     old, second = await reply.task, await push
     await held
@@ -458,7 +458,7 @@ async def test_an_engine_that_restarted_gets_the_current_weights_before_it_serve
     async with serving(weights, vllm_url) as service:
         await pushed(service, checkpoint(2))
         version = await pushed(service, checkpoint(1))
-        api = WeightApi(service.pool.http, service.pool.replicas[0], 30)
+        api = WeightApi(service.pool.http.session, service.pool.replicas[0], 30)
         await api.pause("keep")
         await api.load_full(str(checkpoint(2)), version - 1)
         await ask(vllm_url, "/update_weight_version", {"new_version": "default"})
@@ -521,7 +521,7 @@ async def test_an_engine_without_a_gpu_says_that_nccl_needs_one(
 
 def api_of(service: Service, owner: str = "", fence: int = 0) -> WeightApi:
     claim = Claim(owner, fence, 60.0) if owner else None
-    return WeightApi(service.pool.http, service.pool.replicas[0], 60, claim)
+    return WeightApi(service.pool.http.session, service.pool.replicas[0], 60, claim)
 
 
 async def test_weights_that_cannot_be_named_keep_an_engine_out(

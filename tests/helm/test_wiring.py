@@ -24,7 +24,7 @@ from proxy.app import create_app
 from proxy.call.routes import Routes
 from proxy.dialects.catalogue import dialects
 from proxy.engine.in_vllm.launch import Device, vllm_command
-from proxy.engine.pool.membership import engine_spec
+from proxy.engine.pool.membership import parse_engine
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 from proxy.store.node import Address
@@ -82,7 +82,7 @@ def test_the_proxys_settings_are_valid_ones(values: Values, monkeypatch: pytest.
     assert settings.host == ("::" if values.get("ipFamily") == "IPv6" else "0.0.0.0")
     ports = {each["name"]: each["containerPort"] for each in proxy_of(values)["ports"]}
     assert ports == {"http": settings.port, "control": settings.control_port}
-    assert [engine_spec(url).url.rpartition(":")[0] for url in settings.engine if url.startswith("dns://demo")] == (
+    assert [parse_engine(url).url.rpartition(":")[0] for url in settings.engine if url.startswith("dns://demo")] == (
         [f"dns://demo-verbatim-vllm.{NAMESPACE}.svc"]
         if values.get("vllm", {}).get("enabled", True) and "fullnameOverride" not in values
         else []

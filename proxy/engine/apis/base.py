@@ -1,64 +1,64 @@
-"""An engine as the flow sees it: render what must be rendered, sample, abort.
+"""EngineKind: everything the service knows about one kind of engine, and the types of a sampling request and its outcome.
 
-Implementations: `token_api` (vLLM's token-in token-out endpoints), `ids_api` and `sglang_api` (engines that take and return ids, and
-are rendered for here) and `chat_api` (any OpenAI-compatible server). Streaming, they yield `FirstToken`, and `Delta`s while text
-becomes certain, where they can; at the end one `Outcome`. A reply cut by an abort or a broken connection is an Outcome too, with what
-was sampled until then.
+A kind is one subclass in one file, found by its name among the entry points `verbatim.engines` (see `proxy.engine.kinds`). The
+rest of the service never asks which kind a replica is; it asks `EngineKinds` for the kind's object.
 """
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
+import aiohttp
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.apis.details import Wanted
-from proxy.engine.apis.id_text import IdText
+from proxy.engine.apis.id_text import IdText, IdTexts
+from proxy.engine.apis.probe import PROBE_TIMEOUT, NotListening, Probe
+from proxy.engine.apis.renderer import LocalRenderer, Rendered, Tokenizer
+from proxy.engine.kinds import find_kinds, load_kind
 from proxy.engine.replica import Replica
-from proxy.engine.wire.http import Line
-from proxy.errors import EngineFailed
+from proxy.engine.weights.vllm import Claim, WeightApi
+from proxy.engine.wire.http import EngineHttp, Line
+from proxy.errors import EngineFailed, EngineUnavailable, VerbatimError
 from reconstruct.bridge import Rendering
-from reconstruct.records import NO_LOGPROBS, CallDetails, Ids, Span
+from reconstruct.records import NO_LOGPROBS, CallDetails, Ids, Span, pack_ids
 
+NO_IDS = pack_ids([])
 
-@dataclass(slots=True)
-class Rendered:
-    """A rendering's ids, int32 of shape (n,), and the rest of the engine's generate body that came with it."""
-
-    ids: Ids
-    body: dict[str, Any]
+DETOKENIZE_CONCURRENCY = 16
+"""Requests in flight at an engine that spells one group of ids at a time."""
 
 
 @dataclass(slots=True)
 class Job:
-    """One sampling request. `prompt_ids` and `body` are None on the chat path, where the engine renders the messages; `id_text`
-    is the session's, to read and spell out lists of ids. `wanted` is what the service keeps beside the tokens, where the engine gives
-    it."""
+    """One sampling request. `prompt_ids` and `body` are empty for a kind that does not take ids. `id_text` is the session's; `wanted`
+    the details to record beside the tokens."""
 
     call_id: str
     request: Request
     sampling: dict[str, Any]
     line: Line
-    prompt_ids: Ids | None = None
-    body: dict[str, Any] | None = None
+    prompt_ids: Ids = field(default_factory=lambda: NO_IDS)
+    body: dict[str, Any] = field(default_factory=dict)
     id_text: IdText = field(default_factory=IdText)
     wanted: Wanted = field(default_factory=Wanted)
 
     @property
     def prompt_json(self) -> msgspec.Raw:
         """`prompt_ids` as JSON text."""
-        assert self.prompt_ids is not None
         return msgspec.Raw(self.id_text.write(self.prompt_ids))
 
 
 @dataclass(slots=True)
 class Sampled:
-    """One choice as the engine emitted it. Lengths: one logprob per token id; `spans` empty when versions are unknown;
-    `token_ids` None when the engine returned none. `message` is a chat message without minted ids. `details` are of the whole
-    prompt and these tokens."""
+    """One choice as the engine emitted it: one logprob per token id, `spans` empty if versions are unknown, `token_ids` None if the
+    engine returned none. `message` is a chat message whose tool-call ids are the engine's. `details` cover the whole prompt and these
+    tokens."""
 
     index: int
     token_ids: list[int] | None
@@ -73,8 +73,8 @@ class Sampled:
 
 @dataclass(slots=True)
 class Outcome:
-    """All choices of a call. `prompt_ids` as the engine reported them on the chat path. `broken` says why the reply is cut
-    when neither the model nor the harness ended it."""
+    """All choices of a call. `prompt_ids` are the engine's own if it rendered the messages. `broken` says why the reply was cut when
+    neither the model nor the harness ended it."""
 
     choices: list[Sampled]
     prompt_ids: Ids | None = None
@@ -84,39 +84,157 @@ class Outcome:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+class EngineKind(ABC):
+    """One kind of engine. The defaults are those of an engine that takes token ids and renders nothing."""
+
+    name: ClassVar[str]
+    """What settings, records and metrics call it."""
+    detection_order: ClassVar[int] = 50
+    """`--engine-api auto` tries kinds in ascending order and takes the first that fits: token 10, sglang 20, completions 30, chat 100."""
+    needs_renderer: ClassVar[bool] = False
+    """Whether it works only with VERBATIM_RENDERER."""
+    takes_ids: ClassVar[bool] = True
+    """Whether the service makes the prompt's ids; otherwise the engine renders the messages itself."""
+
+    def __init__(self, http: EngineHttp, local: LocalRenderer) -> None:
+        self._http = http
+        self._local = local
+
+    @abstractmethod
+    async def detect(self, probe: Probe, *, asked: bool) -> str | None:
+        """What keeps the engine from being of this kind; None if it is. `asked`: the operator named the kind.
+
+        Raises EngineUnavailable if the engine cannot tell now."""
+
+    @abstractmethod
+    def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
+        """Streaming, yields FirstToken and then deltas as text becomes certain, if the engine can; always ends with one Outcome, also
+        when the reply is cut by an abort or a broken connection.
+
+        Raises RequestError (the engine refused the request), EngineUnavailable (it was not reached) or EngineFailed (it broke off
+        before a single token was known)."""
+
+    async def abort(self, replica: Replica, job: Job) -> bool:
+        """Ask the engine to end the job now; `sample` then finishes with what it has. False if it cannot be asked."""
+        return False
+
+    async def count(self, replica: Replica, request: Request) -> int:
+        """The length of the request's prompt in tokens. Raises RequestError if the engine cannot count."""
+        return await self._local.count(request)
+
+    async def render(self, replica: Replica, request: Request, rendering: Rendering, id_text: IdText) -> Rendered:
+        """The ids of the rendering's messages under the request's tools and template kwargs."""
+        return await self._local.render(request, rendering)
+
+    def tokenizer(self, replica: Replica, request: Request, id_text: IdText) -> Tokenizer:
+        """For requests with a prompt in place of messages."""
+        return self._local
+
+    async def spell(self, replica: Replica, groups: Sequence[tuple[int, ...]]) -> list[str]:
+        """The text of each group of ids as it follows others. Raises VerbatimError if the engine cannot tell."""
+        if self._local.is_set:
+            return await self._local.spell_groups(groups)
+        limit = asyncio.Semaphore(DETOKENIZE_CONCURRENCY)
+        model = {"model": replica.models[0]} if replica.models else {}
+
+        async def spell_one(group: tuple[int, ...]) -> str:
+            async with limit:
+                return (await self._http.ask(replica, "/detokenize", {"tokens": list(group), **model}, _Detokenized)).prompt
+
+        # The first alone: one refusal is enough.
+        return [await spell_one(groups[0]), *await asyncio.gather(*map(spell_one, groups[1:]))] if groups else []
+
+    async def takes_weights(self, probe: Probe) -> bool:
+        return await probe.status("GET", "/weight_info") == 200
+
+    async def find_logprob_mode(self, probe: Probe) -> str | None:
+        """How an engine that takes weights computes logprobs; None if it does not say."""
+        return await probe.find_logprob_mode()
+
+    def weights(self, replica: Replica, step_seconds: float, claim: Claim | None) -> WeightApi:
+        """The replica's weight endpoints; with a claim, for changing what it holds."""
+        return WeightApi(self._http.session, replica, step_seconds, claim)
+
+    async def _abort_request(self, replica: Replica, request_id: str) -> bool:
+        """vLLM's `/abort_requests`."""
+        try:
+            await self._http.ask(replica, "/abort_requests", {"request_ids": [request_id]}, dict[str, Any])
+        except VerbatimError:
+            return False
+        return True
+
+
+class _Detokenized(msgspec.Struct):
+    prompt: str = ""
+
+
+class EngineKinds:
+    """One object per installed kind."""
+
+    def __init__(self, http: EngineHttp, local: LocalRenderer) -> None:
+        self._local = local
+        self._id_texts = IdTexts()
+        self._kinds: dict[str, EngineKind] = {name: load_kind(name)(http, local) for name in find_kinds()}
+
+    def of(self, replica: Replica) -> EngineKind:
+        """Raises EngineUnavailable for a replica that was never reached."""
+        if replica.api is None:
+            raise EngineUnavailable(f"engine {replica.name} was not reached yet")
+        return self._kinds[replica.api]
+
+    def takes_ids(self, name: str) -> bool:
+        """False for a kind that is no longer installed."""
+        return name in self._kinds and self._kinds[name].takes_ids
+
+    def id_text(self, session_id: str) -> IdText:
+        return self._id_texts.of(session_id)
+
+    async def contact(self, http: aiohttp.ClientSession, replica: Replica, asked: str) -> None:
+        """Find out what the replica is: models, kind (`asked`, or "auto"), weight endpoints.
+
+        Raises EngineUnavailable with the reason it cannot serve, NotListening if no connection could be made."""
+        probe = Probe(http, replica.url)
+        try:
+            await probe.read_models(replica)
+            await probe.check_health()
+            if not replica.alive or replica.api is None:
+                kind = await self.detect(probe, asked)
+                replica.updatable = await kind.takes_weights(probe)
+                replica.logprob_mode = await kind.find_logprob_mode(probe) if replica.updatable else None
+                replica.api = kind.name
+        except TimeoutError as error:
+            raise EngineUnavailable(f"no answer within {PROBE_TIMEOUT.total:g} seconds") from error
+        except aiohttp.ClientConnectorError as error:
+            raise NotListening(f"cannot connect: {error.strerror or error.os_error}") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise EngineUnavailable(str(error) or type(error).__name__) from error
+
+    async def detect(self, probe: Probe, asked: str) -> EngineKind:
+        """The kind that was asked for; with "auto" the first that fits. Raises EngineUnavailable if none does."""
+        if asked != "auto":
+            reason = await self._kinds[asked].detect(probe, asked=True)
+            if reason is not None:
+                raise EngineUnavailable(reason)
+            return self._kinds[asked]
+        for kind in sorted(self._kinds.values(), key=lambda kind: kind.detection_order):
+            usable = self._local.is_set or not kind.needs_renderer
+            if usable and await kind.detect(probe, asked=False) is None:
+                return kind
+        raise EngineUnavailable("it is of no known kind")
+
+
 class Numbered(Protocol):
     index: int
     """Which of the reply's choices it is, from 0."""
     heard: bool
-    """Whether the engine has said anything of it."""
+    """Whether the engine has sent anything for it."""
 
 
 C = TypeVar("C", bound=Numbered)
 
 
-class Engine(Protocol):
-    api: str
-
-    def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
-        """Raises RequestError (the engine refused the request), EngineUnavailable (nothing reached it) or EngineFailed
-        (it broke off before a single token was known)."""
-        ...
-
-    async def abort(self, replica: Replica, job: Job) -> bool:
-        """Ask the engine to end the job now; its `sample` then finishes with what it has. False where it cannot be asked."""
-        ...
-
-    async def count(self, replica: Replica, request: Request) -> int:
-        """The tokens of the request's prompt. Raises RequestError where the engine cannot count."""
-        ...
-
-
-class Renderer(Protocol):
-    async def render(self, replica: Replica, request: Request, rendering: Rendering, id_text: IdText) -> Rendered: ...
-
-
-def at(choices: Sequence[C], index: int) -> C:
-    """The choice an engine speaks of. Raises EngineFailed for one that nobody asked for."""
+def choice_at(choices: Sequence[C], index: int) -> C:
+    """The choice the engine speaks of. Raises EngineFailed for an index that was not requested."""
     if not 0 <= index < len(choices):
         raise EngineFailed(f"the engine answered choice {index} of {len(choices)}")
     choice = choices[index]
@@ -125,23 +243,23 @@ def at(choices: Sequence[C], index: int) -> C:
 
 
 def check_heard(choices: Sequence[Numbered]) -> None:
-    """Raise EngineFailed when an answer that came to its end left a choice out."""
+    """Raises EngineFailed if a complete answer left a choice out."""
     for choice in choices:
         if not choice.heard:
             raise EngineFailed(f"the engine's answer has no choice {choice.index} of {len(choices)}")
 
 
 _END_OF_IDS = 2**31
-"""Records hold ids as int32. How many ids a model has no engine says: its embedding may have more than its tokenizer."""
+"""Records hold ids as int32. No engine reports the size of its vocabulary: the embedding may exceed the tokenizer."""
 
 _ROUNDING = 1e-4
-"""How far above 0 a certain token's logprob may end where an engine normalises in less than double precision."""
+"""How far above 0 the logprob of a certain token may be, if an engine normalises in less than double precision."""
 
 
 def check_sampled(outcome: Outcome, logprob_mode: str) -> None:
-    """Raise EngineFailed for an answer that cannot be true: ids that are none, or probabilities greater than 1.
+    """Raises EngineFailed for ids outside int32 and probabilities above 1.
 
-    Lengths are not looked at: records whose lengths differ are kept, and never trained."""
+    Lengths are not checked: records whose lengths differ are kept and never trained."""
     if outcome.prompt_ids is not None and len(outcome.prompt_ids) and int(outcome.prompt_ids.min()) < 0:
         raise EngineFailed(f"the engine's prompt has the id {int(outcome.prompt_ids.min())}, which no token has")
     for sampled in outcome.choices:
@@ -156,29 +274,21 @@ def check_sampled(outcome: Outcome, logprob_mode: str) -> None:
 
 
 def check_entries(index: int, token_ids: Sequence[int], named: Sequence[int]) -> None:
-    """Raise EngineFailed where logprobs name other tokens than were sampled. Of another length they are never trained."""
+    """Raises EngineFailed if logprobs name other tokens than were sampled. With another length they are never trained."""
     if len(named) == len(token_ids) and list(named) != list(token_ids):
-        at = next(at for at, (token, other) in enumerate(zip(token_ids, named, strict=True)) if token != other)
-        raise EngineFailed(
-            f"choice {index} of the engine's answer has the logprob of token {named[at]} where {token_ids[at]} was sampled"
-        )
+        token, other = next(pair for pair in zip(token_ids, named, strict=True) if pair[0] != pair[1])
+        raise EngineFailed(f"choice {index} of the engine's answer has the logprob of token {other} where {token} was sampled")
 
 
-def spoken(token_ids: list[int], finish_reason: str | None, stop_reason: str | int | None) -> list[int]:
-    """Of a choice's ids, all or the last ones, those that show in its text: all but the stop token that ended it. A stop string ends
-    it with ids that are text."""
-    return token_ids[:-1] if finish_reason == "stop" and not isinstance(stop_reason, str) else token_ids
-
-
-def shows(request: Request, delta: Delta) -> bool:
-    """Whether the harness sees anything of the piece."""
+def is_visible(request: Request, delta: Delta) -> bool:
+    """Whether the harness sees anything of the delta."""
     if delta.content or delta.reasoning or delta.tool_calls:
         return True
     return bool((request.top_logprobs is not None and delta.logprobs) or (request.wants_ids and delta.token_ids))
 
 
 def chat_body(request: Request, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The OpenAI body of a canonical request under the sampling in effect: of its messages, or of its prompt."""
+    """The OpenAI body of a canonical request, with its messages or its prompt."""
     body: dict[str, Any] = {**request.forward, "model": request.model, **sampling}
     body |= {"messages": request.messages} if request.prompt is None else {"prompt": request.prompt}
     if request.tools:
@@ -190,67 +300,9 @@ def chat_body(request: Request, sampling: Mapping[str, Any]) -> dict[str, Any]:
     return body
 
 
-SEED_IDS = 64
-"""How many ids before those to be spelled out go along: the engine looks at the last few."""
+class Version(msgspec.Struct):
+    """A span of one weight version, as vLLM and SGLang report it."""
 
-
-class Tokenizer(Protocol):
-    """The engine's tokenizer for one request."""
-
-    async def tokenize(self, text: str, *, whole: bool) -> Rendered:
-        """The ids of a whole prompt, or of a piece that follows others, and the generate body. Raises ContextTooLong."""
-        ...
-
-    async def parameters(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
-        """The generate body for a prompt of ids, without the ids."""
-        ...
-
-    async def spell(self, before: Ids, ids: Ids) -> str:
-        """The text of `ids` as it follows the ids `before`, special tokens included; an unfinished character is left out."""
-        ...
-
-
-# One assistant message put together from pieces: an engine's whole message, or the deltas of its stream.
-
-
-class Assembly:
-    """The reply of one choice so far. `message()` has the fields harnesses know; tool-call ids are still the engine's."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: dict[int, dict[str, Any]] = {}
-
-    def add(self, piece: Mapping[str, Any]) -> Delta:
-        """Take in a message or delta; returns it as a harness sees it."""
-        content = piece.get("content") or ""
-        reasoning = piece.get("reasoning_content") or piece.get("reasoning") or ""
-        calls = piece.get("tool_calls") or []
-        self._content.append(content)
-        self._reasoning.append(reasoning)
-        for position, call in enumerate(calls):
-            self._add_call(call.get("index", position), call)
-        return Delta(self.index, content, reasoning, calls)
-
-    def message(self) -> dict[str, Any]:
-        calls = [self._calls[position] for position in sorted(self._calls)]
-        content = "".join(self._content)
-        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-        reasoning = "".join(self._reasoning)
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = calls
-        return message
-
-    def __bool__(self) -> bool:
-        """Whether a piece came, if only an empty one: then the engine has begun to say something."""
-        return bool(self._content)
-
-    def _add_call(self, position: int, call: Mapping[str, Any]) -> None:
-        known = self._calls.setdefault(position, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
-        function = call.get("function") or {}
-        known["id"] = known["id"] or call.get("id") or ""
-        known["function"]["name"] += function.get("name") or ""
-        known["function"]["arguments"] += function.get("arguments") or ""
+    version: str | int | None
+    start: int
+    end: int

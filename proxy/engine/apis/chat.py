@@ -1,14 +1,12 @@
-"""The chat path: any OpenAI-compatible server, asked for token ids and logprobs along with the text.
+"""Any OpenAI-compatible server, asked for token ids and logprobs along with the text.
 
-A prompt instead of messages goes to `/v1/completions`; its ids, if it is ids, are then the very ids the engine samples after.
+The server renders the messages itself, so a later turn is not sampled after the very ids of an earlier one: where its rendering
+happens to begin with them the row goes on, elsewhere it branches. A prompt in place of messages goes to `/v1/completions`; if it is ids,
+the engine samples after exactly those. Calls without returned ids are recorded as such and never trained. Such a server reports no
+weight versions: the version is the replica's before the call if it still is after it, otherwise unknown.
 
-The engine renders the messages itself, so a later turn is not sampled after the very ids of an earlier one; where its rendering
-happens to begin with them the tree still grows in one row, elsewhere it branches. A server that returns no ids is served and
-flagged: its calls are never trained. Such a server reports no weight versions either: the version is what the replica is known to hold
-before the call, if it still says the same after it, and unknown otherwise.
-
-Of vLLM's details a whole answer tells all that were asked for; the most probable tokens come as ids only when the harness asked for no
-logprobs of its own, which are told as text.
+Of vLLM's details a whole answer carries all; alternatives come as ids only if the harness asked for no logprobs of its own, which
+come as text.
 """
 
 from __future__ import annotations
@@ -19,16 +17,28 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.apis.base import Assembly, Job, Outcome, Sampled, at, chat_body, check_entries, check_heard, shows
-from proxy.engine.apis.details import PromptLogprobs, Tops, details_of
+from proxy.engine.apis.base import (
+    EngineKind,
+    Job,
+    Outcome,
+    Sampled,
+    chat_body,
+    check_entries,
+    check_heard,
+    choice_at,
+    is_visible,
+)
+from proxy.engine.apis.details import PromptLogprobs, Tops, read_details
 from proxy.engine.apis.id_text import IdText
+from proxy.engine.apis.message import Assembly
+from proxy.engine.apis.probe import Probe
 from proxy.engine.replica import Replica
-from proxy.engine.wire.http import EngineHttp, Line, Told, UnknownRoute
+from proxy.engine.wire.http import EngineAnswer, UnknownRoute
 from proxy.errors import ContextTooLong, EngineFailed, RequestError, VerbatimError
 from reconstruct.errors import IdOutOfRange
 from reconstruct.records import Ids, Span
 
-_TOKENIZED = ("model", "messages", "prompt", "tools", "chat_template_kwargs", "add_special_tokens")
+_TOKENIZE_FIELDS = ("model", "messages", "prompt", "tools", "chat_template_kwargs", "add_special_tokens")
 
 
 class _Tokenized(msgspec.Struct):
@@ -36,29 +46,31 @@ class _Tokenized(msgspec.Struct):
     max_model_len: int | None = None
 
 
-class ChatApi:
-    api = "chat"
+class OpenAiChat(EngineKind):
+    name = "chat"
+    detection_order = 100
+    takes_ids = False
 
-    def __init__(self, http: EngineHttp) -> None:
-        self._http = http
+    async def detect(self, probe: Probe, *, asked: bool) -> str | None:
+        return None
 
     async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
-        """Streaming, yields FirstToken and the engine's own deltas; then one Outcome."""
+        """Yields the engine's own deltas."""
         before = replica.weight_version
-        choices = [Gathered(index) for index in range(job.request.n)]
-        seen = Seen(job.id_text)
+        choices = [_ChoiceSoFar(index) for index in range(job.request.n)]
+        reply = _ReplySoFar(job.id_text)
         broken, begun = None, not stream
         try:
             async for answer in self._answers(replica, job, stream):
                 if not begun:
                     begun = True
                     yield FirstToken()
-                seen.take(answer)
-                seen.usage = answer.usage or seen.usage
+                reply.update(answer)
+                reply.usage = answer.usage or reply.usage
                 for choice in answer.choices:
-                    seen.take(choice)
-                    delta = at(choices, choice.index).add(choice)
-                    if stream and shows(job.request, delta):
+                    reply.update(choice)
+                    delta = choice_at(choices, choice.index).add(choice)
+                    if stream and is_visible(job.request, delta):
                         yield delta
         except VerbatimError as error:
             if not any(choice.token_ids or choice.assembly for choice in choices):
@@ -66,78 +78,69 @@ class ChatApi:
             broken = error.message
         else:
             check_heard(choices)
-        version = await self._http.version_since(replica, before, job.line)
-        yield _outcome(job, choices, seen, broken, version)
+        version = await self._http.find_version(replica, before, job.line)
+        yield _outcome(job, choices, reply, broken, version)
 
-    async def _answers(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[Answer]:
-        body, headers = _body(replica, job, stream), {"x-request-id": job.call_id}
+    async def abort(self, replica: Replica, job: Job) -> bool:
+        request_id = f"chatcmpl-{job.call_id}" if job.request.prompt is None else f"cmpl-{job.call_id}-0"
+        return await self._abort_request(replica, request_id)
+
+    async def count(self, replica: Replica, request: Request) -> int:
+        body = {**chat_body(request, {}), "model": replica.model_for(request.model)}
         try:
-            async for answer in self._ask(replica, body, headers, job.line, stream):
+            return (await self._tokenize(replica, body)).count
+        except UnknownRoute as error:
+            raise RequestError(f"engine {replica.name} cannot count tokens: it has no /tokenize") from error
+
+    async def _answers(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[_Answer]:
+        """The answer or its events; a request that the window refuses is sent again with a smaller max_tokens."""
+        body, headers = _body(replica, job, stream), {"x-request-id": job.call_id}
+        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        try:
+            async for answer in self._http.receive(replica, path, body, _Answer, job.line, stream=stream, headers=headers):
                 yield answer
         except UnknownRoute as error:
             if job.request.prompt is None:
                 raise
             raise RequestError(f"engine {replica.name} takes no prompts without messages", param="prompt") from error
         except (ContextTooLong, RequestError) as error:
-            limit = await self._room(replica, body, error)
+            limit = await self._find_room(replica, body, error)
             job.line.redial()
             job.sampling["max_tokens"] = body["max_tokens"] = limit
-            async for answer in self._ask(replica, body, headers, job.line, stream):
+            async for answer in self._http.receive(replica, path, body, _Answer, job.line, stream=stream, headers=headers):
                 yield answer
 
-    def _ask(
-        self, replica: Replica, body: dict[str, Any], headers: dict[str, str], line: Line, stream: bool
-    ) -> AsyncIterator[Answer]:
-        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-        return self._http.answers(replica, path, body, Answer, line, stream=stream, headers=headers)
+    async def _find_room(self, replica: Replica, body: Mapping[str, Any], error: VerbatimError) -> int:
+        """How many tokens the window leaves after the prompt, if only max_tokens did not fit.
 
-    async def _room(self, replica: Replica, body: Mapping[str, Any], error: VerbatimError) -> int:
-        """Tokens the window leaves after the prompt, when it was only max_tokens that did not fit.
-
-        Re-raises the engine's own refusal where something else is wrong or the engine cannot count."""
+        Re-raises the engine's refusal if something else is wrong or the engine cannot count."""
         about_limit = isinstance(error, ContextTooLong) or error.param == "max_tokens" or "max_tokens" in error.message
         if "max_tokens" not in body or not about_limit:
             raise error
         try:
-            counted = await self._tokenized(replica, body)
+            tokenized = await self._tokenize(replica, body)
         except VerbatimError:
             raise error from None
-        room = (counted.max_model_len or 0) - counted.count
+        room = (tokenized.max_model_len or 0) - tokenized.count
         if room < 1 or room >= body["max_tokens"]:
             raise error
         return room
 
-    async def count(self, replica: Replica, request: Request) -> int:
-        body = {**chat_body(request, {}), "model": replica.model_for(request.model)}
-        try:
-            return (await self._tokenized(replica, body)).count
-        except UnknownRoute as error:
-            raise RequestError(f"engine {replica.name} cannot count tokens: it has no /tokenize") from error
-
-    async def _tokenized(self, replica: Replica, body: Mapping[str, Any]) -> _Tokenized:
+    async def _tokenize(self, replica: Replica, body: Mapping[str, Any]) -> _Tokenized:
         prompt = body.get("prompt")
         if isinstance(prompt, list):
             return _Tokenized(len(prompt), replica.max_model_len)
-        question = {key: body[key] for key in _TOKENIZED if key in body}
+        question = {key: body[key] for key in _TOKENIZE_FIELDS if key in body}
         return await self._http.ask(replica, "/tokenize", question, _Tokenized)
-
-    async def abort(self, replica: Replica, job: Job) -> bool:
-        engine_id = f"chatcmpl-{job.call_id}" if job.request.prompt is None else f"cmpl-{job.call_id}-0"
-        body = {"request_ids": [engine_id]}
-        try:
-            await self._http.ask(replica, "/abort_requests", body, dict[str, Any])
-        except VerbatimError:
-            return False
-        return True
 
 
 def _body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
     body = chat_body(job.request, job.sampling)
     body["model"] = replica.model_for(job.request.model)
-    top = job.wanted.logprobs(None) if _tells_top_ids(job) else job.request.top_logprobs or 0
+    top = job.wanted.logprobs(None) if _wants_top_ids(job) else job.request.top_logprobs or 0
     body |= {"logprobs": True, "top_logprobs": top} if job.request.prompt is None else {"logprobs": top}
     body |= {"return_token_ids": True, "stream": stream}
-    if _tells_top_ids(job):
+    if _wants_top_ids(job):
         body["return_tokens_as_token_ids"] = True
     if job.wanted.prompt_logprobs and not stream:
         body["prompt_logprobs"] = 0
@@ -146,21 +149,19 @@ def _body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
     return body
 
 
-def _tells_top_ids(job: Job) -> bool:
-    """Whether tokens may be told as ids in the place of their text: the harness sees none of them."""
+def _wants_top_ids(job: Job) -> bool:
+    """Whether logprobs may name tokens by id in place of their text, because the harness does not see them."""
     return job.wanted.top_logprobs > 0 and job.request.top_logprobs is None
 
 
 _AS_ID = "token_id:"
 
 
-def _named(entries: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The sampled tokens that are told as ids."""
+def _named_ids(entries: Sequence[Mapping[str, Any]]) -> list[int]:
     return [int(entry["token"].removeprefix(_AS_ID)) for entry in entries if entry["token"].startswith(_AS_ID)]
 
 
-def _tops(entries: Sequence[Mapping[str, Any]]) -> Tops:
-    """The alternatives that are told as ids."""
+def _named_tops(entries: Sequence[Mapping[str, Any]]) -> Tops:
     return [
         [
             (int(top["token"].removeprefix(_AS_ID)), top["logprob"])
@@ -171,55 +172,12 @@ def _tops(entries: Sequence[Mapping[str, Any]]) -> Tops:
     ]
 
 
-def _outcome(job: Job, choices: Sequence[Gathered], seen: Seen, broken: str | None, version: int | None) -> Outcome:
-    sampled = [_sampled(job, choice, seen, version) for choice in choices]
-    usage = seen.usage or Usage(prompt_tokens=0 if seen.prompt_ids is None else len(seen.prompt_ids))
-    details = usage.prompt_tokens_details
-    return Outcome(
-        choices=sampled,
-        prompt_ids=seen.prompt_ids,
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=(details.cached_tokens or 0) if details else 0,
-        broken=broken,
-        extra={"completion_tokens": usage.completion_tokens},
-    )
-
-
-def _sampled(job: Job, choice: Gathered, seen: Seen, version: int | None) -> Sampled:
-    count, details = len(choice.token_ids or ()), None
-    if choice.token_ids and _tells_top_ids(job):
-        check_entries(choice.index, choice.token_ids, _named(choice.entries))
-    if choice.token_ids is not None and seen.prompt_ids is not None:
-        details = details_of(
-            job.wanted,
-            seen.prompt_ids,
-            count,
-            tops=_tops(choice.entries) if _tells_top_ids(job) else None,
-            prompt_logprobs=seen.prompt_logprobs,
-            routed_experts=choice.routed_experts,
-        )
-    return Sampled(
-        index=choice.index,
-        token_ids=choice.token_ids,
-        logprobs=[entry.get("logprob") for entry in choice.entries],
-        spans=(Span(version, 0, count),) if version is not None and count else (),
-        finish_reason=choice.finish_reason or "abort",
-        stop_reason=choice.stop_reason,
-        message=choice.assembly.message(),
-        logprob_content=choice.entries if job.request.top_logprobs is not None else None,
-        details=details,
-    )
-
-
-# What an OpenAI-compatible server answers to a model call, whole or in chunks, and how that is put together.
-
-
 _NOTHING = msgspec.Raw()
-_NONE = (b"", b"null", b"[]")
-"""How an engine that tells no prompt ids writes them. Others are read only where they differ from those of the call before."""
+_NO_IDS = (b"", b"null", b"[]")
+"""How engines that return no prompt ids write them."""
 
 
-class Logprobs(msgspec.Struct):
+class _Logprobs(msgspec.Struct):
     """Of chat completions (`content`), or of completions (the rest)."""
 
     content: list[dict[str, Any]] | None = None
@@ -234,12 +192,17 @@ class Logprobs(msgspec.Struct):
             return self.content
         tops = self.top_logprobs or [None] * len(self.tokens)
         try:
-            return [_entry(*told) for told in zip(self.tokens, self.token_logprobs, tops, strict=True)]
+            return [_entry(*each) for each in zip(self.tokens, self.token_logprobs, tops, strict=True)]
         except ValueError as error:
             raise EngineFailed("the engine's logprobs are not of one length") from error
 
 
-class Choice(msgspec.Struct):
+def _entry(token: str, logprob: float | None, top: Mapping[str, float] | None) -> dict[str, Any]:
+    tops = [{"token": name, "logprob": value} for name, value in (top or {}).items()]
+    return {"token": token, "logprob": logprob, "top_logprobs": tops}
+
+
+class _Choice(msgspec.Struct):
     index: int = 0
     message: dict[str, Any] | None = None
     delta: dict[str, Any] | None = None
@@ -247,51 +210,51 @@ class Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
-    logprobs: Logprobs | None = None
+    logprobs: _Logprobs | None = None
     prompt_token_ids: msgspec.Raw = _NOTHING
     prompt_logprobs: PromptLogprobs | None = None
     routed_experts: str | None = None
 
 
-class PromptTokensDetails(msgspec.Struct):
+class _CachedTokens(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = None
-    prompt_tokens_details: PromptTokensDetails | None = None
+    prompt_tokens_details: _CachedTokens | None = None
 
 
-class Answer(Told):
-    choices: list[Choice] = msgspec.field(default_factory=list)
-    usage: Usage | None = None
+class _Answer(EngineAnswer):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+    usage: _Usage | None = None
     prompt_token_ids: msgspec.Raw = _NOTHING
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Seen:
-    """What the answer, or its chunks so far, told beside its choices."""
+class _ReplySoFar:
+    """What the answer, or its events so far, said beside the choices."""
 
     def __init__(self, id_text: IdText) -> None:
         self.prompt_ids: Ids | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
-        self.usage: Usage | None = None
+        self.usage: _Usage | None = None
         self._id_text = id_text
 
-    def take(self, told: Answer | Choice) -> None:
-        """Raises EngineFailed for prompt ids that are none."""
-        self.prompt_logprobs = self.prompt_logprobs or told.prompt_logprobs
-        if self.prompt_ids is not None or (text := bytes(told.prompt_token_ids)) in _NONE:
+    def update(self, part: _Answer | _Choice) -> None:
+        """Raises EngineFailed for prompt ids that are not ids."""
+        self.prompt_logprobs = self.prompt_logprobs or part.prompt_logprobs
+        if self.prompt_ids is not None or (text := bytes(part.prompt_token_ids)) in _NO_IDS:
             return
         try:
             self.prompt_ids = self._id_text.read(text)
         except (msgspec.DecodeError, IdOutOfRange) as error:
-            raise EngineFailed(f"the engine's prompt ids are none: {error}") from error
+            raise EngineFailed(f"the engine's prompt ids cannot be read: {error}") from error
 
 
-class Gathered:
-    """One choice put together from an answer or from the chunks of a stream."""
+class _ChoiceSoFar:
+    """One choice, put together from an answer or from the chunks of a stream."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -303,8 +266,8 @@ class Gathered:
         self.routed_experts: str | None = None
         self.assembly = Assembly(index)
 
-    def add(self, choice: Choice) -> Delta:
-        """Take in one piece; returns it as the harness sees it, tool-call ids still the engine's."""
+    def add(self, choice: _Choice) -> Delta:
+        """Add one piece; returns it as the harness sees it, tool-call ids still the engine's."""
         if choice.token_ids is not None:
             if self.token_ids is None:
                 self.token_ids = []
@@ -320,6 +283,40 @@ class Gathered:
         return delta
 
 
-def _entry(token: str, logprob: float | None, top: Mapping[str, float] | None) -> dict[str, Any]:
-    tops = [{"token": name, "logprob": value} for name, value in (top or {}).items()]
-    return {"token": token, "logprob": logprob, "top_logprobs": tops}
+def _outcome(job: Job, choices: Sequence[_ChoiceSoFar], reply: _ReplySoFar, broken: str | None, version: int | None) -> Outcome:
+    usage = reply.usage or _Usage(prompt_tokens=0 if reply.prompt_ids is None else len(reply.prompt_ids))
+    details = usage.prompt_tokens_details
+    return Outcome(
+        choices=[_sampled(job, choice, reply, version) for choice in choices],
+        prompt_ids=reply.prompt_ids,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=(details.cached_tokens or 0) if details else 0,
+        broken=broken,
+        extra={"completion_tokens": usage.completion_tokens},
+    )
+
+
+def _sampled(job: Job, choice: _ChoiceSoFar, reply: _ReplySoFar, version: int | None) -> Sampled:
+    count, details = len(choice.token_ids or ()), None
+    if choice.token_ids and _wants_top_ids(job):
+        check_entries(choice.index, choice.token_ids, _named_ids(choice.entries))
+    if choice.token_ids is not None and reply.prompt_ids is not None:
+        details = read_details(
+            job.wanted,
+            reply.prompt_ids,
+            count,
+            tops=_named_tops(choice.entries) if _wants_top_ids(job) else None,
+            prompt_logprobs=reply.prompt_logprobs,
+            routed_experts=choice.routed_experts,
+        )
+    return Sampled(
+        index=choice.index,
+        token_ids=choice.token_ids,
+        logprobs=[entry.get("logprob") for entry in choice.entries],
+        spans=(Span(version, 0, count),) if version is not None and count else (),
+        finish_reason=choice.finish_reason or "abort",
+        stop_reason=choice.stop_reason,
+        message=choice.assembly.message(),
+        logprob_content=choice.entries if job.request.top_logprobs is not None else None,
+        details=details,
+    )

@@ -1,10 +1,9 @@
-"""What is asked of an engine beside the tokens and their logprobs, and what its answer says of it.
+"""Details beside the sampled tokens and their logprobs: alternatives, prompt logprobs and routed experts, requested and read.
 
-vLLM 0.32: `logprobs: k` gives the sampled token first and then the most probable others, k entries in all, so that one more is
-asked for than is wanted. `prompt_logprobs: 0` scores the prompt's own tokens. Only whole answers carry it, and no prompt can be scored
-that is read from the prefix cache: the engine dies of it, so that what a rendering says of the cache must not stand. With
-`--enable-return-routed-experts` the end of every answer carries the experts of each position as a base64 `.npy`;
-`routed_experts_prompt_start` leaves out those that are known.
+vLLM 0.32: `logprobs: k` returns k entries, the sampled token first and then the most probable others, so one more than wanted is
+requested. `prompt_logprobs: 0` scores the prompt's own tokens; only whole replies carry it, and vLLM dies when the prompt is read from
+the prefix cache, hence `skip_reading_prefix_cache`. With `--enable-return-routed-experts` every reply ends with the experts of each
+position as a base64 `.npy`; `routed_experts_prompt_start` skips the known positions.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import base64
 import io
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,16 +23,16 @@ from reconstruct.records import NO_TOKEN, CallDetails, Experts
 
 log = logging.getLogger(__name__)
 
-_MOST_EXPERTS = 2**15
-"""Rows have them as int16."""
+_MAX_EXPERTS = 2**15
+"""Rows store experts as int16."""
 
 Tops = Sequence[Sequence[tuple[int, float]]]
-"""For each sampled token, the most probable ones as (id, logprob), in any order."""
+"""For each sampled token, its most probable alternatives as (id, logprob), in any order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """`top_logprobs`: how many of the most probable tokens; `routed_from`: the first position whose experts are not known yet."""
+    """`top_logprobs`: how many alternatives per token; `routed_from`: the first position whose experts are unknown."""
 
     top_logprobs: int = 0
     prompt_logprobs: bool = False
@@ -41,18 +40,18 @@ class Wanted:
     routed_from: int = 0
 
     def logprobs(self, shown: int | None) -> int:
-        """How many an engine is asked for when a harness wants to see `shown` of them."""
+        """The `logprobs` to request when the harness wants to see `shown` of them."""
         return max(shown or 0, self.top_logprobs + 1 if self.top_logprobs else 0)
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Sampling parameters of vLLM for what is wanted of the prompt."""
-        asked: dict[str, Any] = {}
+        """vLLM's sampling parameters for prompt logprobs and routed experts."""
+        parameters: dict[str, Any] = {}
         if self.prompt_logprobs:
-            asked |= {"prompt_logprobs": 0, "skip_reading_prefix_cache": True}
+            parameters |= {"prompt_logprobs": 0, "skip_reading_prefix_cache": True}
         if self.routed_experts and self.routed_from:
-            asked["routed_experts_prompt_start"] = self.routed_from
-        return asked
+            parameters["routed_experts_prompt_start"] = self.routed_from
+        return parameters
 
 
 class PromptLogprob(msgspec.Struct):
@@ -60,17 +59,17 @@ class PromptLogprob(msgspec.Struct):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of the prompt, logprobs by id, None for the first."""
+"""For each prompt token, logprobs by id; None for the first."""
 
 
 class _Unfit(Exception):
-    """What the engine said is not of the tokens it is said of."""
+    """A detail that does not belong to these tokens."""
 
 
 T = TypeVar("T")
 
 
-def details_of(
+def read_details(
     wanted: Wanted,
     prompt_ids: Sequence[int] | NDArray[np.int32],
     sampled: int,
@@ -79,58 +78,57 @@ def details_of(
     prompt_logprobs: PromptLogprobs | None = None,
     routed_experts: str | None = None,
 ) -> CallDetails | None:
-    """What was wanted and came, of the whole prompt and `sampled` tokens. What is not of these tokens is left out, and logged."""
-    top = given = routed = None
+    """The wanted details the engine returned, for the whole prompt and `sampled` tokens. Details of other lengths are logged and
+    left out."""
+    top = prompt = experts = None
     if wanted.top_logprobs and tops is not None:
-        top = _fitting(lambda: _tops(tops, wanted.top_logprobs, sampled))
+        top = _read_or_log(lambda: _read_tops(tops, wanted.top_logprobs, sampled))
     if wanted.prompt_logprobs and prompt_logprobs is not None:
-        given = _fitting(lambda: _given(prompt_ids, prompt_logprobs))
+        prompt = _read_or_log(lambda: _read_prompt_logprobs(prompt_ids, prompt_logprobs))
     if wanted.routed_experts and routed_experts is not None:
-        # The last sampled token was not fed back, so nothing was routed for it.
-        routed = _fitting(lambda: _routed(routed_experts, len(prompt_ids) + sampled - 1 - wanted.routed_from))
+        # The last sampled token was not fed back, so it has no experts.
+        positions = len(prompt_ids) + sampled - 1 - wanted.routed_from
+        experts = _read_or_log(lambda: _read_experts(routed_experts, positions))
     top_ids, top_logprobs = top or (None, None)
-    details = CallDetails(top_ids, top_logprobs, given, routed, wanted.routed_from if routed is not None else 0)
+    details = CallDetails(top_ids, top_logprobs, prompt, experts, wanted.routed_from if experts is not None else 0)
     return None if details.empty else details
 
 
-def _fitting(read: Callable[[], T]) -> T | None:
+def _read_or_log(read: Callable[[], T]) -> T | None:
     try:
         return read()
     except _Unfit as error:
-        log.warning("an engine's answer has %s: they are left out", error)
+        log.warning("a detail of an engine's reply is left out: %s", error)
         return None
 
 
-def _tops(tops: Tops, most: int, sampled: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def _read_tops(tops: Tops, most: int, sampled: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     if len(tops) != sampled:
-        raise _Unfit(f"the most probable tokens of {len(tops)} positions for {sampled} sampled ones")
+        raise _Unfit(f"alternatives of {len(tops)} positions for {sampled} sampled tokens")
     ids = np.full((sampled, most), NO_TOKEN, dtype=np.int32)
     logprobs = np.full((sampled, most), np.nan, dtype=np.float32)
-    for at, told in enumerate(tops):
-        best = sorted(dict(told).items(), key=lambda entry: -entry[1])[:most]
+    for position, alternatives in enumerate(tops):
+        best = sorted(dict(alternatives).items(), key=lambda entry: -entry[1])[:most]
         if best:
-            ids[at, : len(best)], logprobs[at, : len(best)] = zip(*best, strict=True)
+            ids[position, : len(best)], logprobs[position, : len(best)] = zip(*best, strict=True)
     return ids, logprobs
 
 
-def _given(prompt_ids: Sequence[int] | NDArray[np.int32], told: PromptLogprobs) -> NDArray[np.float32]:
-    if len(told) != len(prompt_ids):
-        raise _Unfit(f"logprobs of {len(told)} tokens for a prompt of {len(prompt_ids)}")
-    return np.array([_of(entry, token) for entry, token in zip(told, prompt_ids, strict=True)], dtype=np.float32)
+def _read_prompt_logprobs(prompt_ids: Sequence[int] | NDArray[np.int32], entries: PromptLogprobs) -> NDArray[np.float32]:
+    if len(entries) != len(prompt_ids):
+        raise _Unfit(f"logprobs of {len(entries)} tokens for a prompt of {len(prompt_ids)}")
+    found = [(entry or {}).get(str(token)) for entry, token in zip(entries, prompt_ids, strict=True)]
+    values = [float("nan") if one is None or one.logprob is None else one.logprob for one in found]
+    return np.array(values, dtype=np.float32)
 
 
-def _of(entry: Mapping[str, PromptLogprob] | None, token: int) -> float:
-    said = (entry or {}).get(str(token))
-    return float("nan") if said is None or said.logprob is None else said.logprob
-
-
-def _routed(text: str, positions: int) -> Experts:
+def _read_experts(text: str, positions: int) -> Experts:
     try:
-        routed: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+        experts: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise _Unfit(f"routed experts that cannot be read ({error})") from error
-    if routed.ndim != 3 or len(routed) != positions or routed.dtype.kind not in "iu":
-        raise _Unfit(f"routed experts of the shape {routed.shape} for {positions} positions")
-    if routed.size and not 0 <= int(routed.min()) <= int(routed.max()) < _MOST_EXPERTS:
-        raise _Unfit(f"experts from {int(routed.min())} to {int(routed.max())}")
-    return routed.astype(np.uint8) if not routed.size or int(routed.max()) < 256 else routed.astype(np.uint16)
+        raise _Unfit(f"unreadable routed experts ({error})") from error
+    if experts.ndim != 3 or len(experts) != positions or experts.dtype.kind not in "iu":
+        raise _Unfit(f"routed experts of shape {experts.shape} for {positions} positions")
+    if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < _MAX_EXPERTS:
+        raise _Unfit(f"routed experts from {int(experts.min())} to {int(experts.max())}")
+    return experts.astype(np.uint8) if not experts.size or int(experts.max()) < 256 else experts.astype(np.uint16)

@@ -1,45 +1,124 @@
-"""SGLang's native `/generate`: token ids in, token ids out, with `meta_info` about them.
+"""SGLang's native API: `/generate` with token ids in and out, and its endpoints for new weights.
 
-The prompt is rendered and the reply read by LocalRenderer. Every token comes with its logprob in `meta_info.output_token_logprobs`,
-as [logprob, id, text]; a stream repeats all of them with every event, or, with `--incremental-streaming-output`, only the new ones:
-`completion_tokens` tells which. Weight versions: `weight_versions` are spans; before there were those, `weight_version` was the
-label at the end of the call, which counts when it was the same at its beginning. Only labels that are numbers are versions.
+The prompt is rendered and the reply parsed by LocalRenderer. `meta_info.output_token_logprobs` has [logprob, id, text] per token; a
+stream repeats all of them with every event or, with `--incremental-streaming-output`, sends only the new ones: `completion_tokens`
+tells which. Weight versions: `weight_versions` are spans; older SGLang has `weight_version`, the label at the end of the call, which
+counts if it was the same at the beginning. Only numeric labels are versions.
 
-Written from SGLang's source and documentation, versions 0.5.5 and 0.5.23, and tested against replies in the shapes of these two; it
-has not met a running SGLang yet.
+Written from SGLang's source and documentation, versions 0.5.5 and 0.5.23, and tested against replies in the shapes of both; not yet
+run against a real SGLang.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.apis.base import Job, Outcome, at, check_heard
-from proxy.engine.apis.completions import IdChoice, check_prompt, outcome
-from proxy.engine.apis.renderer import LocalRenderer
-from proxy.engine.apis.vllm_reply import Version
+from proxy.dialects.base import Delta, FirstToken
+from proxy.engine.apis.base import EngineKind, Job, Outcome, Version, check_heard, choice_at
+from proxy.engine.apis.completions import IdChoice, parse_outcome, prove_prompt
+from proxy.engine.apis.probe import Probe
 from proxy.engine.replica import Replica
-from proxy.engine.wire.http import EngineHttp, refusal
+from proxy.engine.weights.vllm import PROBE_SECONDS, TORN, Claim, Loaded, StepRefused, Transfer, WeightApi
+from proxy.engine.wire.http import refusal
 from proxy.errors import EngineFailed, RequestError, VerbatimError
 from reconstruct.records import Span
 
 _PATH = "/generate"
 
+_INFO_ROUTES = ("/model_info", "/get_model_info")
+"""Where SGLang reports its model and weight version, newer versions first."""
+
 _STREAM_INTERVAL = 16
-"""Tokens between two events: without the incremental flag each repeats all that came before."""
+"""Tokens per event: without the incremental flag each event repeats all earlier tokens."""
 
 _RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 _FORWARDED = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens", "logit_bias", "ignore_eos")
 _GRAMMARS = {"regex": "regex", "json": "json_schema", "grammar": "ebnf"}
-"""Kinds of `structured_outputs`, as vLLM calls them, and SGLang's names."""
+"""Kinds of `structured_outputs` by vLLM's names, with SGLang's names."""
+
+
+class Sglang(EngineKind):
+    name = "sglang"
+    detection_order = 20
+    needs_renderer = True
+
+    async def detect(self, probe: Probe, *, asked: bool) -> str | None:
+        for route in _INFO_ROUTES:
+            if "is_generation" in await probe.read(route):
+                return "it is no SGLang: it has no /generate" if await probe.find_missing(_PATH) else None
+        return "it is no SGLang: neither /model_info nor /get_model_info describes a model"
+
+    async def takes_weights(self, probe: Probe) -> bool:
+        return True
+
+    async def find_logprob_mode(self, probe: Probe) -> str | None:
+        return None
+
+    def weights(self, replica: Replica, step_seconds: float, claim: Claim | None) -> WeightApi:
+        return SglangWeights(self._http.session, replica, step_seconds, claim)
+
+    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
+        """Yields no deltas."""
+        before = await self._http.read_label(replica, _INFO_ROUTES)
+        choices = [_SglangChoice(index) for index in range(job.request.n)]
+        broken, begun = None, not stream
+        try:
+            async for answer in self._answers(replica, job, stream):
+                if not begun:
+                    begun = True
+                    yield FirstToken()
+                choice_at(choices, answer.index).add(job, answer, self._local.end_id)
+        except VerbatimError as error:
+            if not any(choice.token_ids for choice in choices):
+                raise
+            broken = error.message
+        else:
+            check_heard(choices)
+        if any(choice.text and not choice.token_ids for choice in choices):
+            raise EngineFailed(f"engine {replica.name} returned no token ids: is it SGLang?")
+        for choice in choices:
+            choice.spans = choice.find_spans(before)
+        cached = max(choice.cached_tokens for choice in choices)
+        yield await parse_outcome(self._local, job, choices, proven=True, cached_tokens=cached, broken=broken)
+
+    async def abort(self, replica: Replica, job: Job) -> bool:
+        if job.request.n > 1:
+            # SGLang makes up a request id for each choice.
+            return False
+        try:
+            await self._http.order(replica, "/abort_request", {"rid": job.call_id})
+        except VerbatimError:
+            return False
+        return True
+
+    async def _answers(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[_Answer]:
+        body = _body(replica, job, stream)
+        if not stream and job.request.n > 1:
+            answers = await self._http.post(replica, _PATH, body, list[_Answer], line=job.line)
+            for index, answer in enumerate(answers):
+                answer.index = index
+                yield answer
+        elif not stream:
+            answer = await self._http.post(replica, _PATH, body, _Answer, line=job.line)
+            answer.index = 0
+            yield answer
+        else:
+            async for data in self._http.stream_events(replica, _PATH, body, job.line):
+                try:
+                    event = msgspec.json.decode(data, type=_Answer)
+                except msgspec.DecodeError as error:
+                    raise EngineFailed(f"engine {replica.name} streamed something unexpected: {error}") from error
+                if event.error:
+                    raise refusal(replica, _PATH, int(event.error.get("code") or 500), data)
+                yield event
 
 
 class _Finish(msgspec.Struct):
-    """`matched`: the stop text, the stop token's id, or the ids of a longer end."""
+    """`matched`: the stop text, the stop token's id, or the ids of a longer stop sequence."""
 
     type: str
     matched: str | int | list[int] | None = None
@@ -67,135 +146,59 @@ class _Answer(msgspec.Struct):
     error: dict[str, Any] | None = None
 
 
-class _Told:
-    """One choice as far as it is told."""
-
+class _SglangChoice(IdChoice):
     def __init__(self, index: int) -> None:
-        self.index = index
-        self.heard = False
-        self.choice = IdChoice(index)
-        self.labels: set[str] = set()
-        self.versions: list[Version] | None = None
+        super().__init__(index)
         self.cached_tokens = 0
+        self._labels: set[str] = set()
+        self._versions: list[Version] | None = None
 
     def add(self, job: Job, answer: _Answer, end_id: int | None) -> None:
-        """Raises EngineFailed when the answer does not go on from what was told, or is about another prompt."""
+        """Raises EngineFailed if the answer contradicts an earlier one or is about another prompt."""
         meta = answer.meta_info
-        check_prompt(job, answer.prompt_token_ids)
-        assert job.prompt_ids is not None
+        prove_prompt(job, answer.prompt_token_ids)
         if meta.prompt_tokens is not None and meta.prompt_tokens != len(job.prompt_ids):
             raise EngineFailed(f"the engine sampled after {meta.prompt_tokens} of {len(job.prompt_ids)} prompt tokens")
         self._add_tokens(meta)
-        self.choice.text = answer.text or self.choice.text
+        self.text = answer.text or self.text
         self.cached_tokens = meta.cached_tokens or self.cached_tokens
-        self.versions = meta.weight_versions or self.versions
-        self.labels.add(str(meta.weight_version))
+        self._versions = meta.weight_versions or self._versions
+        self._labels.add(str(meta.weight_version))
         if meta.finish_reason is not None:
-            self.choice.finish_reason = meta.finish_reason.type
+            self.finish_reason = meta.finish_reason.type
             matched = meta.finish_reason.matched
-            self.choice.stop_reason = None if isinstance(matched, list) or matched == end_id else matched
+            self.stop_reason = None if isinstance(matched, list) or matched == end_id else matched
 
     def _add_tokens(self, meta: _Meta) -> None:
-        entries, known = meta.output_token_logprobs or [], self.choice.token_ids
+        entries, known = meta.output_token_logprobs or [], self.token_ids
         count = len(entries) if meta.completion_tokens is None else meta.completion_tokens
         if len(entries) >= count:
-            # All of them again; an aborted call may name a logprob more than it has tokens.
+            # All of them again; an aborted call may have one logprob more than tokens.
             start = len(known)
             if [entry[1] for entry in entries[: min(start, count)]] != known:
-                raise EngineFailed("the engine took back tokens that it had told")
+                raise EngineFailed("the engine took back tokens that it had sent")
         else:
             start = len(known) - (count - len(entries))
             if start != 0:
-                raise EngineFailed(f"the engine told {len(entries)} tokens of {count}, but only {len(known)} before")
+                raise EngineFailed(f"the engine sent {len(entries)} tokens of {count}, but only {len(known)} before")
             count = len(entries)
-        self.choice.token_ids += [entry[1] for entry in entries[start:count]]
-        self.choice.logprobs += [entry[0] for entry in entries[start:count]]
-        tops = meta.output_top_logprobs
-        if tops is not None:
-            self.choice.tops += [[(top[1], top[0]) for top in at or ()] for at in tops[start:count]]
+        self.token_ids += [entry[1] for entry in entries[start:count]]
+        self.logprobs += [entry[0] for entry in entries[start:count]]
+        if meta.output_top_logprobs is not None:
+            self.tops += [[(top[1], top[0]) for top in tops or ()] for tops in meta.output_top_logprobs[start:count]]
 
-    def spans(self, before: str | None) -> tuple[Span, ...]:
-        """Empty where a version is no number, or not known for every token."""
-        count = len(self.choice.token_ids)
-        told = self.versions
-        if told is None:
-            told = [Version(before, 0, count)] if self.labels == {before} else []
-        ends = [0, *(item.end for item in told)]
-        numbers = [str(item.version) for item in told]
-        whole = [item.start for item in told] == ends[:-1] and ends[-1] == count > 0
-        if not whole or not all(number.isdecimal() for number in numbers):
+    def find_spans(self, before: str | None) -> tuple[Span, ...]:
+        """Empty if a version is not a number, or unknown for any token; `before` is the label before the call."""
+        count = len(self.token_ids)
+        versions = self._versions
+        if versions is None:
+            versions = [Version(before, 0, count)] if self._labels == {before} else []
+        ends = [0, *(item.end for item in versions)]
+        numbers = [str(item.version) for item in versions]
+        contiguous = [item.start for item in versions] == ends[:-1] and ends[-1] == count > 0
+        if not contiguous or not all(number.isdecimal() for number in numbers):
             return ()
-        return tuple(Span(int(number), item.start, item.end) for number, item in zip(numbers, told, strict=True))
-
-
-class SglangApi:
-    api = "sglang"
-
-    def __init__(self, http: EngineHttp, renderer: LocalRenderer) -> None:
-        self._http = http
-        self._renderer = renderer
-
-    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
-        """Streaming, yields FirstToken; then one Outcome. See `Engine.sample`."""
-        before = await self._http.label(replica, LABEL_ROUTES)
-        told = [_Told(index) for index in range(job.request.n)]
-        broken, begun = None, not stream
-        try:
-            async for answer in self._answers(replica, job, stream):
-                if not begun:
-                    begun = True
-                    yield FirstToken()
-                at(told, answer.index).add(job, answer, self._renderer.end_id)
-        except VerbatimError as error:
-            if not any(item.choice.token_ids for item in told):
-                raise
-            broken = error.message
-        else:
-            check_heard(told)
-        if any(item.choice.text and not item.choice.token_ids for item in told):
-            raise EngineFailed(f"engine {replica.name} returned no token ids: is it SGLang?")
-        choices = [item.choice for item in told]
-        spans = [item.spans(before) for item in told]
-        cached = max(item.cached_tokens for item in told)
-        yield await outcome(self._renderer, job, choices, spans, proven=True, cached_tokens=cached, broken=broken)
-
-    async def abort(self, replica: Replica, job: Job) -> bool:
-        if job.request.n > 1:
-            # SGLang gives each choice a request id of its own making.
-            return False
-        try:
-            await self._http.order(replica, "/abort_request", {"rid": job.call_id})
-        except VerbatimError:
-            return False
-        return True
-
-    async def count(self, replica: Replica, request: Request) -> int:
-        return await self._renderer.count(replica, request)
-
-    async def _answers(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[_Answer]:
-        body = _body(replica, job, stream)
-        if not stream:
-            for index, answer in enumerate(await self._whole(replica, job, body)):
-                answer.index = index
-                yield answer
-            return
-        async for data in self._http.events(replica, _PATH, body, job.line):
-            try:
-                event = msgspec.json.decode(data, type=_Answer)
-            except msgspec.DecodeError as error:
-                raise EngineFailed(f"engine {replica.name} streamed something else than expected: {error}") from error
-            if event.error:
-                raise refusal(replica, _PATH, int(event.error.get("code") or 500), data)
-            yield event
-
-    async def _whole(self, replica: Replica, job: Job, body: Any) -> list[_Answer]:
-        if job.request.n > 1:
-            return await self._http.post(replica, _PATH, body, list[_Answer], line=job.line)
-        return [await self._http.post(replica, _PATH, body, _Answer, line=job.line)]
-
-
-LABEL_ROUTES = ("/model_info", "/get_model_info")
-"""Where SGLang tells its weight version, newer versions first."""
+        return tuple(Span(int(number), item.start, item.end) for number, item in zip(numbers, versions, strict=True))
 
 
 def _body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
@@ -203,7 +206,7 @@ def _body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
     return {
         "rid": job.call_id,
         "input_ids": job.prompt_json,
-        "sampling_params": _sampling(job),
+        "sampling_params": _sampling_params(job),
         "return_logprob": True,
         "logprob_start_len": -1,
         "top_logprobs_num": job.request.top_logprobs or 0,
@@ -213,13 +216,11 @@ def _body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
     }
 
 
-def _sampling(job: Job) -> dict[str, Any]:
-    """SGLang's sampling_params: everything that has a say is said."""
-    assert job.body is not None
+def _sampling_params(job: Job) -> dict[str, Any]:
     forward = job.request.forward
-    asked = {**job.body["sampling_params"], **{key: forward[key] for key in _FORWARDED if key in forward}, **job.sampling}
-    params = {_RENAMED.get(name, name): value for name, value in asked.items()}
-    # Otherwise SGLang stops after 128 tokens.
+    given = {**job.body["sampling_params"], **{key: forward[key] for key in _FORWARDED if key in forward}, **job.sampling}
+    params = {_RENAMED.get(name, name): value for name, value in given.items()}
+    # SGLang's default stops after 128 tokens.
     params.setdefault("max_new_tokens", None)
     params["stop_token_ids"] = [*params.get("stop_token_ids", ()), *forward.get("stop_token_ids", ())]
     params |= {"skip_special_tokens": False, "stream_interval": _STREAM_INTERVAL, **_grammar(forward)}
@@ -228,8 +229,8 @@ def _sampling(job: Job) -> dict[str, Any]:
     return params
 
 
-def _grammar(forward: Any) -> dict[str, Any]:
-    """What the reply must look like. Raises RequestError for what SGLang has no name for."""
+def _grammar(forward: Mapping[str, Any]) -> dict[str, Any]:
+    """The constraint on the reply. Raises RequestError for constraints SGLang does not have."""
     wanted = forward.get("response_format") or {}
     kind = wanted.get("type", "text") if isinstance(wanted, dict) else None
     if kind == "json_object":
@@ -238,14 +239,115 @@ def _grammar(forward: Any) -> dict[str, Any]:
         return {"json_schema": json.dumps((wanted.get("json_schema") or {}).get("schema") or {})}
     if kind != "text":
         raise RequestError(f"'response_format' of type {kind!r} is not known to the engine", param="response_format")
-    outputs = forward.get("structured_outputs") or {}
-    unknown: Sequence[str] = [name for name in outputs if name not in _GRAMMARS and outputs[name] is not None]
-    if unknown:
+    outputs = {name: value for name, value in (forward.get("structured_outputs") or {}).items() if value is not None}
+    if unknown := [name for name in outputs if name not in _GRAMMARS]:
         raise RequestError(
             f"'structured_outputs' of kind '{unknown[0]}' is not known to the engine", param="structured_outputs"
         )
-    return {
-        _GRAMMARS[name]: value if isinstance(value, str) else json.dumps(value)
-        for name, value in outputs.items()
-        if value is not None
-    }
+    return {_GRAMMARS[name]: value if isinstance(value, str) else json.dumps(value) for name, value in outputs.items()}
+
+
+_PAUSES = {"keep": "retract", "abort": "abort"}
+"""`retract` puts calls in flight back into the queue and recomputes their context under the new weights; `in_place` would mix in the
+old cache. 0.5.5 has no modes: every pause is an `abort`."""
+
+_NO_TRANSFER = "weights go to SGLang by path, not over NCCL"
+
+_ROLLED_BACK = "Rolling back"
+
+
+class SglangWeights(WeightApi):
+    """SGLang's weight endpoints. A checkpoint is loaded from disk and labelled in one step.
+
+    SGLang does not say what its workers hold, only which checkpoint it loaded last, and when a load fails halfway each worker rolls back by
+    itself, from the path it was just given. Weights after such a failure count as torn, and their label says so for whoever
+    looks next. An adapter cannot be replaced in place. `/ready`, which reports a pause, is in 0.5.23 but not in 0.5.5."""
+
+    _whole = True
+
+    async def claim(self) -> bool:
+        """False: SGLang stores no claim, so two services on different stores must not share one."""
+        return False
+
+    async def release(self) -> None:
+        """There is no claim."""
+
+    async def read_label(self) -> str:
+        return str((await self._model_info()).get("weight_version"))
+
+    async def set_label(self, version: int | str) -> None:
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self._ask("POST", "/update_weight_version", body, seconds=PROBE_SECONDS)
+
+    async def is_paused(self) -> bool | None:
+        try:
+            await self._ask("GET", "/ready", seconds=PROBE_SECONDS)
+        except StepRefused as error:
+            return None if error.http_status == 404 else error.http_status == 503
+        return False
+
+    async def read_loaded(self) -> Loaded:
+        info = await self._model_info()
+        label = str(info.get("weight_version"))
+        whole = self._whole and not label.startswith(TORN)
+        return Loaded(whole, info.get("model_path"), int(label) if label.isdecimal() else None, 0)
+
+    async def check(self, path: str) -> None:
+        """Nothing: SGLang inspects a checkpoint only when it loads it."""
+
+    async def check_transfer(self, transfer: Transfer) -> None:
+        raise StepRefused(_NO_TRANSFER)
+
+    async def world_size(self) -> int:
+        raise StepRefused(_NO_TRANSFER)
+
+    async def join(self, group: str, nccl: dict[str, Any]) -> None:
+        raise StepRefused(_NO_TRANSFER)
+
+    async def pause(self, mode: str) -> None:
+        """`wait` pauses nothing: loading waits for the calls in flight and holds new ones."""
+        if mode in _PAUSES:
+            await self._ask("POST", "/pause_generation", {"mode": _PAUSES[mode]})
+
+    async def resume(self) -> None:
+        await self._ask("POST", "/continue_generation", {})
+
+    async def load_full(self, path: str, version: int) -> None:
+        """Returns when SGLang holds the checkpoint, labelled `version`, with an empty cache."""
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
+        try:
+            await self._ask("POST", "/update_weights_from_disk", body)
+        except EngineFailed as error:
+            if not isinstance(error, StepRefused) or _ROLLED_BACK in error.message:
+                self._whole = False
+                await self.set_label(TORN)
+            raise
+
+    async def finish_full(self, version: int) -> None:
+        if (label := await self.read_label()) != str(version):
+            raise StepRefused(f"the engine calls its weights {label!r} after loading version {version}")
+
+    async def load_adapter(self, path: str) -> None:
+        raise StepRefused("SGLang cannot exchange an adapter in place; push full weights")
+
+    async def abort_all(self) -> None:
+        await self._ask("POST", "/abort_request", {"rid": "", "abort_all": True}, seconds=PROBE_SECONDS)
+
+    async def _ask(
+        self, method: str, route: str, body: dict[str, Any] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Any]:
+        try:
+            return await super()._ask(method, route, body, seconds=seconds)
+        except StepRefused as error:
+            if error.http_status == 404:
+                error.message = f"the engine has no {route}"
+            raise
+
+    async def _model_info(self) -> dict[str, Any]:
+        newer, older = _INFO_ROUTES
+        try:
+            return await self._ask("GET", newer, seconds=PROBE_SECONDS)
+        except StepRefused as error:
+            if error.http_status != 404:
+                raise
+        return await self._ask("GET", older, seconds=PROBE_SECONDS)

@@ -1,87 +1,119 @@
-"""The token path: vLLM with `--enable-scale-out`, token ids in and token ids out.
+"""vLLM with `--enable-scale-out`: token ids in, token ids out, and a weight version for every token.
 
-`/v1/chat/completions/render` renders messages to ids, `/inference/v1/generate` samples after exactly the ids it is given and
-reports the weight version of every token, `/v1/chat/completions/derender` lets the engine's own tool and reasoning parsers shape
-the message. Checked against vLLM 0.32.
+`/inference/v1/generate` samples after exactly the ids it is given. Messages are rendered to ids by `/v1/chat/completions/render`, and
+sampled ids parsed by the engine's own tool and reasoning parsers at `/v1/chat/completions/derender`. A request with a prompt in place
+of messages uses `/v1/completions/render` and `/v1/completions/derender`, and generate returns the text itself
+(`output_mode: text`), with stop strings held back and cut. Checked against vLLM 0.32.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.apis.base import Job, Outcome, Rendered, chat_body, check_heard
+from proxy.engine.apis.base import EngineKind, Job, Outcome, chat_body, check_heard, choice_at, is_visible
 from proxy.engine.apis.details import PromptLogprobs
 from proxy.engine.apis.id_text import IdText
+from proxy.engine.apis.probe import Probe
+from proxy.engine.apis.renderer import SEED_IDS, Rendered, Tokenizer
 from proxy.engine.apis.vllm_reply import (
+    DERENDER,
     GENERATE,
+    GenerateAnswer,
+    GeneratedChoice,
     Parsed,
     Parser,
+    Piece,
     SampledChoice,
     Usage,
     answer_type,
     gather,
     generate_body,
-    streamed,
 )
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineHttp
-from proxy.errors import EngineFailed, VerbatimError
+from proxy.errors import ContextTooLong, EngineFailed, VerbatimError
 from proxy.timeline import INTERPRET, Within
 from reconstruct.bridge import Rendering
 from reconstruct.errors import IdOutOfRange
+from reconstruct.records import Ids
 
-_REQUEST_ID_PREFIX = "generate-tokens-"
-"""What vLLM puts before the request id it was given; /abort_requests wants the whole."""
+_RENDER = "/v1/chat/completions/render"
+_PROMPT_DERENDER = "/v1/completions/derender"
+
+TOKEN_ROUTES = (GENERATE, _RENDER, DERENDER)
 
 
-class TokenApi:
-    api = "token"
+class VllmTokens(EngineKind):
+    name = "token"
+    detection_order = 10
 
-    def __init__(self, http: EngineHttp) -> None:
-        self._http = http
+    async def detect(self, probe: Probe, *, asked: bool) -> str | None:
+        missing = await probe.find_missing(*TOKEN_ROUTES)
+        return f"it has no {missing[0]}; start vLLM with --enable-scale-out, or use the chat API" if missing else None
 
     async def render(self, replica: Replica, request: Request, rendering: Rendering, id_text: IdText) -> Rendered:
-        """The ids of `rendering.messages` under the request's tools and template kwargs."""
         body = chat_body(request, {})
         body["messages"] = list(rendering.messages)
         body.pop("n", None)
         if not rendering.add_generation_prompt:
             body["add_generation_prompt"] = False
-            # A forced tool call constrains what is sampled, not how a history reads.
+            # A forced tool call constrains what is sampled, not how a history is rendered.
             body.pop("tool_choice", None)
-        answer = await self._http.ask(replica, "/v1/chat/completions/render", body, dict[str, msgspec.Raw])
-        try:
-            # The next history goes on from a whole rendering, not from one that was made to find where a reply ends.
-            ids = id_text.read(bytes(answer.pop("token_ids", b"")), remember=rendering.add_generation_prompt)
-            return Rendered(ids, {name: msgspec.json.decode(value) for name, value in answer.items()})
-        except (msgspec.DecodeError, IdOutOfRange) as error:
-            raise EngineFailed(f"engine {replica.name} rendered no token_ids: {error}") from error
+        answer = await self._http.ask(replica, _RENDER, body, dict[str, msgspec.Raw])
+        # The next history continues a whole rendering, not one made to find where a reply ends.
+        return _read_rendered(replica, answer, id_text, remember=rendering.add_generation_prompt)
+
+    def tokenizer(self, replica: Replica, request: Request, id_text: IdText) -> Tokenizer:
+        return _Tokenizer(self._http, replica, request, id_text)
 
     async def count(self, replica: Replica, request: Request) -> int:
-        rendered = await self.render(replica, request, Rendering(request.messages, True), IdText())
-        return len(rendered.ids)
+        if request.prompt is None:
+            return len((await self.render(replica, request, Rendering(request.messages, True), IdText())).ids)
+        if isinstance(request.prompt, str):
+            return len((await self.tokenizer(replica, request, IdText()).tokenize(request.prompt, whole=True)).ids)
+        return len(request.prompt)
 
-    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
-        """Streaming, yields FirstToken and deltas as far as the engine's parsers are certain of them; then one Outcome."""
-        choices = [SampledChoice(index, _goes_live(job, stream)) for index in range(job.request.n)]
+    async def spell(self, replica: Replica, groups: Sequence[tuple[int, ...]]) -> list[str]:
+        model = replica.models[0] if replica.models else ""
+        # On its own a word loses its leading blank where the tokenizer marks blanks at the start of words.
+        return await _spell(self._http, replica, model, groups, before=[0])
+
+    def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
+        if job.request.prompt is None:
+            return self._sample_messages(replica, job, stream)
+        return self._sample_text(replica, job, stream)
+
+    async def abort(self, replica: Replica, job: Job) -> bool:
+        # vLLM prefixes the request id it is given; /abort_requests wants all of it.
+        return await self._abort_request(replica, f"generate-tokens-{job.call_id}")
+
+    async def _sample_messages(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
+        """Yields deltas as far as the engine's parsers are certain of them."""
+        # A stop string is cut from the whole text, and logprobs belong to it: then the text waits for the end.
+        live = stream and not job.sampling.get("stop") and job.request.top_logprobs is None
+        choices = [SampledChoice(index, live) for index in range(job.request.n)]
         parser = Parser(self._http, replica, job)
-        usage, given, broken, begun = Usage(), None, None, not stream
-        streams = streamed(job, stream)
+        usage, prompt_logprobs, broken, begun = Usage(), None, None, not stream
+        streams = _can_stream(job, stream)
         body, told = generate_body(replica, job, streams), answer_type(job)
         try:
-            async for answer in self._http.answers(replica, GENERATE, body, told, job.line, stream=streams):
-                usage.take(answer.usage)
-                given = answer.prompt_logprobs or given
+            async for answer in self._http.receive(replica, GENERATE, body, told, job.line, stream=streams):
+                usage.update(answer.usage)
+                prompt_logprobs = answer.prompt_logprobs or prompt_logprobs
                 if not begun:
                     begun = True
                     yield FirstToken()
                 for choice in gather(choices, answer.choices):
-                    delta = await self._live(job, parser, choice)
+                    if choice.live is None or choice.finish_reason or not choice.live.is_due:
+                        continue
+                    with Within(INTERPRET):
+                        async with job.line.limit():
+                            delta = await parser.advance(choice.live)
                     if delta is not None:
                         yield delta
         except VerbatimError as error:
@@ -90,72 +122,184 @@ class TokenApi:
             broken = error.message
         else:
             check_heard(choices)
-        outcome = await self._outcome(replica, job, parser, choices, given, broken, usage.cached_tokens)
+        outcome = await self._interpret(replica, job, parser, choices, prompt_logprobs, broken, usage.cached_tokens)
         for choice, sampled in zip(choices, outcome.choices, strict=True):
-            # Of a broken reply nothing more is told.
-            live = choice.live if outcome.broken is None else None
-            rest = live.rest(sampled.message) if live is not None else None
-            if rest is not None:
-                yield rest
+            # The rest of a broken reply is not sent.
+            if choice.live is not None and outcome.broken is None:
+                rest = choice.live.take_rest(sampled.message)
+                if rest is not None:
+                    yield rest
         yield outcome
 
-    async def _live(self, job: Job, parser: Parser, choice: SampledChoice) -> Delta | None:
-        """What is certain of the text by now, where it is told on the way and it is time to ask."""
-        if choice.live is None or choice.finish_reason or not choice.live.due:
-            return None
-        with Within(INTERPRET):
-            async with job.line.aside():
-                return await parser.step(choice.live)
-
-    async def abort(self, replica: Replica, job: Job) -> bool:
-        body = {"request_ids": [_REQUEST_ID_PREFIX + job.call_id]}
-        try:
-            await self._http.ask(replica, "/abort_requests", body, dict[str, Any])
-        except VerbatimError:
-            return False
-        return True
-
-    async def _outcome(
+    async def _interpret(
         self,
         replica: Replica,
         job: Job,
         parser: Parser,
         choices: list[SampledChoice],
-        given: PromptLogprobs | None,
+        prompt_logprobs: PromptLogprobs | None,
         broken: str | None,
-        cached: int,
+        cached_tokens: int,
     ) -> Outcome:
+        """The choices with their messages. Choices that cannot be parsed are recorded without one."""
         sampled = []
-        for choice, parsed in zip(choices, await self._parsed(job, parser, choices), strict=True):
+        for choice, parsed in zip(choices, await self._parse(job, parser, choices), strict=True):
             if isinstance(parsed, VerbatimError):
-                # The tokens are sampled and will be recorded, though nobody can say what they mean.
                 broken, parsed = broken or parsed.message, Parsed({"role": "assistant", "content": ""})
-            elif isinstance(parsed, Exception):
+            elif isinstance(parsed, BaseException):
                 raise parsed
-            sampled.append(choice.sampled(replica, job, parsed, given))
-        assert job.prompt_ids is not None
-        return Outcome(sampled, None, len(job.prompt_ids), cached, broken)
+            sampled.append(choice.sampled(replica, job, parsed, prompt_logprobs))
+        return Outcome(sampled, None, len(job.prompt_ids), cached_tokens, broken)
 
-    async def _parsed(self, job: Job, parser: Parser, choices: list[SampledChoice]) -> Sequence[Parsed | Exception]:
-        """What each choice says, or why that is not known."""
+    async def _parse(self, job: Job, parser: Parser, choices: list[SampledChoice]) -> Sequence[Parsed | BaseException]:
+        """Each choice's message, or why it cannot be had."""
         try:
             with Within(INTERPRET):
-                async with job.line.aside():
+                async with job.line.limit():
                     if len(choices) == 1:
-                        return [await _told(parser, choices[0])]
-                    return await asyncio.gather(*(_told(parser, choice) for choice in choices))
-        except EngineFailed as error:
+                        return [await parser.parse(choices[0])]
+                    return await asyncio.gather(*map(parser.parse, choices), return_exceptions=True)
+        except VerbatimError as error:
             return [error for _ in choices]
 
+    async def _sample_text(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
+        """Yields the engine's own pieces of text."""
+        choices = [_TextChoice(index) for index in range(job.request.n)]
+        usage, prompt_logprobs, broken, begun = Usage(), None, None, not stream
+        streams = _can_stream(job, stream)
+        body = generate_body(replica, job, streams) | {"output_mode": "text"}
+        # Here alternatives come as text without ids, which cannot be recorded: request only those the harness asked for.
+        body["sampling_params"]["logprobs"] = job.request.top_logprobs or 0
+        try:
+            async for answer in self._http.receive(replica, GENERATE, body, _TextAnswer, job.line, stream=streams):
+                usage.update(answer.usage)
+                prompt_logprobs = answer.prompt_logprobs or prompt_logprobs
+                if not begun:
+                    begun = True
+                    yield FirstToken()
+                for piece in answer.choices:
+                    delta = choice_at(choices, piece.index).add(piece)
+                    if stream and is_visible(job.request, delta):
+                        yield delta
+        except VerbatimError as error:
+            if not any(choice.token_ids for choice in choices):
+                raise
+            broken = error.message
+        else:
+            check_heard(choices)
+        sampled = [
+            choice.finish(replica, job, choice.logprobs, choice.message, choice.shown(job), prompt_logprobs)
+            for choice in choices
+        ]
+        yield Outcome(sampled, None, len(job.prompt_ids), usage.cached_tokens, broken)
 
-async def _told(parser: Parser, choice: SampledChoice) -> Parsed | Exception:
+
+def _can_stream(job: Job, stream: bool) -> bool:
+    """Whether to ask the engine for a stream: only whole answers carry prompt logprobs."""
+    return stream and not job.wanted.prompt_logprobs
+
+
+class _TextLogprobs(msgspec.Struct):
+    content: list[dict[str, Any]] | None = None
+
+
+class _TextPiece(Piece):
+    text: str = ""
+    logprobs: _TextLogprobs | None = None
+
+
+class _TextAnswer(GenerateAnswer):
+    choices: list[_TextPiece] = msgspec.field(default_factory=list)
+
+
+class _TextChoice(GeneratedChoice):
+    """A choice whose text the engine returns."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self._text: list[str] = []
+        self._entries: list[dict[str, Any]] = []
+
+    def add(self, piece: _TextPiece) -> Delta:
+        self.add_piece(piece)
+        entries = (piece.logprobs.content if piece.logprobs else None) or []
+        self._text.append(piece.text)
+        self._entries.extend(entries)
+        return Delta(self.index, piece.text, logprobs=entries, token_ids=piece.token_ids or [])
+
+    @property
+    def logprobs(self) -> list[float | None]:
+        return [entry.get("logprob") for entry in self._entries]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return {"role": "assistant", "content": "".join(self._text)}
+
+    def shown(self, job: Job) -> list[dict[str, Any]] | None:
+        return self._entries if job.request.top_logprobs is not None else None
+
+
+class _Tokenizer:
+    def __init__(self, http: EngineHttp, replica: Replica, request: Request, id_text: IdText) -> None:
+        self._http = http
+        self._replica = replica
+        self._request = request
+        self._id_text = id_text
+
+    async def tokenize(self, text: str, *, whole: bool) -> Rendered:
+        answer = await self._render({"prompt": text} if whole else {"prompt": text, "add_special_tokens": False})
+        return _read_rendered(self._replica, answer, self._id_text, remember=whole)
+
+    async def parameters(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        # They do not depend on the ids, and one id is less to send than all.
+        answer = await self._render({"prompt": list(prompt_ids[-1:])})
+        answer.pop("token_ids", None)
+        return _decode_fields(answer)
+
+    async def spell(self, before: Ids, ids: Ids) -> str:
+        return (await _spell(self._http, self._replica, self._request.model, [ids.tolist()], before[-SEED_IDS:].tolist()))[0]
+
+    async def _render(self, fields: Mapping[str, Any]) -> dict[str, msgspec.Raw]:
+        # The real limit is set once the ids are known; the API's default would be subtracted from the window.
+        body = {**self._request.forward, "model": self._request.model, "max_tokens": 1, **fields}
+        try:
+            (answer,) = await self._http.ask(self._replica, "/v1/completions/render", body, list[dict[str, msgspec.Raw]])
+        except ContextTooLong as error:
+            error.param = "prompt"
+            raise
+        except ValueError as error:
+            raise EngineFailed(f"engine {self._replica.name} rendered one prompt as several") from error
+        return answer
+
+
+class _Spelled(msgspec.Struct):
+    text: str = ""
+
+
+class _Derendered(msgspec.Struct):
+    choices: list[_Spelled]
+
+
+async def _spell(
+    http: EngineHttp, replica: Replica, model: str, groups: Sequence[Sequence[int]], before: list[int]
+) -> list[str]:
+    """The text of each group as it follows the ids `before`, special tokens included."""
+    body = {
+        "model": model,
+        "generate_responses": [{"choices": [{"index": at, "token_ids": list(ids)} for at, ids in enumerate(groups)]}],
+        "prompt_token_ids": [before],
+        "completion_request": {"model": model, "prompt": "?", "skip_special_tokens": False},
+    }
+    return [choice.text for choice in (await http.ask(replica, _PROMPT_DERENDER, body, _Derendered)).choices]
+
+
+def _read_rendered(replica: Replica, answer: dict[str, msgspec.Raw], id_text: IdText, *, remember: bool) -> Rendered:
     try:
-        return await parser.told(choice)
-    except Exception as error:
-        return error
+        ids = id_text.read(bytes(answer.pop("token_ids", b"")), remember=remember)
+        return Rendered(ids, _decode_fields(answer))
+    except (msgspec.DecodeError, IdOutOfRange) as error:
+        raise EngineFailed(f"engine {replica.name} rendered no token_ids: {error}") from error
 
 
-def _goes_live(job: Job, stream: bool) -> bool:
-    """Whether text may go out while it is sampled. A stop string is cut from the whole text, and logprobs belong to it: then the
-    reply waits for its end."""
-    return stream and not job.sampling.get("stop") and job.request.top_logprobs is None
+def _decode_fields(answer: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    return {name: msgspec.json.decode(value) for name, value in answer.items()}

@@ -1,6 +1,6 @@
-"""Standing: which replicas serve, and why the others do not: what takes one out and what brings it back.
+"""Standing: which replicas serve, why the others do not, and what ejects and readmits them.
 
-`Replica.healthy` and `Replica.reason` are written here and nowhere else; `health` counts what is decided by.
+`Watches` visits each replica; `Gate` holds calls back while weights change.
 """
 
 from __future__ import annotations
@@ -12,31 +12,33 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from proxy.engine.pool.seats import PoolObserver, Seats
-from proxy.engine.replica import NotListening, Replica
+from proxy.engine.apis.probe import NotListening
+from proxy.engine.pool.routing import Routing
+from proxy.engine.replica import Replica
 from proxy.errors import EngineUnavailable
+from proxy.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 
 class Standing:
-    """`replicas_of` gives those of a policy; `seats` hands out those of a replica that comes back."""
+    """The only writer of `Replica.healthy` and `Replica.reason`. `replicas_of` gives the replicas of a policy."""
 
-    def __init__(self, replicas_of: Callable[[str], Sequence[Replica]], seats: Seats, observer: PoolObserver) -> None:
+    def __init__(self, replicas_of: Callable[[str], Sequence[Replica]], routing: Routing, metrics: Metrics) -> None:
         self._replicas_of = replicas_of
-        self._seats = seats
-        self._observer = observer
+        self._routing = routing
+        self._metrics = metrics
 
     def call_failed(self, replica: Replica, reason: str, *, refused: bool) -> None:
-        """A call there broke: a connection that was refused takes the replica out, otherwise too many in a row do, if another one
-        of its policy serves."""
+        """Eject the replica after a refused connection, or after too many broken calls in a row if another replica of its policy
+        serves."""
         many = replica.health.call_failed()
         others = any(other.healthy for other in self._replicas_of(replica.policy) if other is not replica)
         if refused or (many and others):
             self._eject(replica, reason)
 
     def probe_failed(self, replica: Replica, error: EngineUnavailable) -> None:
-        """Too many in a row take it out; so does one where nothing listens any more."""
+        """Eject the replica after too many failed probes in a row, or if nothing listens any more."""
         many = replica.health.probe_failed()
         if replica.healthy and not many and not isinstance(error, NotListening):
             log.info("engine %s: a probe failed: %s", replica.name, error.message)
@@ -45,26 +47,27 @@ class Standing:
         self._eject(replica, error.message)
 
     def probe_worked(self, replica: Replica) -> None:
-        """It answers; that its weights let it serve is for `admit` to say."""
+        """It answers; whether its weights let it serve is up to `admit`."""
         replica.alive = True
         replica.health.probe_worked()
 
     def admit(self, replica: Replica) -> None:
-        """It answers and its weights are current: it serves, or is told how often it still has to answer."""
+        """It answers and its weights are current: it serves, unless it has to answer more probes."""
         if replica.draining:
             return
         if replica.health.recovered:
-            self._up(replica)
+            self._set_up(replica)
         else:
-            self.down(replica, f"it failed repeatedly; {replica.health.missing_probes} more good probes and it serves again")
+            missing = replica.health.missing_probes
+            self.set_down(replica, f"it failed repeatedly; {missing} more good probes and it serves again")
 
-    def updated(self, replica: Replica) -> None:
-        """Its weights were just made current: it serves, unless it still has to show that it lives."""
+    def weights_updated(self, replica: Replica) -> None:
+        """It serves, unless it has to answer more probes."""
         if replica.health.recovered:
-            self._up(replica)
+            self._set_up(replica)
 
-    def down(self, replica: Replica, reason: str) -> None:
-        """It does not serve, for a reason that does not count as a failure of its own."""
+    def set_down(self, replica: Replica, reason: str) -> None:
+        """Stop serving, for a reason that does not count as a failure."""
         if replica.healthy or replica.reason != reason:
             log.warning("engine %s does not serve: %s", replica.name, reason)
         replica.healthy, replica.reason = False, reason
@@ -72,24 +75,21 @@ class Standing:
     def _eject(self, replica: Replica, reason: str) -> None:
         if replica.healthy:
             replica.health.ejected()
-            self._observer.ejected(replica.policy)
-        self.down(replica, reason)
+            self._metrics.ejected(replica.policy)
+        self.set_down(replica, reason)
 
-    def _up(self, replica: Replica) -> None:
+    def _set_up(self, replica: Replica) -> None:
         if replica.draining:
             return
         if not replica.healthy:
             log.info("engine %s serves (%s, weights %s)", replica.name, replica.api, replica.weight_version)
         replica.healthy, replica.reason = True, ""
-        self._seats.serve(replica.policy)
-
-
-# Watches: one task for each replica, which visits it now and then, and at once when there is a reason to.
+        self._routing.dispatch(replica.policy)
 
 
 WATCH_SECONDS = 2.0
 RETRY_SECONDS = 1.0
-"""Between two visits of a replica that serves, and of one that does not or may not for long."""
+"""Between two visits of a replica that serves, and of one that does not or may soon not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class _Watch:
 
 
 class Watches:
-    """`visit` finds out what becomes of a replica."""
+    """One task per replica that calls `visit` now and then, and at once after `wake`."""
 
     def __init__(self, visit: Callable[[Replica], Awaitable[None]]) -> None:
         self._visit = visit
@@ -110,24 +110,22 @@ class Watches:
         self._stopping = False
 
     def begin(self, replica: Replica) -> None:
-        """Visit it, now and from now on."""
         watch = self._watches[replica] = _Watch()
         task = asyncio.create_task(self._watch(replica, watch))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def end(self, replica: Replica) -> None:
-        """It is draining: no visit begins any more."""
-        self.look_at(replica)
+        """It is draining: begin no more visits."""
+        self.wake(replica)
         self._watches.pop(replica, None)
 
-    def look_at(self, replica: Replica) -> None:
+    def wake(self, replica: Replica) -> None:
         """Visit it at once."""
         if replica in self._watches:
             self._watches[replica].wake.set()
 
-    async def visited(self) -> None:
-        """Return when every replica was visited once."""
+    async def wait_for_first_visits(self) -> None:
         for watch in list(self._watches.values()):
             await watch.visited.wait()
 
@@ -141,7 +139,7 @@ class Watches:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self, replica: Replica, watch: _Watch) -> None:
-        # Not only until cancelled: before Python 3.12 asyncio.wait_for, which redis-py sends with, can swallow a cancellation.
+        # Checks a flag too: before Python 3.12 asyncio.wait_for, which redis-py uses, can swallow a cancellation.
         while not self._stopping and not replica.draining:
             watch.wake.clear()
             await self._visit(replica)
@@ -152,34 +150,33 @@ class Watches:
                     await watch.wake.wait()
             except TimeoutError:
                 continue
-            # Woken by a failed call: a moment's pause, so that calls failing in a row do not become a busy loop.
+            # Woken by a failed call: pause, or calls that fail in a row would make this a busy loop.
             await asyncio.sleep(RETRY_SECONDS / 4)
 
 
-# Gate: holds calls back while weights change, those of one policy or all.
-
-
 class Gate:
+    """Holds calls back while weights change, those of one policy or all."""
+
     def __init__(self) -> None:
         self._holds: Counter[str | None] = Counter()
-        self._opened = asyncio.Event()
+        self._released = asyncio.Event()
 
     def is_open(self, policy: str) -> bool:
         return not self._holds[policy] and not self._holds[None]
 
-    async def passed(self, policy: str) -> None:
+    async def wait(self, policy: str) -> None:
         """Returns when nothing holds the policy's calls."""
         while not self.is_open(policy):
-            await self._opened.wait()
+            await self._released.wait()
 
     @contextmanager
     def hold(self, policy: str | None = None) -> Iterator[None]:
-        """Inside, calls of the policy wait in `passed`, None: those of every policy."""
+        """Inside, calls of the policy wait in `wait`; None: those of every policy."""
         self._holds[policy] += 1
         try:
             yield
         finally:
             self._holds[policy] -= 1
-            # Whoever waits looks again; later comers wait for the next change.
-            self._opened.set()
-            self._opened = asyncio.Event()
+            # Wake everyone who waits; later comers wait for the next change.
+            self._released.set()
+            self._released = asyncio.Event()

@@ -1,9 +1,9 @@
-"""WeightKeeper: lets only replicas with known, current weights serve, and puts right what a restart or a killed push left.
+"""WeightKeeper: admits only replicas with known, current weights, and repairs what a restart or a killed push left behind.
 
-Version 0 is whatever the engines were started with, before any push. An engine without routes for weights keeps those, so it is
-version 0 as long as nothing was pushed; after that it cannot follow and leaves the pool. An engine that restarts has lost what
-was pushed: it comes back labelled "default" and is given the current checkpoint again before it serves. So no token carries a
-version whose weights it was not sampled under, and none goes without.
+Version 0 is whatever the engines were started with. An engine without weight endpoints keeps that, so it is version 0 until
+something is pushed; after that it cannot follow and leaves the pool. An engine that restarts has lost what was pushed: it comes
+back labelled "default" and gets the current checkpoint again before it serves. So every token has a version, and was sampled under
+its weights.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from proxy.engine.pool.pool import EnginePool
+from proxy.engine.apis.base import EngineKinds
 from proxy.engine.replica import Replica
 from proxy.engine.weights.replica import Guard, Push, claimed, update_replica
-from proxy.engine.weights.sglang import SglangWeightApi
 from proxy.engine.weights.vllm import SETUP, TORN, Claim, Loaded, StepRefused, WeightApi
 from proxy.errors import Conflict, EngineFailed, StoreUnavailable
 from proxy.settings import Settings
@@ -34,81 +33,80 @@ from proxy.store.service import KEPT_WEIGHTS, WeightState, WeightStore
 log = logging.getLogger(__name__)
 
 TURN_SECONDS = 1.0
-"""How long a replica waits while others of its policy are put right: several may come up at once."""
+"""How long a replica waits while others of its policy are repaired: several may start at once."""
 REPAIR_SECONDS = 30.0
-"""Pause between two attempts to give a replica the current weights."""
+"""Pause between two attempts to load the current weights into a replica."""
 
 
 class WeightKeeper:
-    """Implements `proxy.engine.pool.pool.WeightKeeper`. `updating` are the replicas that this process is pushing into."""
+    """`updating` are the replicas this process is pushing into."""
 
-    def __init__(self, pool: EnginePool, weights: WeightStore, settings: Settings, metrics: WeightMetrics) -> None:
+    def __init__(self, kinds: EngineKinds, weights: WeightStore, settings: Settings, metrics: WeightMetrics) -> None:
         self.updating: set[str] = set()
-        self._pool = pool
+        self._kinds = kinds
         self._weights = weights
         self._settings = settings
         self._metrics = metrics
         self._repair_after: dict[str, tuple[float, str]] = {}
 
     def api(self, replica: Replica, identity: str = "", fence: int = 0) -> WeightApi:
-        """The replica's weight routes; with an identity, for changing what it holds."""
-        # Claimed anew before the load, the longest of the steps.
+        """The replica's weight endpoints; with an identity, for changing what it holds."""
+        # The claim is renewed before the load, the longest of the steps.
         seconds = 2 * self._settings.weights_timeout_seconds
         claim = Claim(identity, fence, seconds) if identity else None
-        routes = SglangWeightApi if replica.api == "sglang" else WeightApi
-        return routes(self._pool.http, replica, self._settings.weights_timeout_seconds, claim)
+        return self._kinds.of(replica).weights(replica, self._settings.weights_timeout_seconds, claim)
 
     def lock(self, policy: str, wait_seconds: float) -> PushLock:
         return PushLock(self._weights, policy, self._settings.weights_lock_seconds, wait_seconds)
 
-    def repaired(self, replica: Replica) -> None:
-        """What failed before is of no account: the replica has whole, current weights."""
+    def forget_failure(self, replica: Replica) -> None:
+        """The replica has whole, current weights, whatever failed before."""
         self._repair_after.pop(replica.name, None)
 
     async def admit(self, replica: Replica) -> None:
-        """See `proxy.engine.pool.pool.WeightKeeper.admit`."""
+        """See `EnginePool.admit_weights`."""
         if replica.name in self.updating:
-            return _stay(replica)
+            return _check_serving(replica)
         current = await self._weights.current(replica.policy)
         if not replica.updatable:
             if current.version > 0:
                 raise EngineFailed(f"weights {current.version} were pushed and it cannot take them; {SETUP}")
             replica.weight_version = 0
             return None
-        if await _runs_on(self.api(replica), current.version, replica):
+        if await _samples_under(self.api(replica), current.version, replica):
             replica.weight_version = current.version
             return None
         try:
             async with self.lock(replica.policy, TURN_SECONDS) as lock:
                 await self._settle(replica, lock)
         except Conflict:
-            return _stay(replica)
+            return _check_serving(replica)
 
     async def _settle(self, replica: Replica, lock: PushLock) -> None:
-        """With the lock held nobody on this store is pushing: bring the replica to the policy's current weights."""
+        """Bring the replica to the policy's current weights. With the lock held, nobody on this store is pushing."""
         api = self.api(replica, await self._weights.identity(), lock.fence)
-        # Its pause, if it has one, may be that of a service on another store, whose claim then refuses this one; and a process
-        # that was stopped in the middle of a push must not load into it when it goes on.
+        # If it is paused, that may be by a service on another store, whose claim then refuses this one. And a process that was
+        # suspended during a push must not load into the replica when it resumes.
         async with claimed(api, required=False):
             await self._bring_up(replica, api, lock)
 
     async def _bring_up(self, replica: Replica, api: WeightApi, lock: PushLock) -> None:
-        policy, loaded = replica.policy, await _loaded_if_known(api)
-        current, label, paused = await self._weights.current(policy), await api.label(), await _may_stand(api, replica)
+        policy, loaded = replica.policy, await _read_loaded(api)
+        current, label, paused = await self._weights.current(policy), await api.read_label(), await _may_be_paused(api, replica)
         version, torn = int(label) if label.isdecimal() else None, label.startswith(TORN)
         if version is None and current.version == 0 and not torn and (loaded is None or loaded.updates == 0):
             await api.set_label(0)
             version = 0
-        whole = not torn and (loaded is None or (loaded.whole and _is_of(label, loaded, replica)))
+        whole = not torn and (loaded is None or (loaded.whole and _is_label_of(label, loaded, replica)))
         if whole and version is not None and version > current.version:
-            # The engine outlived the store, or someone updates it directly: its weights are newer, and versions only grow.
-            for state in _promoted(version, current.version, loaded, replica):
+            # The engine outlived the store, or someone updated it directly: its weights are newer, and versions only grow.
+            for state in _newer_states(version, current.version, loaded, replica):
                 await self._weights.advance(state, policy, lock.fence)
                 current = state
         if whole and version == current.version and (loaded is None or (loaded.version or 0) <= version):
             if paused:
                 if replica.adapter is not None:
-                    # As a push does: calls that are queued may name the folder of an older adapter.
+                    # As in a push: queued calls may name the folder of an older adapter.
                     await api.abort_all()
                 lock.check()
                 await api.resume()
@@ -129,20 +127,20 @@ class WeightKeeper:
             if label.startswith(TORN) and replica.adapter is not None and all(push.kind != "lora" for push in pushes):
                 raise EngineFailed("its adapter is not whole, and no other was pushed; push one, or restart the engine")
             for push in pushes:
-                # Between the two halves it holds a mixture that was never a version.
+                # Between base weights and adapter it holds a mixture that was never a version.
                 await update_replica(api, replica, push, Guard(lock.check, resumes=push is pushes[-1]))
         except EngineFailed as error:
             reason = f"it lacks weights {current.version}, and loading them failed: {error.message}"
             self._repair_after[replica.name] = (time.monotonic() + REPAIR_SECONDS, reason)
             self._metrics.repaired(replica.policy, "failed")
             raise type(error)(reason) from error
-        log.info("engine %s held weights %s and was given %d", replica.name, label, current.version)
+        log.info("engine %s held weights %s and now holds %d", replica.name, label, current.version)
         self._metrics.repaired(replica.policy, "done")
         replica.weight_version = current.version
 
     async def _chain(self, current: WeightState, replica: Replica) -> list[Push]:
-        """What to load, in order, to arrive at `current`: the last full weights and, before or after them, the last adapter.
-        Raises EngineFailed when one of them may be older than the store remembers."""
+        """What to load, in order, to arrive at `current`: the last full weights and the last adapter, the older one first.
+        Raises EngineFailed if one of them may be older than the store's history."""
         latest: dict[bool, WeightState] = {}
         history = await self._weights.history(replica.policy, KEPT_WEIGHTS)
         for state in [current, *history]:
@@ -150,8 +148,8 @@ class WeightKeeper:
                 latest.setdefault(state.kind == "lora", state)
         latest.setdefault(current.kind == "lora", current)
         if replica.adapter is not None and len(latest) < 2 and len(history) >= KEPT_WEIGHTS:
-            other = "what is its adapter" if True not in latest else "what belongs under its adapter"
-            raise EngineFailed(f"the last {KEPT_WEIGHTS} versions do not tell {other}")
+            other = "adapter" if True not in latest else "full weights"
+            raise EngineFailed(f"the last {KEPT_WEIGHTS} versions have no {other} for it")
         states = sorted(latest.values(), key=lambda state: state.version)
         return [
             Push(state.version, state.path, "lora" if state.kind == "lora" else "full", policy=replica.policy)
@@ -159,13 +157,13 @@ class WeightKeeper:
         ]
 
 
-def _is_of(label: str, loaded: Loaded, replica: Replica) -> bool:
-    """Whether the label can be that of what is loaded. Beside an adapter it is the adapter's, which no worker reports."""
+def _is_label_of(label: str, loaded: Loaded, replica: Replica) -> bool:
+    """Whether the label can belong to what is loaded. With an adapter it is the adapter's, which no worker reports."""
     return loaded.version is None or replica.adapter is not None or label == str(loaded.version)
 
 
-def _promoted(version: int, known: int, loaded: Loaded | None, replica: Replica) -> list[WeightState]:
-    """What the store did not know, oldest first: the full weights that the workers report, and the adapter, which none does."""
+def _newer_states(version: int, known: int, loaded: Loaded | None, replica: Replica) -> list[WeightState]:
+    """The states unknown to the store, oldest first: the full weights that the workers report, and the adapter, which none reports."""
     now, states = time.time(), []
     if loaded is not None and loaded.version is not None and known < loaded.version <= version:
         states.append(WeightState(loaded.version, loaded.path, "full", now))
@@ -174,50 +172,46 @@ def _promoted(version: int, known: int, loaded: Loaded | None, replica: Replica)
     return states
 
 
-async def _runs_on(api: WeightApi, version: int, replica: Replica) -> bool:
+async def _samples_under(api: WeightApi, version: int, replica: Replica) -> bool:
     try:
-        return await api.label() == str(version) and not await _may_stand(api, replica)
+        return await api.read_label() == str(version) and not await _may_be_paused(api, replica)
     except EngineFailed:
-        # A large checkpoint going in, pushed by another process, keeps the engine from answering: the lock tells.
+        # While another process pushes a large checkpoint the engine does not answer; the lock tells.
         return False
 
 
-async def _may_stand(api: WeightApi, replica: Replica) -> bool:
-    """Whether the engine is paused; of one that does not tell, whether it may be: a push may have left it so before it was seen here,
-    or when it was taken out. To resume one that runs changes nothing."""
-    paused = await api.paused()
+async def _may_be_paused(api: WeightApi, replica: Replica) -> bool:
+    """Whether the engine is paused. If it does not say, one that does not serve may be, by a push before it was first seen or when it
+    was ejected; resuming a running engine changes nothing."""
+    paused = await api.is_paused()
     return not replica.healthy if paused is None else paused
 
 
-async def _loaded_if_known(api: WeightApi) -> Loaded | None:
+async def _read_loaded(api: WeightApi) -> Loaded | None:
+    """None if the engine cannot say."""
     try:
-        return await api.loaded()
+        return await api.read_loaded()
     except StepRefused:
         return None
 
 
-def _stay(replica: Replica) -> None:
+def _check_serving(replica: Replica) -> None:
     if not replica.healthy:
         raise EngineFailed("a weight update is running")
 
 
-# PushLock: a policy's one push lock, held and renewed, so that two pushes never interleave, whichever process runs them.
-#
-# Who takes it gets a fencing token, greater than every one before. The store makes a version current only under the last token
-# given, and an engine loads nothing under an older one: a process that was stopped for so long that another took over can do
-# neither when it goes on.
-
-
 RENEWALS = 6
-"""How often the lock is renewed in the time it lasts."""
+"""Renewals of the lock per lease."""
 RETRY_SECONDS = 0.1
 
 
 class PushLock:
-    """`async with PushLock(weights, policy, lease_seconds, wait_seconds)`: raises Conflict when another owner held it all that
-    time. `lease_seconds` is how long it outlives a process that dies.
+    """A policy's push lock, held and renewed, so that two pushes never interleave, whichever processes run them.
 
-    `check()` raises StoreUnavailable once the lock was lost: it could not be renewed for longer than it lasts.
+    Every owner gets a fencing token greater than all before. The store makes a version current only under the last token, and an
+    engine loads nothing under an older one: a process that was suspended until another took over can do neither when it resumes.
+
+    Entering raises Conflict if another owner held the lock for `wait_seconds`. The lock outlives a dead process by `lease_seconds`.
     """
 
     def __init__(self, weights: WeightStore, policy: str, lease_seconds: float, wait_seconds: float) -> None:
@@ -245,11 +239,12 @@ class PushLock:
         if self._renewal is not None:
             self._renewal.cancel()
             await asyncio.wait([self._renewal])
-        # When the store is away the lock ends by itself after its lease.
+        # If the store is away, the lock expires.
         with contextlib.suppress(StoreUnavailable):
             await self._weights.unlock(self._owner, self._policy)
 
     def check(self) -> None:
+        """Raises StoreUnavailable if the lock was lost, because it was not renewed within its lease."""
         if _now() >= self._held_until:
             raise StoreUnavailable("the push lock could not be renewed in the store")
 
@@ -261,7 +256,7 @@ class PushLock:
         return bool(fence)
 
     async def _renew(self) -> None:
-        # Not only until cancelled: before Python 3.12 a command to Redis can swallow a cancellation.
+        # Checks a flag too: before Python 3.12 a command to Redis can swallow a cancellation.
         while not self._released:
             await asyncio.sleep(self._lease_seconds / RENEWALS)
             with contextlib.suppress(StoreUnavailable):
@@ -274,14 +269,11 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-# Prometheus metrics of weight updates; docs/observability.md has the table of them. Every label is bounded by the settings.
-
-
 _SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 
 
 class WeightVersions(Collector):
-    """Read from the pool whenever they are asked for, since replicas come and go."""
+    """Reads the replicas at every scrape, since they come and go."""
 
     def __init__(self, replicas: Callable[[], Iterable[Replica]]) -> None:
         self._replicas = replicas
@@ -297,6 +289,8 @@ class WeightVersions(Collector):
 
 
 class WeightMetrics:
+    """Metrics of weight updates; docs/observability.md lists them. The settings bound every label."""
+
     def __init__(self, registry: CollectorRegistry, replicas: Callable[[], Iterable[Replica]]) -> None:
         registry.register(WeightVersions(replicas))
         self._pushes = Counter("verbatim_weight_pushes", "Weight pushes.", ("policy", "mode", "outcome"), registry=registry)

@@ -1,4 +1,4 @@
-"""WeightUpdater: new weights into every replica of a policy, as one push, which no other push of that policy interleaves."""
+"""WeightUpdater: pushes new weights into every replica of a policy; pushes of one policy never interleave."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ from proxy.store.service import WeightState, WeightStore
 log = logging.getLogger(__name__)
 
 
-def unwatched(event: dict[str, Any]) -> None:
-    """Nobody watches."""
+Watcher = Callable[[dict[str, Any]], None]
+"""Gets `{replica, step}` at each step of a replica, `{replica, step: "failed", error}`, and `{step: "receiving"}` when a trainer that
+sends its weights itself is to begin."""
+
+
+def ignore_event(event: dict[str, Any]) -> None: ...
 
 
 class WeightUpdater:
@@ -38,8 +42,8 @@ class WeightUpdater:
         self._settings = settings
         self._metrics = metrics or WeightMetrics(CollectorRegistry(), lambda: pool.replicas)
         self._pushes: set[asyncio.Task[dict[str, Any]]] = set()
-        self._keeper = WeightKeeper(pool, weights, settings, self._metrics)
-        pool.keeper = self._keeper
+        self._keeper = WeightKeeper(pool.kinds, weights, settings, self._metrics)
+        pool.admit_weights = self._keeper.admit
 
     async def push(
         self,
@@ -50,19 +54,19 @@ class WeightUpdater:
         *,
         policy: str = "",
         transfer: Transfer | None = None,
-        watch: Watcher = unwatched,
+        watch: Watcher = ignore_event,
     ) -> dict[str, Any]:
         """`{applied, version, kind, mode, seconds, replicas: {name: {ok, seconds, paused_seconds, error?}}, error?}`.
 
-        `applied` when at least one replica runs on the new weights; then the policy's version is `version` and replicas that
-        failed serve no one until they are repaired. Otherwise nothing has changed and the push can be repeated. Goes on to
-        its end even when the caller is cancelled. Raises RequestError, NotFound (a policy without replicas), Conflict (a frozen
-        model, a version not greater than the current one, or another push running for too long), EngineUnavailable (no engine
-        reached), StoreUnavailable (nothing was begun), EngineFailed (the store was lost in the middle; `status` tells once it is back).
+        `applied`: at least one replica runs on the new weights; then the policy's version is `version`, and replicas that failed
+        do not serve until they are repaired. Otherwise nothing has changed and the push can be repeated. The push completes even if the
+        caller is cancelled. Raises RequestError, NotFound (a policy without replicas), Conflict (a frozen model, a version not greater
+        than the current one, or another push running for too long), EngineUnavailable (no engine reached), StoreUnavailable (nothing was
+        begun), EngineFailed (the store was lost halfway; `status` tells once it is back).
         """
-        push = checked(self._settings, version, path, kind, mode, policy, transfer)
+        push = check_push(self._settings, version, path, kind, mode, policy, transfer)
         self._check_known(policy)
-        if frozen := self._frozen(policy):
+        if frozen := self._find_frozen(policy):
             raise Conflict(f"model {frozen!r} is frozen: its weights never change", param="model")
         task = asyncio.create_task(self._push(push, watch))
         self._pushes.add(task)
@@ -70,14 +74,14 @@ class WeightUpdater:
         return await asyncio.shield(task)
 
     async def plan_group(self, policy: str = "") -> dict[str, Any]:
-        """What an NCCL group of a trainer and the policy's engines would be: see `nccl_group.plan`."""
-        return await plan(self._apis(policy))
+        """See `plan_group`."""
+        return await plan_group(self._apis(policy))
 
     async def join_group(self, policy: str, world_size: int, nccl: Mapping[str, Any]) -> dict[str, Any]:
-        """Have the policy's engines join the trainer's NCCL group: see `nccl_group.join`. No push runs meanwhile."""
+        """See `join_group`. No push runs meanwhile."""
         self._check_known(policy)
         async with self._keeper.lock(policy, self._settings.weights_timeout_seconds):
-            return await join(self._apis(policy), world_size, nccl)
+            return await join_group(self._apis(policy), world_size, nccl)
 
     def _check_known(self, policy: str) -> None:
         """Raises NotFound for a policy without replicas."""
@@ -89,27 +93,27 @@ class WeightUpdater:
         return {replica.name: self._keeper.api(replica) for replica in self._pool.of(policy) if replica.alive}
 
     async def stop(self) -> None:
-        """Wait for a push under way: broken off it would leave its replicas paused."""
+        """Wait for running pushes: interrupted, they would leave their replicas paused."""
         await asyncio.gather(*self._pushes, return_exceptions=True)
 
     async def status(self) -> dict[str, Any]:
         """`{current: {version, path, kind, updated_at}, history: [newest first], updating, frozen, replicas: {name: {...}}}` of the
-        default policy, and under `models` the same of each other one."""
+        default policy, and under `models` the same for each other one."""
         others = dict.fromkeys(replica.policy for replica in self._pool.replicas if replica.policy)
-        return {**await self._line(""), "models": {policy: await self._line(policy) for policy in others}}
+        return {**await self._policy_status(""), "models": {policy: await self._policy_status(policy) for policy in others}}
 
-    async def _line(self, policy: str) -> dict[str, Any]:
+    async def _policy_status(self, policy: str) -> dict[str, Any]:
         replicas = self._pool.of(policy)
         return {
-            "current": _as_wire(await self._weights.current(policy)),
-            "history": [_as_wire(state) for state in await self._weights.history(policy)],
+            "current": _state_as_wire(await self._weights.current(policy)),
+            "history": [_state_as_wire(state) for state in await self._weights.history(policy)],
             "updating": any(replica.name in self._keeper.updating for replica in replicas),
-            "frozen": self._frozen(policy) is not None,
-            "replicas": {replica.name: _standing(replica) for replica in replicas},
+            "frozen": self._find_frozen(policy) is not None,
+            "replicas": {replica.name: _replica_as_wire(replica) for replica in replicas},
         }
 
-    def _frozen(self, policy: str) -> str | None:
-        """The name under which the policy is frozen, its own or one that its engines serve; None: it is not."""
+    def _find_frozen(self, policy: str) -> str | None:
+        """The name under which the policy is frozen, its own or one its engines serve; None if it is not."""
         names = [policy, *(model for replica in self._pool.of(policy) for model in replica.models)]
         return next((name for name in names if name in self._settings.frozen_models), None)
 
@@ -117,7 +121,7 @@ class WeightUpdater:
         async with self._keeper.lock(push.policy, self._settings.weights_timeout_seconds) as lock:
             started = time.monotonic()
             try:
-                replicas = await self._ready(push)
+                replicas = await self._find_replicas(push)
             except VerbatimError:
                 self._metrics.pushed(push.policy, push.mode, "refused", time.monotonic() - started)
                 raise
@@ -128,8 +132,8 @@ class WeightUpdater:
             finally:
                 self._keeper.updating -= names
 
-    async def _ready(self, push: Push) -> list[Replica]:
-        """The replicas to push into. Raises Conflict for a version that is taken, EngineUnavailable when there are none."""
+    async def _find_replicas(self, push: Push) -> list[Replica]:
+        """The replicas to push into. Raises Conflict for a version that is not new, EngineUnavailable if there are none."""
         current = await self._weights.current(push.policy)
         if push.version <= current.version:
             raise Conflict(f"version {push.version} is not greater than the current {current.version}", param="version")
@@ -153,7 +157,7 @@ class WeightUpdater:
             try:
                 await commit.settle()
             except StoreUnavailable as error:
-                # Not as the store's own error, which would say that nothing was begun and the push may be sent again.
+                # Not StoreUnavailable, which would say that nothing was begun and the push may be repeated.
                 raise EngineFailed(f"it is not known whether version {push.version} is current: {error.message}") from error
             finally:
                 self._settle_pool(replicas, outcomes, commit.done)
@@ -182,19 +186,19 @@ class WeightUpdater:
         except Exception as error:
             if meeting is not None:
                 meeting.leave(replica.name)
-            outcome.end(_foreseen(error, replica))
+            outcome.end(_as_replica_error(error, replica))
             return outcome
         outcome.end()
         replica.weight_version = push.version
-        self._keeper.repaired(replica)
+        self._keeper.forget_failure(replica)
         self._pool.mark_serving(replica)
         return outcome
 
     async def _check_other_half(self, api: WeightApi, replica: Replica, push: Push) -> None:
-        """An adapter and the weights under it are pushed apart: raise EngineFailed where the half that stays is not current."""
+        """An adapter and the weights under it are pushed separately: raises EngineFailed if the half that stays is not current."""
         if replica.adapter is None:
             return
-        current, label = (await self._weights.current(push.policy)).version, await api.label()
+        current, label = (await self._weights.current(push.policy)).version, await api.read_label()
         if label != str(current) and not (push.kind == "lora" and label == f"{TORN}-{current}"):
             raise EngineFailed(f"it holds weights {label!r}, not {current}, and is to be given those first")
 
@@ -221,15 +225,15 @@ class WeightUpdater:
             self._metrics.paused(push.policy, replica.name, push.mode, replica.paused_seconds)
 
 
-def _foreseen(error: Exception, replica: Replica) -> VerbatimError:
-    """Any other error is this replica's end alone: raised, it would end the push, and its lock, while others still load."""
+def _as_replica_error(error: Exception, replica: Replica) -> VerbatimError:
+    """An unexpected error fails only this replica: raised, it would end the push, and its lock, while others still load."""
     if isinstance(error, VerbatimError):
         return error
-    log.error("engine %s: new weights broke on an error that nobody foresaw", replica.name, exc_info=error)
+    log.error("engine %s: an unexpected error while loading new weights", replica.name, exc_info=error)
     return ReplicaLeft(f"{type(error).__name__}: {error}")
 
 
-def _standing(replica: Replica) -> dict[str, Any]:
+def _replica_as_wire(replica: Replica) -> dict[str, Any]:
     return {
         "url": replica.url,
         "api": replica.api,
@@ -240,17 +244,14 @@ def _standing(replica: Replica) -> dict[str, Any]:
     }
 
 
-def _as_wire(state: WeightState) -> dict[str, Any]:
+def _state_as_wire(state: WeightState) -> dict[str, Any]:
     return {"version": state.version, "path": state.path, "kind": state.kind, "updated_at": state.updated_at}
 
 
-# A push as it was asked for, held against what may be pushed: `checked` makes a Push of it or says what is wrong.
-
-
-def checked(
+def check_push(
     settings: Settings, version: int, path: str | None, kind: str, mode: str, policy: str, transfer: Transfer | None
 ) -> Push:
-    """Raises RequestError."""
+    """The push, if it is allowed. Raises RequestError."""
     if kind not in get_args(Kind):
         raise RequestError(f"kind is {kind!r}, must be one of {', '.join(get_args(Kind))}", param="kind")
     if mode not in get_args(Mode):
@@ -276,21 +277,13 @@ def _check_path(path: str, roots: list[Path]) -> None:
         allowed = ", ".join(str(root) for root in roots)
         raise RequestError(f"path {path!r} is outside the folders weights may come from: {allowed}", param="path")
     if ".." in Path(path).parts:
-        # After a link that only the engine's machine has, ".." is somewhere else than it seems here.
+        # Behind a symlink that only the engine's machine has, ".." leads elsewhere than it seems here.
         raise RequestError(f"path {path!r} must lead straight down, without '..'", param="path")
-
-
-# The course of one push over its replicas: how far each has come, for whoever watches, and how long each stood still.
-
-
-Watcher = Callable[[dict[str, Any]], None]
-"""Hears `{replica, step}` at each step of a replica, `{replica, step: "failed", error}`, and `{step: "receiving"}` when a
-trainer that sends its weights itself is to begin."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one replica: `error` None when it runs on the new weights. `paused_seconds` it sampled nothing."""
+    """One replica's part of a push: `error` is None if it runs on the new weights. It sampled nothing for `paused_seconds`."""
 
     name: str
     watch: Watcher
@@ -322,7 +315,7 @@ class Outcome:
 
 
 class Commit:
-    """Makes the version current when the first replica holds it, once."""
+    """Makes the version current once, when the first replica holds it."""
 
     def __init__(self, weights: WeightStore, push: Push, fence: int) -> None:
         self._weights = weights
@@ -341,8 +334,8 @@ class Commit:
                 self.done = True
 
     async def settle(self) -> None:
-        """An answer of the store that was lost leaves open whether the version is current: find out, and make it so if a
-        replica has it. Raises StoreUnavailable or Conflict when that cannot be said or done."""
+        """After a lost answer of the store, find out whether the version is current, and make it current if a replica has it. Raises
+        StoreUnavailable or Conflict if that fails."""
         if self._asked and not self.done:
             if await self._weights.current(self._policy) == self._state:
                 self.done = True
@@ -351,8 +344,8 @@ class Commit:
 
 
 class Meeting:
-    """Where replicas that must load at the same time wait for each other: one that is missing would keep the others waiting in
-    the middle of the transfer. `leave` is for one that does not come."""
+    """Where replicas that must load at the same time wait for each other: a missing one would stall the others in the middle of the
+    transfer. A replica that drops out calls `leave`."""
 
     def __init__(self, names: Sequence[str], watch: Watcher) -> None:
         self._missing = set(names)
@@ -361,7 +354,7 @@ class Meeting:
         self._over = asyncio.Event()
 
     async def arrive(self, name: str) -> None:
-        """Raises EngineFailed when one does not come."""
+        """Raises EngineFailed if one drops out."""
         self._missing.discard(name)
         if not self._missing and not self._over.is_set():
             self._over.set()
@@ -376,14 +369,11 @@ class Meeting:
             self._over.set()
 
 
-# The NCCL group of a trainer and its engines: the trainer is rank 0, the workers of all replicas follow, replica after replica.
-#
-# A broadcast needs every member: before anything is sent, `check_group` makes sure that those that will be told to receive are all
-# there are. Checked against vLLM 0.32 (`vllm/distributed/weight_transfer/nccl_engine.py`).
+async def plan_group(apis: Mapping[str, WeightApi]) -> dict[str, Any]:
+    """The NCCL group of a trainer, as rank 0, and these engines' workers, replica after replica:
+    `{world_size, replicas: {name: {rank_offset, workers}}}`.
 
-
-async def plan(apis: Mapping[str, WeightApi]) -> dict[str, Any]:
-    """`{world_size, replicas: {name: {rank_offset, workers}}}` for these engines, in this order. Raises EngineUnavailable."""
+    Raises EngineUnavailable. Source: vLLM 0.32, vllm/distributed/weight_transfer/nccl_engine.py."""
     if not apis:
         raise EngineUnavailable("no engine can take the weights")
     workers = dict(zip(apis, await asyncio.gather(*(api.world_size() for api in apis.values())), strict=True))
@@ -394,11 +384,11 @@ async def plan(apis: Mapping[str, WeightApi]) -> dict[str, Any]:
     return {"world_size": offset, "replicas": places}
 
 
-async def join(apis: Mapping[str, WeightApi], world_size: int, nccl: Mapping[str, Any]) -> dict[str, Any]:
-    """`{group, world_size, replicas}` once every engine has joined; the trainer, as rank 0, must be joining meanwhile.
+async def join_group(apis: Mapping[str, WeightApi], world_size: int, nccl: Mapping[str, Any]) -> dict[str, Any]:
+    """`{group, world_size, replicas}` once every engine has joined; the trainer must be joining meanwhile.
 
-    Raises Conflict when the engines are not those that `world_size` was planned for, EngineFailed when one cannot join."""
-    planned = await plan(apis)
+    Raises Conflict if the engines are not those that `world_size` was planned for, EngineFailed if one cannot join."""
+    planned = await plan_group(apis)
     if planned["world_size"] != world_size:
         raise Conflict(f"the group has {planned['world_size']} members now, not {world_size}: ask again", param="world_size")
     group = uuid.uuid4().hex
@@ -411,7 +401,8 @@ async def join(apis: Mapping[str, WeightApi], world_size: int, nccl: Mapping[str
 
 
 async def check_group(apis: Sequence[WeightApi], transfer: Transfer) -> None:
-    """Raises Conflict when these engines are not all of the group's members: the trainer has to connect again."""
+    """Raises Conflict unless these engines are all members of the group: a broadcast needs every member, so the trainer has to
+    connect again."""
     counts = await asyncio.gather(*(api.world_size() for api in apis))
     if 1 + sum(counts) != transfer.world_size:
         raise Conflict(

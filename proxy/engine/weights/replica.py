@@ -1,4 +1,4 @@
-"""One replica's weight update: claim, check, pause, load, label, commit, resume; and what may be done with it when a step fails."""
+"""One replica's weight update: claim, check, pause, load, label, commit, resume; and how it recovers when a step fails."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Step = Literal["checking", "pausing", "paused", "loading", "loaded", "resumed"]
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """`path` is what the engines read; for nccl, which reads none, a copy of the same weights for engines that come later, if
-    there is one. `transfer` says what nccl sends."""
+    """`path` is what the engines read; for nccl, which reads none, an optional copy of the same weights for engines that join later.
+    `transfer` describes what nccl sends."""
 
     version: int
     path: str | None
@@ -30,43 +30,42 @@ class Push:
     transfer: Transfer | None = None
 
 
-async def _at_once() -> None:
-    """Nobody has to be waited for, nothing to be made current."""
+async def _do_nothing() -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """What an update asks of whoever runs it. `check` raises when the push lock is lost; `together` returns when every replica
-    that must load at the same time is ready to; `commit` makes the version current; `tell` hears of each step. `resumes`: nothing else
-    has to be loaded before the replica may sample."""
+    """The hooks of an update. `check` raises once the push lock is lost; `together` returns when every replica that must load at the
+    same time is ready to; `commit` makes the version current; `tell` is called with each step. `resumes`: nothing else has to be
+    loaded before the replica may sample."""
 
     check: Callable[[], None]
-    commit: Callable[[], Awaitable[None]] = _at_once
-    together: Callable[[], Awaitable[None]] = _at_once
+    commit: Callable[[], Awaitable[None]] = _do_nothing
+    together: Callable[[], Awaitable[None]] = _do_nothing
     tell: Callable[[Step], None] = lambda step: None
     resumes: bool = True
 
 
 class ReplicaLeft(EngineFailed):
-    """The update failed and the replica stays paused: its weights are not whole, not known or not committed."""
+    """The update failed and the replica stays paused: its weights are torn, unknown or not committed."""
 
 
 async def update_replica(api: WeightApi, replica: Replica, push: Push, guard: Guard) -> None:
-    """Return when the replica runs on the new weights, or is paused with them, and says so; they are made current before any token
-    of them is sampled.
+    """Returns when the replica holds the new weights, labelled, and samples or (unless `guard.resumes`) is paused. They are made
+    current before any token is sampled under them.
 
     Raises ReplicaLeft, or another VerbatimError with the replica resumed on its old, whole weights.
     """
     if not replica.updatable:
         raise EngineFailed(f"the engine has no routes for weights; {SETUP}")
     guard.tell("checking")
-    # An engine for adapters need not have the backend, which keeps the claim.
+    # An engine for adapters may lack the backend, which stores the claim.
     async with claimed(api, required=push.kind != "lora"):
         before = await _prepare(api, replica, push)
         guard.check()
         try:
             guard.tell("pausing")
-            await api.pause(_pause(push))
+            await api.pause(_pause_mode(push))
             guard.tell("paused")
             await guard.together()
             guard.check()
@@ -80,16 +79,16 @@ async def update_replica(api: WeightApi, replica: Replica, push: Push, guard: Gu
         await _finish(api, push, guard)
 
 
-def _pause(push: Push) -> Mode:
-    """No call may go on over another adapter: it names its adapter's folder, and vLLM reads that anew at every step, so it would
-    bring the old one back."""
+def _pause_mode(push: Push) -> Mode:
+    """No call may survive a change of adapter: it names its adapter's folder, which vLLM reads again at every step, and would bring the
+    old adapter back."""
     return "abort" if push.kind == "lora" and push.mode == "keep" else push.mode
 
 
 @asynccontextmanager
 async def claimed(api: WeightApi, *, required: bool) -> AsyncIterator[None]:
-    """The engine is this service's to change inside, and after it when it is left paused. Not `required`: also one that cannot
-    keep a claim. Raises Claimed."""
+    """Inside, only this service may change the engine; the claim stays on an engine that is left paused. Unless `required`, an engine
+    that cannot store a claim is accepted. Raises Claimed."""
     try:
         await api.claim()
     except StepRefused:
@@ -106,15 +105,15 @@ async def claimed(api: WeightApi, *, required: bool) -> AsyncIterator[None]:
 
 
 async def _prepare(api: WeightApi, replica: Replica, push: Push) -> Loaded | str:
-    """What is loaded now; of adapters, which no worker reports, the label. Raises while the replica is untouched and goes on serving."""
+    """What is loaded now; for adapters, which no worker reports, the label. On failure the replica is untouched and goes on serving."""
     if push.kind == "lora":
         if replica.adapter is None:
             raise EngineFailed(
                 "the engine has no LoRA adapter; start vLLM with --enable-lora, --lora-modules NAME=PATH and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             )
-        return await api.label()
-    before = await api.loaded()
+        return await api.read_label()
+    before = await api.read_loaded()
     if push.transfer is not None:
         await api.check_transfer(push.transfer)
     else:
@@ -132,39 +131,39 @@ async def _load(api: WeightApi, push: Push, before: Loaded | str) -> None:
 
 
 async def _load_adapter(api: WeightApi, path: str, label: str) -> None:
-    # Should nobody hear how it ended, the next who looks must not take the new adapter for the old one.
+    # If the outcome is lost, nobody must take the new adapter for the old one.
     await api.set_label(label if label.startswith(TORN) else f"{TORN}-{label}")
     try:
         await api.load_adapter(path)
     except StepRefused:
-        # vLLM reads an adapter before it replaces the old one, so a refusal leaves the old one in place.
+        # vLLM reads an adapter before it replaces the old one, so a refusal leaves that in place.
         await api.set_label(label)
         raise
 
 
 async def _resume_intact(api: WeightApi, before: Loaded | str, error: VerbatimError, guard: Guard) -> None:
-    """Resume a replica whose old weights are provably whole. Raises ReplicaLeft where they are not, or may not serve."""
+    """Resume a replica whose old weights are provably whole. Raises ReplicaLeft if they are not, or must not serve."""
     if not guard.resumes:
-        raise await _left(api, error.message) from error
+        raise await _abandon(api, error.message) from error
     try:
         if isinstance(before, str):
-            intact = await api.label() == before and not before.startswith(TORN)
+            intact = await api.read_label() == before and not before.startswith(TORN)
         else:
-            intact = before.whole and await api.loaded() == before
+            intact = before.whole and await api.read_loaded() == before
         if intact:
             await _check_still_ours(api, guard)
             await api.resume()
             return
     except (Claimed, StoreUnavailable) as failure:
-        # The calls in flight are the other's to hold or to cut.
+        # Whoever else holds the engine decides about the calls in flight.
         raise ReplicaLeft(f"{error.message}; then {failure.message}") from error
     except EngineFailed as failure:
-        raise await _left(api, f"{error.message}; then {failure.message}") from error
-    raise await _left(api, error.message) from error
+        raise await _abandon(api, f"{error.message}; then {failure.message}") from error
+    raise await _abandon(api, error.message) from error
 
 
 async def _check_still_ours(api: WeightApi, guard: Guard) -> None:
-    """Raises Claimed or StoreUnavailable where another process is, or may be, in the middle of an update of its own."""
+    """Raises Claimed or StoreUnavailable if another process is, or may be, updating the engine."""
     with contextlib.suppress(StepRefused):
         if await api.claim():
             return
@@ -182,17 +181,17 @@ async def _finish(api: WeightApi, push: Push, guard: Guard) -> None:
         if not guard.resumes:
             return
         if push.kind == "lora":
-            # Calls that came meanwhile may be queued in the engine, and name the old folder.
+            # Calls that arrived meanwhile may be queued in the engine and name the old folder.
             await api.abort_all()
         guard.check()
         await api.resume()
         guard.tell("resumed")
     except VerbatimError as error:
-        raise await _left(api, error.message) from error
+        raise await _abandon(api, error.message) from error
 
 
-async def _left(api: WeightApi, reason: str) -> ReplicaLeft:
-    # Calls in flight on a replica that stays paused would wait for ever; cut, they end with what they have.
+async def _abandon(api: WeightApi, reason: str) -> ReplicaLeft:
+    # Calls in flight on a paused replica would wait for ever; aborted, they end with what they have.
     with contextlib.suppress(EngineFailed):
         await api.abort_all()
     return ReplicaLeft(reason)

@@ -1,6 +1,6 @@
-"""vLLM's routes for new weights (`VLLM_SERVER_DEV_MODE=1`), one function each, and its errors as one sentence.
+"""WeightApi: vLLM's endpoints for new weights (`VLLM_SERVER_DEV_MODE=1`), with its errors as one sentence.
 
-The checkpoint route needs the backend of `vllm_backend.py` in the engine; LoRA adapters need `--enable-lora` and
+Checkpoints need the backend of `proxy.engine.in_vllm` in the engine; LoRA adapters need `--enable-lora` and
 `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. Checked against vLLM 0.32.
 """
 
@@ -14,33 +14,32 @@ from typing import Any
 
 import aiohttp
 
-from proxy.engine import replica
+from proxy.engine.apis.probe import lacks_extension
 from proxy.engine.replica import Replica
 from proxy.errors import EngineFailed
 
 PROBE_SECONDS = 30.0
 TORN = "torn"
-"""How the label of weights begins that are not, or may not be, whole: it is no version, so nothing sampled under them is trained.
-Where only the adapter is in doubt, the label that it had follows: `torn-4`."""
+"""The label's prefix for weights that are not, or may not be, whole. It is not a version, so nothing sampled under it is trained. If
+only the adapter is in doubt, its old label follows: `torn-4`."""
 SETUP = (
     "start vLLM with VLLM_SERVER_DEV_MODE=1, --worker-extension-cls proxy.engine.in_vllm.backend.VerbatimWorker and "
     '--weight-transfer-config \'{"backend": "verbatim"}\''
 )
 
-
-# vLLM's server drops the connection after an internal error; the next step must not be sent down it.
+# vLLM's server drops the connection after an internal error; the next step must not be sent over it.
 _CLOSE = {"Connection": "close"}
 _WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check the stack trace .*", re.DOTALL)
 
 
 class StepRefused(EngineFailed):
-    """The engine answered a step with an error, `http_status`; any other EngineFailed leaves open whether it took the step."""
+    """The engine answered a step with an error. Any other EngineFailed leaves open whether it took the step."""
 
     http_status: int | None = None
 
 
 class Claimed(EngineFailed):
-    """The engine is another's to change: of a service on another store, or of a process that has taken over."""
+    """Someone else may change the engine: a service on another store, or a process that has taken over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What a trainer sends through the NCCL group `group`: its parameters in order, each with its torch dtype and full shape."""
+    """What a trainer sends over the NCCL group `group`: its parameters in order, each with torch dtype and full shape."""
 
     group: str
     world_size: int
@@ -65,10 +64,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a replica's workers hold: `whole` when all of them hold the same complete weights, from the update of `path`
-    (None: what the engine was started with) as `version`; `updates` counts the whole updates since the engine started;
-    `error` is what the last update failed with; `claimed_by` who is changing them now; `group` the NCCL group that it joined;
-    `begun` whether an update was begun and not ended, None where only some workers say so."""
+    """What a replica's workers hold.
+
+    `whole`: all of them hold the same complete weights, from the update of `path` (None: what the engine was started with) as
+    `version`. `updates` counts whole updates since the engine started, `error` is that of the last one, `claimed_by` whoever is changing
+    the weights now, `group` the NCCL group it joined. `begun`: an update was begun and not ended; None if only some workers say so."""
 
     whole: bool
     path: str | None
@@ -81,9 +81,9 @@ class Loaded:
 
 
 class WeightApi:
-    """One replica's weight routes. Every method raises EngineFailed, with a sentence that names what the engine said.
+    """One replica's weight endpoints. Every method raises EngineFailed with what the engine said.
 
-    With a `claim` the engine's workers load nothing that comes under an older one."""
+    With a `claim` the workers refuse updates under an older one."""
 
     def __init__(self, http: aiohttp.ClientSession, replica: Replica, step_seconds: float, claim: Claim | None = None) -> None:
         self._http = http
@@ -92,90 +92,86 @@ class WeightApi:
         self._claim = claim
         self._extended = False
 
-    async def label(self) -> str:
+    async def read_label(self) -> str:
         answer = await self._ask("GET", "/weight_info", seconds=PROBE_SECONDS)
         return str(answer.get("weight_version"))
 
     async def set_label(self, version: int | str) -> None:
         await self._ask("POST", "/update_weight_version", {"new_version": str(version)}, seconds=PROBE_SECONDS)
 
-    async def paused(self) -> bool | None:
-        """None where the engine does not tell."""
+    async def is_paused(self) -> bool | None:
+        """None if the engine does not say."""
         answer = await self._ask("GET", "/is_paused", seconds=PROBE_SECONDS)
         return bool(answer.get("is_paused"))
 
-    async def loaded(self) -> Loaded:
+    async def read_loaded(self) -> Loaded:
         try:
-            return _loaded(await self._call_workers("verbatim_weights", seconds=PROBE_SECONDS))
+            return _combine(await self._call_workers("verbatim_weights", seconds=PROBE_SECONDS))
         except StepRefused as error:
             raise StepRefused(f"the engine has no backend for checkpoints ({error.message}); {SETUP}") from error
 
     async def claim(self) -> bool:
-        """Whether the engine's workers keep it, so that nobody else has them. Raises Claimed when another has the engine,
-        StepRefused when it has no backend that could say."""
+        """Whether the workers now hold the claim. Raises Claimed if someone else's is in force, StepRefused without the backend."""
         if self._claim is None:
             return False
-        claim = self._claim
-        for answer in await self._call_workers(
-            "verbatim_claim", claim.owner, claim.fence, claim.seconds, seconds=PROBE_SECONDS
-        ):
-            if answer.get("error"):
-                raise Claimed(str(answer["error"]))
+        answers = await self._set_claim(self._claim, self._claim.seconds)
+        if error := next((answer["error"] for answer in answers if answer.get("error")), None):
+            raise Claimed(str(error))
         return True
 
     async def release(self) -> None:
-        """Others may change the engine again. A claim that cannot be given back ends by itself."""
+        """Let others change the engine again. A claim that cannot be released expires."""
         if self._claim is not None:
             with contextlib.suppress(EngineFailed):
-                await self._call_workers("verbatim_claim", self._claim.owner, self._claim.fence, 0.0, seconds=PROBE_SECONDS)
+                await self._set_claim(self._claim, 0.0)
 
     async def check(self, path: str) -> None:
-        """Raises StepRefused when the checkpoint does not fit. Nothing is paused or changed."""
-        self._raise_any(await self._call_workers("verbatim_check", path))
+        """Raises StepRefused if the checkpoint does not fit. Changes nothing."""
+        _raise_first_error(await self._call_workers("verbatim_check", path))
 
     async def check_transfer(self, transfer: Transfer) -> None:
-        """Raises StepRefused when the engine is not in that group or the parameters do not fit. Nothing is paused or changed."""
-        self._raise_any(await self._call_workers("verbatim_check_transfer", asdict(transfer)))
+        """Raises StepRefused if the engine is not in that group or the parameters do not fit. Changes nothing."""
+        _raise_first_error(await self._call_workers("verbatim_check_transfer", asdict(transfer)))
 
     async def world_size(self) -> int:
-        """The workers of this engine, over all its parallel ranks."""
+        """The number of workers over all parallel ranks."""
         return int((await self._ask("GET", "/get_world_size", seconds=PROBE_SECONDS)).get("world_size", 0))
 
     async def join(self, group: str, nccl: dict[str, Any]) -> None:
-        """Returns when every worker has joined the trainer's NCCL group; the trainer must be joining it meanwhile."""
+        """Returns when every worker has joined the NCCL group; the trainer must be joining meanwhile."""
         await self._ask("POST", "/init_weight_transfer_engine", {"init_info": {"group": group, "nccl": nccl}})
-        joined = await self.loaded()
+        joined = await self.read_loaded()
         if joined.group != group:
             raise StepRefused(joined.error or "not every worker of the engine has joined the group")
 
     async def pause(self, mode: str) -> None:
-        """After it nothing runs. The cache is cleared in every mode: `keep` freezes the requests in flight and computes
-        their context again under the new weights, since a cache of the old ones would mix the two."""
+        """Stop sampling. Every mode clears the cache: `keep` freezes the requests in flight and recomputes their context under the new
+        weights, which the old cache would mix in."""
         await self._ask("POST", f"/pause?mode={mode}&clear_cache=true")
 
     async def resume(self) -> None:
         await self._ask("POST", "/resume")
 
     async def load_full(self, path: str, version: int) -> None:
-        """Return when every worker holds all of the checkpoint. To be called while paused."""
+        """Returns when every worker holds the whole checkpoint. Call while paused."""
         await self._update({"path": path, "version": version})
 
     async def load_transfer(self, transfer: Transfer, version: int) -> None:
-        """Return when every worker holds what the trainer sends. To be called while paused, in all the group's engines at once."""
+        """Returns when every worker holds what the trainer sends. Call while paused, on all engines of the group at once."""
         await self._update({"transfer": asdict(transfer), "version": version})
 
     async def _update(self, update_info: dict[str, Any]) -> None:
         claim = {"owner": self._claim.owner, "fence": self._claim.fence} if self._claim else {}
         await self.claim()
-        before = await self.loaded()
+        before = await self.read_loaded()
         if before.begun is None:
             raise StepRefused("some of the engine's workers are in the middle of an update; restart the engine")
-        # Left begun by a push that was killed or refused, the next may go right in. To begin it again would fail in every worker,
-        # and of several vLLM takes the first one's answer: the others' would be taken for the answers to what is asked next.
+        # A killed or refused push may have left an update begun, which this one continues. Beginning again would fail in every worker;
+        # of several vLLM reads only the first answer, and takes the others for answers to later requests.
         if not before.begun:
             await self._ask("POST", "/start_weight_update")
         await self._ask("POST", "/update_weights", {"update_info": {**update_info, **claim}})
-        after = await self.loaded()
+        after = await self.read_loaded()
         if not after.whole or after.updates != before.updates + 1:
             raise StepRefused(after.error or "the engine's workers hold different weights")
 
@@ -189,13 +185,11 @@ class WeightApi:
     async def abort_all(self) -> None:
         await self._ask("POST", "/abort_requests", {}, seconds=PROBE_SECONDS)
 
-    def _raise_any(self, answers: list[dict[str, Any]]) -> None:
-        for answer in answers:
-            if answer.get("error"):
-                raise StepRefused(str(answer["error"]))
+    async def _set_claim(self, claim: Claim, seconds: float) -> list[dict[str, Any]]:
+        return await self._call_workers("verbatim_claim", claim.owner, claim.fence, seconds, seconds=PROBE_SECONDS)
 
     async def _call_workers(self, method: str, *args: Any, seconds: float | None = None) -> list[dict[str, Any]]:
-        """One answer per worker of the engine. Raises StepRefused where they do not know the method."""
+        """One answer per worker. Raises StepRefused if they do not have the method."""
         await self._check_extended()
         answer = await self._ask("POST", "/collective_rpc", {"method": method, "args": args}, seconds=seconds)
         results = answer.get("results")
@@ -206,19 +200,20 @@ class WeightApi:
         return results
 
     async def _check_extended(self) -> None:
-        """Raises StepRefused where the workers of an engine that has several are known to lack the methods they are asked for."""
+        """Raises StepRefused if several workers are known to lack the extension; see `lacks_extension`."""
         if self._extended:
             return
+
+        async def read(route: str) -> dict[str, Any]:
+            return await self._ask("GET", route, seconds=PROBE_SECONDS)
+
         try:
-            missing = await replica.is_missing(self._probe)
+            missing = await lacks_extension(read)
         except StepRefused:
             missing = False
         if missing:
             raise StepRefused("its workers were started without --worker-extension-cls")
         self._extended = True
-
-    async def _probe(self, route: str) -> dict[str, Any]:
-        return await self._ask("GET", route, seconds=PROBE_SECONDS)
 
     async def _ask(
         self, method: str, route: str, body: dict[str, Any] | None = None, *, seconds: float | None = None
@@ -230,17 +225,22 @@ class WeightApi:
             ) as response:
                 data = await response.read()
         except TimeoutError as error:
-            raise EngineFailed(f"{_step(route)} did not answer within {timeout.total:g} seconds") from error
+            raise EngineFailed(f"{_path(route)} did not answer within {timeout.total:g} seconds") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineFailed(f"{_step(route)} broke off: {error or type(error).__name__}") from error
+            raise EngineFailed(f"{_path(route)} broke off: {error or type(error).__name__}") from error
         if response.status != 200:
-            refused = StepRefused(_sentence(route, response.status, data))
+            refused = StepRefused(_describe(route, response.status, data))
             refused.http_status = response.status
             raise refused
-        return _object(data)
+        return _parse_object(data)
 
 
-def _loaded(workers: list[dict[str, Any]]) -> Loaded:
+def _raise_first_error(answers: list[dict[str, Any]]) -> None:
+    if error := next((answer["error"] for answer in answers if answer.get("error")), None):
+        raise StepRefused(str(error))
+
+
+def _combine(workers: list[dict[str, Any]]) -> Loaded:
     first = workers[0]
     whole = all(worker.get("whole") is True and worker.get("updates") == first.get("updates") for worker in workers)
     error = next((str(worker["error"]) for worker in workers if worker.get("error")), None)
@@ -259,7 +259,7 @@ def _loaded(workers: list[dict[str, Any]]) -> Loaded:
     )
 
 
-def _object(data: bytes) -> dict[str, Any]:
+def _parse_object(data: bytes) -> dict[str, Any]:
     try:
         answer = json.loads(data)
     except ValueError:
@@ -267,16 +267,16 @@ def _object(data: bytes) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-def _sentence(route: str, status: int, data: bytes) -> str:
-    error = _object(data).get("error", _object(data))
+def _describe(route: str, status: int, data: bytes) -> str:
+    error = _parse_object(data).get("error", _parse_object(data))
     said = str(error.get("message") or error.get("detail") or "") if isinstance(error, dict) else str(error)
     if status == 404 and said in ("", "Not Found"):
-        return f"the engine has no {_step(route)}; {SETUP}"
+        return f"the engine has no {_path(route)}; {SETUP}"
     said = said.removeprefix("Call to collective_rpc method failed: ")
     if worker := _WORKER_ERROR.fullmatch(said):
         said = worker.group(1)
-    return said or f"{_step(route)} answered HTTP {status}"
+    return said or f"{_path(route)} answered HTTP {status}"
 
 
-def _step(route: str) -> str:
+def _path(route: str) -> str:
     return route.partition("?")[0]

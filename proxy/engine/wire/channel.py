@@ -1,7 +1,7 @@
-"""Channel: one connection to an engine, that carries one request after another.
+"""Channel: one HTTP connection to an engine, which carries one request after another.
 
-Of HTTP it does what a call needs and no more: a POST or GET, and its answer whole or as it comes. A general client spends several
-times as long on a request in Python, and three of them stand in the way of every call.
+It does what a call needs and no more: a POST or GET, and its answer whole or in pieces. A general client spends several times as
+long on a request in Python, and every call makes three requests.
 """
 
 from __future__ import annotations
@@ -14,61 +14,60 @@ from collections.abc import Awaitable, Callable
 import httptools
 
 _BUFFERED_BYTES = 1 << 20
-"""What may lie unread of an answer before the engine is made to wait."""
+"""How much of an answer may be unread before the channel stops reading."""
 
 _REST_SECONDS = 1.0
-"""How long the rest of an answer may take that nobody reads."""
+"""How long the unread rest of an answer may take to arrive."""
 
 
 Before = Callable[[], Awaitable[None]]
-"""What must have happened when the engine gets the end of a request."""
+"""Must return before the engine gets the end of a request."""
 
 
 class ChannelError(Exception):
-    """A request that was not answered whole."""
+    """A request without a complete answer."""
 
 
 class CannotConnect(ChannelError):
-    """No connection could be made: the request was not sent."""
+    """No connection was made, so the request was not sent."""
 
 
 class ConnectTimeout(ChannelError):
-    """Nobody took the connection in time."""
+    """No connection was made in time."""
 
 
 class NotAsked(ChannelError):
-    """The engine closed the connection before it had the whole request: it may be asked again, over another one."""
+    """The engine closed the connection before it had the whole request, which can be sent again."""
 
 
 class Unanswered(ChannelError):
-    """The engine closed the connection before it answered anything."""
+    """The engine closed the connection before it answered."""
 
 
 class BrokenOff(ChannelError):
-    """The answer ended before its end, or is no HTTP."""
+    """The answer ended early, or is not HTTP."""
 
 
 class Channel(asyncio.Protocol):
-    """The other end of one connection. `idle` is called when it may carry another request; `read_seconds`: how long the engine may
-    send nothing (0: for ever)."""
+    """`on_idle` is called when the connection can carry another request. The engine may be silent for `read_seconds` (0: for ever)."""
 
-    def __init__(self, idle: Callable[[Channel], None], read_seconds: float) -> None:
+    def __init__(self, on_idle: Callable[[Channel], None], read_seconds: float) -> None:
         self.lost = False
         self.idle_since = 0.0
-        self._idle = idle
+        self._on_idle = on_idle
         self._read_seconds = read_seconds
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._answer: Answer | None = None
         self._in_request = False
-        """Whether a request's end has not gone out yet."""
+        """Whether the last byte of a request is held back."""
 
     async def ask(self, head: bytes, body: bytes, before: Before | None = None) -> Answer:
-        """The answer, as soon as its status and headers are there. Raises ChannelError, and TimeoutError when the engine says nothing.
+        """The answer, once its status and headers are there. Raises ChannelError, and TimeoutError if the engine is silent.
 
-        With `before`, the last byte of the body goes out once that has returned, and all others meanwhile; raises as it, and NotAsked:
-        then the engine never had a request."""
+        With `before`, the last byte of the body is sent when that has returned, the others meanwhile. Raises what it raises, and
+        NotAsked if the engine hung up meanwhile: then it never had a request."""
         assert self._transport is not None and self._answer is None
         answer = self._answer = Answer(self, self._read_seconds)
         try:
@@ -83,23 +82,23 @@ class Channel(asyncio.Protocol):
                     self._in_request = False
                 elif not answer.status:
                     raise NotAsked("the engine closed the connection before it had the request")
-            await answer.begun()
+            await answer.wait_for_status()
         except BaseException:
             self.close()
             raise
         return answer
 
-    def pause(self) -> None:
+    def pause_reading(self) -> None:
         if self._transport is not None and not self.lost:
             self._transport.pause_reading()
 
-    def resume(self) -> None:
+    def resume_reading(self) -> None:
         if self._transport is not None and not self.lost:
             self._transport.resume_reading()
 
     @property
     def _unsent(self) -> bool:
-        """Whether some of the request still lies here."""
+        """Whether part of the request was not sent yet."""
         return self._transport is not None and self._transport.get_write_buffer_size() > 0
 
     def close(self) -> None:
@@ -116,7 +115,7 @@ class Channel(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             if self._answer is not None:
-                self._answer.fail(BrokenOff(f"the engine answered something else than HTTP: {error}"))
+                self._answer.fail(BrokenOff(f"the engine's answer is not HTTP: {error}"))
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -127,38 +126,38 @@ class Channel(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._answer is None:
-            # Nobody asked: whose answer comes next cannot be known.
+            # An answer without a request: later answers could not be matched either.
             self.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._answer is not None:
-            self._answer.header(name.lower(), value)
+            self._answer.add_header(name.lower(), value)
 
     def on_headers_complete(self) -> None:
         if self._answer is not None:
-            self._answer.headed(self._parser.get_status_code())
+            self._answer.set_status(self._parser.get_status_code())
 
     def on_body(self, body: bytes) -> None:
         if self._answer is not None:
-            self._answer.body(body)
+            self._answer.add_body(body)
 
     def on_message_complete(self) -> None:
         answer = self._answer
-        # 100 and its like come before the answer.
+        # Informational answers (1xx) precede the real one.
         if answer is None or not answer.status:
             return
         self._answer = None
-        answer.complete()
-        # An engine may refuse a request that it knows but in part; another one cannot come behind that.
+        answer.finish()
+        # An engine may refuse a request of which it has only a part; another one cannot follow that.
         if self._parser.should_keep_alive() and not self.lost and not self._in_request and not self._unsent:
             self.idle_since = self._loop.time()
-            self._idle(self)
+            self._on_idle(self)
         else:
             self.close()
 
 
 class Answer:
-    """What an engine answers: `status`, where it redirects to, and the body, read once, whole or in pieces."""
+    """An engine's answer: `status`, `location` of a redirect, and the body, which can be read once, whole or in pieces."""
 
     def __init__(self, channel: Channel, read_seconds: float) -> None:
         self.status = 0
@@ -166,14 +165,14 @@ class Answer:
         self._channel = channel
         self._loop = asyncio.get_running_loop()
         self._read_seconds = read_seconds
-        self._heard = 0.0
+        self._heard_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._pieces: deque[bytes] = deque()
         self._unread = 0
         self._paused = False
         self._whole = False
         self._measured = False
-        """Whether the answer says where it ends; otherwise that is where the connection ends."""
+        """Whether the answer says where it ends; otherwise it ends with the connection."""
         self._error: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
 
@@ -184,56 +183,56 @@ class Answer:
         if kind is not None:
             self.close()
         elif not self._whole:
-            # The rest says nothing any more, and the connection is good again behind it.
+            # Nobody needs the rest, and after it the connection can be reused.
             self._loop.call_later(_REST_SECONDS, self.close)
 
     def close(self) -> None:
-        """Hang up: the engine sees a client that went away, a reader gets BrokenOff."""
+        """Hang up: the engine sees a disconnected client, a reader gets BrokenOff."""
         if not self._whole:
             self.fail(BrokenOff("the connection was closed"))
             self._channel.close()
 
-    async def begun(self) -> None:
-        """Returns when the status is there. The engine has the whole request, and its time to say something runs."""
-        self._heard = self._loop.time()
+    async def wait_for_status(self) -> None:
+        """Returns when the status is there. Called once the engine has the whole request: `read_seconds` start now."""
+        self._heard_at = self._loop.time()
         if self._read_seconds and not self._whole and self._error is None:
-            self._timer = self._loop.call_later(self._read_seconds, self._quiet)
+            self._timer = self._loop.call_later(self._read_seconds, self._check_silence)
         while not self.status:
-            await self._more()
+            await self._wait()
 
     async def read(self) -> bytes:
-        """The whole body. Raises as `piece`."""
+        """The whole body. Raises as `read_piece`."""
         taken: list[bytes] = []
-        while piece := await self.piece():
+        while piece := await self.read_piece():
             taken.append(piece)
         return b"".join(taken)
 
     async def read_refusal(self) -> bytes:
-        """As much of the body as comes: whoever refuses may hang up in the middle of it, and has refused all the same."""
+        """As much of the body as comes: an engine may hang up while it refuses."""
         taken: list[bytes] = []
         with contextlib.suppress(BrokenOff, TimeoutError):
-            while piece := await self.piece():
+            while piece := await self.read_piece():
                 taken.append(piece)
         return b"".join(taken)
 
-    async def piece(self) -> bytes:
-        """What of the body has come since the last piece, at least a byte; b"" at its end. Raises BrokenOff and TimeoutError."""
+    async def read_piece(self) -> bytes:
+        """The part of the body since the last piece, at least a byte; b"" at the end. Raises BrokenOff and TimeoutError."""
         while not self._pieces:
             if self._whole:
                 return b""
-            await self._more()
+            await self._wait()
         piece, self._unread = b"".join(self._pieces), 0
         self._pieces.clear()
-        self._go_on()
+        self._resume()
         return piece
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if self._paused:
             self._paused = False
-            self._channel.resume()
+            self._channel.resume_reading()
 
-    async def _more(self) -> None:
-        """Returns when something came. Raises what ended the answer."""
+    async def _wait(self) -> None:
+        """Returns when something arrived. Raises what ended the answer."""
         if self._error is not None:
             raise self._error
         self._waiting = self._loop.create_future()
@@ -253,45 +252,45 @@ class Answer:
             self._waiting.set_exception(self._error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # An answer that was given up is not whole because its connection ends, too.
+        # An answer that was given up is not complete just because its connection ends as well.
         if exc is None and self.status and not self._measured and self._error is None:
-            self.complete()
+            self.finish()
             return
         reason = str(exc) if exc else "the engine closed the connection"
         self.fail(BrokenOff(reason) if self.status else Unanswered(reason))
 
-    def header(self, name: bytes, value: bytes) -> None:
-        """`name` in small letters."""
+    def add_header(self, name: bytes, value: bytes) -> None:
+        """`name` is lower case."""
         if name == b"location":
             self.location = value.decode("latin-1")
         elif name in (b"content-length", b"transfer-encoding"):
             self._measured = True
 
-    def headed(self, status: int) -> None:
+    def set_status(self, status: int) -> None:
         if status >= 200:
             self.status = status
             self._wake()
 
-    def body(self, body: bytes) -> None:
-        self._heard = self._loop.time()
+    def add_body(self, body: bytes) -> None:
+        self._heard_at = self._loop.time()
         self._pieces.append(body)
         self._unread += len(body)
         if self._unread > _BUFFERED_BYTES and not self._paused:
             self._paused = True
-            self._channel.pause()
+            self._channel.pause_reading()
         self._wake()
 
-    def complete(self) -> None:
+    def finish(self) -> None:
         self._whole = True
         self._stop_timer()
-        self._go_on()
+        self._resume()
         self._wake()
 
-    def _quiet(self) -> None:
-        """The time is over in which something should have come, counted from the start: look how long it really was quiet."""
-        left = self._heard + self._read_seconds - self._loop.time()
+    def _check_silence(self) -> None:
+        """Fail if nothing came for `read_seconds`, otherwise check again when that may be so."""
+        left = self._heard_at + self._read_seconds - self._loop.time()
         if left > 0 or self._paused:
-            self._timer = self._loop.call_later(max(left, 1.0), self._quiet)
+            self._timer = self._loop.call_later(max(left, 1.0), self._check_silence)
             return
         self.fail(TimeoutError(f"the engine sent nothing for {self._read_seconds:g} seconds"))
         self._channel.close()

@@ -1,4 +1,4 @@
-"""Channels: the connections over which calls go to engines, kept between them; any number at a time."""
+"""Channels: the pooled connections to engines. There is no limit on their number; idle ones are kept between calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from urllib.parse import unquote, urlsplit
 
 import aiohttp
@@ -21,12 +21,12 @@ from proxy.timeline import carried
 SocketFactory = Callable[[AddrInfoType], socket.socket]
 
 _NEXT_SECONDS = 0.25
-"""How long an address of a host is tried before the next one is, too (RFC 8305)."""
+"""How long one address of a host is tried before the next is tried as well (RFC 8305)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a URL leads: the server, and what the head of a request says of it."""
+    """The server of a URL, and its part of a request's head."""
 
     host: str
     port: int
@@ -36,8 +36,8 @@ class _Target:
 
 
 class Channels:
-    """`key` is what engines ask for; `socket_factory` makes the socket for an address, `carried` gives
-    headers for whatever is asked. An idle connection is kept `idle_seconds`."""
+    """`key` is the engines' API key; `socket_factory` makes the socket for an address; `trace_headers` gives headers for each request.
+    An idle connection is kept `idle_seconds`."""
 
     def __init__(
         self,
@@ -47,26 +47,26 @@ class Channels:
         read_seconds: float,
         idle_seconds: float,
         socket_factory: SocketFactory,
-        carried: Callable[[], Mapping[str, str]] | None = None,
+        trace_headers: Callable[[], Mapping[str, str]] | None = None,
     ) -> None:
         self._key = f"Authorization: Bearer {key}\r\n".encode() if key else b""
         self._connect_seconds = connect_seconds
         self._read_seconds = read_seconds
         self._idle_seconds = idle_seconds
         self._socket_factory = socket_factory
-        self._carried = carried
+        self._trace_headers = trace_headers
         self._idle: dict[tuple[str, int, bool], list[Channel]] = {}
         self._tls: ssl.SSLContext | None = None
         self._open = True
 
     @property
     def idle(self) -> list[Channel]:
-        """The connections that wait for a request."""
+        """The connections without a request."""
         return [channel for channels in self._idle.values() for channel in channels]
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str], before: Before | None = None) -> Answer:
-        """Ask with a JSON body, whose end waits for `before`. Raises ChannelError, TimeoutError when nothing is said for too long, and
-        as `before`."""
+        """Post a JSON body, whose last byte waits for `before`. Raises ChannelError, TimeoutError after too long a silence, and as
+        `before`."""
         more = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{_lines(headers)}\r\n"
         return await self._ask(b"POST", url, more.encode("latin-1"), body, before)
 
@@ -82,18 +82,18 @@ class Channels:
 
     async def _ask(self, method: bytes, url: str, more: bytes, body: bytes, before: Before | None = None) -> Answer:
         target = _target(url)
-        channel = self._kept(target) or await self._connected(target)
+        channel = self._take_idle(target) or await self._connect(target)
         authorized = b"" if b"\nAuthorization:" in target.lines else self._key
-        if self._carried is not None:
-            authorized += _lines(self._carried()).encode("latin-1")
+        if self._trace_headers is not None:
+            authorized += _lines(self._trace_headers()).encode("latin-1")
         head = b"".join((method, b" ", target.path, target.lines, authorized, more))
         try:
             return await channel.ask(head, body, before)
         except NotAsked:
-            return await (await self._connected(target)).ask(head, body, before)
+            return await (await self._connect(target)).ask(head, body, before)
 
-    def _kept(self, target: _Target) -> Channel | None:
-        """The connection that was used last, if it is still good."""
+    def _take_idle(self, target: _Target) -> Channel | None:
+        """The most recently used connection that is still good."""
         channels = self._idle.get((target.host, target.port, target.tls))
         oldest = asyncio.get_running_loop().time() - self._idle_seconds
         while channels:
@@ -103,38 +103,32 @@ class Channels:
             channel.close()
         return None
 
-    async def _connected(self, target: _Target) -> Channel:
-        def made() -> Channel:
-            return Channel(kept, self._read_seconds)
-
-        def kept(channel: Channel) -> None:
-            self._keep(target, channel)
-
+    async def _connect(self, target: _Target) -> Channel:
         try:
             async with asyncio.timeout(self._connect_seconds or None):
-                return await self._dialled(target, made)
+                return await self._dial(target, lambda: Channel(partial(self._keep, target), self._read_seconds))
         except TimeoutError as error:
             raise ConnectTimeout(f"no connection within {self._connect_seconds:g} seconds") from error
         except OSError as error:
             raise CannotConnect(error.strerror or str(error)) from error
         except RuntimeError as error:
-            # uvloop's way with some sockets.
+            # uvloop raises this for some sockets.
             raise CannotConnect(str(error)) from error
 
-    async def _dialled(self, target: _Target, made: Callable[[], Channel]) -> Channel:
-        """A connection to that of the host's addresses that takes one first. Raises OSError."""
+    async def _dial(self, target: _Target, make: Callable[[], Channel]) -> Channel:
+        """A connection to the first of the host's addresses that accepts one. Raises OSError."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
         dialled = await start_connection(found, happy_eyeballs_delay=_NEXT_SECONDS, socket_factory=self._socket_factory)
-        tls, name = (self._context(), target.host) if target.tls else (None, None)
+        tls, name = (self._tls_context(), target.host) if target.tls else (None, None)
         try:
-            _, channel = await loop.create_connection(made, sock=dialled, ssl=tls, server_hostname=name)
+            _, channel = await loop.create_connection(make, sock=dialled, ssl=tls, server_hostname=name)
         except BaseException:
             dialled.close()
             raise
         return channel
 
-    def _context(self) -> ssl.SSLContext:
+    def _tls_context(self) -> ssl.SSLContext:
         if self._tls is None:
             self._tls = ssl.create_default_context()
         return self._tls
@@ -146,7 +140,7 @@ class Channels:
         channels = self._idle.setdefault((target.host, target.port, target.tls), [])
         channels.append(channel)
         oldest = asyncio.get_running_loop().time() - self._idle_seconds
-        # The last used are taken first, so those that were idle for long lie in front.
+        # The most recently used are taken first, so the oldest are in front.
         while channels and (channels[0].idle_since <= oldest or channels[0].lost):
             channels.pop(0).close()
 
@@ -162,9 +156,9 @@ def _target(url: str) -> _Target:
     try:
         host, port = parts.hostname or "", parts.port or (443 if tls else 80)
     except ValueError as error:
-        raise CannotConnect(f"'{url}' is no address") from error
+        raise CannotConnect(f"'{url}' is not an address") from error
     if parts.scheme not in ("http", "https") or not host:
-        raise CannotConnect(f"'{url}' is no address")
+        raise CannotConnect(f"'{url}' is not an address")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     named = parts.netloc.rpartition("@")[2]
     lines = f" HTTP/1.1\r\nHost: {named}\r\nAccept: */*\r\n"
@@ -174,22 +168,19 @@ def _target(url: str) -> _Target:
     return _Target(host, port, tls, path.encode("latin-1", "replace"), lines.encode("latin-1", "replace"))
 
 
-# The connections to engines: no cap on their number, kept alive between calls, and broken when the other machine is gone.
-
-
 _IDLE_SECONDS = 4.0
-"""How long an idle connection is kept: vLLM's server closes it after 5 seconds, and a request sent into that would be lost."""
+"""vLLM's server closes an idle connection after 5 seconds, and a request sent at that moment would be lost."""
 
 _PROBE_AFTER_SECONDS = 30
 _PROBE_EVERY_SECONDS = 10
 _PROBES = 3
 
 
-def open_connections(settings: Settings) -> aiohttp.ClientSession:
-    """The session for everything but calls: probes, models, weights. With the engines' API key."""
+def open_session(settings: Settings) -> aiohttp.ClientSession:
+    """The session for probes and weights, with the engines' API key and no limit on connections."""
     key = settings.engine_api_key
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_probing_socket),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_make_socket),
         headers={"Authorization": f"Bearer {key.get_secret_value()}"} if key else None,
         timeout=aiohttp.ClientTimeout(
             total=None, sock_connect=settings.engine_connect_seconds, sock_read=settings.engine_timeout_seconds
@@ -198,32 +189,27 @@ def open_connections(settings: Settings) -> aiohttp.ClientSession:
 
 
 def open_channels(settings: Settings) -> Channels:
-    """The connections that calls go over, with the same key and the same patience."""
+    """The connections for calls, with the same key and timeouts."""
     key = settings.engine_api_key
     return Channels(
         key.get_secret_value() if key else None,
         connect_seconds=settings.engine_connect_seconds,
         read_seconds=settings.engine_timeout_seconds,
         idle_seconds=_IDLE_SECONDS,
-        socket_factory=_probing_socket,
-        carried=carried if settings.trace_endpoint is not None else None,
+        socket_factory=_make_socket,
+        trace_headers=carried if settings.trace_endpoint is not None else None,
     )
 
 
-def _probing_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+def _make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket with keepalive probes: a call to a machine that vanished breaks within a minute or so, and a call to an engine that
+    thinks for an hour does not."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _probe(made)
-    return made
-
-
-def _probe(made: socket.socket) -> None:
-    """Let the socket ask its other end for a sign of life: a machine that vanished breaks the call within a minute or so, where an
-    engine that thinks for an hour does not."""
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     longest_seconds = _PROBE_AFTER_SECONDS + _PROBES * _PROBE_EVERY_SECONDS
-    # Not every system has all of them. The last is for what was sent and never acknowledged, when no probe is sent.
+    # Not every system has all of these. The last covers sent data that is never acknowledged, during which no probe is sent.
     for name, value in (
         ("TCP_KEEPIDLE", _PROBE_AFTER_SECONDS),
         ("TCP_KEEPINTVL", _PROBE_EVERY_SECONDS),
@@ -232,3 +218,4 @@ def _probe(made: socket.socket) -> None:
     ):
         if hasattr(socket, name):
             made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made

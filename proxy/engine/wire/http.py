@@ -1,6 +1,6 @@
-"""HTTP towards an engine: one way to post JSON, read a stream of events, and ask for the version of the weights.
+"""EngineHttp: JSON requests, event streams and weight labels over the connections to engines; failures become our own errors.
 
-`proxy.engine.wire.channels` carries it.
+`Line` is the connection of one sampling request, which another task can hang up.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import aiohttp
 import msgspec
 
-from proxy.engine.pool.pool import EnginePool
 from proxy.engine.replica import Replica
 from proxy.engine.wire.channel import (
     Answer,
@@ -26,6 +26,7 @@ from proxy.engine.wire.channel import (
     NotAsked,
     Unanswered,
 )
+from proxy.engine.wire.channels import Channels
 from proxy.errors import ContextTooLong, EngineFailed, EngineUnavailable, NotFound, RequestError, VerbatimError
 from proxy.timeline import CLOCK, ENGINE, CallClock, Waiting
 
@@ -33,17 +34,17 @@ _encode = msgspec.json.Encoder().encode
 
 T = TypeVar("T")
 
-_ASKED_AGAIN = (CannotConnect, Unanswered, BrokenOff)
-"""How a connection breaks that the engine had just closed."""
+_STALE_CONNECTION = (CannotConnect, Unanswered, BrokenOff)
+"""The errors raised when the engine has already closed the connection."""
 
 
-class Told(msgspec.Struct):
-    """What every answer and every event of a stream may carry."""
+class EngineAnswer(msgspec.Struct):
+    """Base of every answer and stream event."""
 
     error: Any = None
 
 
-A = TypeVar("A", bound=Told)
+A = TypeVar("A", bound=EngineAnswer)
 
 
 class EventDecoder:
@@ -57,11 +58,35 @@ class EventDecoder:
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
-class EngineHttp:
-    """Requests to replicas over the pool's shared connections; every failure becomes one of our own errors."""
+class FailureObserver(Protocol):
+    def __call__(self, replica: Replica, reason: str, *, refused: bool) -> None: ...
 
-    def __init__(self, pool: EnginePool) -> None:
-        self._pool = pool
+
+class EngineHttp:
+    """Requests to replicas. `on_failure` is called for each call that broke, `on_new_label` when a replica's weight label changed."""
+
+    def __init__(
+        self, channels: Channels, on_failure: FailureObserver, on_new_label: Callable[[Replica], None] = lambda replica: None
+    ) -> None:
+        self._channels = channels
+        self._on_failure = on_failure
+        self._on_new_label = on_new_label
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The session for probes and weights."""
+        if self._session is None:
+            raise RuntimeError("EngineHttp.open() comes first")
+        return self._session
+
+    def open(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def close(self) -> None:
+        self._channels.close()
+        if self._session is not None:
+            await self._session.close()
 
     async def post(
         self,
@@ -74,55 +99,49 @@ class EngineHttp:
     ) -> T:
         """The decoded answer. Raises RequestError for the engine's 4xx, EngineFailed or EngineUnavailable for the rest."""
         try:
-            data = await self._exchange(replica, path, _encoded(replica, body), headers, line)
+            data = await self._exchange(replica, path, _encode_body(replica, body), headers, line)
         except asyncio.CancelledError:
             if line is None or not line.hung_up:
                 raise
             raise line.absorb() from None
         except (ChannelError, TimeoutError) as error:
-            raise self._broken(replica, error, line) from error
-        return _decoded(replica, path, data, answer)
+            raise self._translate(replica, error, line) from error
+        return _decode(replica, path, data, answer)
 
     async def ask(self, replica: Replica, path: str, body: Any, answer: type[T]) -> T:
-        """As `post`, for what may be asked twice: a connection that the engine had just closed costs a second try, not the call.
-        It samples nothing, so when that one breaks, too, another replica may be asked: EngineUnavailable."""
-        data = _encoded(replica, body)
+        """As `post`, for requests that can be repeated: they are retried once over a new connection.
+
+        Such a request samples nothing, so if the retry breaks too another replica can take the call: EngineUnavailable."""
+        data = _encode_body(replica, body)
         try:
-            raw = await _asked(partial(self._exchange, replica, path, data, None, None))
-        except _ASKED_AGAIN as error:
-            raise EngineUnavailable(self._broken(replica, error).message) from error
+            raw = await _retry_stale(partial(self._exchange, replica, path, data, None, None))
+        except _STALE_CONNECTION as error:
+            raise EngineUnavailable(self._translate(replica, error).message) from error
         except (ChannelError, TimeoutError) as error:
-            raise self._broken(replica, error) from error
-        return _decoded(replica, path, raw, answer)
+            raise self._translate(replica, error) from error
+        return _decode(replica, path, raw, answer)
 
-    async def _exchange(
-        self, replica: Replica, path: str, data: bytes, headers: dict[str, str] | None, line: Line | None
-    ) -> bytes:
-        with Waiting(ENGINE):
-            before = None if line is None else line.before
-            async with await self._pool.channels.post(replica.url + path, data, headers or {}, before) as answer:
-                if line is not None:
-                    line.connected(answer)
-                if answer.status != 200:
-                    raise refusal(replica, path, answer.status, await answer.read_refusal())
-                content = await answer.read()
-        replica.health.call_worked()
-        return content
+    async def order(self, replica: Replica, path: str, body: Any) -> None:
+        """As `post`, ignoring the answer."""
+        try:
+            await self._exchange(replica, path, _encode(body), None, None)
+        except (ChannelError, TimeoutError) as error:
+            raise self._translate(replica, error) from error
 
-    async def events(
+    async def stream_events(
         self, replica: Replica, path: str, body: Any, line: Line, headers: dict[str, str] | None = None
     ) -> AsyncIterator[bytes]:
-        """The data of each event up to [DONE]. Raises as `post`; EngineFailed when the stream ends without [DONE] or the
-        line is hung up."""
-        decoder, data = EventDecoder(), _encoded(replica, body)
+        """The data of each event up to [DONE]. Raises as `post`; EngineFailed if the stream ends without [DONE] or the line is
+        hung up."""
+        decoder, data = EventDecoder(), _encode_body(replica, body)
         clock = CLOCK.get() or CallClock()
         clock.wait()
         try:
-            async with await self._pool.channels.post(replica.url + path, data, headers or {}, line.before) as answer:
-                line.connected(answer)
+            async with await self._channels.post(replica.url + path, data, headers or {}, line.before) as answer:
+                line.attach(answer)
                 if answer.status != 200:
                     raise refusal(replica, path, answer.status, await answer.read_refusal())
-                while piece := await answer.piece():
+                while piece := await answer.read_piece():
                     clock.waited(ENGINE)
                     for event in decoder.feed(piece):
                         if event == b"[DONE]":
@@ -135,12 +154,12 @@ class EngineHttp:
                 raise
             raise line.absorb() from None
         except (TimeoutError, ChannelError) as error:
-            raise self._broken(replica, error, line) from error
+            raise self._translate(replica, error, line) from error
         if not line.hung_up:
-            self._pool.call_failed(replica, "streams end without their end", refused=False)
+            self._on_failure(replica, "streams end without [DONE]", refused=False)
         raise EngineFailed(f"engine {replica.name} broke off in the middle of a reply")
 
-    async def answers(
+    async def receive(
         self,
         replica: Replica,
         path: str,
@@ -151,41 +170,40 @@ class EngineHttp:
         stream: bool,
         headers: dict[str, str] | None = None,
     ) -> AsyncIterator[A]:
-        """The answer, or each event of it where it is streamed. Raises as `post` and `events`; EngineFailed for an event in which
-        the engine says that it failed."""
+        """The answer, or each event of a streamed one. Raises as `post` and `stream_events`; EngineFailed if it reports an error."""
         if not stream:
-            yield _whole(replica, await self.post(replica, path, body, answer, headers, line))
+            yield _check_error(replica, await self.post(replica, path, body, answer, headers, line))
             return
-        async for data in self.events(replica, path, body, line, headers):
+        async for data in self.stream_events(replica, path, body, line, headers):
             try:
                 event = msgspec.json.decode(data, type=answer)
             except msgspec.DecodeError as error:
-                raise EngineFailed(f"engine {replica.name} streamed something else than expected: {error}") from error
-            yield _whole(replica, event)
+                raise EngineFailed(f"engine {replica.name} streamed something unexpected: {error}") from error
+            yield _check_error(replica, event)
 
-    async def version_since(self, replica: Replica, before: int | None, line: Line) -> int | None:
-        """The version under which all of the line's tokens were sampled; None where that is not sure, or not said in time.
+    async def find_version(self, replica: Replica, before: int | None, line: Line) -> int | None:
+        """The weight version that all tokens of the line were sampled under; None if unknown or not reported in time.
 
-        `before`: what the replica was known to hold before the line began. Versions only grow, so what it holds now as well it
-        held all the time between; an engine that takes new weights is asked."""
+        `before` is what the replica held before the line began. Versions only grow, so if the replica holds it now it held it
+        throughout; an engine that takes new weights is asked."""
         if not replica.updatable:
             return before
         try:
-            async with line.aside():
-                after = replica.version_of(await self.label(replica, ("/weight_info",)))
+            async with line.limit():
+                after = replica.version_of(await self.read_label(replica, ("/weight_info",)))
         except EngineFailed:
             return None
         if after == before:
             return before
-        # Others push, too: what it holds is looked at before the next calls are taken for sampled under the old weights.
-        self._pool.look_at(replica)
+        # Someone else may have pushed: find out before later calls are recorded under the old version.
+        self._on_new_label(replica)
         return None
 
-    async def label(self, replica: Replica, routes: Sequence[str]) -> str | None:
-        """The replica's weight version as the engine writes it, from the first of the routes that it has; None where none tells."""
+    async def read_label(self, replica: Replica, routes: Sequence[str]) -> str | None:
+        """The weight version as the engine writes it, from the first of the routes it has; None if no route has one."""
         for route in routes:
             try:
-                status, content = await _asked(partial(self._got, replica.url + route))
+                status, content = await _retry_stale(partial(self._get, replica.url + route))
                 if status == 200:
                     label = msgspec.json.decode(content).get("weight_version")
                     return None if label is None else str(label)
@@ -193,23 +211,31 @@ class EngineHttp:
                 return None
         return None
 
-    async def _got(self, url: str) -> tuple[int, bytes]:
+    async def _exchange(
+        self, replica: Replica, path: str, data: bytes, headers: dict[str, str] | None, line: Line | None
+    ) -> bytes:
         with Waiting(ENGINE):
-            async with await self._pool.channels.get(url) as answer:
+            before = None if line is None else line.before
+            async with await self._channels.post(replica.url + path, data, headers or {}, before) as answer:
+                if line is not None:
+                    line.attach(answer)
+                if answer.status != 200:
+                    raise refusal(replica, path, answer.status, await answer.read_refusal())
+                content = await answer.read()
+        replica.health.call_worked()
+        return content
+
+    async def _get(self, url: str) -> tuple[int, bytes]:
+        with Waiting(ENGINE):
+            async with await self._channels.get(url) as answer:
                 return answer.status, await answer.read()
 
-    async def order(self, replica: Replica, path: str, body: Any) -> None:
-        """As `ask`, where nothing is answered."""
-        try:
-            await self._exchange(replica, path, _encode(body), None, None)
-        except (ChannelError, TimeoutError) as error:
-            raise self._broken(replica, error) from error
-
-    def _broken(self, replica: Replica, error: Exception, line: Line | None = None) -> VerbatimError:
+    def _translate(self, replica: Replica, error: Exception, line: Line | None = None) -> VerbatimError:
+        """Report a broken call, and make it one of our errors."""
         refused = isinstance(error, CannotConnect)
         if line is None or not line.hung_up:
-            what = f"cannot connect: {error}" if refused else f"calls break off: {error or type(error).__name__}"
-            self._pool.call_failed(replica, what, refused=refused)
+            reason = f"cannot connect: {error}" if refused else f"calls break off: {error or type(error).__name__}"
+            self._on_failure(replica, reason, refused=refused)
         if isinstance(error, (CannotConnect, ConnectTimeout, NotAsked)):
             return EngineUnavailable(f"engine {replica.name} cannot be reached")
         if isinstance(error, asyncio.TimeoutError):
@@ -217,43 +243,40 @@ class EngineHttp:
         return EngineFailed(f"engine {replica.name} broke off: {type(error).__name__}")
 
 
-async def _asked(ask: Callable[[], Awaitable[T]]) -> T:
-    """What is answered, if need be when it is asked for the second time. Raises as the second one."""
+async def _retry_stale(ask: Callable[[], Awaitable[T]]) -> T:
+    """Ask once more if the engine had just closed the connection."""
     try:
         return await ask()
-    except _ASKED_AGAIN:
+    except _STALE_CONNECTION:
         return await ask()
 
 
-def _decoded(replica: Replica, path: str, data: bytes, answer: type[T]) -> T:
+def _decode(replica: Replica, path: str, data: bytes, answer: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=answer)
     except msgspec.DecodeError as error:
-        raise EngineFailed(f"engine {replica.name} answered {path} with something else than expected: {error}") from error
+        raise EngineFailed(f"engine {replica.name} answered {path} with something unexpected: {error}") from error
 
 
-def _encoded(replica: Replica, body: Any) -> bytes:
-    """The body as JSON, with the model by the engine's own name, also in a request that it quotes."""
-    return _encode(_addressed(replica, body))
+def _encode_body(replica: Replica, body: Any) -> bytes:
+    """The body as JSON, with the engine's own name of the model, also in a request it quotes."""
+    return _encode(_address(replica, body))
 
 
-def _addressed(replica: Replica, body: Any) -> Any:
+def _address(replica: Replica, body: Any) -> Any:
     if not isinstance(body, dict) or replica.served_as(body.get("model", "")) == body.get("model", ""):
         return body
-    named = {key: _addressed(replica, value) for key, value in body.items() if isinstance(value, dict) and "model" in value}
+    named = {key: _address(replica, value) for key, value in body.items() if isinstance(value, dict) and "model" in value}
     if isinstance(body.get("model"), str):
         named["model"] = replica.served_as(body["model"])
     return {**body, **named}
 
 
-def _whole(replica: Replica, answer: A) -> A:
-    """Raises EngineFailed for an answer in which the engine says that it failed."""
+def _check_error(replica: Replica, answer: A) -> A:
+    """Raises EngineFailed for an answer that reports an error."""
     if answer.error:
         raise EngineFailed(f"engine {replica.name} broke off: {str(answer.error)[:300]}")
     return answer
-
-
-# Refusals: what an engine's HTTP errors mean to the caller.
 
 
 class UnknownRoute(EngineFailed):
@@ -261,14 +284,12 @@ class UnknownRoute(EngineFailed):
 
 
 def refusal(replica: Replica, path: str, status: int, data: bytes) -> VerbatimError:
-    """The engine's HTTP error as ours: its 4xx is the caller's to mend, the rest is the engine's fault."""
-    message, param = _message(data)
+    """The engine's HTTP error as ours: a 4xx is the caller's fault, the rest the engine's."""
+    message, param = _read_message(data)
     if status == 404 and param == "model":
         return NotFound(message, param="model")
     if status in (400, 413, 422):
-        if is_context_overflow(message):
-            return _too_long(message)
-        return RequestError(message, param=param)
+        return _context_error(message) if is_context_overflow(message) else RequestError(message, param=param)
     if status in (401, 403):
         return EngineUnavailable(f"engine {replica.name} refuses the service's own key (HTTP {status})")
     if status in (429, 503):
@@ -279,7 +300,7 @@ def refusal(replica: Replica, path: str, status: int, data: bytes) -> VerbatimEr
 
 
 def is_context_overflow(message: str) -> bool:
-    """vLLM's wording for a prompt that does not fit, on its chat, render and generate endpoints, SGLang's and llama.cpp's."""
+    """Whether vLLM (chat, render, generate), SGLang or llama.cpp says that a prompt is too long."""
     wordings = (
         *("maximum context length", "longer than the maximum model length"),
         *("longer than the model's context length", "exceeds the available context size"),
@@ -293,15 +314,15 @@ _PROMPT_TOKENS = re.compile(
 _WINDOW_TOKENS = re.compile(r"(?:maximum (?:context|model)|model's context) length (?:is |of |\()(\d+)")
 
 
-def _too_long(message: str) -> ContextTooLong:
-    """With the prompt's tokens and the window where the engine names both."""
+def _context_error(message: str) -> ContextTooLong:
+    """With the lengths of prompt and window if the engine names both."""
     tokens, window = _PROMPT_TOKENS.search(message), _WINDOW_TOKENS.search(message)
     if tokens is None or window is None:
         return ContextTooLong(message, param="messages")
     return ContextTooLong(message, param="messages", tokens=int(tokens[1]), window=int(window[1]))
 
 
-def _message(data: bytes) -> tuple[str, str | None]:
+def _read_message(data: bytes) -> tuple[str, str | None]:
     try:
         error = msgspec.json.decode(data)
     except msgspec.DecodeError:
@@ -313,17 +334,13 @@ def _message(data: bytes) -> tuple[str, str | None]:
     return str(error), None
 
 
-# Line: the connection of one sampling request, and the ways it ends before its time.
-
-
 ASIDE_SECONDS = 60.0
 HUNG_UP_SECONDS = 2.0
-"""How long an engine may take to say what sampled tokens mean, and how long when nobody waits for them any more."""
+"""How long an engine may take to interpret sampled tokens, and how long once the line is hung up."""
 
 
 class Withheld(Exception):
-    """The engine was not given the request; `error` says why. It is no failure of the engine, and nobody on the way is to take it for
-    one."""
+    """The engine never got the request, because of `error`, which is not a failure of the engine."""
 
     def __init__(self, error: VerbatimError) -> None:
         super().__init__(error.message)
@@ -331,8 +348,9 @@ class Withheld(Exception):
 
 
 class Line:
-    """The connection of one sampling request, so that someone else can hang up. `before`, while it is there, is to return before the
-    engine gets the request's end; it may raise `Withheld`."""
+    """The connection of one sampling request, which another task can hang up.
+
+    `before`, if set, must return before the end of the request is sent; it may raise `Withheld`."""
 
     def __init__(self) -> None:
         self.hung_up = False
@@ -341,21 +359,21 @@ class Line:
         self._answer: Answer | None = None
         self._limit: asyncio.Timeout | None = None
 
-    def connected(self, answer: Answer) -> None:
+    def attach(self, answer: Answer) -> None:
         self._answer = answer
 
     def redial(self) -> None:
-        """The request was refused and is made again. Raises EngineFailed when it was hung up on meanwhile."""
+        """The request was refused and is sent again. Raises EngineFailed if it was hung up meanwhile."""
         self._answer = None
         if self.hung_up:
             raise EngineFailed("the call was hung up")
 
-    def over(self) -> None:
-        """Nothing is left to hang up on: the task goes on to other things."""
+    def detach(self) -> None:
+        """There is nothing left to hang up; the task goes on to other things."""
         self._answer, self._task = None, None
 
     def hang_up(self) -> None:
-        """End the request now: the engine sees a client that went away, the reader an EngineFailed."""
+        """End the request now: the engine sees a disconnected client, the reader gets EngineFailed."""
         if self.hung_up:
             return
         self.hung_up = True
@@ -367,19 +385,19 @@ class Line:
             self._task.cancel()
 
     @contextlib.asynccontextmanager
-    async def aside(self) -> AsyncIterator[None]:
-        """Around what the engine is asked about tokens that are sampled: soon over once the line is hung up, or an engine that
-        hangs would keep them from being recorded. Raises EngineFailed."""
+    async def limit(self) -> AsyncIterator[None]:
+        """Bounds requests about tokens that are already sampled; the bound shrinks once the line is hung up, or a hanging engine
+        would keep the tokens from being recorded. Raises EngineFailed."""
         try:
             async with asyncio.timeout(HUNG_UP_SECONDS if self.hung_up else ASIDE_SECONDS) as self._limit:
                 yield
         except TimeoutError as error:
-            raise EngineFailed("the engine did not say in time what the sampled tokens mean") from error
+            raise EngineFailed("the engine did not interpret the sampled tokens in time") from error
         finally:
             self._limit = None
 
     def absorb(self) -> EngineFailed:
-        """What a cancellation that came from `hang_up` becomes."""
+        """The error that replaces a cancellation by `hang_up`."""
         if self._task is not None:
             self._task.uncancel()
         return EngineFailed("the call was hung up")

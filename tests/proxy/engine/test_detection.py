@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
 from pydantic import ValidationError
 
-from proxy.engine.replica import TOKEN_ROUTES, Found, contact, find_api, replica_at
+from proxy.engine.apis.base import EngineKinds
+from proxy.engine.apis.probe import Probe
+from proxy.engine.apis.renderer import LocalRenderer
+from proxy.engine.apis.vllm import TOKEN_ROUTES
+from proxy.engine.pool.membership import replica_at
+from proxy.engine.replica import Replica
+from proxy.engine.wire.channels import open_channels
+from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineUnavailable
 from proxy.settings import Settings
 from tests.support.engine.scripted_engine import Exchange, ScriptedEngine
@@ -51,9 +58,24 @@ def engine(request: pytest.FixtureRequest) -> Iterator[ScriptedEngine]:
         assert {str(asked.body) for asked in engine.received} <= {"{}", "None"}
 
 
+class Found(NamedTuple):
+    api: str
+    updatable: bool
+
+
+def ignore_failure(replica: Replica, reason: str, *, refused: bool) -> None:
+    pass
+
+
+def kinds(renders: bool) -> EngineKinds:
+    return EngineKinds(EngineHttp(open_channels(Settings()), ignore_failure), LocalRenderer("model" if renders else None, {}))
+
+
 async def found(engine: ScriptedEngine, asked: str, renders: bool) -> Found:
     async with aiohttp.ClientSession() as http:
-        return await find_api(http, engine.url, asked, renders=renders)
+        probe = Probe(http, engine.url)
+        kind = await kinds(renders).detect(probe, asked)
+        return Found(kind.name, await kind.takes_weights(probe))
 
 
 @pytest.mark.parametrize(
@@ -142,10 +164,10 @@ async def test_an_engine_that_tells_no_models_any_more_is_not_taken_for_one_with
     with ScriptedEngine("qwen3") as engine:
         replica = replica_at(engine.url)
         async with aiohttp.ClientSession() as http:
-            await contact(http, replica, "auto")
+            await kinds(False).contact(http, replica, "auto")
             known = replica.names
             engine.fault("/v1/models", Fail(404))
             with pytest.raises(EngineUnavailable, match="HTTP 404"):
-                await contact(http, replica, "auto")
+                await kinds(False).contact(http, replica, "auto")
             assert known == replica.names != ()
-            await contact(http, replica, "auto")
+            await kinds(False).contact(http, replica, "auto")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proxy.engine.apis.renderer import ChatFormat
+from proxy.engine.apis.chat_format import ChatFormat
 from tests.support.engine.template_families import FAMILIES
 
 QWEN3: dict[str, Any] = {"name": "qwen3"}

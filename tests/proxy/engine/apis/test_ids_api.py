@@ -337,8 +337,8 @@ def test_an_engine_that_samples_after_another_prompt_is_an_error(redis_server: R
 @pytest.mark.parametrize(
     ("renderer", "options", "reason"),
     [
-        ("/no/such/folder", QWEN3, "the renderer of '/no/such/folder' cannot be had"),
-        (None, {}, "say which of its renderers fits"),
+        ("/no/such/folder", QWEN3, "cannot load the renderer of '/no/such/folder'"),
+        (None, {}, "pick one of its renderers"),
         (None, {"name": "no-such-renderer"}, "no-such-renderer"),
         (None, {"name": "qwen3", "enable_thinking": "perhaps"}, "enable_thinking"),
     ],

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from proxy.engine.apis.vllm import TokenApi
+from proxy.engine.apis.vllm import VllmTokens
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.wire.http import EngineHttp
 from tests.proxy.call.test_flow import TOOLS, tool_result, turn
@@ -309,7 +309,7 @@ def test_a_tool_call_is_told_when_it_is_whole_though_the_engine_goes_on(
 
 @pytest.mark.parametrize(
     ("path", "owner", "method"),
-    [("token", TokenApi, "render"), ("token", EnginePool, "admitted")],
+    [("token", VllmTokens, "render"), ("token", EnginePool, "wait_for_gate")],
     ids=["render", "gate"],
 )
 def test_a_call_that_is_cut_before_its_engine_samples_is_answered(
@@ -359,7 +359,7 @@ def test_a_call_that_is_cut_is_recorded_though_its_engine_does_not_say_its_versi
         await asyncio.sleep(60)
         return None
 
-    monkeypatch.setattr(EngineHttp, "label", hang)
+    monkeypatch.setattr(EngineHttp, "read_label", hang)
     monkeypatch.setattr("proxy.call.flow._ABORT_SECONDS", 0.3)
     monkeypatch.setattr("proxy.engine.wire.http.HUNG_UP_SECONDS", 0.3)
     engine.say(Say("hello world the cat", gate=gate, gate_after=2))

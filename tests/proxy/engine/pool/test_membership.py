@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from proxy.engine.pool.membership import EngineSpec, Membership, engine_spec, system_resolver
+from proxy.engine.pool.membership import EngineSpec, Membership, parse_engine, resolve_with_system
 from proxy.engine.pool.pool import EnginePool
-from proxy.engine.pool.seats import Caller
+from proxy.engine.pool.routing import Caller
 from proxy.errors import Conflict, EngineUnavailable
 from proxy.settings import Settings
 from proxy.store.connection import StoreConnection
@@ -39,7 +39,7 @@ class Names:
 
 @asynccontextmanager
 async def pool_of(
-    *engines: str, resolver: Any = system_resolver, store: EngineStore | None = None
+    *engines: str, resolver: Any = resolve_with_system, store: EngineStore | None = None
 ) -> AsyncIterator[EnginePool]:
     pool = EnginePool(Settings(engine=list(engines), engine_watch_seconds=0.05), store, resolver)
     await pool.start()
@@ -62,9 +62,9 @@ async def pool_of(
     ],
 )
 def test_an_engine_is_named_in_one_word(text: str, url: str, policy: str, name: str) -> None:
-    spec = engine_spec(text)
+    spec = parse_engine(text)
     assert (spec.url, spec.policy, spec.name) == (url, policy, name)
-    assert engine_spec(str(spec)) == spec
+    assert parse_engine(str(spec)) == spec
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ def test_an_engine_is_named_in_one_word(text: str, url: str, policy: str, name: 
 )
 def test_what_names_no_engine_is_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        engine_spec(text)
+        parse_engine(text)
 
 
 def test_a_policy_that_is_said_twice_must_be_the_same() -> None:
-    assert engine_spec("judge=http://host", "judge") == EngineSpec("http://host", "judge")
+    assert parse_engine("judge=http://host", "judge") == EngineSpec("http://host", "judge")
     with pytest.raises(ValueError, match="names the policy 'judge', not 'critic'"):
-        engine_spec("judge=http://host", "critic")
+        parse_engine("judge=http://host", "critic")
 
 
 async def test_every_address_of_a_name_is_a_replica_and_the_last_answer_holds_while_there_is_none() -> None:
@@ -150,7 +150,7 @@ async def test_a_replica_whose_address_is_gone_takes_no_new_call_and_ends_those_
                 names.addresses["vllm"] = []
                 await until(lambda: replica.draining, "its address is gone")
                 assert (pool.draining, pool.replicas, replica.in_flight) == ([replica], [], 1)
-                async with pool.http.get(f"{replica.url}/v1/models") as response:
+                async with pool.http.session.get(f"{replica.url}/v1/models") as response:
                     assert response.status == 200
                 with pytest.raises(EngineUnavailable, match="no address"):
                     pool.pick("s")

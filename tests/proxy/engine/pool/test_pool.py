@@ -233,9 +233,9 @@ async def test_a_session_stays_and_only_those_of_a_dead_replica_move(engines: Ca
 
 async def test_calls_that_arrive_wait_while_the_gate_is_held() -> None:
     pool = EnginePool(Settings(engine=[]))
-    await asyncio.wait_for(pool.admitted(), 30)
+    await asyncio.wait_for(pool.wait_for_gate(), 30)
     with pool.hold():
-        waiting = asyncio.create_task(pool.admitted())
+        waiting = asyncio.create_task(pool.wait_for_gate())
         with pool.hold():
             await asyncio.sleep(0.01)
         assert not waiting.done()

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from openai import APIStatusError, InternalServerError
 
-from proxy.engine.pool.seats import preference
-from proxy.engine.replica import replica_at
+from proxy.engine.pool.membership import replica_at
+from proxy.engine.pool.routing import rank_replicas
 from tests.support.engine.scripted_engine import Drop, Fail, Generation, Say, ScriptedEngine, logprobs_of
 from tests.support.service.running_service import RunningService, Session, hanging_up, wait_until
 
@@ -43,7 +43,7 @@ def spread(service: RunningService, engines: list[ScriptedEngine], **fields: Any
     members = [replica_at(engine.url) for engine in engines]
     homes: dict[str, list[str]] = {member.name: [] for member in members}
     for number in itertools.count():
-        homes[preference(f"s{number}", members)[0].name].append(f"s{number}")
+        homes[rank_replicas(f"s{number}", members)[0].name].append(f"s{number}")
         if all(len(ids) >= 4 for ids in homes.values()):
             return [service.session(session_id=session_id, **fields) for ids in homes.values() for session_id in ids[:4]]
     raise AssertionError
@@ -305,7 +305,7 @@ def test_a_call_that_waits_ends_when_its_session_is_closed(full: tuple[ScriptedE
 def test_a_call_that_waits_in_another_process_ends_too_when_its_session_is_closed(
     full: tuple[ScriptedEngine, RunningService, Future[Any]], redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.engine.pool.seats.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("proxy.engine.pool.routing.LOOK_SECONDS", 0.1)
     _, service, _ = full
     session = service.session()
     with RunningService(service.settings.engine, service.settings.redis or redis_url) as other, ThreadPoolExecutor(1) as pool:

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.engine.pool.pool import catalogue, is_frozen, policy_for
-from proxy.engine.pool.seats import preference
-from proxy.engine.replica import Replica, replica_at
+from proxy.engine.pool.membership import replica_at
+from proxy.engine.pool.pool import catalogue, find_policy, is_frozen
+from proxy.engine.pool.routing import rank_replicas
+from proxy.engine.replica import Replica
 from proxy.errors import EngineUnavailable, NotFound
 
 SESSIONS = [f"session-{number}" for number in range(2000)]
@@ -19,7 +20,7 @@ def replicas(count: int, first: int = 0) -> list[Replica]:
 
 
 def homes(members: list[Replica]) -> dict[str, str]:
-    return {session: preference(session, members)[0].name for session in SESSIONS}
+    return {session: rank_replicas(session, members)[0].name for session in SESSIONS}
 
 
 @settings(max_examples=25)
@@ -42,16 +43,16 @@ def test_the_sessions_of_a_lost_replica_go_to_their_second_choice(count: int, lo
     gone = members[lost % count]
     left = [replica for replica in members if replica is not gone]
     for session in SESSIONS[:200]:
-        wanted = preference(session, members)
+        wanted = rank_replicas(session, members)
         if wanted[0] is gone:
-            assert preference(session, left)[0] is wanted[1]
+            assert rank_replicas(session, left)[0] is wanted[1]
 
 
 @given(order=st.permutations(range(5)))
 def test_every_process_prefers_the_same_whatever_order_it_knows_them_in(order: list[int]) -> None:
     members = replicas(5)
     shuffled = [members[number] for number in order]
-    assert all(preference(session, shuffled) == preference(session, members) for session in SESSIONS[:50])
+    assert all(rank_replicas(session, shuffled) == rank_replicas(session, members) for session in SESSIONS[:50])
 
 
 def serving(policy: str, *models: str, adapter: str | None = None, healthy: bool = True) -> Replica:
@@ -65,57 +66,57 @@ def test_a_call_goes_to_the_policy_it_names_then_to_one_that_serves_the_model_th
     members = [serving("", "base"), serving("judge", "large"), serving("critic", "small", "tiny")]
     named = {"", "judge", "critic"}
     for model, policy in [("judge", "judge"), ("large", "judge"), ("tiny", "critic"), ("base", ""), ("gpt-5", ""), ("", "")]:
-        assert policy_for(model, members, named) == policy
+        assert find_policy(model, members, named) == policy
 
 
 def test_a_policy_that_is_down_is_not_answered_by_another() -> None:
     members = [serving("", "base"), serving("judge", "large", healthy=False)]
-    assert policy_for("judge", members, {"", "judge"}) == "judge"
-    assert policy_for("large", members, {"", "judge"}) == "judge"
-    assert policy_for("nobody-yet", members, {"", "nobody-yet"}) == "nobody-yet"
+    assert find_policy("judge", members, {"", "judge"}) == "judge"
+    assert find_policy("large", members, {"", "judge"}) == "judge"
+    assert find_policy("nobody-yet", members, {"", "nobody-yet"}) == "nobody-yet"
 
 
 def test_a_model_that_two_policies_serve_is_the_default_ones_if_that_is_one_of_them() -> None:
-    assert policy_for("m", [serving("b", "m"), serving("", "m")], {"b", ""}) == ""
-    assert policy_for("m", [serving("b", "m"), serving("a", "m")], {"a", "b"}) == "a"
+    assert find_policy("m", [serving("b", "m"), serving("", "m")], {"b", ""}) == ""
+    assert find_policy("m", [serving("b", "m"), serving("a", "m")], {"a", "b"}) == "a"
 
 
 def test_a_name_that_nobody_is_known_by_may_be_that_of_a_policy_that_was_not_met() -> None:
     members = [serving("", "base"), serving("judge")]
     assert not members[1].met
     with pytest.raises(EngineUnavailable, match="'large' is not known, and may be one of critic, judge, whose engines"):
-        policy_for("large", members, {"", "judge", "critic"})
-    assert policy_for("base", members, {"", "judge"}) == "", "the default's own name is known"
-    assert policy_for("", members, {"", "judge"}) == ""
+        find_policy("large", members, {"", "judge", "critic"})
+    assert find_policy("base", members, {"", "judge"}) == "", "the default's own name is known"
+    assert find_policy("", members, {"", "judge"}) == ""
     members[1].api = "chat"
-    assert policy_for("large", members, {"", "judge"}) == "", "it was met, and lists no models"
+    assert find_policy("large", members, {"", "judge"}) == "", "it was met, and lists no models"
 
 
 def test_a_declared_name_goes_to_its_policy_whoever_serves_it() -> None:
     declared = {"large": "judge", "small": ""}
     members = [serving("", "large"), serving("judge", "small")]
-    assert policy_for("large", members, {"", "judge"}, declared) == "judge"
-    assert policy_for("small", members, {"", "judge"}, declared) == ""
-    assert policy_for("tiny", [serving("", "base")], {"", "judge"}, declared) == "", "the judge's names are all declared"
+    assert find_policy("large", members, {"", "judge"}, declared) == "judge"
+    assert find_policy("small", members, {"", "judge"}, declared) == ""
+    assert find_policy("tiny", [serving("", "base")], {"", "judge"}, declared) == "", "the judge's names are all declared"
     with pytest.raises(NotFound, match="there are: judge"):
-        policy_for("small", [], {"judge"}, declared)
+        find_policy("small", [], {"judge"}, declared)
 
 
 def test_without_a_default_policy_an_unknown_model_is_refused_with_those_there_are() -> None:
     with pytest.raises(NotFound, match="'gpt-5' does not exist; there are: judge, large") as refused:
-        policy_for("gpt-5", [serving("judge", "large")], {"judge"})
+        find_policy("gpt-5", [serving("judge", "large")], {"judge"})
     assert refused.value.param == "model"
 
 
 def test_strictly_a_name_that_nobody_goes_by_is_refused_where_the_engines_say_theirs() -> None:
     members = [serving("", "base"), serving("judge", "large")]
     for model, policy in [("base", ""), ("judge", "judge"), ("large", "judge"), ("", "")]:
-        assert policy_for(model, members, {"", "judge"}, strict=True) == policy
-    assert policy_for("small", members, {"", "judge"}, {"small": ""}, strict=True) == "", "it was declared"
+        assert find_policy(model, members, {"", "judge"}, strict=True) == policy
+    assert find_policy("small", members, {"", "judge"}, {"small": ""}, strict=True) == "", "it was declared"
     with pytest.raises(NotFound, match="'gpt-5' does not exist; there are: base, judge, large") as refused:
-        policy_for("gpt-5", members, {"", "judge"}, strict=True)
+        find_policy("gpt-5", members, {"", "judge"}, strict=True)
     assert refused.value.param == "model"
-    assert policy_for("gpt-5", [serving("")], {""}, strict=True) == "", "the engine says no names, and refuses it itself"
+    assert find_policy("gpt-5", [serving("")], {""}, strict=True) == "", "the engine says no names, and refuses it itself"
 
 
 def test_the_catalogue_names_policies_and_what_their_engines_serve() -> None:

@@ -1,4 +1,4 @@
-"""Seats and the queue: who gets a replica when there is no room, in which order, and who stops waiting."""
+"""Routing and its queue: who gets a replica when there is no room, in which order, and who stops waiting."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.engine.pool.seats import Caller, FairQueue, Seats, Waiting, preference
-from proxy.engine.replica import Replica, replica_at
+from proxy.engine.pool.membership import replica_at
+from proxy.engine.pool.routing import Caller, FairQueue, Routing, WaitingCall, rank_replicas
+from proxy.engine.replica import Replica
 from proxy.errors import Conflict, EngineFailed, EngineUnavailable
 
 
@@ -30,10 +31,10 @@ class Observed:
         self.waits.append(seconds)
 
     def tried_again(self, policy: str) -> None:
-        raise AssertionError("seats try nothing again")
+        raise AssertionError("routing tries nothing again")
 
     def ejected(self, policy: str) -> None:
-        raise AssertionError("seats take nobody out")
+        raise AssertionError("routing takes nobody out")
 
 
 class Pool:
@@ -44,16 +45,16 @@ class Pool:
         for replica in self.replicas:
             replica.max_calls, replica.healthy = room, True
         self.observed = Observed()
-        self.seats = Seats(self._of, queue_seconds, self.observed)
+        self.routing = Routing(self._of, queue_seconds, self.observed)
 
     def _of(self, policy: str) -> Sequence[Replica]:
         return [replica for replica in self.replicas if replica.policy == policy]
 
     async def take(self, session_id: str, *tried: Replica) -> Replica:
-        return await self.seats.take("", caller(session_id), set(tried))
+        return await self.routing.acquire("", caller(session_id), set(tried))
 
     def waiting(self, session_id: str, cut: asyncio.Event | None = None) -> asyncio.Task[Replica]:
-        return asyncio.create_task(self.seats.take("", caller(session_id, cut), set()))
+        return asyncio.create_task(self.routing.acquire("", caller(session_id, cut), set()))
 
 
 async def settled() -> None:
@@ -69,12 +70,12 @@ def test_turns_go_round_the_sessions_and_each_sessions_calls_keep_their_order(ca
     async def served() -> list[tuple[str, int]]:
         queue, replica = FairQueue(), replica_at("http://e:1")
         names = [(session, calls[:place].count(session)) for place, session in enumerate(calls)]
-        waiting = {name: Waiting(name[0], set()) for name in names}
+        waiting = {name: WaitingCall(name[0], set()) for name in names}
         for call in waiting.values():
             queue.join(call)
         order: list[tuple[str, int]] = []
-        while queue.serve(lambda call: replica):
-            order += [name for name, call in waiting.items() if call.given.done() and name not in order]
+        while queue.assign_next(lambda call: replica):
+            order += [name for name, call in waiting.items() if call.assigned.done() and name not in order]
         assert len(queue) == 0 and replica.in_flight == len(calls)
         return order
 
@@ -86,9 +87,9 @@ def test_turns_go_round_the_sessions_and_each_sessions_calls_keep_their_order(ca
 
 async def test_a_session_whose_replica_is_full_overflows_to_its_second_choice() -> None:
     pool = Pool(room=1, count=3)
-    wanted = preference("s", pool.replicas)
+    wanted = rank_replicas("s", pool.replicas)
     assert [await pool.take("s") for _ in range(3)] == wanted
-    pool.seats.free(wanted[0])
+    pool.routing.release(wanted[0])
     assert await pool.take("s") is wanted[0]
 
 
@@ -98,16 +99,16 @@ async def test_a_seat_that_is_freed_goes_to_the_session_whose_turn_it_is() -> No
     await pool.take("x")
     calls = {name: pool.waiting(name[0]) for name in ("a1", "a2", "a3", "b1")}
     await settled()
-    assert pool.seats.depths() == {"": 4}
+    assert pool.routing.depths() == {"": 4}
     order = []
     for _ in range(4):
-        pool.seats.free(pool.replicas[0])
+        pool.routing.release(pool.replicas[0])
         await settled()
         (name,) = [name for name, call in calls.items() if call.done()]
         order.append(name)
         del calls[name]
     assert order == ["a1", "b1", "a2", "a3"]
-    assert (pool.replicas[0].in_flight, pool.seats.depths(), len(pool.observed.waits)) == (1, {"": 0}, 5)
+    assert (pool.replicas[0].in_flight, pool.routing.depths(), len(pool.observed.waits)) == (1, {"": 0}, 5)
 
 
 async def test_who_comes_while_others_wait_does_not_get_before_them() -> None:
@@ -116,10 +117,10 @@ async def test_who_comes_while_others_wait_does_not_get_before_them() -> None:
     first = pool.waiting("a")
     await settled()
     late = pool.waiting("b")
-    pool.seats.free(pool.replicas[0])
+    pool.routing.release(pool.replicas[0])
     await settled()
     assert first.done() and not late.done()
-    pool.seats.free(pool.replicas[0])
+    pool.routing.release(pool.replicas[0])
     await late
 
 
@@ -132,7 +133,7 @@ async def test_a_replica_that_returns_serves_those_who_wait() -> None:
     await settled()
     assert not call.done()
     second.healthy = True
-    pool.seats.serve("")
+    pool.routing.dispatch("")
     assert await call is second
 
 
@@ -144,21 +145,21 @@ async def test_a_policys_calls_wait_for_its_own_replicas_only() -> None:
     call = pool.waiting("a")
     await settled()
     assert not call.done() and judge.has_room
-    assert await pool.seats.take("judge", caller("b"), set()) is judge
+    assert await pool.routing.acquire("judge", caller("b"), set()) is judge
     assert not call.done()
-    pool.seats.free(plain)
+    pool.routing.release(plain)
     await call
 
 
 async def test_a_replica_that_was_tried_is_not_given_again_while_another_one_serves() -> None:
     pool = Pool(room=1)
-    wanted = preference("s", pool.replicas)
+    wanted = rank_replicas("s", pool.replicas)
     assert await pool.take("s", wanted[0]) is wanted[1]
-    waits = asyncio.create_task(pool.seats.take("", caller("s"), {wanted[0]}))
+    waits = asyncio.create_task(pool.routing.acquire("", caller("s"), {wanted[0]}))
     await settled()
     assert not waits.done() and wanted[0].has_room
     wanted[1].healthy = False
-    pool.seats.serve("")
+    pool.routing.dispatch("")
     assert await waits is wanted[0]
 
 
@@ -170,8 +171,8 @@ async def test_a_call_that_is_cut_leaves_the_queue() -> None:
     cut.set()
     with pytest.raises(EngineFailed, match="cut before it was sampled"):
         await call
-    assert pool.seats.depths() == {"": 0}
-    pool.seats.free(pool.replicas[0])
+    assert pool.routing.depths() == {"": 0}
+    pool.routing.release(pool.replicas[0])
     assert pool.replicas[0].in_flight == 0
 
 
@@ -180,7 +181,7 @@ async def test_a_call_that_is_cut_in_the_moment_it_gets_its_seat_gives_it_back()
     await pool.take("x")
     call = pool.waiting("a", cut)
     await settled()
-    pool.seats.free(pool.replicas[0])
+    pool.routing.release(pool.replicas[0])
     cut.set()
     with pytest.raises(EngineFailed):
         await call
@@ -194,7 +195,7 @@ async def test_a_task_that_is_cancelled_leaves_the_queue() -> None:
     await settled()
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    assert pool.seats.depths() == {"": 0}
+    assert pool.routing.depths() == {"": 0}
 
 
 async def test_a_call_that_waited_too_long_is_told_to_come_back() -> None:
@@ -203,11 +204,11 @@ async def test_a_call_that_waited_too_long_is_told_to_come_back() -> None:
     with pytest.raises(EngineUnavailable, match=r"no engine had room for the call within 0.01 seconds; waiting: 1") as late:
         await pool.take("a")
     assert (late.value.status, late.value.retry_after_seconds) == (503, 5.0)
-    assert pool.seats.depths() == {"": 0}
+    assert pool.routing.depths() == {"": 0}
 
 
 async def test_a_call_whose_session_was_closed_elsewhere_stops_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.engine.pool.seats.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("proxy.engine.pool.routing.LOOK_SECONDS", 0.01)
     pool = Pool(room=1, count=1)
     await pool.take("x")
 
@@ -215,5 +216,5 @@ async def test_a_call_whose_session_was_closed_elsewhere_stops_waiting(monkeypat
         raise Conflict("session 'a' is completed; it takes no more calls")
 
     with pytest.raises(Conflict):
-        await pool.seats.take("", Caller("a", asyncio.Event(), closed), set())
-    assert pool.seats.depths() == {"": 0}
+        await pool.routing.acquire("", Caller("a", asyncio.Event(), closed), set())
+    assert pool.routing.depths() == {"": 0}

@@ -236,7 +236,7 @@ async def test_a_process_whose_lock_ran_out_does_not_resume_what_may_be_anothers
             (replica,) = service.pool.replicas
             if not backend:
                 engine.fault("/collective_rpc", *[Fail(500, "no such method")] * 2)
-            stale, fresh = (WeightApi(service.pool.http, replica, 60, Claim("store", fence, 60.0)) for fence in (5, 6))
+            stale, fresh = (WeightApi(service.pool.http.session, replica, 60, Claim("store", fence, 60.0)) for fence in (5, 6))
             hold = engine.weights.hold("pause", done=True)
             push = Push(1, checkpoints(1), "full" if backend else "lora")
             update = asyncio.create_task(update_replica(stale, replica, push, Guard(lost)))

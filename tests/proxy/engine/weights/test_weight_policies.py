@@ -131,7 +131,7 @@ async def test_the_weights_under_an_adapter_are_found_however_many_adapters_came
     last = await weights.current()
     assert [push.path for push in await keeper._chain(last, replica)] == ["/full/1", f"/lora/{KEPT_WEIGHTS}"]
     await weights.advance(WeightState(KEPT_WEIGHTS + 1, "/lora/last", "lora"))
-    with pytest.raises(EngineFailed, match=f"the last {KEPT_WEIGHTS} versions do not tell what belongs under its adapter"):
+    with pytest.raises(EngineFailed, match=f"the last {KEPT_WEIGHTS} versions have no full weights for it"):
         await keeper._chain(await weights.current(), replica)
 
 

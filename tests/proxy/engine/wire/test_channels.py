@@ -11,7 +11,6 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,8 @@ from aiohappyeyeballs import AddrInfoType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.engine.replica import replica_at
+from proxy.engine.pool.membership import replica_at
+from proxy.engine.replica import Replica
 from proxy.engine.wire.channel import BrokenOff, CannotConnect, NotAsked, Unanswered
 from proxy.engine.wire.channels import Channels
 from proxy.engine.wire.http import EngineHttp, Line
@@ -29,6 +29,10 @@ from tests.cli.serving.test_tls import make
 from tests.support.service.redis_server import free_port
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def ignore_failure(replica: Replica, reason: str, *, refused: bool) -> None:
+    pass
 
 
 class Engine:
@@ -217,9 +221,8 @@ async def test_who_is_left_time_and_again_has_asked_nothing() -> None:
             await made.post(url, b"{}", {}, lambda: asyncio.sleep(0.3))
         line = Line()
         line.before = lambda: asyncio.sleep(0.3)
-        pool: Any = SimpleNamespace(channels=made, call_failed=lambda *_, **__: None)
         with pytest.raises(EngineUnavailable):
-            await EngineHttp(pool).post(replica_at(url), "/v1/x", {}, dict, line=line)
+            await EngineHttp(made, ignore_failure).post(replica_at(url), "/v1/x", {}, dict, line=line)
 
 
 async def test_a_connection_on_which_a_request_was_refused_before_its_end_carries_no_other() -> None:
@@ -292,9 +295,8 @@ def test_an_engine_that_refuses_and_closes_before_a_request_ends_has_refused_it(
                 await asyncio.sleep(0.05)
 
             line.before = before if waits else None
-            pool: Any = SimpleNamespace(channels=made, call_failed=lambda *_, **__: None)
             with pytest.raises(EngineUnavailable, match=r"too busy \(HTTP 429\): late"):
-                await EngineHttp(pool).post(replica_at(url), "/v1/x", "x" * (size - 2), dict, line=line)
+                await EngineHttp(made, ignore_failure).post(replica_at(url), "/v1/x", "x" * (size - 2), dict, line=line)
             assert not made.idle
 
     run(ask())
@@ -316,10 +318,10 @@ async def test_pieces_come_as_they_are_sent() -> None:
         writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
 
     async with Engine(script).serving() as engine, channels() as made, await made.post(engine.url, b"", {}) as got:
-        assert await got.piece() == b"one"
+        assert await got.read_piece() == b"one"
         gate.set()
-        assert await got.piece() == b"two"
-        assert await got.piece() == b""
+        assert await got.read_piece() == b"two"
+        assert await got.read_piece() == b""
 
 
 async def test_a_reader_that_has_heard_enough_leaves_the_connection_to_the_next_request() -> None:
@@ -333,7 +335,7 @@ async def test_a_reader_that_has_heard_enough_leaves_the_connection_to_the_next_
 
     async with Engine(script).serving() as engine, channels() as made:
         async with await made.post(engine.url, b"", {}) as got:
-            assert await got.piece() == b"end"
+            assert await got.read_piece() == b"end"
         gate.set()
         while not made.idle:
             await asyncio.sleep(0.01)
@@ -381,9 +383,8 @@ async def test_a_weight_label_is_asked_for_again_over_a_new_connection_when_the_
         served.add(writer)
 
     async with Engine(script).serving() as engine, channels() as made:
-        pool: Any = SimpleNamespace(channels=made)
-        http, replica = EngineHttp(pool), replica_at(engine.url)
-        assert [await http.label(replica, ("/weight_info",)) for _ in range(2)] == ["7", "7"]
+        http, replica = EngineHttp(made, ignore_failure), replica_at(engine.url)
+        assert [await http.read_label(replica, ("/weight_info",)) for _ in range(2)] == ["7", "7"]
         assert engine.connections == 2
 
 
@@ -457,11 +458,11 @@ async def test_an_answer_that_was_hung_up_on_is_not_whole_though_it_would_have_e
     script = telling(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nsome of it")
     async with Engine(script).serving() as engine, channels() as made:
         got = await made.post(engine.url, b"", {})
-        assert await got.piece() == b"some of it"
+        assert await got.read_piece() == b"some of it"
         got.close()
         await engine.left.wait()
         with pytest.raises(BrokenOff):
-            await got.piece()
+            await got.read_piece()
 
 
 async def test_an_engine_waits_for_a_reader_that_is_slow() -> None:

@@ -18,7 +18,7 @@ async def test_a_request_that_is_made_again_can_be_hung_up_on() -> None:
             raise AssertionError("the response that was refused is over")
 
     line = Line()
-    line.connected(cast(aiohttp.ClientResponse, Response()))
+    line.attach(cast(aiohttp.ClientResponse, Response()))
     line.redial()
     asyncio.get_running_loop().call_soon(line.hang_up)
     with pytest.raises(asyncio.CancelledError):
@@ -30,7 +30,7 @@ async def test_a_request_that_is_made_again_can_be_hung_up_on() -> None:
 
 async def test_a_hang_up_after_the_request_is_over_ends_nothing_else() -> None:
     line = Line()
-    line.over()
+    line.detach()
     line.hang_up()
     await asyncio.sleep(0)
     assert line.hung_up

@@ -1,0 +1,122 @@
+"""Probe: asks an engine what it is, without letting it sample.
+
+To find out whether an engine has an endpoint the probe posts `{}` to it: an engine that has it answers 400 or 422, otherwise 404 or
+405. This needs no OpenAPI page and costs the engine nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+
+from proxy.engine.replica import Replica
+from proxy.errors import EngineUnavailable
+
+# A busy engine may take long over a small question; a dead one refuses the connection at once.
+PROBE_TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
+
+_RETRY_LATER = (429, 502, 503, 504)
+"""Answers that say nothing about an endpoint."""
+
+
+class NotListening(EngineUnavailable):
+    """No connection could be made: nothing listens at the engine's address."""
+
+
+class Probe:
+    """Every method raises what aiohttp raises."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http = http
+        self._url = url
+
+    async def status(self, method: str, route: str) -> int:
+        """The HTTP status. Raises EngineUnavailable for an engine too busy to answer."""
+        body: dict[str, str] | None = {} if method == "POST" else None
+        async with self._http.request(method, self._url + route, json=body, timeout=PROBE_TIMEOUT) as response:
+            if response.status in _RETRY_LATER:
+                raise EngineUnavailable(f"{route} answered HTTP {response.status}: what it can do is not known yet")
+            return response.status
+
+    async def read(self, route: str) -> dict[str, Any]:
+        """The JSON object at the route, {} if there is none."""
+        async with self._http.get(self._url + route, timeout=PROBE_TIMEOUT) as response:
+            try:
+                answer = await response.json(content_type=None) if response.status == 200 else None
+            except ValueError:
+                answer = None
+        return answer if isinstance(answer, dict) else {}
+
+    async def find_missing(self, *routes: str) -> list[str]:
+        statuses = [await self.status("POST", route) for route in routes]
+        return [route for route, status in zip(routes, statuses, strict=True) if status not in (400, 422)]
+
+    async def find_vllm_version(self) -> tuple[int, ...] | None:
+        """vLLM's version as (major, minor, patch); None for other engines."""
+        version = re.match(r"(\d+)\.(\d+)\.(\d+)", str((await self.read("/version")).get("version") or ""))
+        return None if version is None else tuple(map(int, version.groups()))
+
+    async def find_logprob_mode(self) -> str | None:
+        """vLLM's `--logprobs-mode` from workers with this project's extension; None if they do not say or disagree."""
+        if await lacks_extension(self.read):
+            return None
+        question = {"method": "verbatim_weights"}
+        async with self._http.post(f"{self._url}/collective_rpc", json=question, timeout=PROBE_TIMEOUT) as response:
+            if response.status != 200:
+                return None
+            try:
+                modes = {answer.get("logprob_mode") for answer in (await response.json(content_type=None))["results"]}
+            except (ValueError, KeyError, TypeError, AttributeError):
+                return None
+        mode = modes.pop() if len(modes) == 1 else None
+        return mode if isinstance(mode, str) else None
+
+    async def read_models(self, replica: Replica) -> None:
+        """Store on the replica which models it serves. Raises EngineUnavailable if it refuses, ValueError for a malformed list."""
+        async with self._http.get(f"{self._url}/v1/models", timeout=PROBE_TIMEOUT) as response:
+            if response.status in (401, 403):
+                raise EngineUnavailable(f"it refuses the engine API key (HTTP {response.status})")
+            if response.status >= 500:
+                raise EngineUnavailable(f"GET /v1/models answered HTTP {response.status}")
+            if response.status != 200 and replica.names:
+                raise EngineUnavailable(f"GET /v1/models answered HTTP {response.status}, but listed its models before")
+            # A plain server may have only /v1/chat/completions: then any answer is a sign of life.
+            answer = await response.json(content_type=None) if response.status == 200 else {}
+        try:
+            _read_cards(replica, answer.get("data", []))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError("GET /v1/models did not answer with a list of models") from error
+
+    async def check_health(self) -> None:
+        """vLLM answers 503 when the engine behind its server is dead. A server without the route is not judged by it."""
+        async with self._http.get(f"{self._url}/health", timeout=PROBE_TIMEOUT) as response:
+            if response.status >= 500:
+                raise EngineUnavailable(f"GET /health answered HTTP {response.status}")
+
+
+def _read_cards(replica: Replica, cards: list[dict[str, Any]]) -> None:
+    base = [card for card in cards if not card.get("parent")]
+    adapters = [str(card["id"]) for card in cards if card.get("parent")]
+    lengths = [int(card["max_model_len"]) for card in base if card.get("max_model_len")]
+    replica.models = tuple(str(card["id"]) for card in base)
+    replica.names = tuple(str(card["id"]) for card in cards)
+    replica.adapter = adapters[0] if adapters else None
+    replica.max_model_len = min(lengths) if lengths else None
+
+
+async def lacks_extension(read: Callable[[str], Awaitable[dict[str, Any]]]) -> bool:
+    """Whether vLLM's workers are known to lack `VerbatimWorker`; `read` gets a route of the engine. False if the server does not say.
+
+    Its workers must not be asked: a missing method fails in every worker, and of several vLLM reads only the first one's answer. The
+    others stay in their queues and are taken for answers to later requests, on `/update_weights` or `/pause` for example, until the
+    engine restarts (vLLM 0.32, `v1/executor/multiproc_executor.py`). A single worker's error is just that error."""
+    if int((await read("/get_world_size")).get("world_size", 1)) <= 1:
+        return False
+    config = (await read("/server_info?config_format=json")).get("vllm_config")
+    parallel = config.get("parallel_config") if isinstance(config, dict) else None
+    if not isinstance(parallel, dict) or "worker_extension_cls" not in parallel:
+        return False
+    return not str(parallel["worker_extension_cls"]).endswith("VerbatimWorker")

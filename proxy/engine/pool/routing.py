@@ -1,0 +1,188 @@
+"""Routing: which replica a call goes to, and the calls that wait because none has room.
+
+A session prefers replicas in the order of `rank_replicas`. A call goes to the first of them that has room; if none has, it waits in
+its policy's fair queue. The numbers are this process's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from proxy.engine.replica import Replica
+from proxy.errors import EngineFailed, EngineUnavailable
+from proxy.metrics import Metrics
+
+LOOK_SECONDS = 2.0
+"""How often a waiting call checks whether its caller still wants it."""
+RETRY_AFTER_SECONDS = 5.0
+"""Retry-After of a call that waited in vain: the engines will be busy for more than a moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """`cut` is set when the call must end; `look` raises when nobody can want it any more."""
+
+    session_id: str
+    cut: asyncio.Event
+    look: Callable[[], Awaitable[None]]
+
+
+def rank_replicas(session_id: str, replicas: Iterable[Replica]) -> list[Replica]:
+    """The replicas in the session's order of preference, by rendezvous hashing of their names.
+
+    A session stays on one replica, so that its prefix cache helps. A lost replica gives each of its sessions to that session's next
+    choice, a new one takes over only the sessions that prefer it, about 1/n either way; no session moves between two replicas that
+    stay (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998)."""
+
+    def weigh(replica: Replica) -> bytes:
+        return blake2b(f"{session_id}\0{replica.name}".encode(), digest_size=8).digest()
+
+    return sorted(replicas, key=weigh, reverse=True)
+
+
+@dataclass(slots=True, eq=False)
+class WaitingCall:
+    """A call without a replica. `assigned` resolves to the one it gets."""
+
+    session_id: str
+    tried: set[Replica]
+    assigned: asyncio.Future[Replica] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Routing:
+    """`replicas_of` gives the replicas of a policy."""
+
+    def __init__(self, replicas_of: Callable[[str], Sequence[Replica]], queue_seconds: float, metrics: Metrics) -> None:
+        self._replicas_of = replicas_of
+        self._queue_seconds = queue_seconds
+        self._metrics = metrics
+        self._queues: dict[str, FairQueue] = {}
+
+    def depths(self) -> Mapping[str, int]:
+        """The number of waiting calls by policy."""
+        return {policy: len(queue) for policy, queue in self._queues.items()}
+
+    async def acquire(self, policy: str, caller: Caller, tried: set[Replica]) -> Replica:
+        """A replica with room, if possible one that was not tried; `release` must follow.
+
+        Raises EngineUnavailable if none has room in time, EngineFailed if the call is cut, and what `caller.look` raises."""
+        queue = self._queues.setdefault(policy, FairQueue())
+        replica = None if queue else _choose(self._serving(policy), caller.session_id, tried)
+        if replica is not None:
+            replica.in_flight += 1
+            self._metrics.waited(policy, 0.0)
+            return replica
+        started = time.monotonic()
+        try:
+            return await self._wait_in_queue(queue, policy, caller, tried)
+        finally:
+            self._metrics.waited(policy, time.monotonic() - started)
+
+    def release(self, replica: Replica) -> None:
+        replica.in_flight -= 1
+        self.dispatch(replica.policy)
+
+    def dispatch(self, policy: str) -> None:
+        """Assign waiting calls to replicas with room: after a release, and when a replica joins or returns."""
+        queue = self._queues.get(policy)
+        if not queue:
+            return
+        serving = self._serving(policy)
+
+        def choose(call: WaitingCall) -> Replica | None:
+            return _choose(serving, call.session_id, call.tried)
+
+        while any(replica.has_room for replica in serving) and queue.assign_next(choose):
+            pass
+
+    def _serving(self, policy: str) -> list[Replica]:
+        return [replica for replica in self._replicas_of(policy) if replica.healthy]
+
+    async def _wait_in_queue(self, queue: FairQueue, policy: str, caller: Caller, tried: set[Replica]) -> Replica:
+        call = WaitingCall(caller.session_id, tried)
+        queue.join(call)
+        self.dispatch(policy)
+        try:
+            if not call.assigned.done():
+                await self._wait(call, caller, policy)
+        except BaseException:
+            queue.leave(call)
+            if call.assigned.done():
+                self.release(call.assigned.result())
+            raise
+        return call.assigned.result()
+
+    async def _wait(self, call: WaitingCall, caller: Caller, policy: str) -> None:
+        cut = asyncio.ensure_future(caller.cut.wait())
+        try:
+            async with asyncio.timeout(self._queue_seconds or None):
+                while True:
+                    await asyncio.wait((call.assigned, cut), timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                    if cut.done():
+                        raise EngineFailed("the call was cut before it was sampled")
+                    if call.assigned.done():
+                        return
+                    await caller.look()
+        except TimeoutError as error:
+            waiting = len(self._queues[policy])
+            late = EngineUnavailable(
+                f"no engine had room for the call within {self._queue_seconds:g} seconds; waiting: {waiting}"
+            )
+            late.retry_after_seconds = RETRY_AFTER_SECONDS
+            raise late from error
+        finally:
+            cut.cancel()
+
+
+def _choose(serving: Sequence[Replica], session_id: str, tried: Container[Replica]) -> Replica | None:
+    """The session's first choice with room, among replicas that were not tried if any of those serves."""
+    untried = [replica for replica in serving if replica not in tried] or serving
+    free = [replica for replica in untried if replica.has_room]
+    if len(free) < 2:
+        return free[0] if free else None
+    return rank_replicas(session_id, free)[0]
+
+
+class FairQueue:
+    """Waiting calls, served in turns by session: each turn goes to the session that has waited longest for one, and to its oldest
+    call. So a session with a hundred waiting calls gets as many turns as one with a single call."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[str, deque[WaitingCall]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(len(calls) for calls in self._sessions.values())
+
+    def join(self, call: WaitingCall) -> None:
+        self._sessions.setdefault(call.session_id, deque()).append(call)
+
+    def leave(self, call: WaitingCall) -> None:
+        """Has no effect on a call that no longer waits."""
+        calls = self._sessions.get(call.session_id)
+        if calls is None or call not in calls:
+            return
+        calls.remove(call)
+        if not calls:
+            del self._sessions[call.session_id]
+
+    def assign_next(self, choose: Callable[[WaitingCall], Replica | None]) -> bool:
+        """Assign a replica to the first session in turn for whose call `choose` finds one. False if it finds none."""
+        for session_id, calls in self._sessions.items():
+            replica = choose(calls[0])
+            if replica is not None:
+                self._assign(session_id, replica)
+                return True
+        return False
+
+    def _assign(self, session_id: str, replica: Replica) -> None:
+        calls = self._sessions[session_id]
+        replica.in_flight += 1
+        calls.popleft().assigned.set_result(replica)
+        self._sessions.move_to_end(session_id)
+        if not calls:
+            del self._sessions[session_id]

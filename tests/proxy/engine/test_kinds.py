@@ -1,0 +1,144 @@
+"""Kinds of engines are found by their entry points: one from outside the package serves calls like a built-in one.
+
+The engine of these tests shouts: a character is a token, its id the code point, and the reply is the last message in capitals.
+
+    prompt      u : h i \\n a :        completion      H I
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from proxy.engine.kinds import find_kinds, load_kind
+from proxy.settings import Settings
+from tests.support.service.running_service import RunningService, streamed_text
+
+SHOUTING = """
+from proxy.dialects.base import Delta, FirstToken
+from proxy.engine.apis.base import EngineKind, Outcome, Sampled
+from proxy.engine.apis.renderer import Rendered
+from proxy.engine.wire.http import EngineAnswer
+from reconstruct.records import Span, pack_ids
+
+
+class Event(EngineAnswer):
+    ids: list[int] = []
+
+
+class Shouting(EngineKind):
+    name = "shouting"
+    detection_order = 5
+
+    async def detect(self, probe, *, asked):
+        return None if (await probe.read("/shouts")).get("loud") else "it does not shout"
+
+    async def takes_weights(self, probe):
+        return False
+
+    async def render(self, replica, request, rendering, id_text):
+        text = "".join(f"{message['role'][0]}:{message['content']}\\n" for message in rendering.messages)
+        ids = [ord(letter) for letter in text + ("a:" if rendering.add_generation_prompt else "")]
+        return Rendered(pack_ids(ids), {})
+
+    async def sample(self, replica, job, *, stream):
+        ids, begun = [], not stream
+        body = {"ids": job.prompt_json, "stream": stream}
+        async for event in self._http.receive(replica, "/shout", body, Event, job.line, stream=stream):
+            if not begun:
+                begun = True
+                yield FirstToken()
+            ids += event.ids
+            if stream:
+                yield Delta(0, "".join(map(chr, event.ids)))
+        message = {"role": "assistant", "content": "".join(map(chr, ids))}
+        spans = (Span(replica.weight_version, 0, len(ids)),)
+        yield Outcome([Sampled(0, ids, [-0.5] * len(ids), spans, "stop", None, message)], None, len(job.prompt_ids))
+"""
+
+
+class ShoutingEngine(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        answers = {"/v1/models": {"data": [{"id": "policy", "max_model_len": 64}]}, "/shouts": {"loud": True}}
+        answer = answers.get(self.path)
+        self._answer(404 if answer is None else 200, json.dumps(answer).encode())
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/shout":
+            self._answer(404, b"{}")
+            return
+        question = "".join(map(chr, asked["ids"])).split("\n")[-2].removeprefix("u:")
+        ids = [ord(letter) for letter in question.upper()]
+        events = [b'data: {"ids": [%d]}\n\n' % token for token in ids] + [b"data: [DONE]\n\n"]
+        self._answer(200, b"".join(events) if asked["stream"] else json.dumps({"ids": ids}).encode())
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def engine_url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ShoutingEngine)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, code: str, entry: str) -> None:
+    """A distribution with one module and one entry point of the group `verbatim.engines`."""
+    (folder / f"{module}.py").write_text(code)
+    installed = folder / f"{module}-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(f"[verbatim.engines]\n{entry}\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+@pytest.mark.parametrize("engine_api", ["auto", "shouting"])
+def test_an_engine_from_outside_the_package_serves_calls(
+    engine_url: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_api: str
+) -> None:
+    install(tmp_path, monkeypatch, "shouting", SHOUTING, "shouting = shouting:Shouting")
+    with RunningService(engine_url, redis_url, engine_api=engine_api) as service:
+        session = service.session()
+        assert session.ask("hi").choices[0].message.content == "HI"
+        assert streamed_text(session.ask("who?", stream=True))[0] == "WHO?"
+        for call, asked in zip(session.calls, ("hi", "who?"), strict=True):
+            count = len(asked)
+            assert (call["api"], call["status"], call["finish_reason"]) == ("shouting", "finished", "stop")
+            assert "".join(map(chr, call["prompt_ids"])) == f"u:{asked}\na:"
+            assert "".join(map(chr, call["completion_ids"])) == asked.upper()
+            assert (call["logprobs"], call["weight_versions"]) == ([-0.5] * count, [[0, 0, count]])
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "shouting", SHOUTING, "shouting = shouting:Shouting")
+    with pytest.raises(ValidationError, match=r"no kind of engine is named 'whispering'; known: auto, chat, .*, shouting, "):
+        Settings(engine_api="whispering")
+
+
+def test_a_kind_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "mute", "", "mute = mute:Mute")
+    with pytest.raises(ValueError, match="the kind of engine 'mute' cannot be loaded: AttributeError"):
+        load_kind("mute")
+
+
+def test_a_package_cannot_replace_a_built_in_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "shouting", SHOUTING, "token = shouting:Shouting")
+    assert find_kinds()["token"].value == "proxy.engine.apis.vllm:VllmTokens"
