@@ -39,7 +39,7 @@ class Health:
         self._ejections: deque[float] = deque(maxlen=2)
 
     @property
-    def recovered(self) -> bool:
+    def has_recovered(self) -> bool:
         """Whether it has answered as many probes in a row as it needs to serve."""
         return self._good_probes >= self._needed
 
@@ -48,29 +48,29 @@ class Health:
         return max(0, self._needed - self._good_probes)
 
     @property
-    def doubtful(self) -> bool:
+    def is_doubtful(self) -> bool:
         """Whether its last call or probe failed, so that it should be visited again soon."""
         return self._failed_calls > 0 or self._failed_probes > 0
 
-    def call_failed(self) -> bool:
+    def fail_call(self) -> bool:
         """Whether that is one too many in a row."""
         self._failed_calls += 1
         return self._failed_calls >= self._rule.failures
 
-    def call_worked(self) -> None:
+    def pass_call(self) -> None:
         self._failed_calls = 0
 
-    def probe_failed(self) -> bool:
+    def fail_probe(self) -> bool:
         """Whether that is one too many in a row."""
         self._good_probes = 0
         self._failed_probes += 1
         return self._failed_probes >= self._rule.failures
 
-    def probe_worked(self) -> None:
+    def pass_probe(self) -> None:
         self._failed_probes = 0
         self._good_probes += 1
 
-    def ejected(self) -> None:
+    def eject(self) -> None:
         """Set what it needs to return."""
         now = self._clock()
         self._ejections.append(now)

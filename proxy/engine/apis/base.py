@@ -10,6 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import aiohttp
@@ -223,14 +224,41 @@ class EngineKinds:
         raise EngineUnavailable("it is of no known kind")
 
 
-class Numbered(Protocol):
+class Choice(Protocol):
     index: int
     """Which of the reply's choices it is, from 0."""
     heard: bool
     """Whether the engine has sent anything for it."""
 
+    @property
+    def has_content(self) -> bool:
+        """Whether something was sampled that must be recorded even if the reply breaks off."""
+        ...
 
-C = TypeVar("C", bound=Numbered)
+
+C = TypeVar("C", bound=Choice)
+
+
+class Reading:
+    """`with Reading(choices) as reading:` around receiving a reply: if it breaks off after something was sampled, the error becomes
+    `reading.broken`; if it ends without one of the choices, raises EngineFailed."""
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self.broken: str | None = None
+        self._choices = choices
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        if isinstance(error, VerbatimError) and any(choice.has_content for choice in self._choices):
+            self.broken = error.message
+            return True
+        if error is None:
+            for choice in self._choices:
+                if not choice.heard:
+                    raise EngineFailed(f"the engine's answer has no choice {choice.index} of {len(self._choices)}")
+        return False
 
 
 def choice_at(choices: Sequence[C], index: int) -> C:
@@ -240,13 +268,6 @@ def choice_at(choices: Sequence[C], index: int) -> C:
     choice = choices[index]
     choice.heard = True
     return choice
-
-
-def check_heard(choices: Sequence[Numbered]) -> None:
-    """Raises EngineFailed if a complete answer left a choice out."""
-    for choice in choices:
-        if not choice.heard:
-            raise EngineFailed(f"the engine's answer has no choice {choice.index} of {len(choices)}")
 
 
 _END_OF_IDS = 2**31
@@ -298,6 +319,23 @@ def chat_body(request: Request, sampling: Mapping[str, Any]) -> dict[str, Any]:
     if request.n > 1:
         body["n"] = request.n
     return body
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """OpenAI's."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: _CachedTokens | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """0 if the engine does not say."""
+        return (self.prompt_tokens_details.cached_tokens or 0) if self.prompt_tokens_details else 0
 
 
 class Version(msgspec.Struct):

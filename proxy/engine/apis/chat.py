@@ -21,10 +21,11 @@ from proxy.engine.apis.base import (
     EngineKind,
     Job,
     Outcome,
+    Reading,
     Sampled,
+    Usage,
     chat_body,
     check_entries,
-    check_heard,
     choice_at,
     is_visible,
 )
@@ -59,8 +60,8 @@ class OpenAiChat(EngineKind):
         before = replica.weight_version
         choices = [_ChoiceSoFar(index) for index in range(job.request.n)]
         reply = _ReplySoFar(job.id_text)
-        broken, begun = None, not stream
-        try:
+        begun = not stream
+        with Reading(choices) as reading:
             async for answer in self._answers(replica, job, stream):
                 if not begun:
                     begun = True
@@ -72,14 +73,8 @@ class OpenAiChat(EngineKind):
                     delta = choice_at(choices, choice.index).add(choice)
                     if stream and is_visible(job.request, delta):
                         yield delta
-        except VerbatimError as error:
-            if not any(choice.token_ids or choice.assembly for choice in choices):
-                raise
-            broken = error.message
-        else:
-            check_heard(choices)
         version = await self._http.find_version(replica, before, job.line)
-        yield _outcome(job, choices, reply, broken, version)
+        yield _outcome(job, choices, reply, reading.broken, version)
 
     async def abort(self, replica: Replica, job: Job) -> bool:
         request_id = f"chatcmpl-{job.call_id}" if job.request.prompt is None else f"cmpl-{job.call_id}-0"
@@ -216,19 +211,9 @@ class _Choice(msgspec.Struct):
     routed_experts: str | None = None
 
 
-class _CachedTokens(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = None
-    prompt_tokens_details: _CachedTokens | None = None
-
-
 class _Answer(EngineAnswer):
     choices: list[_Choice] = msgspec.field(default_factory=list)
-    usage: _Usage | None = None
+    usage: Usage | None = None
     prompt_token_ids: msgspec.Raw = _NOTHING
     prompt_logprobs: PromptLogprobs | None = None
 
@@ -239,7 +224,7 @@ class _ReplySoFar:
     def __init__(self, id_text: IdText) -> None:
         self.prompt_ids: Ids | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
-        self.usage: _Usage | None = None
+        self.usage: Usage | None = None
         self._id_text = id_text
 
     def update(self, part: _Answer | _Choice) -> None:
@@ -266,6 +251,10 @@ class _ChoiceSoFar:
         self.routed_experts: str | None = None
         self.assembly = Assembly(index)
 
+    @property
+    def has_content(self) -> bool:
+        return bool(self.token_ids or self.assembly)
+
     def add(self, choice: _Choice) -> Delta:
         """Add one piece; returns it as the harness sees it, tool-call ids still the engine's."""
         if choice.token_ids is not None:
@@ -284,19 +273,18 @@ class _ChoiceSoFar:
 
 
 def _outcome(job: Job, choices: Sequence[_ChoiceSoFar], reply: _ReplySoFar, broken: str | None, version: int | None) -> Outcome:
-    usage = reply.usage or _Usage(prompt_tokens=0 if reply.prompt_ids is None else len(reply.prompt_ids))
-    details = usage.prompt_tokens_details
+    usage = reply.usage or Usage(prompt_tokens=0 if reply.prompt_ids is None else len(reply.prompt_ids))
     return Outcome(
-        choices=[_sampled(job, choice, reply, version) for choice in choices],
+        choices=[_build_sampled(job, choice, reply, version) for choice in choices],
         prompt_ids=reply.prompt_ids,
         prompt_tokens=usage.prompt_tokens,
-        cached_tokens=(details.cached_tokens or 0) if details else 0,
+        cached_tokens=usage.cached_tokens,
         broken=broken,
         extra={"completion_tokens": usage.completion_tokens},
     )
 
 
-def _sampled(job: Job, choice: _ChoiceSoFar, reply: _ReplySoFar, version: int | None) -> Sampled:
+def _build_sampled(job: Job, choice: _ChoiceSoFar, reply: _ReplySoFar, version: int | None) -> Sampled:
     count, details = len(choice.token_ids or ()), None
     if choice.token_ids and _wants_top_ids(job):
         check_entries(choice.index, choice.token_ids, _named_ids(choice.entries))

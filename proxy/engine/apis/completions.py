@@ -18,13 +18,13 @@ import msgspec
 import numpy as np
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.apis.base import EngineKind, Job, Outcome, Sampled, check_heard, choice_at
+from proxy.engine.apis.base import EngineKind, Job, Outcome, Reading, Sampled, Usage, choice_at
 from proxy.engine.apis.message import visible_ids
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineAnswer
-from proxy.errors import EngineFailed, RequestError, VerbatimError
+from proxy.errors import EngineFailed, RequestError
 from reconstruct.records import Span
 
 _PATH = "/v1/completions"
@@ -54,17 +54,9 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
 
 
-class _CachedTokens(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _CachedTokens | None = None
-
-
 class _Event(EngineAnswer):
     choices: list[_Choice] = msgspec.field(default_factory=list)
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 class VllmCompletions(EngineKind):
@@ -83,8 +75,8 @@ class VllmCompletions(EngineKind):
         """Yields no deltas."""
         before = replica.weight_version
         choices = [IdChoice(index) for index in range(job.request.n)]
-        proven, cached, broken, begun = False, 0, None, not stream
-        try:
+        proven, cached, begun = False, 0, not stream
+        with Reading(choices) as reading:
             body, headers = _body(replica, job), {"x-request-id": job.call_id}
             async for event in self._http.receive(replica, _PATH, body, _Event, job.line, stream=True, headers=headers):
                 if not begun:
@@ -93,19 +85,12 @@ class VllmCompletions(EngineKind):
                 for piece in event.choices:
                     proven = prove_prompt(job, piece.prompt_token_ids) or proven
                     _add(choice_at(choices, piece.index), piece)
-                if event.usage is not None and event.usage.prompt_tokens_details is not None:
-                    cached = event.usage.prompt_tokens_details.cached_tokens or 0
-        except VerbatimError as error:
-            if not any(choice.token_ids or choice.text for choice in choices):
-                raise
-            broken = error.message
-        else:
-            check_heard(choices)
+                cached = event.usage.cached_tokens if event.usage else cached
         version = await self._http.find_version(replica, before, job.line)
         for choice in choices:
             count = len(choice.token_ids)
             choice.spans = (Span(version, 0, count),) if version is not None and count else ()
-        yield await parse_outcome(self._local, job, choices, proven=proven, cached_tokens=cached, broken=broken)
+        yield await parse_outcome(self._local, job, choices, proven=proven, cached_tokens=cached, broken=reading.broken)
 
     async def abort(self, replica: Replica, job: Job) -> bool:
         return await self._abort_request(replica, f"cmpl-{job.call_id}-0")
@@ -160,6 +145,10 @@ class IdChoice:
     stop_reason: str | int | None = None
     text: str = ""
     heard: bool = False
+
+    @property
+    def has_content(self) -> bool:
+        return bool(self.token_ids or self.text)
 
     @property
     def visible_ids(self) -> list[int]:

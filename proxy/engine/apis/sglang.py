@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken
-from proxy.engine.apis.base import EngineKind, Job, Outcome, Version, check_heard, choice_at
+from proxy.engine.apis.base import EngineKind, Job, Outcome, Reading, Version, choice_at
 from proxy.engine.apis.completions import IdChoice, parse_outcome, prove_prompt
 from proxy.engine.apis.probe import Probe
 from proxy.engine.replica import Replica
@@ -65,25 +65,19 @@ class Sglang(EngineKind):
         """Yields no deltas."""
         before = await self._http.read_label(replica, _INFO_ROUTES)
         choices = [_SglangChoice(index) for index in range(job.request.n)]
-        broken, begun = None, not stream
-        try:
+        begun = not stream
+        with Reading(choices) as reading:
             async for answer in self._answers(replica, job, stream):
                 if not begun:
                     begun = True
                     yield FirstToken()
                 choice_at(choices, answer.index).add(job, answer, self._local.end_id)
-        except VerbatimError as error:
-            if not any(choice.token_ids for choice in choices):
-                raise
-            broken = error.message
-        else:
-            check_heard(choices)
         if any(choice.text and not choice.token_ids for choice in choices):
             raise EngineFailed(f"engine {replica.name} returned no token ids: is it SGLang?")
         for choice in choices:
             choice.spans = choice.find_spans(before)
         cached = max(choice.cached_tokens for choice in choices)
-        yield await parse_outcome(self._local, job, choices, proven=True, cached_tokens=cached, broken=broken)
+        yield await parse_outcome(self._local, job, choices, proven=True, cached_tokens=cached, broken=reading.broken)
 
     async def abort(self, replica: Replica, job: Job) -> bool:
         if job.request.n > 1:
@@ -152,6 +146,10 @@ class _SglangChoice(IdChoice):
         self.cached_tokens = 0
         self._labels: set[str] = set()
         self._versions: list[Version] | None = None
+
+    @property
+    def has_content(self) -> bool:
+        return bool(self.token_ids)
 
     def add(self, job: Job, answer: _Answer, end_id: int | None) -> None:
         """Raises EngineFailed if the answer contradicts an earlier one or is about another prompt."""

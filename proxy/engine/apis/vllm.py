@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.apis.base import EngineKind, Job, Outcome, chat_body, check_heard, choice_at, is_visible
+from proxy.engine.apis.base import EngineKind, Job, Outcome, Reading, chat_body, choice_at, is_visible
 from proxy.engine.apis.details import PromptLogprobs
 from proxy.engine.apis.id_text import IdText
 from proxy.engine.apis.probe import Probe
@@ -29,7 +29,6 @@ from proxy.engine.apis.vllm_reply import (
     Parser,
     Piece,
     SampledChoice,
-    Usage,
     answer_type,
     gather,
     generate_body,
@@ -98,12 +97,12 @@ class VllmTokens(EngineKind):
         live = stream and not job.sampling.get("stop") and job.request.top_logprobs is None
         choices = [SampledChoice(index, live) for index in range(job.request.n)]
         parser = Parser(self._http, replica, job)
-        usage, prompt_logprobs, broken, begun = Usage(), None, None, not stream
+        cached, prompt_logprobs, begun = 0, None, not stream
         streams = _can_stream(job, stream)
         body, told = generate_body(replica, job, streams), answer_type(job)
-        try:
+        with Reading(choices) as reading:
             async for answer in self._http.receive(replica, GENERATE, body, told, job.line, stream=streams):
-                usage.update(answer.usage)
+                cached = answer.usage.cached_tokens if answer.usage else cached
                 prompt_logprobs = answer.prompt_logprobs or prompt_logprobs
                 if not begun:
                     begun = True
@@ -116,13 +115,7 @@ class VllmTokens(EngineKind):
                             delta = await parser.advance(choice.live)
                     if delta is not None:
                         yield delta
-        except VerbatimError as error:
-            if not any(choice.token_ids for choice in choices):
-                raise
-            broken = error.message
-        else:
-            check_heard(choices)
-        outcome = await self._interpret(replica, job, parser, choices, prompt_logprobs, broken, usage.cached_tokens)
+        outcome = await self._interpret(replica, job, parser, choices, prompt_logprobs, reading.broken, cached)
         for choice, sampled in zip(choices, outcome.choices, strict=True):
             # The rest of a broken reply is not sent.
             if choice.live is not None and outcome.broken is None:
@@ -148,7 +141,7 @@ class VllmTokens(EngineKind):
                 broken, parsed = broken or parsed.message, Parsed({"role": "assistant", "content": ""})
             elif isinstance(parsed, BaseException):
                 raise parsed
-            sampled.append(choice.sampled(replica, job, parsed, prompt_logprobs))
+            sampled.append(choice.finish_parsed(replica, job, parsed, prompt_logprobs))
         return Outcome(sampled, None, len(job.prompt_ids), cached_tokens, broken)
 
     async def _parse(self, job: Job, parser: Parser, choices: list[SampledChoice]) -> Sequence[Parsed | BaseException]:
@@ -165,14 +158,14 @@ class VllmTokens(EngineKind):
     async def _sample_text(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
         """Yields the engine's own pieces of text."""
         choices = [_TextChoice(index) for index in range(job.request.n)]
-        usage, prompt_logprobs, broken, begun = Usage(), None, None, not stream
+        cached, prompt_logprobs, begun = 0, None, not stream
         streams = _can_stream(job, stream)
         body = generate_body(replica, job, streams) | {"output_mode": "text"}
         # Here alternatives come as text without ids, which cannot be recorded: request only those the harness asked for.
         body["sampling_params"]["logprobs"] = job.request.top_logprobs or 0
-        try:
+        with Reading(choices) as reading:
             async for answer in self._http.receive(replica, GENERATE, body, _TextAnswer, job.line, stream=streams):
-                usage.update(answer.usage)
+                cached = answer.usage.cached_tokens if answer.usage else cached
                 prompt_logprobs = answer.prompt_logprobs or prompt_logprobs
                 if not begun:
                     begun = True
@@ -181,17 +174,11 @@ class VllmTokens(EngineKind):
                     delta = choice_at(choices, piece.index).add(piece)
                     if stream and is_visible(job.request, delta):
                         yield delta
-        except VerbatimError as error:
-            if not any(choice.token_ids for choice in choices):
-                raise
-            broken = error.message
-        else:
-            check_heard(choices)
         sampled = [
             choice.finish(replica, job, choice.logprobs, choice.message, choice.shown(job), prompt_logprobs)
             for choice in choices
         ]
-        yield Outcome(sampled, None, len(job.prompt_ids), usage.cached_tokens, broken)
+        yield Outcome(sampled, None, len(job.prompt_ids), cached, reading.broken)
 
 
 def _can_stream(job: Job, stream: bool) -> bool:

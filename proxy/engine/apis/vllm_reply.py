@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta
-from proxy.engine.apis.base import Job, Sampled, Version, chat_body, check_entries, choice_at
+from proxy.engine.apis.base import Job, Sampled, Usage, Version, chat_body, check_entries, choice_at
 from proxy.engine.apis.details import PromptLogprobs, Tops, read_details
 from proxy.engine.apis.message import Assembly, cut_at_stop, keep_one_call, plain_message, visible_ids
 from proxy.engine.replica import Replica
@@ -65,24 +65,6 @@ class Piece(msgspec.Struct):
 
 class _Piece(Piece):
     logprobs: _Logprobs | None = None
-
-
-class _CachedTokens(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens_details: _CachedTokens | None = None
-
-    def update(self, new: Usage | None) -> None:
-        """Take over what an answer or the last event of a stream reports."""
-        if new is not None and new.prompt_tokens_details is not None:
-            self.prompt_tokens_details = new.prompt_tokens_details
-
-    @property
-    def cached_tokens(self) -> int:
-        """0 if the engine does not say."""
-        return (self.prompt_tokens_details.cached_tokens or 0) if self.prompt_tokens_details else 0
 
 
 class GenerateAnswer(EngineAnswer):
@@ -145,6 +127,10 @@ class GeneratedChoice:
         self.stop_reason: str | int | None = None
         self._versions: list[Version] = []
         self._routed_experts: str | None = None
+
+    @property
+    def has_content(self) -> bool:
+        return bool(self.token_ids)
 
     def add_piece(self, piece: Piece) -> None:
         self.token_ids.extend(piece.token_ids or ())
@@ -221,7 +207,7 @@ class SampledChoice(GeneratedChoice):
         most = max(job.request.top_logprobs or 0, 1)
         return [msgspec.structs.replace(entry, top_logprobs=_first_tops(entry, most)) for entry in self.entries]
 
-    def sampled(self, replica: Replica, job: Job, parsed: Parsed, prompt_logprobs: PromptLogprobs | None) -> Sampled:
+    def finish_parsed(self, replica: Replica, job: Job, parsed: Parsed, prompt_logprobs: PromptLogprobs | None) -> Sampled:
         """Raises EngineFailed if the logprobs are of other tokens."""
         check_entries(self.index, self.token_ids, list(map(_token_id, self.entries)))
         tops = None

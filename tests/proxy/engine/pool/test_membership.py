@@ -227,13 +227,13 @@ async def test_only_refused_connections_take_the_last_replica_out_at_once() -> N
         async with pool_of(first.url) as pool:
             (alone,) = pool.replicas
             for _ in range(5):
-                pool.call_failed(alone, "calls break off", refused=False)
+                pool.fail_call(alone, "calls break off", refused=False)
             assert alone.healthy
-            pool.call_failed(alone, "cannot connect", refused=True)
+            pool.fail_call(alone, "cannot connect", refused=True)
             assert not alone.healthy and alone.reason == "cannot connect"
         async with pool_of(first.url, second.url) as pool:
             failing = pool.pick("s")
-            assert [failing.healthy for _ in range(3) if pool.call_failed(failing, "broken", refused=False) is None] == [
+            assert [failing.healthy for _ in range(3) if pool.fail_call(failing, "broken", refused=False) is None] == [
                 True,
                 True,
                 False,
@@ -265,9 +265,9 @@ async def test_a_replica_that_keeps_failing_has_to_answer_several_probes_before_
     with ScriptedEngine() as engine:
         async with pool_of(engine.url) as pool:
             (replica,) = pool.replicas
-            pool.call_failed(replica, "cannot connect", refused=True)
+            pool.fail_call(replica, "cannot connect", refused=True)
             await until(lambda: replica.healthy, "one good probe")
-            pool.call_failed(replica, "cannot connect", refused=True)
+            pool.fail_call(replica, "cannot connect", refused=True)
             reasons = {replica.reason}
             while not replica.healthy:
                 await asyncio.sleep(0)
