@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from proxy.auth import GivenTokens, check_token, is_loopback, tokens_in
 from proxy.auth import Role as TokenRole
-from proxy.engine.kinds import find_kinds, load_kind
+from proxy.engine.kinds import find_kind, load_kind
 from reconstruct.builders import builder_named
 from reconstruct.errors import ReconstructError
 from reconstruct.roles import RoleRule
@@ -280,16 +280,16 @@ class Settings(BaseSettings):
 
     @field_validator("engine_api")
     @classmethod
-    def _is_known(cls, name: str) -> str:
-        if name != "auto" and name not in find_kinds():
-            raise ValueError(f"no kind of engine is named {name!r}; known: auto, {', '.join(sorted(find_kinds()))}")
+    def _check_engine_api(cls, name: str) -> str:
+        if name != "auto":
+            find_kind(name)
         return name
 
     @field_validator("renderer")
     @classmethod
     def _check_renderer(cls, model: str | None, others: ValidationInfo) -> str | None:
         name = others.data.get("engine_api", "auto")
-        if model is None and name != "auto" and load_kind(name).needs_renderer:
+        if model is None and name != "auto" and load_kind(find_kind(name)).needs_renderer:
             raise ValueError(f"engines of the {name} API cannot render messages: name the model whose chat format to use")
         if model is not None and find_spec("renderers") is None:
             raise ValueError("the renderers package is missing: pip install 'verbatim-rl[renderers]'")

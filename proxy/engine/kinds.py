@@ -24,15 +24,20 @@ def find_kinds() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in (*entry_points(group=_GROUP), *_BUILT_IN)}
 
 
-def load_kind(name: str) -> Any:
-    """The `EngineKind` class of that name. Raises ValueError for a name that is unknown or cannot be loaded."""
+def find_kind(name: str) -> EntryPoint:
+    """Raises ValueError for an unknown name."""
     kinds = find_kinds()
     if name not in kinds:
         raise ValueError(f"no kind of engine is named {name!r}; known: auto, {', '.join(sorted(kinds))}")
+    return kinds[name]
+
+
+def load_kind(entry: EntryPoint) -> Any:
+    """The `EngineKind` class. Raises ValueError if it cannot be loaded or has another name."""
     try:
-        kind = kinds[name].load()
+        kind = entry.load()
     except Exception as error:
-        raise ValueError(f"the kind of engine {name!r} cannot be loaded: {error!r}") from error
-    if kind.name != name:
-        raise ValueError(f"the kind of engine {name!r} calls itself {kind.name!r}; the names must agree")
+        raise ValueError(f"the kind of engine {entry.name!r} cannot be loaded: {error!r}") from error
+    if kind.name != entry.name:
+        raise ValueError(f"the kind of engine {entry.name!r} calls itself {kind.name!r}; the names must agree")
     return kind

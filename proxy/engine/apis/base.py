@@ -175,7 +175,7 @@ class EngineKinds:
     def __init__(self, http: EngineHttp, local: LocalRenderer) -> None:
         self._local = local
         self._id_texts = IdTexts()
-        self._kinds: dict[str, EngineKind] = {name: load_kind(name)(http, local) for name in find_kinds()}
+        self._kinds: dict[str, EngineKind] = {name: load_kind(entry)(http, local) for name, entry in find_kinds().items()}
 
     def of(self, replica: Replica) -> EngineKind:
         """Raises EngineUnavailable for a replica that was never reached."""

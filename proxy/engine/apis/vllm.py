@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.apis.base import EngineKind, Job, Outcome, Reading, chat_body, choice_at, is_visible
+from proxy.engine.apis.base import EngineKind, Job, Outcome, Reading, Sampled, chat_body, choice_at, is_visible
 from proxy.engine.apis.details import PromptLogprobs
 from proxy.engine.apis.id_text import IdText
 from proxy.engine.apis.probe import Probe
@@ -174,10 +174,7 @@ class VllmTokens(EngineKind):
                     delta = choice_at(choices, piece.index).add(piece)
                     if stream and is_visible(job.request, delta):
                         yield delta
-        sampled = [
-            choice.finish(replica, job, choice.logprobs, choice.message, choice.shown(job), prompt_logprobs)
-            for choice in choices
-        ]
+        sampled = [choice.finish_text(replica, job, prompt_logprobs) for choice in choices]
         yield Outcome(sampled, None, len(job.prompt_ids), cached, reading.broken)
 
 
@@ -214,16 +211,11 @@ class _TextChoice(GeneratedChoice):
         self._entries.extend(entries)
         return Delta(self.index, piece.text, logprobs=entries, token_ids=piece.token_ids or [])
 
-    @property
-    def logprobs(self) -> list[float | None]:
-        return [entry.get("logprob") for entry in self._entries]
-
-    @property
-    def message(self) -> dict[str, Any]:
-        return {"role": "assistant", "content": "".join(self._text)}
-
-    def shown(self, job: Job) -> list[dict[str, Any]] | None:
-        return self._entries if job.request.top_logprobs is not None else None
+    def finish_text(self, replica: Replica, job: Job, prompt_logprobs: PromptLogprobs | None) -> Sampled:
+        logprobs = [entry.get("logprob") for entry in self._entries]
+        message = {"role": "assistant", "content": "".join(self._text)}
+        content = self._entries if job.request.top_logprobs is not None else None
+        return self.finish(replica, job, logprobs, message, content, prompt_logprobs)
 
 
 class _Tokenizer:

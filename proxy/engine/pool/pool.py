@@ -145,7 +145,7 @@ class EnginePool:
         """Its weights were just made current: send calls there again if it is alive."""
         self._standing.admit_updated(replica)
 
-    def fail_call(self, replica: Replica, reason: str, *, refused: bool) -> None:
+    def fail_call(self, replica: Replica, reason: str, refused: bool) -> None:
         """A call there broke (see `Standing.fail_call`): visit it at once."""
         self._standing.fail_call(replica, reason, refused=refused)
         self._watches.wake(replica)

@@ -269,13 +269,13 @@ def _parse_object(data: bytes) -> dict[str, Any]:
 
 def _describe(route: str, status: int, data: bytes) -> str:
     error = _parse_object(data).get("error", _parse_object(data))
-    said = str(error.get("message") or error.get("detail") or "") if isinstance(error, dict) else str(error)
-    if status == 404 and said in ("", "Not Found"):
+    message = str(error.get("message") or error.get("detail") or "") if isinstance(error, dict) else str(error)
+    if status == 404 and message in ("", "Not Found"):
         return f"the engine has no {_path(route)}; {SETUP}"
-    said = said.removeprefix("Call to collective_rpc method failed: ")
-    if worker := _WORKER_ERROR.fullmatch(said):
-        said = worker.group(1)
-    return said or f"{_path(route)} answered HTTP {status}"
+    message = message.removeprefix("Call to collective_rpc method failed: ")
+    if worker := _WORKER_ERROR.fullmatch(message):
+        message = worker.group(1)
+    return message or f"{_path(route)} answered HTTP {status}"
 
 
 def _path(route: str) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -58,15 +58,15 @@ class EventDecoder:
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
-class FailureObserver(Protocol):
-    def __call__(self, replica: Replica, reason: str, *, refused: bool) -> None: ...
-
-
 class EngineHttp:
-    """Requests to replicas. `on_failure` is called for each call that broke, `on_new_label` when a replica's weight label changed."""
+    """Requests to replicas. `on_failure` gets each call that broke: the replica, the reason, and whether the connection was refused.
+    `on_new_label` gets a replica whose weight label changed."""
 
     def __init__(
-        self, channels: Channels, on_failure: FailureObserver, on_new_label: Callable[[Replica], None] = lambda replica: None
+        self,
+        channels: Channels,
+        on_failure: Callable[[Replica, str, bool], None],
+        on_new_label: Callable[[Replica], None] = lambda replica: None,
     ) -> None:
         self._channels = channels
         self._on_failure = on_failure
@@ -156,7 +156,7 @@ class EngineHttp:
         except (TimeoutError, ChannelError) as error:
             raise self._translate(replica, error, line) from error
         if not line.hung_up:
-            self._on_failure(replica, "streams end without [DONE]", refused=False)
+            self._on_failure(replica, "streams end without [DONE]", False)
         raise EngineFailed(f"engine {replica.name} broke off in the middle of a reply")
 
     async def receive(
@@ -235,7 +235,7 @@ class EngineHttp:
         refused = isinstance(error, CannotConnect)
         if line is None or not line.hung_up:
             reason = f"cannot connect: {error}" if refused else f"calls break off: {error or type(error).__name__}"
-            self._on_failure(replica, reason, refused=refused)
+            self._on_failure(replica, reason, refused)
         if isinstance(error, (CannotConnect, ConnectTimeout, NotAsked)):
             return EngineUnavailable(f"engine {replica.name} cannot be reached")
         if isinstance(error, asyncio.TimeoutError):

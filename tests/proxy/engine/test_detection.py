@@ -63,7 +63,7 @@ class Found(NamedTuple):
     updatable: bool
 
 
-def ignore_failure(replica: Replica, reason: str, *, refused: bool) -> None:
+def ignore_failure(replica: Replica, reason: str, refused: bool) -> None:
     pass
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from proxy.engine.kinds import find_kinds, load_kind
+from proxy.engine.kinds import find_kind, load_kind
 from proxy.settings import Settings
 from tests.support.service.running_service import RunningService, streamed_text
 
@@ -136,9 +136,9 @@ def test_an_unknown_kind_is_refused_with_the_known_ones(tmp_path: Path, monkeypa
 def test_a_kind_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "mute", "", "mute = mute:Mute")
     with pytest.raises(ValueError, match="the kind of engine 'mute' cannot be loaded: AttributeError"):
-        load_kind("mute")
+        load_kind(find_kind("mute"))
 
 
 def test_a_package_cannot_replace_a_built_in_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "shouting", SHOUTING, "token = shouting:Shouting")
-    assert find_kinds()["token"].value == "proxy.engine.apis.vllm:VllmTokens"
+    assert find_kind("token").value == "proxy.engine.apis.vllm:VllmTokens"

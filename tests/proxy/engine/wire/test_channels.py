@@ -31,7 +31,7 @@ from tests.support.service.redis_server import free_port
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def ignore_failure(replica: Replica, reason: str, *, refused: bool) -> None:
+def ignore_failure(replica: Replica, reason: str, refused: bool) -> None:
     pass
 
 
