@@ -173,6 +173,7 @@ class EngineKinds:
     """One object per installed kind."""
 
     def __init__(self, http: EngineHttp, local: LocalRenderer) -> None:
+        self._http = http
         self._local = local
         self._id_texts = IdTexts()
         self._kinds: dict[str, EngineKind] = {name: load_kind(entry)(http, local) for name, entry in find_kinds().items()}
@@ -190,11 +191,11 @@ class EngineKinds:
     def id_text(self, session_id: str) -> IdText:
         return self._id_texts.of(session_id)
 
-    async def contact(self, http: aiohttp.ClientSession, replica: Replica, asked: str) -> None:
+    async def contact(self, replica: Replica, asked: str) -> None:
         """Find out what the replica is: models, kind (`asked`, or "auto"), weight endpoints.
 
         Raises EngineUnavailable with the reason it cannot serve, NotListening if no connection could be made."""
-        probe = Probe(http, replica.url)
+        probe = Probe(self._http.session, replica.url)
         try:
             await probe.read_models(replica)
             await probe.check_health()

@@ -204,9 +204,14 @@ class EnginePool:
 
     async def _visit(self, replica: Replica) -> None:
         try:
-            await self.kinds.contact(self.http.session, replica, self._settings.engine_api)
+            await self.kinds.contact(replica, self._settings.engine_api)
         except EngineUnavailable as error:
             self._standing.fail_probe(replica, error)
+            return
+        except Exception:
+            # Raised here, it would end the replica's visits for good.
+            log.exception("engine %s: the probe failed", replica.name)
+            self._standing.fail_probe(replica, EngineUnavailable("the probe failed; the log says why"))
             return
         self._standing.pass_probe(replica)
         try:

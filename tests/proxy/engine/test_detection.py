@@ -67,14 +67,16 @@ def ignore_failure(replica: Replica, reason: str, refused: bool) -> None:
     pass
 
 
-def kinds(renders: bool) -> EngineKinds:
-    return EngineKinds(EngineHttp(open_channels(Settings()), ignore_failure), LocalRenderer("model" if renders else None, {}))
+def kinds(session: aiohttp.ClientSession, renders: bool) -> EngineKinds:
+    http = EngineHttp(open_channels(Settings()), ignore_failure)
+    http.open(session)
+    return EngineKinds(http, LocalRenderer("model" if renders else None, {}))
 
 
 async def found(engine: ScriptedEngine, asked: str, renders: bool) -> Found:
     async with aiohttp.ClientSession() as http:
         probe = Probe(http, engine.url)
-        kind = await kinds(renders).detect(probe, asked)
+        kind = await kinds(http, renders).detect(probe, asked)
         return Found(kind.name, await kind.takes_weights(probe))
 
 
@@ -164,10 +166,10 @@ async def test_an_engine_that_tells_no_models_any_more_is_not_taken_for_one_with
     with ScriptedEngine("qwen3") as engine:
         replica = replica_at(engine.url)
         async with aiohttp.ClientSession() as http:
-            await kinds(False).contact(http, replica, "auto")
+            await kinds(http, False).contact(replica, "auto")
             known = replica.names
             engine.fault("/v1/models", Fail(404))
             with pytest.raises(EngineUnavailable, match="HTTP 404"):
-                await kinds(False).contact(http, replica, "auto")
+                await kinds(http, False).contact(replica, "auto")
             assert known == replica.names != ()
-            await kinds(False).contact(http, replica, "auto")
+            await kinds(http, False).contact(replica, "auto")

@@ -18,7 +18,9 @@ import pytest
 from pydantic import ValidationError
 
 from proxy.engine.kinds import find_kind, load_kind
+from proxy.engine.pool.pool import EnginePool
 from proxy.settings import Settings
+from tests.support.engine.weight_fixtures import until
 from tests.support.service.running_service import RunningService, streamed_text
 
 SHOUTING = """
@@ -142,3 +144,25 @@ def test_a_kind_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pyte
 def test_a_package_cannot_replace_a_built_in_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "shouting", SHOUTING, "token = shouting:Shouting")
     assert find_kind("token").value == "proxy.engine.apis.vllm:VllmTokens"
+
+
+async def test_a_kind_whose_detection_fails_is_tried_again(
+    engine_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that no probe raises used to end the replica's visits for good."""
+    monkeypatch.setattr("proxy.engine.pool.standing.RETRY_SECONDS", 0.02)
+    failing = SHOUTING.replace(
+        "        return None if (await",
+        "        self.tries = getattr(self, 'tries', 0) + 1\n"
+        "        if self.tries < 3:\n"
+        "            raise KeyError('volume')\n"
+        "        return None if (await",
+    )
+    install(tmp_path, monkeypatch, "hoarse", failing.replace('"shouting"', '"hoarse"'), "hoarse = hoarse:Shouting")
+    pool = EnginePool(Settings(engine=[engine_url], engine_api="hoarse"))
+    await pool.start()
+    try:
+        await until(lambda: pool.ready()[0], lambda: pool.ready()[1])
+    finally:
+        await pool.stop()
+    assert caplog.text.count("KeyError: 'volume'") == 2
