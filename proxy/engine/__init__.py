@@ -1,1 +1,1 @@
-"""Everything that knows the engines: token path, chat path, replica pool, weight updates."""
+"""Everything that knows an engine: kinds of engines, replica pool, connections, weight updates."""

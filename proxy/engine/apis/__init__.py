@@ -1,1 +1,1 @@
-"""How a replica is asked to sample: one module per engine API."""
+"""Kinds of engines, one module each, and what they share: details, ids as text, messages, local rendering."""

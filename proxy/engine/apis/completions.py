@@ -100,7 +100,7 @@ def _body(replica: Replica, job: Job) -> dict[str, Any]:
     forward = job.request.forward
     body = {**job.body["sampling_params"], **{key: forward[key] for key in _FORWARDED if key in forward}, **job.sampling}
     if "max_tokens" not in body:
-        raise RequestError(f"engine {replica.name} does not tell its window: say 'max_tokens'", param="max_tokens")
+        raise RequestError(f"engine {replica.name} does not report its context window: set 'max_tokens'", param="max_tokens")
     body["stop_token_ids"] = [*body.get("stop_token_ids", ()), *forward.get("stop_token_ids", ())]
     return {
         **body,

@@ -1,1 +1,1 @@
-"""What runs inside or starts vLLM; the service does not import it."""
+"""What runs inside vLLM or starts it; the service does not import it."""

@@ -1,1 +1,1 @@
-"""The replicas, which of them gets a call, and whether they are well."""
+"""The replicas: where they come from, which of them serve, and which one a call goes to."""

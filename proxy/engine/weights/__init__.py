@@ -1,1 +1,1 @@
-"""Pushes a trainer's weights into the replicas."""
+"""Weight updates: a trainer's weights into the replicas, and repair of replicas that lack them."""

@@ -121,11 +121,11 @@ class WeightKeeper:
         if time.monotonic() < after:
             raise EngineFailed(reason)
         try:
-            pushes = await self._chain(current, replica)
+            pushes = await self._plan_loads(current, replica)
             if any(push.path is None for push in pushes):
-                raise EngineFailed(f"it holds weights {label!r}, not {current.version}, and no path to load those from")
+                raise EngineFailed(f"it holds weights {label!r}, not {current.version}, and the current ones have no path to load from")
             if label.startswith(TORN) and replica.adapter is not None and all(push.kind != "lora" for push in pushes):
-                raise EngineFailed("its adapter is not whole, and no other was pushed; push one, or restart the engine")
+                raise EngineFailed("its adapter is torn and no other was pushed; push one or restart the engine")
             for push in pushes:
                 # Between base weights and adapter it holds a mixture that was never a version.
                 await update_replica(api, replica, push, Guard(lock.check, resumes=push is pushes[-1]))
@@ -138,7 +138,7 @@ class WeightKeeper:
         self._metrics.count_repair(replica.policy, "done")
         replica.weight_version = current.version
 
-    async def _chain(self, current: WeightState, replica: Replica) -> list[Push]:
+    async def _plan_loads(self, current: WeightState, replica: Replica) -> list[Push]:
         """What to load, in order, to arrive at `current`: the last full weights and the last adapter, the older one first.
         Raises EngineFailed if one of them may be older than the store's history."""
         latest: dict[bool, WeightState] = {}

@@ -200,7 +200,7 @@ class WeightUpdater:
             return
         current, label = (await self._weights.current(push.policy)).version, await api.read_label()
         if label != str(current) and not (push.kind == "lora" and label == f"{TORN}-{current}"):
-            raise EngineFailed(f"it holds weights {label!r}, not {current}, and is to be given those first")
+            raise EngineFailed(f"it holds weights {label!r}, not {current}; it needs version {current} first")
 
     def _settle_pool(self, replicas: Sequence[Replica], outcomes: Sequence[Outcome], applied: bool) -> None:
         for replica, outcome in zip(replicas, outcomes, strict=True):
@@ -361,7 +361,7 @@ class Meeting:
             self._watch({"step": "receiving"})
         await self._over.wait()
         if self._lost:
-            raise EngineFailed(f"nothing was sent, for {self._lost} cannot take part")
+            raise EngineFailed(f"nothing was sent because {self._lost} cannot take part")
 
     def leave(self, name: str) -> None:
         if not self._over.is_set():

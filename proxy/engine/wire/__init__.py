@@ -1,1 +1,1 @@
-"""The connections to engines."""
+"""HTTP connections to engines."""

@@ -62,7 +62,7 @@ async def test_an_adapter_that_nothing_can_replace_keeps_the_engine_out_until_on
         assert (await service.updater.push(1, folder("full")))["applied"]
         await push_without_an_answer(service, engine, 2, folder("two"))
         (replica,) = service.pool.replicas
-        await until(lambda: "its adapter is not whole" in replica.reason, lambda: replica.reason)
+        await until(lambda: "its adapter is torn" in replica.reason, lambda: replica.reason)
         assert engine.weights.paused
         refused = await service.updater.push(2, folder("full"))
         assert not refused["applied"]

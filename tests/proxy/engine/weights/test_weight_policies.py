@@ -118,7 +118,7 @@ async def test_full_weights_go_under_the_adapter_that_was_pushed_before_them(wei
         (states[2], [("full", "/full/1", 1), ("lora", "/lora/3", 3)]),
         (states[0], [("full", "/full/1", 1)]),
     ]:
-        assert [(push.kind, push.path, push.version) for push in await keeper._chain(current, replica)] == expected
+        assert [(push.kind, push.path, push.version) for push in await keeper._plan_loads(current, replica)] == expected
 
 
 async def test_the_weights_under_an_adapter_are_found_however_many_adapters_came_since(weights: WeightStore) -> None:
@@ -129,10 +129,10 @@ async def test_the_weights_under_an_adapter_are_found_however_many_adapters_came
     for version in range(2, KEPT_WEIGHTS + 1):
         await weights.advance(WeightState(version, f"/lora/{version}", "lora"))
     last = await weights.current()
-    assert [push.path for push in await keeper._chain(last, replica)] == ["/full/1", f"/lora/{KEPT_WEIGHTS}"]
+    assert [push.path for push in await keeper._plan_loads(last, replica)] == ["/full/1", f"/lora/{KEPT_WEIGHTS}"]
     await weights.advance(WeightState(KEPT_WEIGHTS + 1, "/lora/last", "lora"))
     with pytest.raises(EngineFailed, match=f"the last {KEPT_WEIGHTS} versions have no full weights for it"):
-        await keeper._chain(await weights.current(), replica)
+        await keeper._plan_loads(await weights.current(), replica)
 
 
 async def test_an_update_that_was_begun_before_is_not_begun_again(
