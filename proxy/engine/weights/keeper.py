@@ -123,7 +123,9 @@ class WeightKeeper:
         try:
             pushes = await self._plan_loads(current, replica)
             if any(push.path is None for push in pushes):
-                raise EngineFailed(f"it holds weights {label!r}, not {current.version}, and the current ones have no path to load from")
+                raise EngineFailed(
+                    f"it holds weights {label!r}, not {current.version}, and the current ones have no path to load from"
+                )
             if label.startswith(TORN) and replica.adapter is not None and all(push.kind != "lora" for push in pushes):
                 raise EngineFailed("its adapter is torn and no other was pushed; push one or restart the engine")
             for push in pushes:
