@@ -1,12 +1,12 @@
-"""The one connection to Redis: pooled, with deadlines, and with one error for all that can go wrong.
+"""The store's connection to Redis: pooled, with a deadline per command, and one error, `StoreUnavailable`, for every failure.
 
-Nothing is opened before the first command, so a service starts while its Redis is still down. Commands that were lost with a
-connection are sent once more, and what a failover moved is followed: every script here may be repeated. A command that hung is
-not, for a Redis that hangs would be asked three times.
+It connects with the first command, so a service starts while its Redis is down. A command whose connection broke is sent once more,
+and redirections and failovers are followed, so every script must be repeatable. A command that hung is not repeated: each
+repetition would hang for another deadline.
 
-Two things can be asked for a script. `patient`: while Redis restarts or fails over it is tried again for `patience_seconds`.
-`durable`: the answer comes when as many replicas and disks hold the write as the settings want (WAIT, WAITAOF). Redis waits for
-the last write of the connection, so a durable script must write something also when it finds its work done.
+A script may be run `patient`: while Redis restarts or fails over it is retried for `patience_seconds`. And `durable`: it returns once
+as many replicas and disks as the settings ask for hold the write (WAIT, WAITAOF). Redis waits for the connection's last write, so a
+durable script must write something even when it finds its work done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import redis.exceptions as broken
 
 from proxy.errors import StoreUnavailable
-from proxy.store.cluster import Cluster, Watched
+from proxy.store.cluster import Cluster
 from proxy.store.node import Address, Argument, Command, Link, Node, Place
 from proxy.timeline import Deadline
 
@@ -35,21 +35,21 @@ __all__ = ["Argument", "Script", "StoreConnection"]
 log = logging.getLogger(__name__)
 
 LASTING = ("OOM", "MISCONF", "NOPERM", "NOAUTH", "WAITAOF")
-"""Redis error codes that mean "not until somebody does something". WAITAOF is no code, but the first word of its own refusal."""
+"""Error codes that last until an operator acts. WAITAOF is no code, but the first word of the error that refuses it."""
 PASSING = ("LOADING", "READONLY", "MASTERDOWN", "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "MOVED", "ASK", "BUSY")
-"""Redis error codes that mean "not now". Any other error reply is a fault in this program and propagates."""
+"""Error codes that pass by themselves. Any other error reply is a bug in this program and propagates."""
 LASTING_ERRORS = (broken.OutOfMemoryError, broken.NoPermissionError, broken.AuthenticationError)
 PASSING_ERRORS = (broken.ReadOnlyError, broken.TryAgainError, broken.ClusterDownError, broken.AskError)
-"""The same, where redis-py made a class of the code and took it out of the message."""
+"""The same codes where redis-py raises a class of their own, whose message lacks the code."""
 GONE = (broken.ConnectionError, broken.TimeoutError, broken.ClusterError, OSError)
 
 CONNECT_SECONDS = 2.0
 PAUSES = (0.05, 0.1, 0.2, 0.4)
-"""Between the tries of a patient script, in seconds; the last one stays."""
+"""Pauses between the tries of a patient script, in seconds; the last one repeats."""
 
 
 class Lasting(StoreUnavailable):
-    """Redis will not take the command until somebody does something: it is full, too old or does not know us."""
+    """Redis refuses the command until an operator acts: it is full, too old or rejects the login. Not worth a retry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,14 @@ class Script:
 
     @classmethod
     def read(cls, name: str, *preludes: str) -> Script:
-        """The script `scripts/<name>.lua`, after the named preludes, which only define functions."""
+        """`scripts/<name>.lua`, with the named preludes, which only define functions, before it."""
         folder = files("proxy.store") / "scripts"
         source = b"\n".join((folder / f"{part}.lua").read_bytes() for part in (*preludes, name))
         return cls(source, hashlib.sha1(source, usedforsecurity=False).hexdigest())
 
 
 class StoreConnection:
-    """`run` and `execute` raise `StoreUnavailable` and nothing else that is Redis's doing. Raises ValueError for a URL that is
-    none; see `proxy.store.node`."""
+    """Every failure of Redis raises `StoreUnavailable`. `__init__` raises ValueError for an invalid URL; see `proxy.store.node`."""
 
     def __init__(
         self,
@@ -86,16 +85,16 @@ class StoreConnection:
         self._patience_seconds = patience_seconds
         self._wait_replicas = wait_replicas
         self._wait_aof = wait_aof
-        self._seal = _seal(wait_replicas, wait_aof, int(timeout_seconds * 500))
+        self._durability = _make_durability(wait_replicas, wait_aof, int(timeout_seconds * 500))
         self._link: Link | None = None
         self._closed = False
         self._opening = asyncio.Lock()
-        # The pools of redis-py refuse or poll when they are exhausted; here commands wait in line for a connection.
+        # redis-py's pools raise or poll when they are exhausted; here commands queue for a connection.
         self._free = asyncio.Semaphore(max_connections)
 
     @classmethod
     def to(cls, settings: Settings, url: str) -> StoreConnection:
-        """As the settings want it, to the store at `url`."""
+        """A connection to `url` with the deadlines and durability of the settings."""
         return cls(
             url,
             timeout_seconds=settings.redis_timeout_seconds,
@@ -113,50 +112,50 @@ class StoreConnection:
         durable: bool = False,
         patient: bool = False,
     ) -> Any:
-        """The script's answer. Sends its text only to a server that does not hold it yet."""
-        attempt = partial(self._run, script, keys, args, self._seal if durable else ())
-        return await (self._patiently(attempt) if patient else attempt())
+        """The script's answer. Its source is sent only to a server that has not cached it."""
+        attempt = partial(self._run, script, keys, args, self._durability if durable else ())
+        return await (self._retry(attempt) if patient else attempt())
 
     async def execute(self, *command: Argument, key: str | None = None) -> Any:
-        """The command's answer. `key` says where it belongs; None: to the key that is its first argument, if there is one."""
+        """The command's answer. `key` selects the server of a cluster; None: the first argument, if there is one."""
         if key is None and len(command) > 1:
             key = str(command[1])
         return (await self._send(key, (command,)))[0]
 
     async def ping(self, *, patient: bool = False) -> None:
-        """Returns when every server that holds keys answers."""
-        attempt = partial(self._guarded, lambda link: link.ping())
-        await (self._patiently(attempt) if patient else attempt())
+        """Returns when every server that holds keys has answered."""
+        attempt = partial(self._guard, lambda link: link.ping())
+        await (self._retry(attempt) if patient else attempt())
 
     async def check_room(self) -> None:
-        """Returns when every server that holds keys answers and takes writes that need memory; raises `Lasting` where one is full."""
-        for facts in await self._guarded(lambda link: link.facts()):
+        """Returns when every server that holds keys answers and has room for writes. Raises `Lasting` when one is full."""
+        for facts in await self._guard(lambda link: link.read_info()):
             most, used = int(facts.get("maxmemory", 0)), int(facts.get("used_memory", 0))
-            # As Redis itself calculates it, see INFO.
+            # Redis's own rule: mem_not_counted_for_evict in INFO.
             if most and used - int(facts.get("mem_not_counted_for_evict", 0)) > most:
                 raise Lasting(
-                    f"the Redis at {self.place} is full: it uses {used} bytes of memory, of at most {most} (maxmemory); raise that, or "
-                    "shorten retention"
+                    f"the Redis at {self.place} is full: it uses {used} of {most} bytes (maxmemory); raise maxmemory or shorten "
+                    "retention"
                 )
 
     async def close(self) -> None:
-        """For good: whoever still asks gets `Lasting`, and no connection is opened that nobody would close."""
+        """For good: later commands raise `Lasting` and open no connection."""
         self._closed = True
         link, self._link = self._link, None
         if link is not None:
             await link.close()
 
-    async def _run(self, script: Script, keys: Sequence[str], args: Sequence[Argument], seal: Sequence[Command]) -> Any:
+    async def _run(self, script: Script, keys: Sequence[str], args: Sequence[Argument], durability: Sequence[Command]) -> Any:
         key, rest = (keys[0] if keys else None), (len(keys), *keys, *args)
         try:
-            answers = await self._send(key, (("EVALSHA", script.sha, *rest), *seal))
+            answers = await self._send(key, (("EVALSHA", script.sha, *rest), *durability))
         except broken.NoScriptError:
-            answers = await self._send(key, (("EVAL", script.source, *rest), *seal))
-        if seal:
-            self._check_seal(answers[1])
+            answers = await self._send(key, (("EVAL", script.source, *rest), *durability))
+        if durability:
+            self._check_durability(answers[1])
         return answers[0]
 
-    async def _patiently(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+    async def _retry(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience_seconds
         tries = 0
@@ -173,11 +172,11 @@ class StoreConnection:
             await asyncio.sleep(pause)
 
     async def _send(self, key: str | None, commands: Sequence[Command]) -> list[Any]:
-        answers: list[Any] = await self._guarded(lambda link: link.send(key, commands))
+        answers: list[Any] = await self._guard(lambda link: link.send(key, commands))
         return answers
 
-    async def _guarded(self, act: Callable[[Link], Awaitable[Any]]) -> Any:
-        """What `act` gives, within the deadline; everything that Redis can do wrong as `StoreUnavailable`."""
+    async def _guard(self, act: Callable[[Link], Awaitable[Any]]) -> Any:
+        """The result of `act`, within the deadline. Translates Redis's errors to `StoreUnavailable`, except NoScriptError."""
         waiting = True
         try:
             async with Deadline(self.timeout_seconds), self._free:
@@ -186,14 +185,14 @@ class StoreConnection:
         except broken.NoScriptError:
             raise
         except TimeoutError as error:
-            raise self._late(waiting) from error
+            raise self._time_out(waiting) from error
         except LASTING_ERRORS as error:
             raise self._unavailable(error, Lasting) from error
         except (*GONE, *PASSING_ERRORS) as error:
             self._distrust_demoted(error)
             raise self._unavailable(error, StoreUnavailable) from error
         except broken.ResponseError as error:
-            kind = _kind(error)
+            kind = _classify(error)
             if kind is None:
                 raise
             self._distrust_demoted(error)
@@ -205,48 +204,48 @@ class StoreConnection:
                 link = await self._connect()
                 if self._closed:
                     await link.close()
-                    raise self._was_closed()
+                    raise self._refuse_closed()
                 self._link = link
             return self._link
 
-    def _was_closed(self) -> Lasting:
-        return Lasting(f"the Redis at {self.place} is not asked any more: the store was closed")
+    def _refuse_closed(self) -> Lasting:
+        return Lasting(f"the connection to the Redis at {self.place} was closed")
 
     async def _connect(self) -> Link:
-        link = self._unopened()
+        link = self._make_link()
         try:
-            facts = await link.facts()
+            facts = await link.read_info()
             if facts[0].get("cluster_enabled") and isinstance(link, Node):
                 await link.close()
                 link = Cluster(self._address.places, self._node)
-                facts = await link.facts()
+                facts = await link.read_info()
             for each in facts:
                 self._check(each)
         except BaseException:
-            # Cancelled too: nobody has the link yet, and its sockets would stay open.
+            # Cancellation too: nobody else could close its sockets.
             await link.close()
             raise
         return link
 
-    def _unopened(self) -> Link:
+    def _make_link(self) -> Link:
         address = self._address
         if address.kind == "cluster":
             return Cluster(address.places, self._node)
         if address.kind == "sentinel":
-            sentinels = [self._node_at(address.sentinel(place)) for place in address.places]
-            return Watched(address.service, sentinels, self._node)
+            sentinels = [address.sentinel(place) for place in address.places]
+            return self._node_at(address.server(("master", 0)), service=address.service, sentinels=sentinels)
         return self._node_at(address.url)
 
     def _node(self, place: Place) -> Node:
         return self._node_at(self._address.server(place))
 
-    def _node_at(self, url: str) -> Node:
-        """Raises `Lasting` when the store was closed: nobody would close the node."""
+    def _node_at(self, url: str, **watched: Any) -> Node:
+        """Raises `Lasting` after `close`: nobody would close the node."""
         if self._closed:
-            raise self._was_closed()
+            raise self._refuse_closed()
         connect_seconds = min(CONNECT_SECONDS, self.timeout_seconds)
-        # Twice as many as are used at a time: redis-py loses one when a cancellation meets it giving a connection back.
-        return Node(url, max_connections=2 * self._max_connections, connect_seconds=connect_seconds)
+        # Twice what is used at a time: redis-py loses a connection when a cancellation interrupts its release.
+        return Node(url, max_connections=2 * self._max_connections, connect_seconds=connect_seconds, **watched)
 
     def _check(self, facts: Mapping[str, Any]) -> None:
         version = str(facts.get("redis_version", "0"))
@@ -255,21 +254,21 @@ class StoreConnection:
             raise Lasting(f"the Redis at {self.place} is version {version}; 6.2 or newer is needed")
         if self._wait_aof and number < (7, 2):
             raise Lasting(
-                f"the Redis at {self.place} is version {version} and knows no WAITAOF, which redis_wait_aof needs (7.2 or "
-                "newer); without it use appendfsync always"
+                f"the Redis at {self.place} is version {version} and knows no WAITAOF (7.2 or newer), which redis_wait_aof needs; "
+                "use appendfsync always instead"
             )
         if self._wait_aof and not facts.get("aof_enabled"):
-            raise Lasting(f"the Redis at {self.place} keeps no append-only file, which redis_wait_aof waits for")
+            raise Lasting(f"the Redis at {self.place} keeps no append-only file, which redis_wait_aof needs")
         if int(facts.get("connected_slaves", 0)) < self._wait_replicas:
             raise StoreUnavailable(
                 f"the Redis at {self.place} has {facts.get('connected_slaves', 0)} replicas; redis_wait_replicas asks for "
                 f"{self._wait_replicas}"
             )
         if not facts.get("aof_enabled"):
-            log.warning("the Redis at %s keeps no append-only file: what it holds is lost when it dies", self.place)
+            log.warning("the Redis at %s keeps no append-only file: its data is lost when it dies", self.place)
 
-    def _check_seal(self, answer: Any) -> None:
-        """WAIT answers with the replicas that have the write, WAITAOF with the local and the remote files that have it."""
+    def _check_durability(self, answer: Any) -> None:
+        """WAIT answers the number of replicas that hold the write, WAITAOF [local files, replicas' files] that hold it."""
         synced, replicas = answer if isinstance(answer, list) else (1, answer)
         if synced < 1 or replicas < self._wait_replicas:
             raise StoreUnavailable(
@@ -278,13 +277,13 @@ class StoreConnection:
             )
 
     def _distrust_demoted(self, error: Exception) -> None:
-        """A master that became a replica keeps its connections: its successor is at the other end of new ones only."""
+        """A demoted master keeps its connections; only new ones lead to its successor."""
         if self._link is not None and (isinstance(error, broken.ReadOnlyError) or "READONLY" in str(error)):
             self._link.distrust()
 
-    def _late(self, waiting: bool) -> StoreUnavailable:
+    def _time_out(self, waiting: bool) -> StoreUnavailable:
         if waiting:
-            return StoreUnavailable(f"the Redis at {self.place} is busy: no connection came free in time")
+            return StoreUnavailable(f"the Redis at {self.place} is busy: no connection became free in time")
         if self._link is not None:
             self._link.distrust()
         return StoreUnavailable(f"the Redis at {self.place} did not answer within {self.timeout_seconds:g} s")
@@ -293,15 +292,15 @@ class StoreConnection:
         return kind(f"the Redis at {self.place} did not take the command: {type(error).__name__}: {error}")
 
 
-def _seal(replicas: int, aof: bool, milliseconds: int) -> Sequence[Command]:
-    """What is sent behind a durable script."""
+def _make_durability(replicas: int, aof: bool, milliseconds: int) -> Sequence[Command]:
+    """The command sent behind a durable script, if the settings ask for one."""
     if aof:
         return (("WAITAOF", 1, replicas, milliseconds),)
     return (("WAIT", replicas, milliseconds),) if replicas else ()
 
 
-def _kind(error: broken.ResponseError) -> type[StoreUnavailable] | None:
-    """What an error reply means, also one quoted from inside a script; None for a fault of this program."""
+def _classify(error: broken.ResponseError) -> type[StoreUnavailable] | None:
+    """The error for a reply, also one quoted from inside a script; None: a bug in this program."""
     words = str(error).replace("-", " ").replace(":", " ").split()
     if any(code in words for code in LASTING):
         return Lasting
