@@ -37,11 +37,11 @@ from proxy.metrics import Metrics
 from proxy.retention import Retention
 from proxy.services import Services
 from proxy.settings import Settings
-from proxy.store.archive import RedisArchiveStore
+from proxy.store.archive import ArchiveStore
 from proxy.store.connection import StoreConnection
-from proxy.store.delivery import RedisDeliveryStore
-from proxy.store.service import RedisClock, RedisEngineStore, RedisPeerStore, RedisRetentionStore, RedisWeightStore
-from proxy.store.sessions import RedisSessionStore
+from proxy.store.delivery import DeliveryStore
+from proxy.store.service import EngineStore, PeerStore, RedisClock, RetentionStore, WeightStore
+from proxy.store.sessions import SessionStore
 from proxy.ui.router import ui_router
 from proxy.ui.shown import Ui
 
@@ -92,11 +92,11 @@ def build_control_router() -> APIRouter:
 
 def build_services(settings: Settings, store: StoreConnection) -> Services:
     """What one process shares between its two sides, not yet started."""
-    engines, metrics = RedisEngineStore(store), Metrics()
+    engines, metrics = EngineStore(store), Metrics()
     renderer = LocalRenderer(settings.renderer, settings.renderer_options)
     pool = EnginePool(settings, engines, metrics=metrics, renderer=renderer)
     process, inflight = uuid.uuid4().hex, Inflight()
-    sessions, weights = RedisSessionStore(store, process), RedisWeightStore(store)
+    sessions, weights = SessionStore(store, process), WeightStore(store)
     services = Services(
         settings=settings,
         tokens=Tokens(settings.given_tokens),
@@ -104,17 +104,17 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         rate=CallRate(settings.calls_per_second),
         body_room=BodyRoom(settings.body_room_bytes, settings.body_room_per_session_bytes),
         sessions=sessions,
-        delivery=RedisDeliveryStore(store),
+        delivery=DeliveryStore(store),
         weights=weights,
         engines=engines,
         clock=RedisClock(store),
-        archive=RedisArchiveStore(store, sessions),
+        archive=ArchiveStore(store, sessions),
         pool=pool,
         renderer=renderer,
         updater=WeightUpdater(pool, weights, settings, WeightMetrics(metrics.registry, lambda: pool.replicas)),
         trees=SessionTrees(sessions, settings.session_cache, settings.session_cache_bytes, settings.volatile_lines),
         inflight=inflight,
-        peers=Peers(process, RedisPeerStore(store), sessions, inflight, settings.close_wait_seconds),
+        peers=Peers(process, PeerStore(store), sessions, inflight, settings.close_wait_seconds),
         metrics=metrics,
     )
     metrics.watch_engines(lambda: [*pool.replicas, *pool.draining], pool.routing.depths)
@@ -131,7 +131,7 @@ async def _lifespan(
     await services.pool.start()
     sweeper = asyncio.create_task(_sweep_forever(services))
     # Separate from the sweep, which must not wait while an archive is written.
-    retention = asyncio.create_task(Retention(services, RedisRetentionStore(store)).run())
+    retention = asyncio.create_task(Retention(services, RetentionStore(store)).run())
     try:
         async with AsyncExitStack() as stack:
             for addition in additions:

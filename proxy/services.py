@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from proxy.engine.weights.push import WeightUpdater
     from proxy.metrics import Metrics
     from proxy.settings import Settings
-    from proxy.store.archive import RedisArchiveStore
+    from proxy.store.archive import ArchiveStore
     from proxy.store.delivery import DeliveryStore
     from proxy.store.service import EngineStore, RedisClock, WeightStore
     from proxy.store.sessions import SessionStore
@@ -34,7 +34,7 @@ class Services:
     delivery: DeliveryStore
     weights: WeightStore
     engines: EngineStore
-    archive: RedisArchiveStore
+    archive: ArchiveStore
     pool: EnginePool
     renderer: LocalRenderer
     updater: WeightUpdater

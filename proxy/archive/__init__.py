@@ -1,1 +1,1 @@
-"""Sessions as files: the tables of an archive, how a part of it is written, and the folder that holds the parts."""
+"""Archives of sessions: their tables, and the folder of parts that holds them."""

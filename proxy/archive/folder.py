@@ -1,10 +1,10 @@
-"""A folder of archived sessions: numbered parts, and a manifest that says which of them are whole.
+"""A folder of archived sessions: numbered parts, and a manifest that lists the complete ones.
 
     manifest.json  sessions-000000.parquet  records-000000.parquet  trajectories-000000.parquet  sessions-000001.parquet  …
 
-A part is written file by file, each there whole or not at all, and counts once the manifest names it: the manifest is replaced
-last. What a killed writer left behind has no place in the manifest and is taken away by the next one. A session is in the folder
-once: `holds` knows all that are. One writer at a time, held by a lock on the folder.
+A part is written file by file, each there whole or not at all, and counts once the manifest, replaced last, lists it. The next writer
+removes what a killed one left unlisted. A session is in the folder once (`ArchiveWriter.holds`). A lock on the folder admits one writer
+at a time.
 """
 
 from __future__ import annotations
@@ -35,17 +35,22 @@ from proxy.archive.tables import (
     session_of,
 )
 
+Format = Literal["parquet", "jsonl"]
+FORMATS: tuple[str, ...] = get_args(Format)
+
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 PART_BYTES = 32 * 2**20
-"""A part is written when its sessions take this much: the memory of a writer is a few times this, or of one larger session."""
+"""Size at which a part is written. A writer needs a few times this memory, or that of one larger session."""
 PART_SESSIONS = 1000
+ROW_GROUP_ROWS = 256
+"""Readers of Parquet load a whole row group, and a long session's row has megabytes."""
 
 Key = tuple[str, float]
 
 
 class ArchiveError(Exception):
-    """The folder is not one that can be written to, or read from, like this."""
+    """The folder cannot be read or written as asked."""
 
 
 class FolderBusy(ArchiveError):
@@ -53,7 +58,7 @@ class FolderBusy(ArchiveError):
 
 
 class ArchiveReader:
-    """The parts that the manifest of `folder` names. Raises ArchiveError when there is none that this build reads."""
+    """The parts that the manifest of `folder` lists. Raises ArchiveError when there is no manifest that this build reads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -68,8 +73,7 @@ class ArchiveReader:
         return parts
 
     def sessions(self) -> Iterator[ArchivedSession]:
-        """Every session, without its trajectories, a part at a time. Raises ArchiveError for a file that is missing or was
-        changed."""
+        """Every session without its trajectories, read part by part. Raises ArchiveError for a missing or changed file."""
         for part in self.parts:
             records: dict[str, list[Row]] = {}
             for record in self._rows(part, "records"):
@@ -83,12 +87,12 @@ class ArchiveReader:
             return []
         path = self.folder / entry["name"]
         if not path.is_file() or digest_of(path) != entry["sha256"]:
-            raise ArchiveError(f"{path} is not the file that was written: its checksum is not the one in {MANIFEST}")
+            raise ArchiveError(f"{path} is missing or was changed: its checksum is not the one in {MANIFEST}")
         return read_table(path, table)
 
 
 class KnownSessions:
-    """The keys of the sessions in a folder; about a hundred bytes each. Parts once read are not read again."""
+    """The keys of the sessions in a folder, about a hundred bytes each. Reads each part once."""
 
     def __init__(self) -> None:
         self._keys: set[Key] = set()
@@ -113,10 +117,9 @@ class KnownSessions:
 
 
 class ArchiveWriter:
-    """Adds sessions to `folder`, which is made when it is not there; use it in a `with` block.
+    """Adds sessions to `folder`, which it creates if missing; use it in a `with` block.
 
-    Raises FolderBusy while another writes, ArchiveError when the folder holds something else than an archive of this format and
-    builder.
+    Raises FolderBusy while another process writes, and ArchiveError when the folder holds an archive of another format or builder.
     """
 
     def __init__(
@@ -132,13 +135,13 @@ class ArchiveWriter:
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self.folder)
+        self._lock = _lock(self.folder)
         try:
-            self.manifest = self._opened()
+            self.manifest = self._load_manifest()
             self._clear_leftovers()
             self.known.read(self.folder, self.manifest)
         except BaseException:
-            # Ctrl-C in `verbatim export` too: `__exit__` is not called, and the folder would stay locked.
+            # Ctrl-C in `verbatim export` too: without `__exit__` the folder would stay locked.
             self._lock.close()
             raise
         return self
@@ -152,17 +155,17 @@ class ArchiveWriter:
 
     @property
     def full(self) -> bool:
-        """Whether what is waiting makes a part."""
+        """Whether the waiting sessions make a part."""
         return self._waiting_bytes >= PART_BYTES or len(self._waiting) >= PART_SESSIONS
 
     def add(self, session: ArchivedSession) -> None:
-        """The session, to be written with the next part; one that the folder holds is left alone."""
+        """Queues the session for the next part, unless the folder holds it."""
         if not self.holds(session.key):
             self._waiting[session.key] = session
             self._waiting_bytes += session.size_bytes
 
     def flush(self) -> int:
-        """What is waiting as one more part; how many sessions that were. It counts when this returns."""
+        """Writes the waiting sessions as one more part, listed when this returns. Returns how many they were."""
         written = len(self._waiting)
         if not written:
             return 0
@@ -173,7 +176,7 @@ class ArchiveWriter:
         return written
 
     def finish(self, filters: dict[str, Any]) -> None:
-        """The last part, and the manifest that says that all of `filters` is there."""
+        """Writes the last part, and the manifest that declares the export of `filters` complete."""
         self.flush()
         self._replace_manifest({"complete": True, "filters": filters})
 
@@ -194,9 +197,9 @@ class ArchiveWriter:
     def _replace_manifest(self, changes: dict[str, Any]) -> None:
         self.manifest = {**self.manifest, **changes, "updated_at": time.time()}
         text = json.dumps(self.manifest, indent=1) + "\n"
-        write_whole(self.folder / MANIFEST, lambda path: _write_text(path, text))
+        write_whole(self.folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
 
-    def _opened(self) -> dict[str, Any]:
+    def _load_manifest(self) -> dict[str, Any]:
         manifest = read_manifest(self.folder)
         if manifest is None:
             now = time.time()
@@ -217,7 +220,7 @@ class ArchiveWriter:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of the archive in `folder`, None when there is none. Raises ArchiveError for one of another kind."""
+    """The manifest of the archive in `folder`, None when there is none. Raises ArchiveError for an unreadable or foreign one."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except FileNotFoundError:
@@ -233,7 +236,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def _locked(folder: Path) -> IO[str]:
+def _lock(folder: Path) -> IO[str]:
     lock = (folder / LOCK).open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -243,28 +246,14 @@ def _locked(folder: Path) -> IO[str]:
     return lock
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
-# One table as one file, Parquet or JSON lines: there whole, under its name, or not at all.
-
-
-Format = Literal["parquet", "jsonl"]
-FORMATS: tuple[str, ...] = get_args(Format)
-
-ROW_GROUP_ROWS = 256
-"""Readers of Parquet take a row group at a time: a long session's row has megabytes."""
-
-
 def write_table(path: Path, table: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """Write `rows` to `path`, whose suffix is the format: `{name, bytes, sha256}`."""
+    """Writes `rows` to `path`, whose suffix is the format. Returns `{name, bytes, sha256}`."""
     write = _write_parquet if path.suffix == ".parquet" else _write_jsonl
     return write_whole(path, lambda temporary: write(temporary, table, rows))
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> dict[str, Any]:
-    """What `write` makes, under `path` only once all of it is on disk: `{name, bytes, sha256}`."""
+def write_whole(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
+    """Puts the file that `write` makes at `path` once all of it is on disk. Returns `{name, bytes, sha256}`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         write(temporary)
@@ -281,7 +270,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> dict[str, Any]:
 
 
 def read_table(path: Path, table: str, columns: Sequence[str] | None = None) -> list[Row]:
-    """The rows of a file that `write_table` wrote, or these columns of them."""
+    """The rows of a file that `write_table` wrote, or only these columns."""
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
@@ -325,7 +314,7 @@ def _read_jsonl(path: Path, table: str, columns: Sequence[str]) -> Iterator[Row]
 
 
 def _sync_folder(folder: Path) -> None:
-    """A rename is on disk once its folder is."""
+    """A rename is durable once its folder is synced."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,11 @@
-"""One session as rows of the archive's tables, and back."""
+"""The three tables of an archive: their columns, a session as their rows, and back. docs/store.md explains each column.
+
+`trajectories` has one row per training row, `sessions` one per session, `records` one per call in the store's encoding. Columns of kind
+`json` hold JSON text: their objects differ from row to row, which no column type survives. A changed column is a new SCHEMA_VERSION.
+
+Version 2 adds a row's logprob mode, token details and policy; version 3 whether a session is trained; version 4 the source of a row's
+role, and a session's echo policy, budget, dangling calls and completeness. The versions read alike otherwise.
+"""
 
 from __future__ import annotations
 
@@ -12,142 +19,6 @@ import numpy as np
 from reconstruct.trajectory import listed
 
 Row = dict[str, Any]
-
-_ARRAYS = {"token_ids": "<i4", "loss_mask": "i1", "logprobs": "<f4"}
-_DETAILS = {"top_token_ids": "<i4", "top_logprobs": "<f4", "prompt_logprobs": "<f4", "routed_experts": "<i2"}
-_JSON = ("per_call", "per_branch", "reward_metadata", "metadata", "sampling", "intents")
-_BUDGET = ("max_calls", "max_completion_tokens", "max_total_tokens")
-_PLAIN = (
-    "session_id",
-    "created_at",
-    "closed_at",
-    "updated_at",
-    "status",
-    "task_id",
-    "group_id",
-    "group_size",
-    "reward",
-    "error",
-    "calls",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ArchivedSession:
-    """A closed session, whole.
-
-    `state` is the session as `GET /sessions/{id}` has it; `records` are (call id, record bytes) in the order of the store;
-    `delivered` the calls whose answer went out whole; `intents` the calls without a result. `trajectories` are on the wire with
-    packed arrays. `problem` says why there are none, when the session's records contradict each other.
-    """
-
-    state: Mapping[str, Any]
-    records: Sequence[tuple[str, bytes]]
-    delivered: Sequence[str] = ()
-    intents: Sequence[Mapping[str, Any]] = ()
-    trajectories: Sequence[Mapping[str, Any]] = ()
-    accounting: Mapping[str, Any] = field(default_factory=dict)
-    problem: str | None = None
-
-    @property
-    def key(self) -> tuple[str, float]:
-        """What tells it from every other: an id may be used again once its session is deleted."""
-        return self.state["session_id"], self.state["created_at"]
-
-    @property
-    def size_bytes(self) -> int:
-        """Roughly what it takes in memory and on disk."""
-        arrays = sum(len(row[name]) for row in self.trajectories for name in _ARRAYS)
-        arrays += sum(len(row[name]["data"]) for row in self.trajectories for name in _DETAILS if name in row)
-        return arrays + sum(len(record) for _, record in self.records) + 1024
-
-
-def rows_of(session: ArchivedSession) -> dict[str, list[Row]]:
-    """Its rows by table."""
-    return {
-        "sessions": [_session_row(session)],
-        "records": [
-            {"session_id": session.state["session_id"], "position": position, "call_id": call_id, "record": record}
-            for position, (call_id, record) in enumerate(session.records)
-        ],
-        "trajectories": [_trajectory_row(row, session.state) for row in session.trajectories],
-    }
-
-
-def session_of(row: Row, records: Sequence[Row]) -> ArchivedSession:
-    """The session of a row of `sessions` and its rows of `records`, without its trajectories: they follow from the records."""
-    state = {name: row[name] for name in _PLAIN} | {name: json.loads(row[name]) for name in _JSON}
-    # Not in archives of earlier versions.
-    state["trained"] = row.get("trained") is not False
-    state["echo_policy"] = row.get("echo_policy") or "strict"
-    state |= {name: row.get(name) for name in _BUDGET}
-    ordered = sorted(records, key=lambda record: record["position"])
-    return ArchivedSession(
-        state={name: value for name, value in state.items() if name != "intents"},
-        records=[(record["call_id"], record["record"]) for record in ordered],
-        delivered=row["delivered"],
-        intents=state["intents"],
-    )
-
-
-def _session_row(session: ArchivedSession) -> Row:
-    state, accounting = session.state, session.accounting
-    return {
-        **{name: state[name] for name in _PLAIN},
-        **{name: _text(state[name]) for name in _JSON if name != "intents"},
-        # A service of an earlier build does not say these.
-        "trained": state.get("trained"),
-        "echo_policy": state.get("echo_policy"),
-        **{name: state.get(name) for name in _BUDGET},
-        "intents": _text(list(session.intents)),
-        "delivered": sorted(session.delivered),
-        "sampled_tokens": accounting.get("sampled_tokens"),
-        "exported_tokens": accounting.get("exported_tokens"),
-        "quarantined": _text(accounting.get("quarantined", [])),
-        "dangling_calls": accounting.get("dangling_calls"),
-        "complete": accounting.get("complete"),
-        "problem": session.problem,
-    }
-
-
-def _trajectory_row(row: Mapping[str, Any], state: Mapping[str, Any]) -> Row:
-    return {
-        **row,
-        **{name: np.frombuffer(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()},
-        **{name: _detail(row.get(name), dtype) for name, dtype in _DETAILS.items()},
-        "metadata": _text(row["metadata"]),
-        "session_status": state["status"],
-        "session_reward": state["reward"],
-        "session_trained": state.get("trained"),
-        "group_size": state["group_size"],
-        "reward_metadata": _text(state["reward_metadata"]),
-        "created_at": state["created_at"],
-        "closed_at": state["closed_at"],
-    }
-
-
-def _detail(packed: Mapping[str, Any] | None, dtype: str) -> list[Any] | None:
-    """The array as nested lists, None for NaN: neither Arrow nor JSON takes arrays of several dimensions."""
-    if packed is None:
-        return None
-    array = np.frombuffer(packed["data"], dtype=dtype).reshape(packed["shape"])
-    return listed(array)
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
-
-
-# The three tables of an archive: their columns, as Arrow types and as Hugging Face features. docs/store.md explains each.
-#
-# `trajectories` has one row per training row, `sessions` one per session, `records` one per call, in the encoding of the store.
-# Columns of kind `json` hold JSON text: their objects differ from row to row, which no column type survives. A change of a column
-# is a new SCHEMA_VERSION.
-#
-# Version 2 adds a row's logprob mode, its token details and its policy; version 3 whether a trainer gets the session; version 4 who says so
-# of a row's role, and of a session its echo policy, its budget, its dangling calls and whether it is complete. Nothing else of what is
-# read back, sessions and records, differs.
-
 
 SCHEMA = "verbatim-archive"
 SCHEMA_VERSION = 4
@@ -221,9 +92,85 @@ RECORDS = {"session_id": "string", "position": "int32", "call_id": "string", "re
 
 TABLES = {"sessions": SESSIONS, "records": RECORDS, "trajectories": TRAJECTORIES}
 
+_ARRAYS = {"token_ids": "<i4", "loss_mask": "i1", "logprobs": "<f4"}
+_DETAILS = {"top_token_ids": "<i4", "top_logprobs": "<f4", "prompt_logprobs": "<f4", "routed_experts": "<i2"}
+_JSON = ("per_call", "per_branch", "reward_metadata", "metadata", "sampling", "intents")
+_BUDGET = ("max_calls", "max_completion_tokens", "max_total_tokens")
+_PLAIN = (
+    "session_id",
+    "created_at",
+    "closed_at",
+    "updated_at",
+    "status",
+    "task_id",
+    "group_id",
+    "group_size",
+    "reward",
+    "error",
+    "calls",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedSession:
+    """A closed session with everything an archive holds.
+
+    `state` is the session as in `GET /sessions/{id}`; `records` are (call id, record bytes) in store order; `delivered` the calls whose
+    reply was delivered whole; `intents` the calls without a record. `trajectories` are in wire form with packed arrays. `problem`: why
+    there are none, when the session's records contradict each other.
+    """
+
+    state: Mapping[str, Any]
+    records: Sequence[tuple[str, bytes]]
+    delivered: Sequence[str] = ()
+    intents: Sequence[Mapping[str, Any]] = ()
+    trajectories: Sequence[Mapping[str, Any]] = ()
+    accounting: Mapping[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+
+    @property
+    def key(self) -> tuple[str, float]:
+        """Unique, unlike the id alone, which may be reused once its session is deleted."""
+        return self.state["session_id"], self.state["created_at"]
+
+    @property
+    def size_bytes(self) -> int:
+        """Approximate size in memory and on disk."""
+        arrays = sum(len(row[name]) for row in self.trajectories for name in _ARRAYS)
+        arrays += sum(len(row[name]["data"]) for row in self.trajectories for name in _DETAILS if name in row)
+        return arrays + sum(len(record) for _, record in self.records) + 1024
+
+
+def rows_of(session: ArchivedSession) -> dict[str, list[Row]]:
+    """Its rows, by table."""
+    return {
+        "sessions": [_session_row(session)],
+        "records": [
+            {"session_id": session.state["session_id"], "position": position, "call_id": call_id, "record": record}
+            for position, (call_id, record) in enumerate(session.records)
+        ],
+        "trajectories": [_trajectory_row(row, session.state) for row in session.trajectories],
+    }
+
+
+def session_of(row: Row, records: Sequence[Row]) -> ArchivedSession:
+    """The session of one row of `sessions` and its rows of `records`. Without trajectories, which follow from the records."""
+    state = {name: row[name] for name in _PLAIN} | {name: json.loads(row[name]) for name in _JSON}
+    # Archives of earlier versions lack these.
+    state["trained"] = row.get("trained") is not False
+    state["echo_policy"] = row.get("echo_policy") or "strict"
+    state |= {name: row.get(name) for name in _BUDGET}
+    ordered = sorted(records, key=lambda record: record["position"])
+    return ArchivedSession(
+        state={name: value for name, value in state.items() if name != "intents"},
+        records=[(record["call_id"], record["record"]) for record in ordered],
+        delivered=row["delivered"],
+        intents=state["intents"],
+    )
+
 
 def arrow_schema(table: str) -> Any:
-    """The table's pyarrow schema, with the archive's version and the Hugging Face features in its metadata."""
+    """The table's pyarrow schema. Its metadata holds the archive's version and the Hugging Face features."""
     import pyarrow as pa
 
     columns = TABLES[table]
@@ -235,6 +182,54 @@ def arrow_schema(table: str) -> Any:
     return pa.schema([pa.field(name, _arrow_type(kind)) for name, kind in columns.items()], metadata=metadata)
 
 
+def _session_row(session: ArchivedSession) -> Row:
+    state, accounting = session.state, session.accounting
+    return {
+        **{name: state[name] for name in _PLAIN},
+        **{name: _dump(state[name]) for name in _JSON if name != "intents"},
+        # Missing when the service exporting it is of an earlier build.
+        "trained": state.get("trained"),
+        "echo_policy": state.get("echo_policy"),
+        **{name: state.get(name) for name in _BUDGET},
+        "intents": _dump(list(session.intents)),
+        "delivered": sorted(session.delivered),
+        "sampled_tokens": accounting.get("sampled_tokens"),
+        "exported_tokens": accounting.get("exported_tokens"),
+        "quarantined": _dump(accounting.get("quarantined", [])),
+        "dangling_calls": accounting.get("dangling_calls"),
+        "complete": accounting.get("complete"),
+        "problem": session.problem,
+    }
+
+
+def _trajectory_row(row: Mapping[str, Any], state: Mapping[str, Any]) -> Row:
+    return {
+        **row,
+        **{name: np.frombuffer(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()},
+        **{name: _detail(row.get(name), dtype) for name, dtype in _DETAILS.items()},
+        "metadata": _dump(row["metadata"]),
+        "session_status": state["status"],
+        "session_reward": state["reward"],
+        "session_trained": state.get("trained"),
+        "group_size": state["group_size"],
+        "reward_metadata": _dump(state["reward_metadata"]),
+        "created_at": state["created_at"],
+        "closed_at": state["closed_at"],
+    }
+
+
+def _detail(packed: Mapping[str, Any] | None, dtype: str) -> list[Any] | None:
+    """The array as nested lists, None for NaN: neither Arrow nor JSON takes multidimensional arrays."""
+    if packed is None:
+        return None
+    array = np.frombuffer(packed["data"], dtype=dtype).reshape(packed["shape"])
+    return listed(array)
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
 def _arrow_type(kind: str) -> Any:
     import pyarrow as pa
 
@@ -244,7 +239,7 @@ def _arrow_type(kind: str) -> Any:
 
 
 def _feature(kind: str) -> Any:
-    """A list is written `[feature]`: the one spelling that all versions of `datasets` read."""
+    """`[feature]` for a list: the one spelling that all versions of `datasets` read."""
     if kind.startswith("list<"):
         return [_feature(kind[5:-1])]
     return {"dtype": "string" if kind == "json" else kind, "_type": "Value"}

@@ -1,4 +1,4 @@
-"""Groups, leases and dead letters in Redis. All of it shares one slot, so that each method is one script."""
+"""Groups, leases and dead letters in Redis. All of it shares one slot, so that every method is one atomic script."""
 
 from __future__ import annotations
 
@@ -9,23 +9,37 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from proxy.errors import Conflict, NotFound, StoreUnavailable
 from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.groups import DeadLetter, GroupPolicy, GroupRule, Lease, LeasedGroup, Member, Nothing, PolicyLine
-from proxy.store.keys import ARRIVALS, DELIVERY, GROUP_POLICIES, GROUP_TOTALS, pack, pack_versioned, unpack_versioned
+from proxy.store.keys import (
+    ARRIVALS,
+    DELIVERY,
+    GROUP_POLICIES,
+    GROUP_TOTALS,
+    pack,
+    pack_versioned,
+    parse_hash,
+    unpack_versioned,
+)
+
+log = logging.getLogger(__name__)
 
 REMEMBERED_SECONDS = 86400.0
-"""How long an ended lease can still be told from one that never was."""
+"""How long an ended lease is remembered, and told from one that never existed."""
 WAITING_CLAIM_SECONDS = 8.0
-"""How long the claim of a waiting consumer outlives its last request: longer than the pause between two of them."""
+"""How long a waiting consumer's claim outlives its last request: longer than the pause between two requests."""
 POLLED_CLAIM_SECONDS = 2.0
-"""The same for a consumer that only looked in."""
+"""The same for a consumer that does not wait."""
 ANY_POLICY = "*"
-"""No policy's name."""
+"""Stands for every policy in a lease; no policy has this name."""
 LETTERS_LOOKED_AT = 1000
-"""Dead letters that one page of those with a certain reason looks at; such a page may be short."""
+"""Dead letters that one page examines; a page filtered by reason may be short."""
+BLOCK_SECONDS = 5.0
+PAUSE_SECONDS = 1.0
+"""After a failed read of the arrivals."""
 
 PRELUDES = ("_delivery", "_parts", "_ahead", "_leases")
 
@@ -52,286 +66,11 @@ COUNTS = Script.read("counts", *PRELUDES)
 ENDED = {"acked": "was acknowledged", "nacked": "was given back", "expired": "has expired"}
 
 
-class RedisDeliveryStore:
-    """Implements `proxy.store.delivery.DeliveryStore`."""
-
-    def __init__(self, connection: StoreConnection) -> None:
-        self._redis = connection
-        self._arrivals = StreamArrivals(connection, ARRIVALS)
-
-    async def announce(self, session_id: str, request: CloseRequest | None, now: float) -> None:
-        await self._run(ANNOUNCE, session_id, repr(now), b"" if request is None else pack_versioned(request))
-
-    async def retract(self, session_id: str) -> None:
-        await self._run(RETRACT, session_id)
-
-    async def announced(self, before: float, limit: int = 100) -> Sequence[Announced]:
-        flat = await self._run(ANNOUNCED, repr(before), limit)
-        return [
-            Announced(session_id.decode(), float(at), unpack_versioned(request, CloseRequest) if request else None)
-            for session_id, at, request in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
-        ]
-
-    async def fill(
-        self,
-        group_id: str,
-        group_size: int,
-        member: Member,
-        policy: GroupPolicy,
-        now: float,
-        rule: GroupRule | None = None,
-    ) -> str:
-        reward = "" if member.reward is None else repr(float(member.reward))
-        entry = (member.session_id, int(member.usable), reward, member.rows, member.oldest_version)
-        named = (each for name, rows in member.named.items() for each in (name, rows.rows, rows.oldest_version))
-        args = (group_id, group_size, *entry, repr(now), *_decision(policy), _said(rule), int(member.complete), *named)
-        status: bytes = await self._run(FILL, *args, durable=True)
-        return status.decode()
-
-    async def withdraw(self, session_id: str, policy: GroupPolicy) -> None:
-        if await self._run(WITHDRAW, session_id, *_decision(policy)) == b"leased":
-            raise Conflict(f"session {session_id} is leased by a trainer; delete it after the lease has ended")
-
-    async def admit(
-        self,
-        group_id: str,
-        session_id: str,
-        limit: int,
-        policy: GroupPolicy,
-        now: float,
-        freshness: Freshness | None = None,
-        *,
-        again: bool = False,
-    ) -> Admission:
-        asked = freshness or Freshness(-1, -1, 1)
-        args = (int(not again), asked.version, asked.most_behind, asked.groups_per_version, *_flat(asked.named))
-        answer = await self._run(ADMIT, group_id, session_id, limit, repr(now), policy.members, *args)
-        granted, undelivered, noted, ahead = answer
-        return Admission(bool(granted), undelivered, bool(noted), ahead if freshness else None)
-
-    async def policies(self) -> Sequence[str]:
-        return sorted(name.decode() for name in await self._redis.execute("SMEMBERS", GROUP_POLICIES))
-
-    async def versions_ahead(self, version: int, groups_per_version: int, named: Mapping[str, int] | None = None) -> int:
-        return int(await self._run(VERSIONS_AHEAD, version, groups_per_version, *_flat(named or {})))
-
-    async def dismiss(self, session_id: str) -> None:
-        await self._run(DISMISS, session_id)
-
-    async def unseen(self, before: float, limit: int = 100) -> Sequence[str]:
-        return [session_id.decode() for session_id in await self._run(UNSEEN, repr(before), limit)]
-
-    async def seen(self, session_id: str) -> None:
-        await self._run(SEEN, session_id)
-
-    async def tend(self, policy: GroupPolicy, timeout_seconds: float, now: float) -> int:
-        return int(await self._run(TEND, repr(now), f"{timeout_seconds:g}", *_decision(policy)))
-
-    async def lease(self, terms: LeaseTerms) -> Lease | Nothing:
-        lease_id, now = uuid.uuid4().hex, terms.now
-        unlimited = terms.max_groups is None and terms.max_trajectories is None
-        most = (1 if unlimited else terms.max_groups, terms.max_trajectories, terms.oldest_version)
-        limits = (_or_none(limit) for limit in most)
-        times = (repr(now + terms.lease_seconds), terms.max_deliveries, repr(now), REMEMBERED_SECONDS)
-        claimed_until = repr(now + (WAITING_CLAIM_SECONDS if terms.waits else POLLED_CLAIM_SECONDS))
-        claim = (terms.stale_groups, claimed_until, int(terms.waits), int(terms.complete_only))
-        lines = (each for name, line in terms.named.items() for each in (name, _or_none(line.oldest_version), line.version))
-        whose = (_or_none(terms.version), ANY_POLICY if terms.policy is None else terms.policy, *lines)
-        answer = await self._run(LEASE, lease_id, terms.consumer, *limits, *times, *claim, *whose)
-        if answer[0] == b"none":
-            return Nothing(float(answer[1]) if answer[1] else None)
-        return Lease(lease_id, float(answer[1]), [_leased_group(group) for group in answer[2:]])
-
-    def watch(self) -> AbstractAsyncContextManager[StreamArrivals]:
-        return self._arrivals.watched()
-
-    async def leave(self, consumer: str) -> None:
-        await self._run(LEAVE, consumer)
-
-    async def ack(self, lease_id: str, now: float) -> Sequence[str]:
-        return await self._settle(lease_id, "acked", now)
-
-    async def nack(self, lease_id: str, now: float) -> Sequence[str]:
-        return await self._settle(lease_id, "nacked", now)
-
-    async def give_back(self, lease_id: str, now: float) -> None:
-        await self._settle(lease_id, "nacked", now, undelivered=True)
-
-    async def extend(self, lease_id: str, lease_seconds: float, now: float) -> float:
-        status, *detail = await self._run(EXTEND, lease_id, repr(now + lease_seconds), repr(now))
-        if status != b"active":
-            raise _ended(lease_id, status.decode())
-        return float(detail[0])
-
-    async def bury(self, lease_id: str, reference: str, reason: str, now: float) -> None:
-        await self._run(BURY, lease_id, reference, reason, repr(now))
-
-    async def dead_letters(
-        self, limit: int = 100, cursor: str | None = None, reason: str | None = None
-    ) -> tuple[Sequence[DeadLetter], str | None]:
-        following, *letters = await self._run(DEAD_LETTERS, limit, cursor or "", reason or "", LETTERS_LOOKED_AT)
-        return [_dead_letter(letter) for letter in letters], following.decode() or None
-
-    async def retry_dead(self, names: Sequence[str], policy: GroupPolicy, now: float) -> Sequence[str]:
-        return await self._exhume("retry", names, policy, now)
-
-    async def drop_dead(self, names: Sequence[str]) -> Sequence[str]:
-        return await self._exhume("drop", names, GroupPolicy(), 0.0)
-
-    async def counts(self) -> Mapping[str, int]:
-        flat = await self._run(COUNTS)
-        return {state.decode(): number for state, number in zip(flat[::2], flat[1::2], strict=True)}
-
-    async def totals(self) -> Mapping[str, int]:
-        flat = await self._redis.execute("HGETALL", GROUP_TOTALS)
-        pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
-        return {what.decode(): int(times) for what, times in pairs}
-
-    async def _settle(self, lease_id: str, wanted: str, now: float, *, undelivered: bool = False) -> list[str]:
-        status, *detail = await self._run(SETTLE, lease_id, wanted, repr(now), int(undelivered), durable=True)
-        if status.decode() != wanted:
-            raise _ended(lease_id, status.decode())
-        return [group_id.decode() for group_id in detail[0]]
-
-    async def _exhume(self, action: str, names: Sequence[str], policy: GroupPolicy, now: float) -> list[str]:
-        outcome, found = await self._run(EXHUME, action, repr(now), *_decision(policy), *names)
-        if outcome == b"superseded":
-            raise Conflict(
-                f"dead group {found.decode()} is incomplete, and new sessions of its group id go to a later group: drop it"
-            )
-        return [reference.decode() for reference in found]
-
-    async def _run(self, script: Script, *args: Argument, durable: bool = False) -> Any:
-        return await self._redis.run(script, DELIVERY, args, durable=durable, patient=True)
-
-
-def _or_none(number: int | None) -> int:
-    """None, which a script has no word for, as -1."""
-    return -1 if number is None else number
-
-
-def _flat(versions: Mapping[str, int]) -> list[Argument]:
-    return [each for pair in versions.items() for each in pair]
-
-
-def _said(rule: GroupRule | None) -> bytes:
-    return pack({name: value for name, value in asdict(rule).items() if value is not None}) if rule else b""
-
-
-def _decision(policy: GroupPolicy) -> tuple[str, int, str]:
-    return policy.members, policy.minimum, policy.zero_variance
-
-
-def _leased_group(answer: Any) -> LeasedGroup:
-    reference, group_id, deliveries, oldest_version, stale, session_ids, names = answer
-    members, policies = [each.decode() for each in session_ids], sorted(each.decode() for each in names)
-    return LeasedGroup(reference.decode(), group_id.decode(), members, deliveries, oldest_version, bool(stale), policies)
-
-
-def _dead_letter(answer: Any) -> DeadLetter:
-    letter_id, group_id, session_ids, deliveries, reason, died_at = answer
-    members = [each.decode() for each in session_ids]
-    return DeadLetter(letter_id.decode(), group_id.decode(), members, deliveries, reason.decode(), float(died_at))
-
-
-def _ended(lease_id: str, status: str) -> NotFound | Conflict:
-    if status == "missing":
-        return NotFound(f"there is no lease {lease_id}")
-    return Conflict(f"lease {lease_id} {ENDED[status]}")
-
-
-# What comes into the store, told to everybody who waits for it in this process by one blocking read.
-#
-# The store keeps a stream of one entry, made anew whenever groups become ready. Reading goes on where it stopped, so that nothing
-# is missed between two reads, nor while nobody was watching; a read that fails is waited out, and whoever waits looks by himself
-# now and then.
-
-
-log = logging.getLogger(__name__)
-
-BLOCK_SECONDS = 5.0
-PAUSE_SECONDS = 1.0
-"""After a read that failed."""
-
-
-class StreamArrivals:
-    """Implements `proxy.store.delivery.Arrivals` for the stream `key`."""
-
-    def __init__(self, connection: StoreConnection, key: str) -> None:
-        self.mark = 0
-        self._redis = connection
-        self._key = key
-        self._last: str | None = None
-        self._watchers = 0
-        self._changed = asyncio.Condition()
-        self._turn = asyncio.Lock()
-        self._reader: asyncio.Task[None] | None = None
-
-    @contextlib.asynccontextmanager
-    async def watched(self) -> AsyncIterator[StreamArrivals]:
-        """Reads while anybody is in here. Raises `StoreUnavailable` when that cannot begin."""
-        self._watchers += 1
-        try:
-            await self._begin()
-            yield self
-        finally:
-            self._watchers -= 1
-            if not self._watchers:
-                await self._end()
-
-    async def after(self, mark: int, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds), self._changed:
-                await self._changed.wait_for(lambda: self.mark != mark)
-
-    async def _begin(self) -> None:
-        async with self._turn:
-            if self._last is None:
-                self._last = await self._newest()
-            if self._reader is None or self._reader.done():
-                self._reader = asyncio.create_task(self._read())
-
-    async def _end(self) -> None:
-        """Not left to itself: a blocked read would hold its connection when the store is closed."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.cancel()
-            await asyncio.wait([reader])
-
-    async def _newest(self) -> str:
-        entries = await self._redis.execute("XREVRANGE", self._key, "+", "-", "COUNT", 1)
-        return entries[0][0].decode() if entries else "0-0"
-
-    async def _read(self) -> None:
-        while True:
-            try:
-                await self._read_once()
-            except StoreUnavailable as error:
-                log.warning("waiting consumers look by themselves: %s", error.message)
-                await asyncio.sleep(PAUSE_SECONDS)
-
-    async def _read_once(self) -> None:
-        block = max(1, int(min(BLOCK_SECONDS, self._redis.timeout_seconds / 2) * 1000))
-        read = await self._redis.execute("XREAD", "BLOCK", block, "STREAMS", self._key, self._last or "0-0", key=self._key)
-        if not read:
-            return
-        ((_, entries),) = read
-        self._last = entries[-1][0].decode()
-        self.mark += 1
-        async with self._changed:
-            self._changed.notify_all()
-
-
-# DeliveryStore: groups, leases and dead letters, as the rest of the service sees them.
-#
-# All of it is in one hash tag, so that a lease is one atomic script.
-
-
 @dataclass(frozen=True, slots=True)
 class CloseRequest:
-    """What a close or delete asked for, kept beside the announcement so that a crash in between can be made good.
+    """What a close or delete asked for, kept with the announcement so that it can be finished after a crash.
 
-    `created_at` says of a delete which session it means: its id may be used again."""
+    `created_at` identifies the session that a delete means: its id may be reused."""
 
     status: str
     reward: float | None = None
@@ -341,8 +80,7 @@ class CloseRequest:
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A session on its way into its group, or out of the store. `request` is None when it was frozen already and only its reward
-    was late."""
+    """A session about to enter its group or to be deleted. `request` None: it was frozen already, and its reward came late."""
 
     session_id: str
     announced_at: float
@@ -351,8 +89,8 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """`undelivered` counts the groups. `noted`: the session was unknown and counts now as one of an opened group. `versions_ahead`:
-    how many versions will probably have come when a group that is begun now is leased; None when nobody asked."""
+    """`undelivered`: number of groups. `noted`: the session was unknown and is now counted in an opened group. `versions_ahead`: the
+    versions expected until a group begun now is leased; None unless asked for."""
 
     granted: bool
     undelivered: int
@@ -362,8 +100,8 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Freshness:
-    """Begin no group that would probably be leased more than `most_behind` versions after `version`, the current one, when a
-    version takes `groups_per_version` groups. `named` has the current versions of the other policies, for which the same goes."""
+    """Admit no group that would be leased more than `most_behind` versions after the current `version`, at `groups_per_version` groups
+    per version. `named`: the current versions of the other policies, which have the same limit."""
 
     version: int
     most_behind: int
@@ -373,7 +111,7 @@ class Freshness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTerms:
-    """What a consumer asks for: see `DeliveryStore.lease`."""
+    """What a consumer asks for; see `DeliveryStore.lease`."""
 
     consumer: str
     max_groups: int | None = None
@@ -390,29 +128,29 @@ class LeaseTerms:
     named: Mapping[str, PolicyLine] = field(default_factory=dict)
 
 
-class Arrivals(Protocol):
-    """What comes into the store while it is watched. `mark` grows with every arrival; take it before asking for groups."""
+class DeliveryStore:
+    """Every method may raise `StoreUnavailable`. `now` is Redis's time, in epoch seconds (`proxy.store.service.RedisClock`)."""
 
-    mark: int
+    def __init__(self, connection: StoreConnection) -> None:
+        self._redis = connection
+        self._arrivals = Arrivals(connection, ARRIVALS)
 
-    async def after(self, mark: int, seconds: float) -> None:
-        """Return when something has come since `mark`, at the latest after `seconds`."""
-        ...
-
-
-class DeliveryStore(Protocol):
     async def announce(self, session_id: str, request: CloseRequest | None, now: float) -> None:
-        """Say that a session is about to be closed (or given its late reward, or deleted), before it is. Sessions and groups
-        live in different slots; what stays announced is found by `announced` and finished by whoever finds it."""
-        ...
+        """Notes that a session is about to be closed, deleted or given a late reward. Sessions and groups are in different slots: whoever
+        finds one that stays announced finishes it (`announced`)."""
+        await self._run(ANNOUNCE, session_id, repr(now), b"" if request is None else pack_versioned(request))
 
     async def retract(self, session_id: str) -> None:
-        """Nothing is to be filled after all. `fill` retracts by itself."""
-        ...
+        """Withdraws the announcement; `fill` does so itself."""
+        await self._run(RETRACT, session_id)
 
     async def announced(self, before: float, limit: int = 100) -> Sequence[Announced]:
-        """Announced no later than `before` and neither filled nor retracted, oldest first."""
-        ...
+        """Sessions announced by `before` and neither filled nor retracted since, oldest first."""
+        flat = await self._run(ANNOUNCED, repr(before), limit)
+        return [
+            Announced(session_id.decode(), float(at), unpack_versioned(request, CloseRequest) if request else None)
+            for session_id, at, request in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+        ]
 
     async def fill(
         self,
@@ -423,17 +161,22 @@ class DeliveryStore(Protocol):
         now: float,
         rule: GroupRule | None = None,
     ) -> str:
-        """Put a closed session into its group. Returns the group's state: filling, ready, dropped, leased, acked or dead. What `rule`
-        says holds for its group from now on, over any `policy`.
+        """Puts a closed session into its group. Returns the group's state: filling, ready, dropped, leased, acked or dead. From now on
+        `rule` takes precedence over `policy` for the group.
 
-        Idempotent by session id: a member filled again replaces itself while the group is not leased, and changes nothing
-        afterwards. A group id used again after its group is full starts the next round of that id: a group of its own."""
-        ...
+        Idempotent by session id: a member filled again replaces itself until the group is leased, and is ignored afterwards. Reusing
+        a group id after its group is full starts the next round of that id: a new group."""
+        reward = "" if member.reward is None else repr(float(member.reward))
+        entry = (member.session_id, int(member.usable), reward, member.rows, member.oldest_version)
+        named = (each for name, rows in member.named.items() for each in (name, rows.rows, rows.oldest_version))
+        args = (group_id, group_size, *entry, repr(now), *_policy_args(policy), _pack_rule(rule), int(member.complete), *named)
+        status: bytes = await self._run(FILL, *args, durable=True)
+        return status.decode()
 
     async def withdraw(self, session_id: str, policy: GroupPolicy) -> None:
-        """Take a session that is to be deleted out of its group, whose place is free again; it stays announced. Raises
-        `Conflict` while it is leased."""
-        ...
+        """Takes a session to be deleted out of its group and frees its place; it stays announced. Raises `Conflict` while leased."""
+        if await self._run(WITHDRAW, session_id, *_policy_args(policy)) == b"leased":
+            raise Conflict(f"session {session_id} is leased by a trainer; delete it after the lease has ended")
 
     async def admit(
         self,
@@ -446,109 +189,258 @@ class DeliveryStore(Protocol):
         *,
         again: bool = False,
     ) -> Admission:
-        """Whether a session may be opened while at most `limit` groups (0: any number) may be undelivered: opened, filling or
-        ready. A session of a group that is there and has room is always let in. A refusal is counted unless it comes `again`."""
-        ...
+        """Whether a session may be opened, at `limit` undelivered groups (opened, filling or ready; 0: unlimited). A session of an existing
+        group with room is always admitted. A refusal is counted unless it is asked `again`."""
+        asked = freshness or Freshness(-1, -1, 1)
+        args = (int(not again), asked.version, asked.most_behind, asked.groups_per_version, *_flatten(asked.named))
+        answer = await self._run(ADMIT, group_id, session_id, limit, repr(now), policy.members, *args)
+        granted, undelivered, noted, ahead = answer
+        return Admission(bool(granted), undelivered, bool(noted), ahead if freshness else None)
 
     async def policies(self) -> Sequence[str]:
-        """The named models whose rows were ever filled into a group."""
-        ...
+        """The named models whose rows were ever filled into a group, sorted."""
+        return sorted(name.decode() for name in await self._redis.execute("SMEMBERS", GROUP_POLICIES))
 
     async def versions_ahead(self, version: int, groups_per_version: int, named: Mapping[str, int] | None = None) -> int:
         """As in `Admission`: (undelivered groups + groups leased and not yet in the weights) / groups_per_version, rounded down; the
-        greatest of all policies, whose versions are `version` and `named`.
+        maximum over all policies, whose current versions are `version` and `named`.
 
         Source: the staleness control of Fu et al., "AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language
         Reasoning", arXiv:2505.24298, counted from the current version instead of the first one."""
-        ...
+        return int(await self._run(VERSIONS_AHEAD, version, groups_per_version, *_flatten(named or {})))
 
     async def dismiss(self, session_id: str) -> None:
-        """A session that was let in did not come to be."""
-        ...
+        """An admitted session was not created."""
+        await self._run(DISMISS, session_id)
 
     async def unseen(self, before: float, limit: int = 100) -> Sequence[str]:
-        """Session ids let in no later than `before`, oldest first, that were neither dismissed nor `seen`: sessions live in
-        other slots, and whoever let them in may have died before it opened them."""
-        ...
+        """Session ids admitted by `before` and neither dismissed nor confirmed since, oldest first. Sessions are in other slots:
+        the process that admitted one may have died before it created it."""
+        return [session_id.decode() for session_id in await self._run(UNSEEN, repr(before), limit)]
 
     async def seen(self, session_id: str) -> None:
-        """A session that was let in is there."""
-        ...
+        """An admitted session exists."""
+        await self._run(SEEN, session_id)
 
     async def tend(self, policy: GroupPolicy, timeout_seconds: float, now: float) -> int:
-        """End expired leases, and give up the groups in which no member came for `timeout_seconds` (0: never): require_all
-        makes them dead letters, drop drops them, allow_partial delivers them if enough members are usable. How many."""
-        ...
+        """Ends expired leases, and gives up groups that no member joined for `timeout_seconds` (0: never): require_all makes them dead
+        letters, drop drops them, allow_partial delivers them if enough members are usable. Returns how many were given up."""
+        return int(await self._run(TEND, repr(now), f"{timeout_seconds:g}", *_policy_args(policy)))
 
     async def lease(self, terms: LeaseTerms) -> Lease | Nothing:
-        """Take ready groups, oldest first, expired leases put back before. A group delivered `max_deliveries` times goes to the
-        dead letters instead. `stale_groups`: a group with a span older than `oldest_version` is passed over and kept for
-        others (keep), dropped (drop) or given with a mark (flag); counted in each case.
+        """Takes ready groups, oldest first, after putting expired leases back. A group already delivered `max_deliveries` times goes to the
+        dead letters instead. Groups are whole: the first is taken whatever its size, further ones while they fit `max_trajectories`.
+        Without any limit, one group is taken.
 
-        Groups are whole: the first is taken whatever its size, further ones while they fit `max_trajectories`. No limit
-        at all means one group.
+        `stale_groups`: a group with a span older than `oldest_version` is passed over and kept for other consumers (keep), dropped
+        (drop), or leased with a mark (flag). Each case is counted. `complete_only` leaves groups with an incomplete usable member to
+        others.
 
-        Who gets nothing has a claim; `waits` says that it will ask again as soon as something comes. Ready groups are dealt,
-        oldest first, among all claims that can take them, each to the one with the fewest, the longest waiting of several;
-        the caller gets its own. Claims end when groups are given, by `leave`, or soon after the last request, and those that
-        do not wait keep nobody from a last group. `version`, the current one, is what `versions_ahead` counts from.
+        A consumer that gets nothing has a claim; `waits`: it asks again when something arrives. Ready groups are dealt, oldest first,
+        among all claims that can take them, each to the claim with the fewest groups, then to the one that waits longest; the
+        caller gets its own. A claim ends with a lease, with `leave`, or soon after the consumer's last request. Consumers that do
+        not wait never keep others from the last group.
 
-        `version` and `oldest_version` are the default policy's; `named` has the other policies' (of `policies`): rows of one that it
-        lacks are left for the next lease. With `policy` only that one's rows are taken, "" being the default one's; the others'
-        in the same group stay for their own lease, as a group of their own. A group is stale by any of the rows that are taken.
-
-        With `complete_only` groups with a usable member that is not complete are left for others."""
-        ...
+        `version` (the current one, for `versions_ahead`) and `oldest_version` are the default policy's; `named` has the other policies'
+        (of `policies`): rows of a policy missing there wait for the next lease. `policy` takes only that policy's rows ("" the
+        default's); the others' rows in the same group become groups of their own. A group is stale if any row taken is."""
+        lease_id, now = uuid.uuid4().hex, terms.now
+        unlimited = terms.max_groups is None and terms.max_trajectories is None
+        most = (1 if unlimited else terms.max_groups, terms.max_trajectories, terms.oldest_version)
+        limits = (_encode_limit(limit) for limit in most)
+        times = (repr(now + terms.lease_seconds), terms.max_deliveries, repr(now), REMEMBERED_SECONDS)
+        claimed_until = repr(now + (WAITING_CLAIM_SECONDS if terms.waits else POLLED_CLAIM_SECONDS))
+        claim = (terms.stale_groups, claimed_until, int(terms.waits), int(terms.complete_only))
+        lines = (
+            each for name, line in terms.named.items() for each in (name, _encode_limit(line.oldest_version), line.version)
+        )
+        whose = (_encode_limit(terms.version), ANY_POLICY if terms.policy is None else terms.policy, *lines)
+        answer = await self._run(LEASE, lease_id, terms.consumer, *limits, *times, *claim, *whose)
+        if answer[0] == b"none":
+            return Nothing(float(answer[1]) if answer[1] else None)
+        return Lease(lease_id, float(answer[1]), [_parse_group(group) for group in answer[2:]])
 
     def watch(self) -> AbstractAsyncContextManager[Arrivals]:
-        """What comes, by one blocking read of this process however many watch."""
-        ...
+        """Arrivals while in the context: one blocking read per process, however many watch."""
+        return self._arrivals.watch()
 
     async def leave(self, consumer: str) -> None:
-        """The consumer does not wait any more."""
-        ...
+        """The consumer waits no more: its claim ends."""
+        await self._run(LEAVE, consumer)
 
     async def ack(self, lease_id: str, now: float) -> Sequence[str]:
-        """The group ids acknowledged, never delivered again; repeating it is a no-op. Raises `NotFound`, or `Conflict`
-        when the lease expired or was given back."""
-        ...
+        """The acknowledged group ids, which are never delivered again. Repeating it is a no-op. Raises `NotFound`, and `Conflict` when the
+        lease expired or was given back."""
+        return await self._settle(lease_id, "acked", now)
 
     async def nack(self, lease_id: str, now: float) -> Sequence[str]:
-        """The group ids given back, in their old place. Raises as `ack` does."""
-        ...
+        """The group ids given back, in their old places. Raises as `ack` does."""
+        return await self._settle(lease_id, "nacked", now)
 
     async def give_back(self, lease_id: str, now: float) -> None:
-        """As `nack`, for a lease that reached nobody: it does not count as a delivery."""
-        ...
+        """Like `nack`, for a lease that reached nobody: not counted as a delivery."""
+        await self._settle(lease_id, "nacked", now, undelivered=True)
 
     async def extend(self, lease_id: str, lease_seconds: float, now: float) -> float:
         """The new deadline in epoch seconds. Raises as `ack` does."""
-        ...
+        status, *detail = await self._run(EXTEND, lease_id, repr(now + lease_seconds), repr(now))
+        if status != b"active":
+            raise _refuse_ended(lease_id, status.decode())
+        return float(detail[0])
 
     async def bury(self, lease_id: str, reference: str, reason: str, now: float) -> None:
-        """A leased group that cannot be delivered goes to the dead letters and out of its lease."""
-        ...
+        """Moves a leased group that cannot be delivered from its lease to the dead letters."""
+        await self._run(BURY, lease_id, reference, reason, repr(now))
 
     async def dead_letters(
         self, limit: int = 100, cursor: str | None = None, reason: str | None = None
     ) -> tuple[Sequence[DeadLetter], str | None]:
-        """Newest first, those whose reason contains `reason`, with the cursor of the next page or None."""
-        ...
+        """A page of those whose reason contains `reason`, newest first, and the cursor of the next page or None."""
+        following, *letters = await self._run(DEAD_LETTERS, limit, cursor or "", reason or "", LETTERS_LOOKED_AT)
+        return [_parse_letter(letter) for letter in letters], following.decode() or None
 
     async def retry_dead(self, names: Sequence[str], policy: GroupPolicy, now: float) -> Sequence[str]:
-        """Deliver dead groups again, as if never delivered, or wait for their members again. `names` are letter ids, or group
-        ids that mean all dead rounds. The letter ids; raises `Conflict` when a member could only go to a later round."""
-        ...
+        """Makes dead groups deliverable again as if never delivered, or lets them fill again. `names`: letter ids, or group ids for all
+        their dead rounds. Returns the letter ids. Raises `Conflict` when new members could only join a later round."""
+        return await self._exhume("retry", names, policy, now)
 
     async def drop_dead(self, names: Sequence[str]) -> Sequence[str]:
-        """Take dead groups off the list, for good. The letter ids."""
-        ...
+        """Drops dead groups for good. Returns the letter ids."""
+        return await self._exhume("drop", names, GroupPolicy(), 0.0)
 
     async def counts(self) -> Mapping[str, int]:
-        """Groups by state: opened (no member closed yet; only while sessions are admitted), filling, ready, leased, acked,
-        dropped, dead, stale (ready but last passed over as too old)."""
-        ...
+        """Groups by state: opened (no member closed yet; only while sessions are admitted), filling, ready, leased, acked, dropped,
+        dead, stale (ready but last passed over as too old)."""
+        flat = await self._run(COUNTS)
+        return {state.decode(): number for state, number in zip(flat[::2], flat[1::2], strict=True)}
 
     async def totals(self) -> Mapping[str, int]:
-        """How often groups came into each state since the store began, and what else befell them."""
-        ...
+        """How often groups entered each state and met other events, since the store began."""
+        flat = await self._redis.execute("HGETALL", GROUP_TOTALS)
+        return {event.decode(): int(times) for event, times in parse_hash(flat).items()}
+
+    async def _settle(self, lease_id: str, wanted: str, now: float, *, undelivered: bool = False) -> list[str]:
+        status, *detail = await self._run(SETTLE, lease_id, wanted, repr(now), int(undelivered), durable=True)
+        if status.decode() != wanted:
+            raise _refuse_ended(lease_id, status.decode())
+        return [group_id.decode() for group_id in detail[0]]
+
+    async def _exhume(self, action: str, names: Sequence[str], policy: GroupPolicy, now: float) -> list[str]:
+        outcome, found = await self._run(EXHUME, action, repr(now), *_policy_args(policy), *names)
+        if outcome == b"superseded":
+            raise Conflict(
+                f"dead group {found.decode()} is incomplete, and new sessions of its group id join a later group: drop it"
+            )
+        return [reference.decode() for reference in found]
+
+    async def _run(self, script: Script, *args: Argument, durable: bool = False) -> Any:
+        return await self._redis.run(script, DELIVERY, args, durable=durable, patient=True)
+
+
+class Arrivals:
+    """What arrives while watched, read from the stream `key` by one blocking read for all watchers in this process.
+
+    The stream has one entry, replaced whenever groups become ready. Reading resumes at the last entry read, so nothing is missed
+    between two reads or while nobody watches. A failed read is retried after a pause; consumers also poll now and then.
+    `mark` grows with every arrival; take it before asking for groups.
+    """
+
+    def __init__(self, connection: StoreConnection, key: str) -> None:
+        self.mark = 0
+        self._redis = connection
+        self._key = key
+        self._last: str | None = None
+        self._watchers = 0
+        self._changed = asyncio.Condition()
+        self._turn = asyncio.Lock()
+        self._reader: asyncio.Task[None] | None = None
+
+    @contextlib.asynccontextmanager
+    async def watch(self) -> AsyncIterator[Arrivals]:
+        """Reads while any watcher is in the context. Raises `StoreUnavailable` when the first read cannot start."""
+        self._watchers += 1
+        try:
+            await self._begin()
+            yield self
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                await self._end()
+
+    async def after(self, mark: int, seconds: float) -> None:
+        """Returns when something has arrived since `mark`, after `seconds` at the latest."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds), self._changed:
+                await self._changed.wait_for(lambda: self.mark != mark)
+
+    async def _begin(self) -> None:
+        async with self._turn:
+            if self._last is None:
+                self._last = await self._newest()
+            if self._reader is None or self._reader.done():
+                self._reader = asyncio.create_task(self._read())
+
+    async def _end(self) -> None:
+        """Waits for the reader: a blocked read would hold its connection when the store is closed."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.cancel()
+            await asyncio.wait([reader])
+
+    async def _newest(self) -> str:
+        entries = await self._redis.execute("XREVRANGE", self._key, "+", "-", "COUNT", 1)
+        return entries[0][0].decode() if entries else "0-0"
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                await self._read_once()
+            except StoreUnavailable as error:
+                log.warning("cannot watch for ready groups, waiting consumers poll: %s", error.message)
+                await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _read_once(self) -> None:
+        block = max(1, int(min(BLOCK_SECONDS, self._redis.timeout_seconds / 2) * 1000))
+        read = await self._redis.execute("XREAD", "BLOCK", block, "STREAMS", self._key, self._last or "0-0", key=self._key)
+        if not read:
+            return
+        ((_, entries),) = read
+        self._last = entries[-1][0].decode()
+        self.mark += 1
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def _encode_limit(number: int | None) -> int:
+    """-1 stands for None in scripts."""
+    return -1 if number is None else number
+
+
+def _flatten(versions: Mapping[str, int]) -> list[Argument]:
+    return [each for pair in versions.items() for each in pair]
+
+
+def _pack_rule(rule: GroupRule | None) -> bytes:
+    return pack({name: value for name, value in asdict(rule).items() if value is not None}) if rule else b""
+
+
+def _policy_args(policy: GroupPolicy) -> tuple[str, int, str]:
+    return policy.members, policy.minimum, policy.zero_variance
+
+
+def _parse_group(answer: Any) -> LeasedGroup:
+    reference, group_id, deliveries, oldest_version, stale, session_ids, names = answer
+    members, policies = [each.decode() for each in session_ids], sorted(each.decode() for each in names)
+    return LeasedGroup(reference.decode(), group_id.decode(), members, deliveries, oldest_version, bool(stale), policies)
+
+
+def _parse_letter(answer: Any) -> DeadLetter:
+    letter_id, group_id, session_ids, deliveries, reason, died_at = answer
+    members = [each.decode() for each in session_ids]
+    return DeadLetter(letter_id.decode(), group_id.decode(), members, deliveries, reason.decode(), float(died_at))
+
+
+def _refuse_ended(lease_id: str, status: str) -> NotFound | Conflict:
+    if status == "missing":
+        return NotFound(f"there is no lease {lease_id}")
+    return Conflict(f"lease {lease_id} {ENDED[status]}")

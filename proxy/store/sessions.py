@@ -1,4 +1,8 @@
-"""Sessions and the records of their calls in Redis. Every step of a call is one script and one round trip."""
+"""Sessions and the records of their calls in Redis.
+
+All keys of a session share a hash tag, so every step of a call is one script and one round trip: `begin` (snapshot, new records, intent)
+and `commit`. Records are opaque bytes here; `reconstruct.codec` reads and writes them.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,11 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from proxy.errors import Conflict, NotFound
 from proxy.store import keys
-from proxy.store.connection import Script, StoreConnection
+from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.groups import GroupRule
 from proxy.store.keys import pack, pack_versioned, unpack, unpack_versioned
 from reconstruct.roles import RoleRule
@@ -30,229 +34,9 @@ BEGIN_CLOSE = Script.read("begin_close", "_session")
 CLOSE = Script.read("close", "_session")
 EXPIRE = Script.read("expire", "_session")
 
-
-class RedisSessionStore:
-    """Implements `proxy.store.sessions.SessionStore`. `process` is who signs the intents. `clock`: in place of Redis's own."""
-
-    def __init__(self, connection: StoreConnection, process: str = "", clock: Callable[[], float] | None = None) -> None:
-        self._redis = connection
-        self._process = process
-        self._clock = clock
-        self._unsettled: dict[str, _Unsettled] = {}
-        self._listing = SessionListing(connection, self.load)
-
-    async def ping(self) -> None:
-        await self._redis.check_room()
-
-    async def create(self, info: SessionInfo) -> bool:
-        # The listing first: a session that is listed nowhere could never be found again, a listed one that does not
-        # exist is skipped.
-        unclosed = self._redis.execute("ZADD", keys.UNCLOSED, repr(info.created_at), info.session_id)
-        await asyncio.gather(self._listing.add(info), unclosed)
-        if await self._redis.run(CREATE, _both(info.session_id), (pack_versioned(info), repr(info.created_at))):
-            return True
-        other = await self.load(info.session_id)
-        if other is None or other.info.created_at != info.created_at:
-            await self._listing.remove(info)
-        return False
-
-    async def load(self, session_id: str) -> SessionState | None:
-        return _state(await self._redis.run(SNAPSHOT, _both(session_id)))
-
-    async def listing(
-        self, *, status: str | None, group_id: str | None, limit: int, cursor: str | None
-    ) -> tuple[list[SessionState], str | None]:
-        return await self._listing.page(status=status, group_id=group_id, limit=limit, cursor=cursor)
-
-    async def delete(self, session_id: str) -> bool:
-        state = await self.load(session_id)
-        parts = (*_both(session_id), keys.index(session_id), keys.intents(session_id), keys.delivered(session_id))
-        removed = await self._redis.run(DELETE, parts)
-        if state is not None:
-            await self._listing.remove(state.info)
-        await self.seen(session_id, None)
-        return bool(removed)
-
-    async def begin(self, session_id: str, known_calls: int, intent: Intent, most_bytes: int = 0) -> Begun:
-        signed = Intent(
-            intent.call_id, intent.parent_id, intent.digest, intent.replica, intent.started_at, process=self._process
-        )
-        # Until the answer is here nobody knows whether the intent is.
-        self._unsettled[intent.call_id] = _Unsettled(session_id, None)
-        status, accepted, created_at, records = await self._redis.run(
-            BEGIN, _with_intents(session_id), (known_calls, intent.call_id, pack_versioned(signed), most_bytes)
-        )
-        if accepted:
-            self._unsettled[intent.call_id] = _Unsettled(session_id, intent)
-        else:
-            self._unsettled.pop(intent.call_id, None)
-        return Begun(status.decode(), bool(accepted), records, float(created_at))
-
-    async def commit(self, session_id: str, intent_id: str, records: Mapping[str, bytes], size_bytes: int = 0) -> int:
-        parts = (*_both(session_id), keys.index(session_id), keys.intents(session_id))
-        args: list[bytes | str] = [intent_id, self._now(), str(size_bytes)]
-        for call_id, record in records.items():
-            args += (call_id, hashlib.blake2b(record, digest_size=16).digest(), record)
-        outcome, *detail = await self._redis.run(COMMIT, parts, args, durable=True, patient=True)
-        if outcome == b"ok":
-            self._unsettled.pop(intent_id, None)
-            return int(detail[0])
-        if outcome == b"conflict":
-            raise Conflict(f"call {detail[0].decode()} of session {session_id} was recorded before with other content")
-        if outcome == b"frozen":
-            raise Conflict(f"session {session_id} was closed as {detail[0].decode()} before the call was recorded")
-        raise Conflict(f"session {session_id} was deleted before the call was recorded")
-
-    async def drop_intent(self, session_id: str, intent_id: str) -> None:
-        self._unsettled[intent_id] = _Unsettled(session_id, None)
-        await self._redis.run(DROP_INTENT, _with_intents(session_id), (intent_id, self._now()))
-        self._unsettled.pop(intent_id, None)
-
-    async def note_unserved(self, session_id: str, unserved: Unserved) -> None:
-        await self._redis.run(NOTE_UNSERVED, _both(session_id), (repr(unserved.at), pack_versioned(unserved)))
-
-    async def disown(self, running: Container[str]) -> None:
-        for call_id, left in [each for each in self._unsettled.items() if each[0] not in running]:
-            if left.intent is None:
-                await self.drop_intent(left.session_id, call_id)
-            else:
-                await self._redis.run(DISOWN, _with_intents(left.session_id), (call_id, pack_versioned(left.intent)))
-                self._unsettled.pop(call_id, None)
-
-    async def mark_delivered(self, session_id: str, call_ids: Sequence[str]) -> None:
-        if call_ids:
-            await self._redis.run(MARK_DELIVERED, (*_both(session_id), keys.delivered(session_id)), tuple(call_ids))
-
-    async def delivered(self, session_id: str) -> set[str]:
-        return {member.decode() for member in await self._redis.execute("SMEMBERS", keys.delivered(session_id))}
-
-    async def records(self, session_id: str, start: int = 0, stop: int = -1) -> list[bytes]:
-        return list(await self._redis.execute("LRANGE", keys.calls(session_id), start, stop))
-
-    async def intents(self, session_id: str) -> list[Intent]:
-        blobs = await self._redis.execute("HVALS", keys.intents(session_id))
-        return sorted((unpack_versioned(blob, Intent) for blob in blobs), key=lambda intent: intent.started_at)
-
-    async def set_reward(
-        self,
-        session_id: str,
-        reward: float | None,
-        per_call: Mapping[str, float],
-        per_branch: Mapping[str, float],
-        metadata: Mapping[str, Any],
-    ) -> SessionState:
-        args = (_number(reward), pack(per_call), pack(per_branch), pack(metadata), self._now())
-        outcome, *answer = await self._redis.run(SET_REWARD, _both(session_id), args)
-        if outcome == b"leased":
-            raise Conflict(f"session {session_id} was handed to a trainer: its reward is fixed")
-        return _found(session_id, answer[0] if answer else None)
-
-    async def mark_leased(self, session_id: str) -> SessionState | None:
-        return _state(await self._redis.run(MARK_LEASED, _both(session_id), (self._now(),)))
-
-    async def begin_close(self, session_id: str) -> SessionState:
-        return _found(session_id, await self._redis.run(BEGIN_CLOSE, _both(session_id), (self._now(),)))
-
-    async def close(
-        self, session_id: str, status: str, reward: float | None, error: str | None, closed_at: float
-    ) -> SessionState:
-        args = (status, _number(reward), error or "", repr(closed_at))
-        outcome, *answer = await self._redis.run(CLOSE, _both(session_id), args, durable=True)
-        if outcome == b"frozen":
-            raise Conflict(f"session {session_id} is closed as {answer[0].decode()}, not {status}")
-        await self.seen(session_id, None)
-        return _found(session_id, answer[0] if answer else None)
-
-    async def unclosed(self, before: float, limit: int = 100) -> Sequence[str]:
-        found = await self._redis.execute("ZRANGEBYSCORE", keys.UNCLOSED, "-inf", f"({before!r}", "LIMIT", 0, limit)
-        return [session_id.decode() for session_id in found]
-
-    async def seen(self, session_id: str, at: float | None) -> None:
-        if at is None:
-            await self._redis.execute("ZREM", keys.UNCLOSED, session_id)
-        else:
-            # Only one that is there: it may have been closed meanwhile.
-            await self._redis.execute("ZADD", keys.UNCLOSED, "XX", repr(at), session_id)
-
-    async def expire(self, session_id: str, idle_since: float, closing_since: float, intents: int) -> bool:
-        args = (repr(idle_since), repr(closing_since), intents, self._now())
-        return bool(await self._redis.run(EXPIRE, _with_intents(session_id), args))
-
-    def _now(self) -> str:
-        """What scripts are told of the time: "" that they look themselves."""
-        return "" if self._clock is None else repr(self._clock())
-
-
-@dataclass(frozen=True, slots=True)
-class Intent:
-    """Written before the engine is asked: without a result it becomes a dangling call after a crash.
-
-    `process` is who asked; empty when that process has given the call up. A call is under way while its process lives."""
-
-    call_id: str
-    parent_id: str | None
-    digest: bytes
-    replica: str
-    started_at: float
-    process: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Unsettled:
-    """An intent that this process wrote, or may have written, and has not seen settled. Without `intent` it is to go away."""
-
-    session_id: str
-    intent: Intent | None
-
-
-def _both(session_id: str) -> tuple[str, str]:
-    return keys.state(session_id), keys.calls(session_id)
-
-
-def _with_intents(session_id: str) -> tuple[str, str, str]:
-    return keys.state(session_id), keys.calls(session_id), keys.intents(session_id)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else repr(float(value))
-
-
-def _found(session_id: str, snapshot: Any) -> SessionState:
-    state = None if snapshot is None else _state(snapshot)
-    if state is None:
-        raise NotFound(f"there is no session {session_id}")
-    return state
-
-
-def _state(snapshot: Any) -> SessionState | None:
-    flat, calls = snapshot
-    if not flat:
-        return None
-    fields = dict(zip(flat[::2], flat[1::2], strict=True))
-    reward, error, closed_at = fields.get(b"reward"), fields.get(b"error"), fields.get(b"closed_at")
-    return SessionState(
-        info=unpack_versioned(fields[b"info"], SessionInfo),
-        status=fields[b"status"].decode(),
-        calls=calls,
-        reward=None if reward is None else float(reward),
-        per_call=_mapping(fields.get(b"per_call")),
-        per_branch=_mapping(fields.get(b"per_branch")),
-        reward_metadata=_mapping(fields.get(b"reward_metadata")),
-        error=None if error is None else error.decode(),
-        closed_at=None if closed_at is None else float(closed_at),
-        updated_at=float(fields[b"updated_at"]),
-        unserved=unpack_versioned(fields[b"unserved"], Unserved) if b"unserved" in fields else None,
-    )
-
-
-def _mapping(blob: bytes | None) -> dict[str, Any]:
-    return {} if blob is None else unpack(blob, dict[str, Any])
-
-
-# SessionStore: sessions and the records of their calls, as the rest of the service sees them.
-#
-# All keys of a session share one hash tag. Records are opaque bytes here (`reconstruct.codec` writes and reads them). The path of
-# one call is two round trips: `begin` (snapshot + new records + intent) and `commit`.
+LOADED_AT_ONCE = 32
+LOOKED_AT = 2048
+"""Listed sessions that one page looks at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,21 +53,21 @@ class SessionInfo:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     group_rule: GroupRule | None = None
     trained: bool = True
-    """False: no trainer ever gets it, whatever its reward, and nobody counts it among the groups that wait for one."""
+    """False: never leased to a trainer, whatever its reward, and not counted among undelivered groups."""
     echo_policy: str = "strict"
-    """What becomes of a reply that its harness replays with an edit: strict: a branch; minted: the reply as it was sampled, where an id
-    that was minted into it proves which one is meant."""
+    """What an edited replay of a reply becomes. strict: a branch. minted: the reply as sampled, where an id minted into it proves which
+    reply is meant."""
     role_rules: tuple[RoleRule, ...] = ()
-    """What its harness's definition declares of the roles of its calls."""
+    """The roles of its calls, as its harness's definition declares them."""
     max_calls: int | None = None
     max_completion_tokens: int | None = None
     max_total_tokens: int | None = None
-    """Its budget (`proxy.call.budget`): calls, sampled tokens, and tokens of prompts and replies; None: any number."""
+    """The budget (`proxy.call.budget`): calls, sampled tokens, tokens of prompts and replies. None: unlimited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """A call that the service or its engine failed. `at` is when its harness was told, in epoch seconds; `code` is the error's."""
+    """A call that the service or its engine failed. `at`: when the harness got the error, in epoch seconds; `code` is the error's."""
 
     at: float
     call_id: str
@@ -293,8 +77,7 @@ class Unserved:
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """A session as it stands. `status` is open, closing, completed, failed, timeout or cancelled; or restoring while an import
-    of it has not ended."""
+    """A session as it stands. `status`: open, closing, completed, failed, timeout, cancelled, or restoring during an import."""
 
     info: SessionInfo
     status: str = "open"
@@ -307,16 +90,30 @@ class SessionState:
     closed_at: float | None = None
     updated_at: float = 0.0
     unserved: Unserved | None = None
-    """The last one, of which there may be no record."""
+    """The last unserved call, which may have no record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """Written before the engine is asked. One that stays without a record is a dangling call.
+
+    `process` asks the engine, and the call is in flight while that process lives; "" once the process has given the call up."""
+
+    call_id: str
+    parent_id: str | None
+    digest: bytes
+    replica: str
+    started_at: float
+    process: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Answer of `begin`. `status` is the session's, or "missing", or "full". `accepted` is true when the intent was written:
-    the session is open and `known_calls` was current. Otherwise `records` holds the calls the caller did not know.
+    """The answer of `begin`. `status` is the session's, or "missing", or "full". `accepted`: the intent was written, because the session
+    is open and `known_calls` was current. Otherwise `records` are the calls that the caller did not know.
 
-    `created_at` is the session's: a cached tree of another `created_at` belongs to a deleted session of the same id.
-    "missing" is also the answer when the caller claims to know more calls than there are (the same case)."""
+    `created_at` is the session's: a cached tree with another one belongs to a deleted session of the same id. So does a caller that
+    knows more calls than there are, whose answer is "missing" too."""
 
     status: str
     accepted: bool
@@ -324,59 +121,130 @@ class Begun:
     created_at: float = 0.0
 
 
-class SessionStore(Protocol):
+@dataclass(frozen=True, slots=True)
+class _Unsettled:
+    """An intent that this process wrote, or may have written, and has not seen settled. `intent` None: it is to be dropped."""
+
+    session_id: str
+    intent: Intent | None
+
+
+class SessionStore:
+    """`process` signs the intents. `clock` replaces Redis's own, for tests. Every method may raise `StoreUnavailable`."""
+
+    def __init__(self, connection: StoreConnection, process: str = "", clock: Callable[[], float] | None = None) -> None:
+        self._redis = connection
+        self._process = process
+        self._clock = clock
+        self._unsettled: dict[str, _Unsettled] = {}
+        self._listing = SessionListing(connection, self.load)
+
     async def ping(self) -> None:
-        """Returns when the store answers and takes records; raises `StoreUnavailable` otherwise."""
-        ...
+        """Returns when the store answers and has room for records."""
+        await self._redis.check_room()
 
     async def create(self, info: SessionInfo) -> bool:
-        """False when another session of that id exists. Repeating the same creation is a no-op and True."""
-        ...
+        """False when another session of that id exists. Repeating a creation is a no-op and True."""
+        # The listing first: an unlisted session could never be found again, a listed one that does not exist is skipped.
+        unclosed = self._redis.execute("ZADD", keys.UNCLOSED, repr(info.created_at), info.session_id)
+        await asyncio.gather(self._listing.add(info), unclosed)
+        if await self._redis.run(CREATE, _state_and_calls(info.session_id), (pack_versioned(info), repr(info.created_at))):
+            return True
+        other = await self.load(info.session_id)
+        if other is None or other.info.created_at != info.created_at:
+            await self._listing.remove(info)
+        return False
 
-    async def load(self, session_id: str) -> SessionState | None: ...
+    async def load(self, session_id: str) -> SessionState | None:
+        return _parse_state(await self._redis.run(SNAPSHOT, _state_and_calls(session_id)))
 
     async def listing(
         self, *, status: str | None, group_id: str | None, limit: int, cursor: str | None
     ) -> tuple[list[SessionState], str | None]:
-        """Newest first, with the cursor of the next page or None."""
-        ...
+        """A page, newest first, and the cursor of the next one; None: it was the last."""
+        return await self._listing.load_page(status=status, group_id=group_id, limit=limit, cursor=cursor)
 
-    async def delete(self, session_id: str) -> bool: ...
+    async def delete(self, session_id: str) -> bool:
+        """False when there was none."""
+        state = await self.load(session_id)
+        removed = await self._redis.run(DELETE, keys.session(session_id))
+        if state is not None:
+            await self._listing.remove(state.info)
+        await self.seen(session_id, None)
+        return bool(removed)
 
     async def begin(self, session_id: str, known_calls: int, intent: Intent, most_bytes: int = 0) -> Begun:
-        """Write the intent. The status of a session whose calls hold `most_bytes` (0: any number) or more is "full"."""
-        ...
+        """Writes the intent. A session whose calls hold `most_bytes` or more (0: unlimited) has the status "full"."""
+        signed = Intent(
+            intent.call_id, intent.parent_id, intent.digest, intent.replica, intent.started_at, process=self._process
+        )
+        # The intent may have been written even when no answer arrives.
+        self._unsettled[intent.call_id] = _Unsettled(session_id, None)
+        status, accepted, created_at, records = await self._redis.run(
+            BEGIN, _with_intents(session_id), (known_calls, intent.call_id, pack_versioned(signed), most_bytes)
+        )
+        if accepted:
+            self._unsettled[intent.call_id] = _Unsettled(session_id, intent)
+        else:
+            self._unsettled.pop(intent.call_id, None)
+        return Begun(status.decode(), bool(accepted), records, float(created_at))
 
     async def commit(self, session_id: str, intent_id: str, records: Mapping[str, bytes], size_bytes: int = 0) -> int:
-        """Append `records` (call_id -> bytes, all or none), drop the intent, return the session's number of calls. `size_bytes` is what
-        they hold before they are compressed.
+        """Appends `records` (call id -> bytes), all or none, and drops the intent. Returns the session's number of calls. `size_bytes`:
+        of the records before compression.
 
-        Repeating a commit is a no-op. A call_id that exists with other bytes raises `Conflict`; a session frozen or deleted
-        meanwhile raises `Conflict` ("closing" still takes the calls that were in flight)."""
-        ...
+        Repeating a commit is a no-op. Raises `Conflict` when a call id was recorded with other bytes, and when the session was
+        frozen or deleted meanwhile; one that is `closing` still takes the calls in flight."""
+        parts = (*_state_and_calls(session_id), keys.index(session_id), keys.intents(session_id))
+        args: list[Argument] = [intent_id, self._now(), str(size_bytes)]
+        for call_id, record in records.items():
+            args += (call_id, digest(record), record)
+        outcome, *detail = await self._redis.run(COMMIT, parts, args, durable=True, patient=True)
+        if outcome == b"ok":
+            self._unsettled.pop(intent_id, None)
+            return int(detail[0])
+        if outcome == b"conflict":
+            raise Conflict(f"call {detail[0].decode()} of session {session_id} was recorded before with other content")
+        if outcome == b"frozen":
+            raise Conflict(f"session {session_id} was closed as {detail[0].decode()} before the call was recorded")
+        raise Conflict(f"session {session_id} was deleted before the call was recorded")
 
     async def drop_intent(self, session_id: str, intent_id: str) -> None:
-        """The engine refused the call: the tree is as it was."""
-        ...
+        """The engine refused the call: the tree stays as it was."""
+        self._unsettled[intent_id] = _Unsettled(session_id, None)
+        await self._redis.run(DROP_INTENT, _with_intents(session_id), (intent_id, self._now()))
+        self._unsettled.pop(intent_id, None)
 
     async def note_unserved(self, session_id: str, unserved: Unserved) -> None:
-        """Kept with the session unless that is closed or knows of a later one."""
-        ...
+        """No-op when the session is closed or has a later one."""
+        await self._redis.run(NOTE_UNSERVED, _state_and_calls(session_id), (repr(unserved.at), pack_versioned(unserved)))
 
     async def disown(self, running: Container[str]) -> None:
-        """Settle the intents of this process whose calls are not `running` any more, though the store could not be told when
-        they ended: those that came to nothing are taken away, the others are nobody's from now on, and so dangling."""
-        ...
+        """Settles the intents of this process whose calls are not `running` any more, for when the store was away as they ended: drops
+        those without a call, and gives the others up, so that they are dangling."""
+        for call_id, left in [each for each in self._unsettled.items() if each[0] not in running]:
+            if left.intent is None:
+                await self.drop_intent(left.session_id, call_id)
+            else:
+                await self._redis.run(DISOWN, _with_intents(left.session_id), (call_id, pack_versioned(left.intent)))
+                self._unsettled.pop(call_id, None)
 
-    async def mark_delivered(self, session_id: str, call_ids: Sequence[str]) -> None: ...
+    async def mark_delivered(self, session_id: str, call_ids: Sequence[str]) -> None:
+        if call_ids:
+            await self._redis.run(MARK_DELIVERED, (*_state_and_calls(session_id), keys.delivered(session_id)), tuple(call_ids))
 
-    async def delivered(self, session_id: str) -> set[str]: ...
+    async def delivered(self, session_id: str) -> set[str]:
+        """The calls whose replies were flushed to the harness."""
+        return {member.decode() for member in await self._redis.execute("SMEMBERS", keys.delivered(session_id))}
 
     async def records(self, session_id: str, start: int = 0, stop: int = -1) -> list[bytes]:
-        """Records in commit order; indexes as in LRANGE."""
-        ...
+        """In commit order; indexes as in LRANGE."""
+        return list(await self._redis.execute("LRANGE", keys.calls(session_id), start, stop))
 
-    async def intents(self, session_id: str) -> list[Intent]: ...
+    async def intents(self, session_id: str) -> list[Intent]:
+        """Those without a record, in the order in which they were written."""
+        blobs = await self._redis.execute("HVALS", keys.intents(session_id))
+        return sorted((unpack_versioned(blob, Intent) for blob in blobs), key=lambda intent: intent.started_at)
 
     async def set_reward(
         self,
@@ -386,49 +254,63 @@ class SessionStore(Protocol):
         per_branch: Mapping[str, float],
         metadata: Mapping[str, Any],
     ) -> SessionState:
-        """A reward of None keeps the one there. Raises `NotFound`, or `Conflict` once the session was leased."""
-        ...
+        """A reward of None keeps the present one. Raises `NotFound`, and `Conflict` once the session was leased."""
+        args = (_number(reward), pack(per_call), pack(per_branch), pack(metadata), self._now())
+        outcome, *answer = await self._redis.run(SET_REWARD, _state_and_calls(session_id), args)
+        if outcome == b"leased":
+            raise Conflict(f"session {session_id} was leased to a trainer: its reward is fixed")
+        return _require_state(session_id, answer[0] if answer else None)
 
     async def mark_leased(self, session_id: str) -> SessionState | None:
-        """The state that a trainer is given; from now on the reward is fixed. None when the session is gone."""
-        ...
+        """Fixes the reward, and returns the state to lease; None when the session is gone."""
+        return _parse_state(await self._redis.run(MARK_LEASED, _state_and_calls(session_id), (self._now(),)))
 
     async def begin_close(self, session_id: str) -> SessionState:
-        """open -> closing: no new call begins. Raises `NotFound`; on a closed session returns its state."""
-        ...
+        """open -> closing: no new call begins. Returns the state of a closed session unchanged. Raises `NotFound`."""
+        return _require_state(session_id, await self._redis.run(BEGIN_CLOSE, _state_and_calls(session_id), (self._now(),)))
 
     async def close(
         self, session_id: str, status: str, reward: float | None, error: str | None, closed_at: float
     ) -> SessionState:
-        """closing -> frozen with `status`. Repeating it with the same status is a no-op; another status raises `Conflict`."""
-        ...
+        """closing -> `status`, frozen. Repeating it is a no-op. Raises `Conflict` when it is frozen with another status."""
+        args = (status, _number(reward), error or "", repr(closed_at))
+        outcome, *answer = await self._redis.run(CLOSE, _state_and_calls(session_id), args, durable=True)
+        if outcome == b"frozen":
+            raise Conflict(f"session {session_id} is closed as {answer[0].decode()}, not {status}")
+        await self.seen(session_id, None)
+        return _require_state(session_id, answer[0] if answer else None)
 
     async def unclosed(self, before: float, limit: int = 100) -> Sequence[str]:
-        """Sessions not closed and last known to be active before that time, longest ago first."""
-        ...
+        """Ids of unclosed sessions last known active before that time, the longest idle first."""
+        found = await self._redis.execute("ZRANGEBYSCORE", keys.UNCLOSED, "-inf", f"({before!r}", "LIMIT", 0, limit)
+        return [session_id.decode() for session_id in found]
 
     async def seen(self, session_id: str, at: float | None) -> None:
-        """Note when the session was active; None: it is closed or gone."""
-        ...
+        """Notes when the session was active; None: it is closed or gone."""
+        if at is None:
+            await self._redis.execute("ZREM", keys.UNCLOSED, session_id)
+        else:
+            # XX: it may have been closed meanwhile.
+            await self._redis.execute("ZADD", keys.UNCLOSED, "XX", repr(at), session_id)
 
     async def expire(self, session_id: str, idle_since: float, closing_since: float, intents: int) -> bool:
-        """open -> closing, if the session was not active after `idle_since` and has `intents` intents. Also taken over is a
-        session whose closing somebody left undone at `closing_since`. True for one caller only, who then closes it."""
-        ...
+        """open -> closing, when the session was not active after `idle_since` and has `intents` intents; so is a session that was left
+        half closed before `closing_since`. True for one caller only, which then closes the session."""
+        args = (repr(idle_since), repr(closing_since), intents, self._now())
+        return bool(await self._redis.run(EXPIRE, _with_intents(session_id), args))
 
-
-# The list of sessions, newest first, in pages.
-#
-# The list lives in another slot than the sessions: it is written before a session and cleaned after it, so an entry without its
-# session (or of an earlier session of the same id) is skipped. A page looks at a bounded number of entries; one that finds few
-# matches among them is short and has a cursor all the same. The end is a cursor of None.
-
-
-LOADED_AT_ONCE = 32
-LOOKED_AT = 2048
+    def _now(self) -> str:
+        """The time for scripts; "": they read Redis's clock."""
+        return "" if self._clock is None else repr(self._clock())
 
 
 class SessionListing:
+    """All sessions by creation time, also those of each group.
+
+    The lists are in other slots than the sessions, written before a session and cleaned after it: readers skip an entry whose session
+    is missing, or was created at another time. A page looks at `LOOKED_AT` entries at most; a short page may still have a cursor.
+    """
+
     def __init__(self, connection: StoreConnection, load: Callable[[str], Awaitable[SessionState | None]]) -> None:
         self._redis = connection
         self._load = load
@@ -441,14 +323,16 @@ class SessionListing:
         member = keys.listing_member(info.created_at, info.session_id)
         await asyncio.gather(*(self._redis.execute("ZREM", key, member) for key in _lists(info)))
 
-    async def page(
+    async def load_page(
         self, *, status: str | None, group_id: str | None, limit: int, cursor: str | None
     ) -> tuple[list[SessionState], str | None]:
         key = keys.SESSIONS if group_id is None else keys.group_sessions(group_id)
         found: list[SessionState] = []
         for _ in range(LOOKED_AT // LOADED_AT_ONCE):
-            members = await self._members(key, cursor)
-            for member, state in zip(members, await self._states(members), strict=True):
+            before = "+" if cursor is None else f"({cursor}"
+            raw = await self._redis.execute("ZREVRANGEBYLEX", key, before, "-", "LIMIT", 0, LOADED_AT_ONCE)
+            members = [member.decode() for member in raw]
+            for member, state in zip(members, await self._load_members(members), strict=True):
                 cursor = member
                 if state is not None and status in (None, state.status):
                     found.append(state)
@@ -458,18 +342,62 @@ class SessionListing:
                 return found, None
         return found, cursor
 
-    async def _members(self, key: str, cursor: str | None) -> list[str]:
-        before = "+" if cursor is None else f"({cursor}"
-        raw = await self._redis.execute("ZREVRANGEBYLEX", key, before, "-", "LIMIT", 0, LOADED_AT_ONCE)
-        return [member.decode() for member in raw]
-
-    async def _states(self, members: list[str]) -> list[SessionState | None]:
-        states = await asyncio.gather(*(self._load(keys.listed(member)) for member in members))
+    async def _load_members(self, members: list[str]) -> list[SessionState | None]:
+        states = await asyncio.gather(*(self._load(keys.parse_member(member)[0]) for member in members))
         return [
             state if state and member == keys.listing_member(state.info.created_at, state.info.session_id) else None
             for member, state in zip(members, states, strict=True)
         ]
 
 
+def digest(record: bytes) -> bytes:
+    """By which a repeated commit is told from a conflicting one."""
+    return hashlib.blake2b(record, digest_size=16).digest()
+
+
 def _lists(info: SessionInfo) -> tuple[str, ...]:
     return (keys.SESSIONS,) if info.group_id is None else (keys.SESSIONS, keys.group_sessions(info.group_id))
+
+
+def _state_and_calls(session_id: str) -> tuple[str, str]:
+    return keys.state(session_id), keys.calls(session_id)
+
+
+def _with_intents(session_id: str) -> tuple[str, str, str]:
+    return keys.state(session_id), keys.calls(session_id), keys.intents(session_id)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else repr(float(value))
+
+
+def _require_state(session_id: str, snapshot: Any) -> SessionState:
+    state = None if snapshot is None else _parse_state(snapshot)
+    if state is None:
+        raise NotFound(f"there is no session {session_id}")
+    return state
+
+
+def _parse_state(snapshot: Any) -> SessionState | None:
+    flat, calls = snapshot
+    if not flat:
+        return None
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    reward, error, closed_at = fields.get(b"reward"), fields.get(b"error"), fields.get(b"closed_at")
+    return SessionState(
+        info=unpack_versioned(fields[b"info"], SessionInfo),
+        status=fields[b"status"].decode(),
+        calls=calls,
+        reward=None if reward is None else float(reward),
+        per_call=_unpack_mapping(fields.get(b"per_call")),
+        per_branch=_unpack_mapping(fields.get(b"per_branch")),
+        reward_metadata=_unpack_mapping(fields.get(b"reward_metadata")),
+        error=None if error is None else error.decode(),
+        closed_at=None if closed_at is None else float(closed_at),
+        updated_at=float(fields[b"updated_at"]),
+        unserved=unpack_versioned(fields[b"unserved"], Unserved) if b"unserved" in fields else None,
+    )
+
+
+def _unpack_mapping(blob: bytes | None) -> dict[str, Any]:
+    return {} if blob is None else unpack(blob, dict[str, Any])

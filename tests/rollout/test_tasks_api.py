@@ -17,7 +17,7 @@ import pytest
 
 from cli.rollout_service import RolloutConnection
 from proxy.store.connection import StoreConnection
-from proxy.store.sessions import RedisSessionStore
+from proxy.store.sessions import SessionStore
 from rollout.attempts import AttemptId, Verdict
 from rollout.course import close_member, open_member
 from rollout.sessions import OpenSession, Sessions
@@ -248,7 +248,7 @@ async def test_a_tasks_budgets_and_share_of_quarantine_are_those_of_its_sessions
         assert {name: own[name] for name in spending} == spending
         assert {name: none[name] for name in spending} == dict.fromkeys(spending)
         wire = StoreConnection(redis_server.url)
-        kept = [await RedisSessionStore(wire).load(f"{task}.0.1") for task in ("own", "none")]
+        kept = [await SessionStore(wire).load(f"{task}.0.1") for task in ("own", "none")]
         await wire.close()
         shares = [state and state.info.group_rule and state.info.group_rule.max_quarantined_share for state in kept]
         assert shares == [0.25, None]

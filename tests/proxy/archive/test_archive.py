@@ -30,7 +30,7 @@ from proxy.api.sessions import session_as_wire, session_from_wire
 from proxy.archive.folder import ArchiveReader, read_table
 from proxy.archive.tables import SCHEMA_VERSION, TABLES, arrow_schema, session_of
 from proxy.errors import Conflict
-from proxy.store.archive import RedisArchiveStore
+from proxy.store.archive import ArchiveStore
 from proxy.store.groups import GroupRule
 from proxy.store.sessions import Intent, SessionInfo, SessionState
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
@@ -277,11 +277,11 @@ def test_an_import_refuses_a_session_that_differs(
         talked(second, session_id="same")
         before = second.request("GET", "/sessions/same").json()
         refused = command(second, "import", str(tmp_path))
-        assert (refused.returncode, refused.stderr) == (1, "verbatim: there is another session same already\n")
+        assert (refused.returncode, refused.stderr) == (1, "verbatim: another session has the id same\n")
         assert second.request("GET", "/sessions/same").json() == before
     service.request("POST", "/sessions/same/reward", json={"reward": 0.5})
     refused = command(service, "import", str(tmp_path))
-    assert refused.returncode == 1 and "its state is not the same" in refused.stderr
+    assert refused.returncode == 1 and "with another state" in refused.stderr
     assert service.request("GET", "/sessions/same").json()["reward"] == 0.5
 
 
@@ -520,7 +520,7 @@ def test_a_folder_that_is_no_archive_or_was_changed_is_not_imported(service: Run
     with (tmp_path / "records-000000.jsonl").open("a") as file:
         file.write("\n")
     refused = command(service, "import", str(tmp_path))
-    assert refused.returncode == 1 and "is not the file that was written" in refused.stderr
+    assert refused.returncode == 1 and "is missing or was changed" in refused.stderr
 
 
 def test_an_export_that_ended_adds_what_is_new(service: RunningService, tmp_path: Path) -> None:
@@ -582,7 +582,7 @@ def test_a_terminal_sees_how_far_it_is(service: RunningService, tmp_path: Path) 
 
 async def test_a_session_is_restored_in_parts_that_may_be_repeated(store: Store) -> None:
     """On a plain Redis and on a cluster."""
-    archive = RedisArchiveStore(store.connection, store.sessions)
+    archive = ArchiveStore(store.connection, store.sessions)
     info = SessionInfo("s", b"", 5.0, group_id="g", metadata={"a": 1})
     intent = Intent("lost", "c1", b"\x00", "r", 7.0)
     state = SessionState(

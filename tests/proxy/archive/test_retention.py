@@ -21,7 +21,7 @@ from proxy.retention import Retention, collect
 from proxy.settings import Settings
 from proxy.store import keys
 from proxy.store.connection import StoreConnection
-from proxy.store.service import RedisRetentionStore
+from proxy.store.service import RetentionStore
 from tests.proxy.api.test_control_api import Service, running
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer, Store
@@ -62,7 +62,7 @@ async def keeper(stack: AsyncExitStack, url: str, folder: Path, **options: Any) 
     service = await stack.enter_async_context(running(url, **settings))
     connection = StoreConnection(url)
     stack.push_async_callback(connection.close)
-    return Keeper(service, Retention(service.services, RedisRetentionStore(connection)), folder, connection)
+    return Keeper(service, Retention(service.services, RetentionStore(connection)), folder, connection)
 
 
 async def test_old_sessions_that_were_delivered_go_into_the_archive_and_out_of_the_store(
@@ -145,7 +145,7 @@ async def test_the_oldest_go_first_until_the_store_is_small_enough(redis_url: st
         await kept.service.session("s6", *big)
         await kept.ack_all()
         assert (await kept.retention.once()).deleted == 0
-        store = RedisRetentionStore(kept.connection)
+        store = RetentionStore(kept.connection)
         each = await store.session_bytes("s0")
         assert each > 400_000
         limit = await store.used_bytes() - 2 * each - each // 2
@@ -229,7 +229,7 @@ async def test_an_archive_that_cannot_be_written_keeps_everything(
         running_on.cancel()
 
 
-class Losing(RedisRetentionStore):
+class Losing(RetentionStore):
     """Its lock goes to another process after it was held so many times."""
 
     held = 0
@@ -316,14 +316,14 @@ async def test_nothing_is_done_while_another_process_is_at_it(redis_url: str, tm
         kept = await keeper(stack, redis_url, tmp_path)
         await kept.service.finished("a")
         await kept.ack_all()
-        assert await RedisRetentionStore(kept.connection).lock("another process", 60)
+        assert await RetentionStore(kept.connection).lock("another process", 60)
         assert (await kept.retention.once()).deleted == 0
         assert await kept.listed() == {"a"} and not kept.wrote
 
 
 async def test_the_store_tells_what_holds_a_session_and_its_size(store: Store) -> None:
     """On a plain Redis and on a cluster."""
-    retention = RedisRetentionStore(store.connection)
+    retention = RetentionStore(store.connection)
     assert await retention.standings(["a", "b"]) == ["none", "none"]
     await store.delivery.announce("a", None, 1.0)
     assert await retention.standings(["a", "b"]) == ["announced", "none"]

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from cli.serving.connection import Connection, Patience
 from proxy.settings import Settings
 from proxy.store.connection import StoreConnection
-from proxy.store.sessions import RedisSessionStore
+from proxy.store.sessions import SessionStore
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, wait_until
@@ -102,7 +102,7 @@ async def delivered(redis_server: RedisServer, session_id: str) -> int:
     """How many calls, once nothing runs any more that could say so."""
     connection = StoreConnection.to(Settings(), redis_server.url)
     try:
-        return len(await RedisSessionStore(connection, "test").delivered(session_id))
+        return len(await SessionStore(connection, "test").delivered(session_id))
     finally:
         await connection.close()
 

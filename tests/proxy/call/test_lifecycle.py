@@ -28,7 +28,7 @@ from proxy.settings import Settings
 from proxy.store import keys
 from proxy.store.connection import StoreConnection
 from proxy.store.service import RedisClock
-from proxy.store.sessions import Intent, RedisSessionStore, SessionInfo, SessionState
+from proxy.store.sessions import Intent, SessionInfo, SessionState, SessionStore
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.service.redis_server import RedisKind, RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
@@ -220,7 +220,7 @@ async def opened(services: Services, session_id: str = "s", **fields: Any) -> No
 async def begun_elsewhere(services: Services, url: str, owner: str, call_id: str) -> None:
     """An intent that the process `owner` signed."""
     connection = StoreConnection(url)
-    begun = await RedisSessionStore(connection, owner).begin("s", 0, intent(call_id))
+    begun = await SessionStore(connection, owner).begin("s", 0, intent(call_id))
     assert begun.accepted
     await connection.close()
 

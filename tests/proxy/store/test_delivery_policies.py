@@ -12,7 +12,7 @@ import pytest
 from proxy.errors import Conflict
 from proxy.store.delivery import Freshness
 from proxy.store.groups import Lease, LeasedGroup, Member, PolicyLine, PolicyRows
-from proxy.store.service import RedisRetentionStore
+from proxy.store.service import RetentionStore
 from tests.proxy.store.test_delivery_rules import ALL, DROP, PARTIAL, ask, counted, failed, fill, given
 from tests.support.service.redis_server import Store
 
@@ -182,7 +182,7 @@ async def test_a_session_cannot_be_deleted_while_a_part_of_its_group_is_leased(s
 
 
 async def test_what_keeps_a_session_is_the_part_of_its_group_that_is_not_over(store: Store) -> None:
-    retention = RedisRetentionStore(store.connection)
+    retention = RetentionStore(store.connection)
     await fill(store, "g", member("a", 0, b=0))
     of_b, _ = await leased(store, policy="b")
     of_default, _ = await leased(store, policy="")

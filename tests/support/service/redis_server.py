@@ -22,10 +22,10 @@ import pytest
 import redis
 
 from proxy.store.connection import StoreConnection
-from proxy.store.delivery import RedisDeliveryStore
+from proxy.store.delivery import DeliveryStore
 from proxy.store.embedded import redis_server_binary
-from proxy.store.service import RedisPeerStore, RedisWeightStore
-from proxy.store.sessions import RedisSessionStore
+from proxy.store.service import PeerStore, WeightStore
+from proxy.store.sessions import SessionStore
 
 BINARY = os.environ.get("VERBATIM_TEST_REDIS") or str(redis_server_binary())
 """The redis-server under the tests; the variable names another one, for example a newer."""
@@ -283,16 +283,16 @@ def redis_url(redis_server: RedisServer) -> str:
 @dataclass
 class Store:
     connection: StoreConnection
-    sessions: RedisSessionStore
-    delivery: RedisDeliveryStore
-    weights: RedisWeightStore
-    peers: RedisPeerStore
+    sessions: SessionStore
+    delivery: DeliveryStore
+    weights: WeightStore
+    peers: PeerStore
 
     @classmethod
     def at(cls, url: str, **options: float) -> Store:
         connection = StoreConnection(url, **options)  # type: ignore[arg-type]
-        sessions, delivery = RedisSessionStore(connection), RedisDeliveryStore(connection)
-        return cls(connection, sessions, delivery, RedisWeightStore(connection), RedisPeerStore(connection))
+        sessions, delivery = SessionStore(connection), DeliveryStore(connection)
+        return cls(connection, sessions, delivery, WeightStore(connection), PeerStore(connection))
 
 
 @pytest.fixture

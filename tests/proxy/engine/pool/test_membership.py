@@ -17,7 +17,7 @@ from proxy.errors import Conflict, EngineUnavailable
 from proxy.settings import Settings
 from proxy.store.connection import StoreConnection
 from proxy.store.keys import ENGINES
-from proxy.store.service import EngineStore, RedisEngineStore, StoredEngine
+from proxy.store.service import EngineStore, StoredEngine
 from tests.proxy.engine.pool.test_pool import until
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.service.redis_server import Store
@@ -169,15 +169,15 @@ async def connection(redis_url: str) -> AsyncIterator[StoreConnection]:
 
 
 @pytest.fixture
-def engines(connection: StoreConnection) -> RedisEngineStore:
-    return RedisEngineStore(connection)
+def engines(connection: StoreConnection) -> EngineStore:
+    return EngineStore(connection)
 
 
 def stored(name: str, policy: str = "", added_at: float = 1.0) -> StoredEngine:
     return StoredEngine(name, f"http://{name}", policy, added_at)
 
 
-async def test_engines_are_stored_once_and_listed_as_they_came(engines: RedisEngineStore) -> None:
+async def test_engines_are_stored_once_and_listed_as_they_came(engines: EngineStore) -> None:
     assert await engines.engines() == []
     late, early = stored("a:1", added_at=2.0), stored("b:1", "judge")
     assert await engines.add(late) == late
@@ -192,13 +192,13 @@ async def test_engines_are_stored_once_and_listed_as_they_came(engines: RedisEng
 
 
 async def test_the_store_holds_engines_on_a_cluster_too(store: Store) -> None:
-    engines = RedisEngineStore(store.connection)
+    engines = EngineStore(store.connection)
     await engines.add(stored("a:1"))
     assert await engines.engines() == [stored("a:1")]
 
 
 async def test_every_process_follows_the_store_and_one_that_cannot_read_it_keeps_what_it_has(
-    engines: RedisEngineStore, connection: StoreConnection
+    engines: EngineStore, connection: StoreConnection
 ) -> None:
     with ScriptedEngine() as first, ScriptedEngine() as second:
         async with pool_of(first.url, store=engines) as one, pool_of(first.url, store=engines) as other:
