@@ -127,9 +127,14 @@ class StoreConnection:
         attempt = partial(self._guard, lambda link: link.ping())
         await (self._retry(attempt) if patient else attempt())
 
+    async def read_info(self) -> list[dict[str, Any]]:
+        """INFO of every server that holds keys."""
+        found: list[dict[str, Any]] = await self._guard(lambda link: link.read_info())
+        return found
+
     async def check_room(self) -> None:
         """Returns when every server that holds keys answers and has room for writes. Raises `Lasting` when one is full."""
-        for facts in await self._guard(lambda link: link.read_info()):
+        for facts in await self.read_info():
             most, used = int(facts.get("maxmemory", 0)), int(facts.get("used_memory", 0))
             # Redis's own rule: mem_not_counted_for_evict in INFO.
             if most and used - int(facts.get("mem_not_counted_for_evict", 0)) > most:

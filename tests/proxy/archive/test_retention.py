@@ -24,7 +24,7 @@ from proxy.store.connection import StoreConnection
 from proxy.store.service import RetentionStore
 from tests.proxy.api.test_control_api import Service, running
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.service.redis_server import RedisServer, Store
+from tests.support.service.redis_server import RedisServer, SharedRedis, Store
 from tests.support.service.verbatim_process import Serving, wait_until
 
 
@@ -332,6 +332,21 @@ async def test_the_store_tells_what_holds_a_session_and_its_size(store: Store) -
     assert await retention.lock("x", 5) and not await retention.lock("y", 5)
     await retention.unlock("x")
     assert await retention.lock("y", 5)
+
+
+async def test_the_memory_of_a_cluster_is_that_of_all_its_servers(shared_redis: SharedRedis) -> None:
+    """Only one server was asked: a cluster of three kept three times what `retain_bytes` allows."""
+    cluster = shared_redis.cluster
+    cluster.flushall()
+    store = Store.at(cluster.url, timeout_seconds=60.0)
+    each = [used_memory(server) for server in cluster.primaries]
+    assert await RetentionStore(store.connection).used_bytes() > 0.9 * sum(each) > 1.5 * max(each)
+    await store.connection.close()
+
+
+def used_memory(server: RedisServer) -> int:
+    with server.client() as client:
+        return int(client.info("memory")["used_memory"])
 
 
 async def test_a_look_that_failed_is_tried_again(redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
