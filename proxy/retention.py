@@ -62,7 +62,7 @@ class Retention:
         while True:
             await asyncio.sleep(self._settings.retain_check_seconds)
             try:
-                await self.once()
+                await self.run_once()
                 self._services.metrics.swept("retention")
             except StoreUnavailable as error:
                 log.warning("retention waits: %s", error.message)
@@ -74,7 +74,7 @@ class Retention:
                 # Otherwise retention would end for good, and the store would grow unnoticed.
                 log.exception("retention failed and is retried")
 
-    async def once(self) -> Cleared:
+    async def run_once(self) -> Cleared:
         """Archives and deletes what is due; does nothing while another process does. Raises StoreUnavailable, ArchiveError, OSError."""
         cleared = Cleared()
         if not await self._store.lock(self._owner, LOCK_SECONDS):
@@ -92,16 +92,16 @@ class Retention:
     async def _find_due(self) -> AsyncIterator[list[SessionState]]:
         """Batches of sessions that may and should go, oldest first."""
         limit = self._settings.retain_bytes
-        excess = 0 if limit is None else await self._store.used_bytes() - limit
+        excess = 0 if limit is None else await self._store.measure_memory() - limit
         closed_before = await self._services.clock.now() - (self._settings.retain_seconds or float("inf"))
         cursor, batch = None, []
-        while members := await self._store.oldest(cursor, LOOKED_AT):
+        while members := await self._store.list_oldest(cursor, LOOKED_AT):
             cursor = members[-1]
             for state in await self._load_free(members):
                 assert state.closed_at is not None
                 if excess <= 0 and state.closed_at >= closed_before:
                     continue
-                excess -= await self._store.session_bytes(state.info.session_id) if excess > 0 else 0
+                excess -= await self._store.measure_session(state.info.session_id) if excess > 0 else 0
                 batch.append(state)
             if len(batch) >= CLEARED_AT_ONCE:
                 yield batch
@@ -124,7 +124,7 @@ class Retention:
     async def _keep_free(self, states: list[SessionState]) -> list[SessionState]:
         if not states:
             return []
-        standings = await self._store.standings([state.info.session_id for state in states])
+        standings = await self._store.load_standings([state.info.session_id for state in states])
         return [state for state, standing in zip(states, standings, strict=True) if await self._is_free(state, standing)]
 
     async def _is_free(self, state: SessionState, standing: str) -> bool:
@@ -205,9 +205,9 @@ async def collect(services: Services, state: SessionState, builder: str = "merge
     """The closed session with everything an archive holds. If its records contradict each other it has no trajectories, but a `problem`."""
     session_id = state.info.session_id
     records, delivered, intents = await asyncio.gather(
-        services.archive.named_records(session_id, 0, -1),
-        services.sessions.delivered(session_id),
-        services.sessions.intents(session_id),
+        services.archive.load_named_records(session_id, 0, -1),
+        services.sessions.load_delivered(session_id),
+        services.sessions.load_intents(session_id),
     )
     whole = ArchivedSession(session_as_wire(state), records, sorted(delivered), intents_as_wire(intents))
     plain = [record for _, record in records]

@@ -256,7 +256,9 @@ async def session_rows(services: Services, state: SessionState, builder: str | N
     """`build_rows` on what the store holds of the session, off the event loop."""
     session_id = state.info.session_id
     records, intents, delivered = await asyncio.gather(
-        services.sessions.records(session_id), services.sessions.intents(session_id), services.sessions.delivered(session_id)
+        services.sessions.load_records(session_id),
+        services.sessions.load_intents(session_id),
+        services.sessions.load_delivered(session_id),
     )
     in_flight = await services.peers.in_flight(intents) if state.status in ("open", "closing") else ()
     left = [intent for intent in intents if intent.call_id not in in_flight]

@@ -44,9 +44,9 @@ async def reclaim_places(services: Services, *, older_than_seconds: float = SWEE
     """Free the places of sessions whose process died between admitting and creating them. Returns the number of places. Raises
     `StoreUnavailable`."""
     reclaimed = 0
-    for session_id in await services.delivery.unseen(await services.clock.now() - older_than_seconds, limit):
+    for session_id in await services.delivery.find_unconfirmed(await services.clock.now() - older_than_seconds, limit):
         if await _exists(services, session_id):
-            await services.delivery.seen(session_id)
+            await services.delivery.confirm(session_id)
         else:
             await services.delivery.dismiss(session_id)
             reclaimed += 1
@@ -59,12 +59,12 @@ async def estimate_versions_ahead(services: Services) -> int | None:
     if services.settings.admission_staleness is None or per_version is None:
         return None
     versions = await load_current_versions(services)
-    return await services.delivery.versions_ahead(versions.pop(DEFAULT_POLICY), per_version, versions)
+    return await services.delivery.count_versions_ahead(versions.pop(DEFAULT_POLICY), per_version, versions)
 
 
 async def load_current_versions(services: Services) -> dict[str, int]:
     """The current weight version of each policy, the default one first: every policy that has engines, or rows in undelivered groups."""
-    rows_of, engines_of = await services.delivery.policies(), services.pool.policy_names
+    rows_of, engines_of = await services.delivery.list_policies(), services.pool.policy_names
     names = [DEFAULT_POLICY, *sorted({*rows_of, *engines_of} - {DEFAULT_POLICY})]
     states = await asyncio.gather(*(services.weights.current(name) for name in names))
     return {name: state.version for name, state in zip(names, states, strict=True)}

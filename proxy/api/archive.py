@@ -71,9 +71,9 @@ async def export_records(
     """Answers msgpack: `session`, `delivered`, `intents`, `records` as the store holds them, and `next_start`."""
     state = await load_session(services, session_id)
     named, delivered, intents = await asyncio.gather(
-        services.archive.named_records(session_id, start, start + limit - 1),
-        services.sessions.delivered(session_id),
-        services.sessions.intents(session_id),
+        services.archive.load_named_records(session_id, start, start + limit - 1),
+        services.sessions.load_delivered(session_id),
+        services.sessions.load_intents(session_id),
     )
     following = start + len(named)
     part = part_as_wire(state, delivered, intents, named, following if following < state.calls else None)

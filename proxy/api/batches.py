@@ -164,7 +164,7 @@ async def extend_lease(
 @router.get("", responses={200: {"model": GroupCounts, "description": "the counts"}})
 async def count_groups(services: Served) -> Response:
     """Groups by state, and the newest dead letters."""
-    counts, (letters, _) = await asyncio.gather(services.delivery.counts(), services.delivery.dead_letters())
+    counts, (letters, _) = await asyncio.gather(services.delivery.count_groups(), services.delivery.dead_letters())
     return json_response({"groups": dict(counts), "dead_letters": [letter_as_wire(letter) for letter in letters]})
 
 
@@ -183,7 +183,7 @@ async def _wait_for_batch(services: Services, body: LeaseRequest, form: Form, go
             if isinstance(batch, Batch) or left <= 0 or gone.done() or services.stopping.is_set():
                 return batch
             pause = min(left, RECHECK_SECONDS, await _seconds_until(services, batch.due_at))
-            await _wait_for_first((arrivals.after(mark, pause), services.stopping.wait()), gone)
+            await _wait_for_first((arrivals.wait(mark, pause), services.stopping.wait()), gone)
 
 
 async def _lease(services: Services, body: LeaseRequest, form: Form, *, waits: bool) -> Batch | Nothing:

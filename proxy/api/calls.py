@@ -174,7 +174,9 @@ async def list_calls(
 ) -> Response:
     state = await load_session(services, session_id)
     records, delivered, intents = await asyncio.gather(
-        services.sessions.records(session_id), services.sessions.delivered(session_id), services.sessions.intents(session_id)
+        services.sessions.load_records(session_id),
+        services.sessions.load_delivered(session_id),
+        services.sessions.load_intents(session_id),
     )
     form = choose_form(request)
     in_flight = () if state.status in CLOSED else await services.peers.in_flight(intents)

@@ -118,7 +118,7 @@ def group_name(ref: str) -> str:
 
 async def finish_announced(services: Services, *, older_than_seconds: float = SWEEP_AGE_SECONDS, limit: int = 100) -> int:
     """Finish the closes and deletes that dead processes left announced. Returns the number of sessions. Raises `StoreUnavailable`."""
-    found = await services.delivery.announced(await services.clock.now() - older_than_seconds, limit)
+    found = await services.delivery.find_announced(await services.clock.now() - older_than_seconds, limit)
     for announced in found:
         try:
             await _resume(services, announced)
@@ -241,7 +241,7 @@ async def close_idle(services: Services, limit: int = 100) -> int:
     if not idle_seconds:
         return 0
     closed = 0
-    for session_id in await services.sessions.unclosed(await services.clock.now() - idle_seconds, limit):
+    for session_id in await services.sessions.find_unclosed(await services.clock.now() - idle_seconds, limit):
         try:
             closed += await _close_if_idle(services, session_id, idle_seconds)
         except StoreUnavailable:
@@ -255,14 +255,14 @@ async def _close_if_idle(services: Services, session_id: str, idle_seconds: floa
     """False if it is not idle; the store is then told when it was last active."""
     state = await services.sessions.load(session_id)
     if state is None or state.status in CLOSED:
-        await services.sessions.seen(session_id, None)
+        await services.sessions.mark_active(session_id, None)
         return False
     now = await services.clock.now()
-    intents = await services.sessions.intents(session_id)
+    intents = await services.sessions.load_intents(session_id)
     active_at = now if await services.peers.in_flight(intents) else state.updated_at
     idle_since = now - idle_seconds
     if active_at > idle_since:
-        await services.sessions.seen(session_id, active_at)
+        await services.sessions.mark_active(session_id, active_at)
         return False
     closing_since = min(idle_since, now - STUCK_CLOSING_SECONDS)
     if not await services.sessions.expire(session_id, idle_since, closing_since, len(intents)):

@@ -215,7 +215,7 @@ async def get_metrics(services: Served) -> Response:
     """Prometheus metrics of the answering process; the documentation lists them."""
     # Numbers of the store are as old as its last answer.
     with contextlib.suppress(StoreUnavailable):
-        counts, totals = await asyncio.gather(services.delivery.counts(), services.delivery.totals())
+        counts, totals = await asyncio.gather(services.delivery.count_groups(), services.delivery.load_totals())
         services.metrics.stored_groups(counts, totals, await estimate_versions_ahead(services))
     return Response(services.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

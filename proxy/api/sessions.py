@@ -264,7 +264,7 @@ async def list_sessions(
     cursor: PageCursor = None,
 ) -> Response:
     """Newest first. Each session appears on exactly one page."""
-    states, following = await services.sessions.listing(status=status, group_id=group_id, limit=limit, cursor=cursor)
+    states, following = await services.sessions.list_sessions(status=status, group_id=group_id, limit=limit, cursor=cursor)
     return json_response({"sessions": [session_as_wire(state) for state in states], "cursor": following})
 
 

@@ -69,7 +69,7 @@ class Peers:
 
     async def in_flight(self, intents: Collection[Intent]) -> set[str]:
         """The ids of those calls that are under way somewhere."""
-        alive = await self._store.alive({intent.process for intent in intents} - {"", self.process})
+        alive = await self._store.find_alive({intent.process for intent in intents} - {"", self.process})
         here = self._inflight.call_ids()
         return {
             intent.call_id
@@ -83,9 +83,9 @@ class Peers:
         while others := await self._held_elsewhere(session_id):
             now = time.monotonic()
             if now - asked_at >= ASK_SECONDS:
-                await self._store.ask_to_cut(session_id)
+                await self._store.request_cut(session_id)
                 asked_at = now
-            alive = await self._store.alive(others)
+            alive = await self._store.find_alive(others)
             seen_alive |= {process: now for process in others if process in alive or process not in seen_alive}
             if all(now - seen_alive[process] >= DEAD_SECONDS for process in others):
                 return
@@ -96,7 +96,7 @@ class Peers:
 
     async def _held_elsewhere(self, session_id: str) -> set[str]:
         """The other processes that have calls of the session under way, as far as the store knows."""
-        return {intent.process for intent in await self._sessions.intents(session_id)} - {"", self.process}
+        return {intent.process for intent in await self._sessions.load_intents(session_id)} - {"", self.process}
 
     async def _beat_forever(self) -> None:
         while True:
@@ -110,7 +110,7 @@ class Peers:
         mark = ""
         while True:
             with _kept_going("listen"):
-                session_ids, mark = await self._store.to_cut(mark, LISTEN_SECONDS)
+                session_ids, mark = await self._store.read_cuts(mark, LISTEN_SECONDS)
                 self._cut_all(session_ids)
                 continue
             await asyncio.sleep(RETRY_SECONDS)

@@ -421,7 +421,7 @@ class SessionTrees:
         tree = SessionTree(state.info, self._volatile)
         if state.calls:
             with Waiting(STORE):
-                records = await self._sessions.records(session_id)
+                records = await self._sessions.load_records(session_id)
             # Of a long session beside everybody else's calls.
             if sum(map(len, records)) > LONG_BYTES:
                 await asyncio.to_thread(tree.learn, records, 0)
@@ -436,7 +436,7 @@ class SessionTrees:
         """Take in what other processes recorded meanwhile."""
         known = tree.known
         with Waiting(STORE):
-            records = await self._sessions.records(tree.info.session_id, known)
+            records = await self._sessions.load_records(tree.info.session_id, known)
         tree.learn(records, known)
         self.weigh(tree)
 

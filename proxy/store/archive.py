@@ -30,9 +30,9 @@ class ArchiveStore:
         self._sessions = sessions
         self._listing = SessionListing(connection, sessions.load)
 
-    async def named_records(self, session_id: str, start: int, stop: int) -> list[tuple[str, bytes]]:
+    async def load_named_records(self, session_id: str, start: int, stop: int) -> list[tuple[str, bytes]]:
         """(call id, record); indexes as in LRANGE. A record that differs from the committed one is named by its number, as in rows."""
-        records = await self._sessions.records(session_id, start, stop)
+        records = await self._sessions.load_records(session_id, start, stop)
         index = parse_hash(await self._redis.execute("HGETALL", keys.index(session_id)))
         names = {committed: call_id.decode() for call_id, committed in index.items()}
         return [(names.get(digest(record), f"record-{start + at}"), record) for at, record in enumerate(records)]
@@ -84,9 +84,9 @@ class ArchiveStore:
             raise NotFound(f"there is no session {session_id}")
         if _normalize(found) != _normalize(state):
             raise Conflict(f"session {session_id} exists already with another state")
-        if await self._sessions.delivered(session_id) != set(delivered):
+        if await self._sessions.load_delivered(session_id) != set(delivered):
             raise Conflict(f"session {session_id} exists already, and other replies of it were delivered")
-        if await self._sessions.intents(session_id) != sorted(intents, key=lambda intent: intent.started_at):
+        if await self._sessions.load_intents(session_id) != sorted(intents, key=lambda intent: intent.started_at):
             raise Conflict(f"session {session_id} exists already, and other calls of it have no result")
 
 

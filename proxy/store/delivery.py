@@ -137,14 +137,14 @@ class DeliveryStore:
 
     async def announce(self, session_id: str, request: CloseRequest | None, now: float) -> None:
         """Notes that a session is about to be closed, deleted or given a late reward. Sessions and groups are in different slots: whoever
-        finds one that stays announced finishes it (`announced`)."""
+        finds one that stays announced finishes it (`find_announced`)."""
         await self._run(ANNOUNCE, session_id, repr(now), b"" if request is None else pack_versioned(request))
 
     async def retract(self, session_id: str) -> None:
         """Withdraws the announcement; `fill` does so itself."""
         await self._run(RETRACT, session_id)
 
-    async def announced(self, before: float, limit: int = 100) -> Sequence[Announced]:
+    async def find_announced(self, before: float, limit: int = 100) -> Sequence[Announced]:
         """Sessions announced by `before` and neither filled nor retracted since, oldest first."""
         flat = await self._run(ANNOUNCED, repr(before), limit)
         return [
@@ -197,11 +197,11 @@ class DeliveryStore:
         granted, undelivered, noted, ahead = answer
         return Admission(bool(granted), undelivered, bool(noted), ahead if freshness else None)
 
-    async def policies(self) -> Sequence[str]:
+    async def list_policies(self) -> Sequence[str]:
         """The named models whose rows were ever filled into a group, sorted."""
         return sorted(name.decode() for name in await self._redis.execute("SMEMBERS", GROUP_POLICIES))
 
-    async def versions_ahead(self, version: int, groups_per_version: int, named: Mapping[str, int] | None = None) -> int:
+    async def count_versions_ahead(self, version: int, groups_per_version: int, named: Mapping[str, int] | None = None) -> int:
         """As in `Admission`: (undelivered groups + groups leased and not yet in the weights) / groups_per_version, rounded down; the
         maximum over all policies, whose current versions are `version` and `named`.
 
@@ -213,12 +213,12 @@ class DeliveryStore:
         """An admitted session was not created."""
         await self._run(DISMISS, session_id)
 
-    async def unseen(self, before: float, limit: int = 100) -> Sequence[str]:
+    async def find_unconfirmed(self, before: float, limit: int = 100) -> Sequence[str]:
         """Session ids admitted by `before` and neither dismissed nor confirmed since, oldest first. Sessions are in other slots:
         the process that admitted one may have died before it created it."""
         return [session_id.decode() for session_id in await self._run(UNSEEN, repr(before), limit)]
 
-    async def seen(self, session_id: str) -> None:
+    async def confirm(self, session_id: str) -> None:
         """An admitted session exists."""
         await self._run(SEEN, session_id)
 
@@ -241,9 +241,9 @@ class DeliveryStore:
         caller gets its own. A claim ends with a lease, with `leave`, or soon after the consumer's last request. Consumers that do
         not wait never keep others from the last group.
 
-        `version` (the current one, for `versions_ahead`) and `oldest_version` are the default policy's; `named` has the other policies'
-        (of `policies`): rows of a policy missing there wait for the next lease. `policy` takes only that policy's rows ("" the
-        default's); the others' rows in the same group become groups of their own. A group is stale if any row taken is."""
+        `version` (the current one, for `count_versions_ahead`) and `oldest_version` are the default policy's; `named` has the other
+        policies' (of `list_policies`): rows of a policy missing there wait for the next lease. `policy` takes only that policy's rows
+        ("" the default's); the others' rows in the same group become groups of their own. A group is stale if any row taken is."""
         lease_id, now = uuid.uuid4().hex, terms.now
         unlimited = terms.max_groups is None and terms.max_trajectories is None
         most = (1 if unlimited else terms.max_groups, terms.max_trajectories, terms.oldest_version)
@@ -308,13 +308,13 @@ class DeliveryStore:
         """Drops dead groups for good. Returns the letter ids."""
         return await self._exhume("drop", names, GroupPolicy(), 0.0)
 
-    async def counts(self) -> Mapping[str, int]:
+    async def count_groups(self) -> Mapping[str, int]:
         """Groups by state: opened (no member closed yet; only while sessions are admitted), filling, ready, leased, acked, dropped,
         dead, stale (ready but last passed over as too old)."""
         flat = await self._run(COUNTS)
         return {state.decode(): number for state, number in zip(flat[::2], flat[1::2], strict=True)}
 
-    async def totals(self) -> Mapping[str, int]:
+    async def load_totals(self) -> Mapping[str, int]:
         """How often groups entered each state and met other events, since the store began."""
         flat = await self._redis.execute("HGETALL", GROUP_TOTALS)
         return {event.decode(): int(times) for event, times in parse_hash(flat).items()}
@@ -367,7 +367,7 @@ class Arrivals:
             if not self._watchers:
                 await self._end()
 
-    async def after(self, mark: int, seconds: float) -> None:
+    async def wait(self, mark: int, seconds: float) -> None:
         """Returns when something has arrived since `mark`, after `seconds` at the latest."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds), self._changed:

@@ -87,17 +87,17 @@ class PeerStore:
         """The process has ended with no call in flight."""
         await self._redis.execute("ZREM", PROCESSES, process)
 
-    async def alive(self, processes: Collection[str]) -> set[str]:
+    async def find_alive(self, processes: Collection[str]) -> set[str]:
         """Those of `processes` that are alive."""
         if not processes:
             return set()
         return {process.decode() for process in await self._redis.run(ALIVE, (PROCESSES,), tuple(processes))}
 
-    async def ask_to_cut(self, session_id: str) -> None:
+    async def request_cut(self, session_id: str) -> None:
         """Asks every process to end its calls of the session."""
         await self._redis.run(ASK_TO_CUT, (CUTS,), (session_id, KEPT_CUTS))
 
-    async def to_cut(self, after: str, wait_seconds: float) -> tuple[list[str], str]:
+    async def read_cuts(self, after: str, wait_seconds: float) -> tuple[list[str], str]:
         """Sessions to cut since the mark `after` ("" at first), and the next mark. Waits for the first, for `wait_seconds` at most."""
         wait = max(1, int(min(wait_seconds, self._redis.timeout_seconds / 2) * 1000))
         read = await self._redis.execute("XREAD", "BLOCK", wait, "STREAMS", CUTS, after or BEGINNING, key=CUTS)
@@ -163,13 +163,13 @@ class RetentionStore:
     def __init__(self, connection: StoreConnection) -> None:
         self._redis = connection
 
-    async def oldest(self, cursor: str | None, limit: int) -> list[str]:
+    async def list_oldest(self, cursor: str | None, limit: int) -> list[str]:
         """Listing members behind `cursor`, oldest first; see `keys.parse_member`."""
         after = "-" if cursor is None else f"({cursor}"
         found = await self._redis.execute("ZRANGEBYLEX", keys.SESSIONS, after, "+", "LIMIT", 0, limit)
         return [member.decode() for member in found]
 
-    async def standings(self, session_ids: Sequence[str]) -> list[str]:
+    async def load_standings(self, session_ids: Sequence[str]) -> list[str]:
         """Per session: announced (about to enter its group), its group's status, or none."""
         found = await self._redis.run(STANDINGS, keys.DELIVERY, tuple(session_ids))
         return [standing.decode() for standing in found]
@@ -178,11 +178,11 @@ class RetentionStore:
         """Whether the session was ever leased, which fixes its reward."""
         return bool(await self._redis.execute("HEXISTS", keys.state(session_id), "leased"))
 
-    async def used_bytes(self) -> int:
+    async def measure_memory(self) -> int:
         """Memory in use, summed over the primaries of a cluster."""
         return sum(int(facts["used_memory"]) for facts in await self._redis.read_info())
 
-    async def session_bytes(self, session_id: str) -> int:
+    async def measure_session(self, session_id: str) -> int:
         return int(await self._redis.run(MEMORY, keys.session(session_id)))
 
     async def lock(self, owner: str, seconds: float) -> bool:

@@ -158,7 +158,7 @@ class SessionStore:
     async def load(self, session_id: str) -> SessionState | None:
         return _parse_state(await self._redis.run(SNAPSHOT, _state_and_calls(session_id)))
 
-    async def listing(
+    async def list_sessions(
         self, *, status: str | None, group_id: str | None, limit: int, cursor: str | None
     ) -> tuple[list[SessionState], str | None]:
         """A page, newest first, and the cursor of the next one; None: it was the last."""
@@ -170,7 +170,7 @@ class SessionStore:
         removed = await self._redis.run(DELETE, keys.session(session_id))
         if state is not None:
             await self._listing.remove(state.info)
-        await self.seen(session_id, None)
+        await self.mark_active(session_id, None)
         return bool(removed)
 
     async def begin(self, session_id: str, known_calls: int, intent: Intent, most_bytes: int = 0) -> Begun:
@@ -233,15 +233,15 @@ class SessionStore:
         if call_ids:
             await self._redis.run(MARK_DELIVERED, (*_state_and_calls(session_id), keys.delivered(session_id)), tuple(call_ids))
 
-    async def delivered(self, session_id: str) -> set[str]:
+    async def load_delivered(self, session_id: str) -> set[str]:
         """The calls whose replies were flushed to the harness."""
         return {member.decode() for member in await self._redis.execute("SMEMBERS", keys.delivered(session_id))}
 
-    async def records(self, session_id: str, start: int = 0, stop: int = -1) -> list[bytes]:
+    async def load_records(self, session_id: str, start: int = 0, stop: int = -1) -> list[bytes]:
         """In commit order; indexes as in LRANGE."""
         return list(await self._redis.execute("LRANGE", keys.calls(session_id), start, stop))
 
-    async def intents(self, session_id: str) -> list[Intent]:
+    async def load_intents(self, session_id: str) -> list[Intent]:
         """Those without a record, in the order in which they were written."""
         blobs = await self._redis.execute("HVALS", keys.intents(session_id))
         return sorted((unpack_versioned(blob, Intent) for blob in blobs), key=lambda intent: intent.started_at)
@@ -277,15 +277,15 @@ class SessionStore:
         outcome, *answer = await self._redis.run(CLOSE, _state_and_calls(session_id), args, durable=True)
         if outcome == b"frozen":
             raise Conflict(f"session {session_id} is closed as {answer[0].decode()}, not {status}")
-        await self.seen(session_id, None)
+        await self.mark_active(session_id, None)
         return _require_state(session_id, answer[0] if answer else None)
 
-    async def unclosed(self, before: float, limit: int = 100) -> Sequence[str]:
+    async def find_unclosed(self, before: float, limit: int = 100) -> Sequence[str]:
         """Ids of unclosed sessions last known active before that time, the longest idle first."""
         found = await self._redis.execute("ZRANGEBYSCORE", keys.UNCLOSED, "-inf", f"({before!r}", "LIMIT", 0, limit)
         return [session_id.decode() for session_id in found]
 
-    async def seen(self, session_id: str, at: float | None) -> None:
+    async def mark_active(self, session_id: str, at: float | None) -> None:
         """Notes when the session was active; None: it is closed or gone."""
         if at is None:
             await self._redis.execute("ZREM", keys.UNCLOSED, session_id)

@@ -119,7 +119,7 @@ class Looks:
         """The session as it is now. Raises NotFound."""
         sessions = self._services.sessions
         state, delivered, intents = await asyncio.gather(
-            sessions.load(session_id), sessions.delivered(session_id), sessions.intents(session_id)
+            sessions.load(session_id), sessions.load_delivered(session_id), sessions.load_intents(session_id)
         )
         if state is None:
             self._kept.pop(session_id, None)
@@ -131,7 +131,7 @@ class Looks:
         if kept is not None and kept[0] == stamp:
             self._kept.move_to_end(session_id)
             return kept[1]
-        records = await sessions.records(session_id)
+        records = await sessions.load_records(session_id)
         look = await asyncio.to_thread(self._build, state, records, intents, stamp[1], in_flight)
         self._keep(stamp, look)
         return look

@@ -204,7 +204,7 @@ def _branches(look: Look, call_id: str) -> Sequence[CallLine]:
 
 async def _now(ui: Ui) -> dict[str, Any]:
     """Engines and groups, as they stand."""
-    counts = await ui.services.delivery.counts()
+    counts = await ui.services.delivery.count_groups()
     shown = ("opened", "filling", "ready", "leased", "acked", "dropped", "dead")
     return {
         "engines": [*ui.services.pool.replicas],
@@ -390,7 +390,7 @@ async def session_page(services: Services, wanted: SessionFilter, cursor: str | 
     looked_at = 0
     limit = READ_AT_ONCE if wanted.narrows else PAGE
     while looked_at < LOOKED_AT:
-        states, cursor = await services.sessions.listing(
+        states, cursor = await services.sessions.list_sessions(
             status=wanted.status or None, group_id=None, limit=limit, cursor=cursor
         )
         for at, state in enumerate(states):
@@ -409,7 +409,7 @@ async def newest_groups(services: Services, text: str) -> list[Group]:
     members: dict[str, list[SessionState]] = {}
     cursor, looked_at = None, 0
     while looked_at < GROUPS_AMONG:
-        states, cursor = await services.sessions.listing(status=None, group_id=None, limit=READ_AT_ONCE, cursor=cursor)
+        states, cursor = await services.sessions.list_sessions(status=None, group_id=None, limit=READ_AT_ONCE, cursor=cursor)
         looked_at += len(states)
         for state in states:
             named = state.info.group_id
@@ -425,7 +425,7 @@ async def one_group(services: Services, group_id: str) -> Group | None:
     states: list[SessionState] = []
     cursor = None
     while len(states) < MOST_MEMBERS:
-        part, cursor = await services.sessions.listing(status=None, group_id=group_id, limit=READ_AT_ONCE, cursor=cursor)
+        part, cursor = await services.sessions.list_sessions(status=None, group_id=group_id, limit=READ_AT_ONCE, cursor=cursor)
         states += part
         if cursor is None:
             break

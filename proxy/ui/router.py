@@ -236,7 +236,7 @@ async def download(ui: Shown, session_id: str, name: str) -> Response:
 
 async def calls_file(ui: Ui, session_id: str) -> Iterator[bytes]:
     look = await ui.looks.at(session_id)
-    records = await ui.services.sessions.records(session_id)
+    records = await ui.services.sessions.load_records(session_id)
     calls = rows.every_call_as_wire(records, look.delivered, look.intents, look.in_flight)
 
     def pieces() -> Iterator[bytes]:
@@ -261,7 +261,7 @@ async def trajectories_file(ui: Ui, session_id: str) -> bytes:
 
 async def record_file(ui: Ui, session_id: str) -> bytes:
     look = await ui.looks.at(session_id)
-    named = await ui.services.archive.named_records(session_id, 0, -1)
+    named = await ui.services.archive.load_named_records(session_id, 0, -1)
     return msgspec.msgpack.encode(part_as_wire(look.state, look.delivered, look.intents, named, None))
 
 

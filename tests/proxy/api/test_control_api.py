@@ -222,7 +222,7 @@ async def test_an_unknown_session_path_and_method_answer_in_the_same_shape(servi
     assert said(await service.admin.post("/sessions/nope/reward", json={"reward": 1}))[:2] == (404, "not_found")
     assert said(await service.close("nope"))[:2] == (404, "not_found")
     assert said(await service.admin.put("/sessions"))[:2] == (405, "method_not_allowed")
-    assert await service.services.delivery.announced(time.time() + 60) == []
+    assert await service.services.delivery.find_announced(time.time() + 60) == []
 
 
 async def test_sessions_are_listed_newest_first_with_filters_and_a_cursor(service: Service) -> None:
@@ -466,14 +466,14 @@ async def test_groups_leased_for_a_caller_who_went_away_are_given_back(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await service.finished("s0")
-    reached, records = asyncio.Event(), service.services.sessions.records
+    reached, records = asyncio.Event(), service.services.sessions.load_records
 
     async def slow(session_id: str) -> list[bytes]:
         reached.set()
         await asyncio.sleep(60)
         return await records(session_id)
 
-    monkeypatch.setattr(service.services.sessions, "records", slow)
+    monkeypatch.setattr(service.services.sessions, "load_records", slow)
     asking = asyncio.create_task(service.lease())
     await reached.wait()
     asking.cancel()
@@ -555,7 +555,7 @@ async def test_a_delete_cut_short_at_any_step_is_finished_by_the_sweep(
     assert (await service.admin.get("/sessions/s0")).status_code == 404
     assert (await service.admin.get("/sessions")).json()["sessions"] == []
     assert await service.lease() is None
-    assert sum((await service.services.delivery.counts()).values()) == 0
+    assert sum((await service.services.delivery.count_groups()).values()) == 0
 
 
 @pytest.mark.parametrize(("inside", "interrupting"), [("delete", "reward"), ("reward", "delete")])
@@ -580,7 +580,9 @@ async def test_a_late_reward_does_not_bring_a_session_back_that_is_being_deleted
 
     monkeypatch.setattr(*at, interrupted)
     await steps[inside]()
-    assert {state: number for state, number in (await service.services.delivery.counts()).items() if number} == {"filling": 1}
+    assert {state: number for state, number in (await service.services.delivery.count_groups()).items() if number} == {
+        "filling": 1
+    }
     await service.finished("s2", 7, group_id="g", group_size=2)
     batch = await service.lease()
     assert batch is not None
@@ -595,7 +597,7 @@ async def test_a_delete_cut_short_may_be_repeated_by_its_caller(
     await delete_until(service, monkeypatch, step, "s0")
     assert (await service.admin.delete("/sessions/s0")).status_code == (404 if step == "delete" else 204)
     await finish_announced(service.services, older_than_seconds=0)
-    assert await service.services.delivery.announced(time.time() + 60) == []
+    assert await service.services.delivery.find_announced(time.time() + 60) == []
     assert (await service.admin.get("/sessions/s0")).status_code == 404
 
 
@@ -606,7 +608,7 @@ async def test_a_delete_cut_short_takes_no_later_session_of_the_same_id(
     await delete_until(service, monkeypatch, "delete", "s0")
     await service.session("s0", 8)
     assert await finish_announced(service.services, older_than_seconds=0) == 1
-    assert await service.services.delivery.announced(time.time() + 60) == []
+    assert await service.services.delivery.find_announced(time.time() + 60) == []
     state = (await service.admin.get("/sessions/s0")).json()
     assert (state["status"], state["calls"]) == ("open", 1)
 

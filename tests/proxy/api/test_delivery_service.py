@@ -96,7 +96,7 @@ async def test_a_waiting_lease_whose_news_were_lost_looks_by_itself(
         await asyncio.sleep(3600)
 
     monkeypatch.setattr("proxy.api.batches.RECHECK_SECONDS", 0.3)
-    monkeypatch.setattr("proxy.store.delivery.StreamArrivals._read", deaf)
+    monkeypatch.setattr("proxy.store.delivery.Arrivals._read", deaf)
     waiting = asyncio.create_task(service.lease(wait_seconds=600, consumer="deaf"))
     while await claimed(redis_url) != {"deaf"}:
         await asyncio.sleep(0.01)
@@ -255,7 +255,7 @@ async def test_a_place_whose_process_died_before_the_session_was_there_is_free_a
         assert await reclaim_places(service.services, older_than_seconds=0.0) == 1
         await service.session("next", 7)
         assert said(await service.admin.post("/sessions", json={"session_id": "another"}))[0] == 429
-        assert await service.services.delivery.unseen(now) == [], "what is there is not looked for again"
+        assert await service.services.delivery.find_unconfirmed(now) == [], "what is there is not looked for again"
 
 
 async def admit_long_ago(url: str, session_id: str) -> None:
@@ -378,7 +378,7 @@ async def test_a_session_is_held_until_it_may_be_opened(
         assert not held.done(), "under a lease that is not over it is not known whether the new weights hold the group"
         await service.trainer.post(f"/batches/{batch['lease_id']}/ack")
         assert (await asyncio.wait_for(held, 60)).status_code == 201
-        assert (await service.services.delivery.totals())["refused_stale"] == 1, "counted once, however long it was held"
+        assert (await service.services.delivery.load_totals())["refused_stale"] == 1, "counted once, however long it was held"
 
 
 def test_a_held_session_whose_caller_hung_up_is_not_opened(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -596,9 +596,9 @@ async def test_a_session_is_restored_in_parts_that_may_be_repeated(store: Store)
     assert await archive.finish(state, ["c1", "c2"], [intent], 10.0)
     assert not await archive.finish(state, ["c2", "c1"], [intent], 10.0)
     assert await store.sessions.load("s") == state
-    assert await archive.named_records("s", 1, -1) == [("c2", b"two"), ("c3", b"three")]
-    assert (await store.sessions.delivered("s"), await store.sessions.intents("s")) == ({"c1", "c2"}, [intent])
-    listed, _ = await store.sessions.listing(status="completed", group_id="g", limit=9, cursor=None)
+    assert await archive.load_named_records("s", 1, -1) == [("c2", b"two"), ("c3", b"three")]
+    assert (await store.sessions.load_delivered("s"), await store.sessions.load_intents("s")) == ({"c1", "c2"}, [intent])
+    listed, _ = await store.sessions.list_sessions(status="completed", group_id="g", limit=9, cursor=None)
     assert listed == [state]
     await archive.restore(info, 0, [("c1", b"one")])
     for differs in (replace(state, reward=0.25), replace(state, status="failed"), replace(state, calls=2)):

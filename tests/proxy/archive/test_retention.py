@@ -46,7 +46,7 @@ class Keeper:
         return [session.state["session_id"] for session in ArchiveReader(self.folder).sessions()]
 
     async def listed(self) -> set[str]:
-        states, _ = await self.service.services.sessions.listing(status=None, group_id=None, limit=1000, cursor=None)
+        states, _ = await self.service.services.sessions.list_sessions(status=None, group_id=None, limit=1000, cursor=None)
         return {state.info.session_id for state in states}
 
     async def nothing_is_left(self) -> bool:
@@ -74,11 +74,11 @@ async def test_old_sessions_that_were_delivered_go_into_the_archive_and_out_of_t
             await kept.service.finished(name, group_id="g", group_size=2)
         rows = (await kept.service.admin.get("/sessions/a/trajectories")).json()["trajectories"]
         await kept.ack_all()
-        cleared = await kept.retention.once()
+        cleared = await kept.retention.run_once()
         assert (cleared.archived, cleared.deleted, kept.archived, await kept.listed()) == (2, 2, ["a", "b"], set())
         archived = read_table(tmp_path / "trajectories-000000.parquet", "trajectories")
         assert {name: archived[0][name] for name in rows[0] if name != "metadata"} | {"metadata": {}} == rows[0]
-        assert (await kept.retention.once()).deleted == 0
+        assert (await kept.retention.run_once()).deleted == 0
 
 
 async def test_what_the_service_does_not_train_is_not_trained_in_the_archive(redis_url: str, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ async def test_what_the_service_does_not_train_is_not_trained_in_the_archive(red
         await kept.service.finished("a")
         told = (await kept.service.admin.get("/sessions/a/trajectories")).json()["accounting"]
         assert told["sampled_tokens"] > 0 == told["exported_tokens"]
-        assert (await kept.retention.once()).ids == ["a"]
+        assert (await kept.retention.run_once()).ids == ["a"]
         (session,) = read_table(tmp_path / "sessions-000000.parquet", "sessions")
         archived = {name: session[name] for name in told}
         assert {**archived, "quarantined": json.loads(archived["quarantined"])} == told
@@ -111,7 +111,7 @@ async def test_what_a_trainer_may_still_be_given_stays_whatever_its_age(redis_ur
         await service.session("waits-for-its-reward", 7, group_id="h")
         await service.close("waits-for-its-reward")
         names = await kept.listed()
-        assert (await kept.retention.once()).deleted == 0
+        assert (await kept.retention.run_once()).deleted == 0
         assert await kept.listed() == names and len(names) == 6
 
 
@@ -122,7 +122,7 @@ async def test_what_nobody_waits_for_goes(redis_url: str, tmp_path: Path) -> Non
         await kept.service.close("failed", "failed")
         await kept.service.session("never-rewarded", 7)
         await kept.service.close("never-rewarded")
-        assert (await kept.retention.once()).deleted == 2
+        assert (await kept.retention.run_once()).deleted == 2
         late = await kept.service.admin.post("/sessions/failed/reward", json={"reward": 1.0})
         assert late.status_code == 404
 
@@ -132,7 +132,7 @@ async def test_a_session_stays_until_it_is_old(redis_url: str, tmp_path: Path) -
         kept = await keeper(stack, redis_url, tmp_path, retain_seconds=3600)
         await kept.service.finished("a")
         await kept.ack_all()
-        assert (await kept.retention.once()).deleted == 0 and await kept.listed() == {"a"}
+        assert (await kept.retention.run_once()).deleted == 0 and await kept.listed() == {"a"}
         assert not kept.wrote
 
 
@@ -144,14 +144,14 @@ async def test_the_oldest_go_first_until_the_store_is_small_enough(redis_url: st
             await kept.service.finished(f"s{at}", *big)
         await kept.service.session("s6", *big)
         await kept.ack_all()
-        assert (await kept.retention.once()).deleted == 0
+        assert (await kept.retention.run_once()).deleted == 0
         store = RetentionStore(kept.connection)
-        each = await store.session_bytes("s0")
+        each = await store.measure_session("s0")
         assert each > 400_000
-        limit = await store.used_bytes() - 2 * each - each // 2
+        limit = await store.measure_memory() - 2 * each - each // 2
         kept.service.services.settings.retain_bytes = limit
-        assert (await kept.retention.once()).ids == ["s0", "s1", "s2"]
-        assert (await kept.retention.once()).ids == []
+        assert (await kept.retention.run_once()).ids == ["s0", "s1", "s2"]
+        assert (await kept.retention.run_once()).ids == []
         assert kept.archived == ["s0", "s1", "s2"]
 
 
@@ -163,7 +163,7 @@ async def test_without_an_archive_sessions_are_only_deleted_when_that_was_asked_
         kept = await keeper(stack, redis_url, tmp_path, archive_dir=None, retain_without_archive=True)
         await kept.service.finished("a")
         await kept.ack_all()
-        cleared = await kept.retention.once()
+        cleared = await kept.retention.run_once()
         assert (cleared.archived, cleared.deleted, await kept.listed()) == (0, 1, set())
 
 
@@ -182,7 +182,7 @@ async def test_many_processes_archive_each_session_once(redis_url: str, tmp_path
         async def clear(kept: Keeper) -> int:
             deleted = 0
             while not ended:
-                deleted += (await kept.retention.once()).deleted
+                deleted += (await kept.retention.run_once()).deleted
                 await asyncio.sleep(0.005)
             return deleted
 
@@ -207,7 +207,7 @@ async def test_a_process_that_died_before_it_deleted_leaves_that_to_the_next(red
         with ArchiveWriter(tmp_path) as writer:
             writer.add(await collect(kept.service.services, state))
             writer.flush()
-        cleared = await kept.retention.once()
+        cleared = await kept.retention.run_once()
         assert (cleared.archived, cleared.deleted, kept.archived) == (0, 1, ["a"])
 
 
@@ -248,8 +248,8 @@ async def test_a_round_that_loses_its_lock_ends_and_the_next_one_goes_on(redis_u
         await kept.ack_all()
         store = Losing(kept.connection)
         store.held = held
-        assert (await Retention(kept.service.services, store).once()).deleted == (1 if held == 4 else 0)
-        await kept.retention.once()
+        assert (await Retention(kept.service.services, store).run_once()).deleted == (1 if held == 4 else 0)
+        await kept.retention.run_once()
         assert (kept.archived, await kept.listed()) == (["a", "b"], set())
 
 
@@ -266,7 +266,7 @@ async def test_what_is_archived_and_deleted_is_counted(redis_url: str, tmp_path:
         for name in ("a", "b", "c"):
             await kept.service.finished(name)
         await kept.ack_all()
-        await kept.retention.once()
+        await kept.retention.run_once()
         assert await metric(kept, 'verbatim_retained_sessions_total{step="archived"}') == 3
         assert await metric(kept, 'verbatim_retained_sessions_total{step="deleted"}') == 3
 
@@ -279,7 +279,7 @@ async def test_a_round_that_archives_nothing_counts_nothing(redis_url: str, tmp_
         await kept.ack_all()
         store = Losing(kept.connection)
         store.held = 1
-        assert (await Retention(kept.service.services, store).once()).archived == 0
+        assert (await Retention(kept.service.services, store).run_once()).archived == 0
         assert await metric(kept, 'verbatim_retained_sessions_total{step="archived"}') is None
 
 
@@ -317,18 +317,18 @@ async def test_nothing_is_done_while_another_process_is_at_it(redis_url: str, tm
         await kept.service.finished("a")
         await kept.ack_all()
         assert await RetentionStore(kept.connection).lock("another process", 60)
-        assert (await kept.retention.once()).deleted == 0
+        assert (await kept.retention.run_once()).deleted == 0
         assert await kept.listed() == {"a"} and not kept.wrote
 
 
 async def test_the_store_tells_what_holds_a_session_and_its_size(store: Store) -> None:
     """On a plain Redis and on a cluster."""
     retention = RetentionStore(store.connection)
-    assert await retention.standings(["a", "b"]) == ["none", "none"]
+    assert await retention.load_standings(["a", "b"]) == ["none", "none"]
     await store.delivery.announce("a", None, 1.0)
-    assert await retention.standings(["a", "b"]) == ["announced", "none"]
-    assert await retention.used_bytes() > 100_000
-    assert await retention.session_bytes("a") == 0
+    assert await retention.load_standings(["a", "b"]) == ["announced", "none"]
+    assert await retention.measure_memory() > 100_000
+    assert await retention.measure_session("a") == 0
     assert await retention.lock("x", 5) and not await retention.lock("y", 5)
     await retention.unlock("x")
     assert await retention.lock("y", 5)
@@ -340,7 +340,7 @@ async def test_the_memory_of_a_cluster_is_that_of_all_its_servers(shared_redis: 
     cluster.flushall()
     store = Store.at(cluster.url, timeout_seconds=60.0)
     each = [used_memory(server) for server in cluster.primaries]
-    assert await RetentionStore(store.connection).used_bytes() > 0.9 * sum(each) > 1.5 * max(each)
+    assert await RetentionStore(store.connection).measure_memory() > 0.9 * sum(each) > 1.5 * max(each)
     await store.connection.close()
 
 
@@ -372,7 +372,7 @@ async def test_a_lost_store_is_waited_for(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         kept = await keeper(stack, "redis://127.0.0.1:1", tmp_path, retain_check_seconds=0.01)
         with pytest.raises(StoreUnavailable):
-            await kept.retention.once()
+            await kept.retention.run_once()
 
 
 def test_a_service_with_retention_archives_by_itself(redis_server: RedisServer, redis_url: str, tmp_path: Path) -> None:

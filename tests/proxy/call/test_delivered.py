@@ -102,7 +102,7 @@ async def delivered(redis_server: RedisServer, session_id: str) -> int:
     """How many calls, once nothing runs any more that could say so."""
     connection = StoreConnection.to(Settings(), redis_server.url)
     try:
-        return len(await SessionStore(connection, "test").delivered(session_id))
+        return len(await SessionStore(connection, "test").load_delivered(session_id))
     finally:
         await connection.close()
 

@@ -250,7 +250,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 async def closing_waits(own: Services) -> asyncio.Task[SessionState]:
     """The close of the session `s`, which has asked the other processes to cut its calls."""
     closing_it = asyncio.create_task(close_session(own, "s", "completed", 1.0, None))
-    assert (await own.peers._store.to_cut("", 60.0))[0] == ["s"]
+    assert (await own.peers._store.read_cuts("", 60.0))[0] == ["s"]
     return closing_it
 
 
@@ -308,13 +308,13 @@ async def test_a_process_that_missed_the_word_hears_it_afterwards(redis_kind: Re
         running = Running("s", "c1")
         peers = own.peers._store
         for number in range(5):
-            await peers.ask_to_cut(f"earlier-{number}")
-        heard, mark = await peers.to_cut("", 1.0)
+            await peers.request_cut(f"earlier-{number}")
+        heard, mark = await peers.read_cuts("", 1.0)
         assert heard == [f"earlier-{number}" for number in range(5)]
-        await peers.ask_to_cut("s")
-        assert (await peers.to_cut(mark, 1.0))[0] == ["s"]
+        await peers.request_cut("s")
+        assert (await peers.read_cuts(mark, 1.0))[0] == ["s"]
         own.inflight.enter(running)
-        await peers.ask_to_cut("s")
+        await peers.request_cut("s")
         await asyncio.wait_for(running.cut.wait(), 60)
         own.inflight.leave(running)
 
@@ -323,19 +323,19 @@ async def test_what_the_store_could_not_be_told_is_settled_later(own: Services, 
     """A call ends while the store is away: its intent is taken away, or nobody's, as soon as the store is back."""
     await opened(own)
     await own.sessions.begin("s", 0, intent("lost"))
-    assert await own.peers.in_flight(await own.sessions.intents("s")) == set(), "the process itself knows at once"
+    assert await own.peers.in_flight(await own.sessions.load_intents("s")) == set(), "the process itself knows at once"
     async with process(redis_kind.url) as other:
         await until_it_beats(other, own.peers.process)
-        assert await other.peers.in_flight(await other.sessions.intents("s")) == {"lost"}
+        assert await other.peers.in_flight(await other.sessions.load_intents("s")) == {"lost"}
         await own.sessions.disown(own.inflight.call_ids())
-        assert await other.peers.in_flight(await other.sessions.intents("s")) == set()
-        assert [left.call_id for left in await other.sessions.intents("s")] == ["lost"]
+        assert await other.peers.in_flight(await other.sessions.load_intents("s")) == set()
+        assert [left.call_id for left in await other.sessions.load_intents("s")] == ["lost"]
 
 
 async def until_it_beats(services: Services, name: str) -> None:
     """Until the process of that name is alive for these services."""
     async with asyncio.timeout(60):
-        while name not in await services.peers._store.alive({name}):
+        while name not in await services.peers._store.find_alive({name}):
             await asyncio.sleep(0.02)
 
 
@@ -343,7 +343,7 @@ async def test_a_process_that_stops_is_gone_at_once(own: Services, redis_kind: R
     async with process(redis_kind.url) as other:
         name = other.peers.process
         await until_it_beats(own, name)
-    assert await own.peers._store.alive({name}) == set()
+    assert await own.peers._store.find_alive({name}) == set()
 
 
 # Sessions that nobody uses any more
@@ -369,8 +369,8 @@ async def test_an_idle_session_is_closed_as_timeout_by_one_process(redis_kind: R
             state = await processes[0].sessions.load(f"s{number}")
             assert state is not None
             assert (state.status, state.error) == ("timeout", "no call for 0.5 seconds")
-        assert await processes[0].delivery.announced(time.time() + 60) == []
-        assert await processes[0].sessions.unclosed(time.time() + 60) == []
+        assert await processes[0].delivery.find_announced(time.time() + 60) == []
+        assert await processes[0].sessions.find_unclosed(time.time() + 60) == []
 
 
 async def test_calls_keep_a_session_from_expiring_and_dangling_ones_do_not(
@@ -463,7 +463,7 @@ async def test_a_delete_removes_every_key_of_a_session(own: Services, redis_kind
         assert len(lasting_keys(redis_kind) - before) >= 6
         await delete_session(own, "s")
         assert lasting_keys(redis_kind) == before
-    assert await own.sessions.unclosed(time.time() + 60) == []
+    assert await own.sessions.find_unclosed(time.time() + 60) == []
 
 
 def lasting_keys(redis: RedisKind) -> set[bytes]:
@@ -476,7 +476,7 @@ async def test_the_pages_of_sessions_hold_each_once_while_others_come_and_go(own
         await own.sessions.create(SessionInfo(f"s{number:02}", b"hash", 100.0 + number // 2))
     seen, cursor = [], None
     for page in range(100):
-        states, cursor = await own.sessions.listing(status=None, group_id=None, limit=4, cursor=cursor)
+        states, cursor = await own.sessions.list_sessions(status=None, group_id=None, limit=4, cursor=cursor)
         seen += [state.info.session_id for state in states]
         await own.sessions.create(SessionInfo(f"new{page}", b"hash", 200.0 + page))
         await own.sessions.delete(seen[-1])

@@ -73,7 +73,7 @@ async def test_the_store_counts_as_the_model_does(store: Store, seed: int) -> No
                 model.acknowledged.update(names)
         elif act == "push":
             model.version += chance.randint(1, 2)
-        assert await store.delivery.versions_ahead(model.version, PER_VERSION) == model.ahead()
+        assert await store.delivery.count_versions_ahead(model.version, PER_VERSION) == model.ahead()
 
 
 async def lease(store: Store, groups: int, version: int, now: float) -> Lease:

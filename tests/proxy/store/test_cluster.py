@@ -108,7 +108,7 @@ async def test_sessions_are_spread_over_all_servers_and_found_again(cluster: Red
         assert await one_call(stored, session_id) == 1
     for server in cluster.primaries:
         assert sum(key.endswith(b":calls") for key in server.all_keys()) > 5
-    listed, _ = await stored.sessions.listing(status=None, group_id="g", limit=100, cursor=None)
+    listed, _ = await stored.sessions.list_sessions(status=None, group_id="g", limit=100, cursor=None)
     assert [state.info.session_id for state in listed] == ids[::-1]
     assert [state.calls for state in listed] == [1] * 60
 
@@ -190,12 +190,12 @@ async def test_records_are_read_and_calls_wait_while_the_slot_of_their_session_m
             with pytest.raises(StoreUnavailable, match="TryAgain"):
                 await stored.sessions.begin("s", calls, intent("between"))
             move(100)
-            read = await asyncio.gather(*(stored.sessions.records("s") for _ in range(30)))
+            read = await asyncio.gather(*(stored.sessions.load_records("s") for _ in range(30)))
             assert read == [[f"record {number}".encode() for number in range(calls)]] * 30
         for _ in range(5):
             calls = await one_call(stored, "s", calls)
     assert calls == 16
-    assert await stored.sessions.intents("s") == []
+    assert await stored.sessions.load_intents("s") == []
 
 
 async def test_a_commit_outlasts_the_move_of_its_slot(cluster: RedisCluster, impatient: None) -> None:
@@ -211,7 +211,7 @@ async def test_a_commit_outlasts_the_move_of_its_slot(cluster: RedisCluster, imp
                 await asyncio.sleep(0.01)
             assert not commit.done()
         assert await commit == 1
-        assert await store.sessions.records("s") == [b"zero"]
+        assert await store.sessions.load_records("s") == [b"zero"]
 
 
 def told_to_try_again(cluster: RedisCluster) -> int:
@@ -272,7 +272,7 @@ async def recovered(store: Store, seconds: float = 60.0) -> None:
     while True:
         try:
             await store.sessions.ping()
-            await store.sessions.listing(status=None, group_id=None, limit=10, cursor=None)
+            await store.sessions.list_sessions(status=None, group_id=None, limit=10, cursor=None)
             return
         except StoreUnavailable:
             assert time.monotonic() < deadline, f"not within {seconds} s"
@@ -302,7 +302,11 @@ async def test_commits_survive_the_death_of_their_primary_over_connections_from_
             ask(replica, "CLUSTER", "FAILOVER", "TAKEOVER")
             assert sorted(await asyncio.gather(*commits)) == [21, 22]
             await recovered(old)
-            assert await new.sessions.records("s") == [*(f"record {call}".encode() for call in range(20)), b"late", b"late"]
+            assert await new.sessions.load_records("s") == [
+                *(f"record {call}".encode() for call in range(20)),
+                b"late",
+                b"late",
+            ]
             assert await one_call(old, "s", 22) == 23
 
 

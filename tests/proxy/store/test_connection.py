@@ -35,7 +35,7 @@ WRITES: dict[str, Callable[[Store], Awaitable[object]]] = {
 }
 ENDS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "drop_intent": lambda store: store.sessions.drop_intent("s", "c1"),
-    "ask_to_cut": lambda store: store.peers.ask_to_cut("s"),
+    "ask_to_cut": lambda store: store.peers.request_cut("s"),
     "announce": lambda store: store.delivery.announce("s", None, 1.0),
     "begin_close": lambda store: store.sessions.begin_close("s"),
     "small set_reward": lambda store: store.sessions.set_reward("s", 1.0, {}, {}, {}),
@@ -50,9 +50,9 @@ ENDS: dict[str, Callable[[Store], Awaitable[object]]] = {
 READS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "ping": lambda store: store.sessions.ping(),
     "load": lambda store: store.sessions.load("s"),
-    "records": lambda store: store.sessions.records("s"),
-    "listing": lambda store: store.sessions.listing(status=None, group_id=None, limit=10, cursor=None),
-    "counts": lambda store: store.delivery.counts(),
+    "records": lambda store: store.sessions.load_records("s"),
+    "listing": lambda store: store.sessions.list_sessions(status=None, group_id=None, limit=10, cursor=None),
+    "counts": lambda store: store.delivery.count_groups(),
     "current": lambda store: store.weights.current(),
 }
 
@@ -102,8 +102,8 @@ async def test_a_full_redis_takes_no_write_and_none_is_half_done() -> None:
                     with pytest.raises(StoreUnavailable, match=r"OOM|OutOfMemory"):
                         await act(store)
                     assert client.dbsize() == before, name
-                assert await store.sessions.records("s") == [b"zero"]
-                assert await store.sessions.intents("s") == []
+                assert await store.sessions.load_records("s") == [b"zero"]
+                assert await store.sessions.load_intents("s") == []
                 with pytest.raises(StoreUnavailable, match="maxmemory"):
                     await store.sessions.ping()
                 client.config_set("maxmemory", 0)

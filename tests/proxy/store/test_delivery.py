@@ -55,7 +55,7 @@ def names(taken: Lease | None) -> list[str]:
 
 
 async def counted(store: Store) -> dict[str, int]:
-    return {state: number for state, number in (await store.delivery.counts()).items() if number}
+    return {state: number for state, number in (await store.delivery.count_groups()).items() if number}
 
 
 async def test_a_group_is_ready_when_its_size_is_reached_and_is_leased_whole(store: Store) -> None:
@@ -346,7 +346,7 @@ async def test_an_announced_session_stays_announced_until_it_is_filled_or_retrac
     await store.delivery.announce("a", request, 1.0)
     await store.delivery.announce("b", None, 2.0)
     await store.delivery.announce("c", request, 9.0)
-    assert await store.delivery.announced(5.0) == [Announced("a", 1.0, request), Announced("b", 2.0, None)]
+    assert await store.delivery.find_announced(5.0) == [Announced("a", 1.0, request), Announced("b", 2.0, None)]
     await fill(store, "g", member("a"))
     await store.delivery.retract("b")
-    assert [each.session_id for each in await store.delivery.announced(100.0)] == ["c"]
+    assert [each.session_id for each in await store.delivery.find_announced(100.0)] == ["c"]

@@ -38,7 +38,7 @@ async def test_a_lease_of_one_policy_takes_the_groups_that_have_rows_of_it(store
     assert [(group.group_id, group.policies) for group in groups] == [("named", ["b"])]
     assert await given(store, "t", policy="b", named=B) == []
     assert await given(store, "t", policy="", named=B) == ["default"]
-    assert await store.delivery.policies() == ["b"]
+    assert await store.delivery.list_policies() == ["b"]
 
 
 async def test_without_a_policy_a_lease_takes_every_row_at_once(store: Store) -> None:
@@ -187,19 +187,19 @@ async def test_what_keeps_a_session_is_the_part_of_its_group_that_is_not_over(st
     of_b, _ = await leased(store, policy="b")
     of_default, _ = await leased(store, policy="")
     await store.delivery.ack(of_default, 11.0)
-    assert await retention.standings(["a"]) == ["leased"]
+    assert await retention.load_standings(["a"]) == ["leased"]
     await store.delivery.nack(of_b, 11.0)
-    assert await retention.standings(["a"]) == ["ready"]
+    assert await retention.load_standings(["a"]) == ["ready"]
     of_b, _ = await leased(store, policy="b")
     await store.delivery.ack(of_b, 12.0)
-    assert await retention.standings(["a"]) == ["acked"]
+    assert await retention.load_standings(["a"]) == ["acked"]
 
 
 async def test_a_session_is_let_in_when_no_policy_would_be_too_far_ahead(store: Store) -> None:
     """Two groups a version, one version behind at most. b's trainer has published nothing since it took two groups."""
 
     async def ahead(**versions: int) -> int:
-        return await store.delivery.versions_ahead(versions.pop("default"), 2, versions)
+        return await store.delivery.count_versions_ahead(versions.pop("default"), 2, versions)
 
     asked = Freshness(0, 0, 2, {"b": 0})
     for number in range(2):

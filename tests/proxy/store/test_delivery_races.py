@@ -107,7 +107,7 @@ def test_every_group_is_acknowledged_exactly_once(redis_kind: RedisKind) -> None
                     )
                 )
                 if not isinstance(taken, Lease):
-                    await arrivals.after(mark, 0.1)
+                    await arrivals.wait(mark, 0.1)
                     continue
                 await use(store, choice, taken)
                 choice = rng.random()

@@ -53,7 +53,7 @@ async def given(store: Store, consumer: str, now: float = 10.0, **wanted: object
 
 
 async def counted(store: Store) -> dict[str, int]:
-    return {state: number for state, number in (await store.delivery.counts()).items() if number}
+    return {state: number for state, number in (await store.delivery.count_groups()).items() if number}
 
 
 # Groups that nobody completes.
@@ -249,7 +249,7 @@ async def test_stale_groups_are_dropped_where_that_is_set(store: Store) -> None:
     await ready(store, "new", oldest=5)
     assert await given(store, "t", max_groups=9, oldest_version=3, stale_groups="drop") == ["new"]
     assert await counted(store) == {"dropped": 1, "leased": 1}
-    assert (await store.delivery.totals())["stale_dropped"] == 1
+    assert (await store.delivery.load_totals())["stale_dropped"] == 1
 
 
 async def test_stale_groups_are_given_with_a_mark_where_that_is_set(store: Store) -> None:
@@ -260,7 +260,7 @@ async def test_stale_groups_are_given_with_a_mark_where_that_is_set(store: Store
         assert isinstance(taken, Lease)
         assert [(group.group_id, group.stale) for group in taken.groups] == [("old", True), ("new", False)]
         await store.delivery.nack(taken.lease_id, 11.0)
-    assert (await store.delivery.totals())["stale_flagged"] == 2
+    assert (await store.delivery.load_totals())["stale_flagged"] == 2
     taken = await ask(store, "t", max_groups=9)
     assert isinstance(taken, Lease)
     assert not any(group.stale for group in taken.groups), "nobody asked for newer ones"
@@ -271,7 +271,7 @@ async def test_a_kept_stale_group_is_counted_once_however_often_it_is_passed_ove
     for _ in range(3):
         assert await given(store, "strict", oldest_version=3) == []
         await store.delivery.leave("strict")
-    assert (await store.delivery.totals())["stale_kept"] == 1
+    assert (await store.delivery.load_totals())["stale_kept"] == 1
     assert await given(store, "lax", oldest_version=1) == ["old"]
 
 
@@ -353,7 +353,7 @@ async def test_waiting_ends_when_a_group_becomes_ready_wherever_it_was_filled(st
     async with store.delivery.watch() as arrivals:
         for number in range(3):
             mark = arrivals.mark
-            waiting = asyncio.create_task(arrivals.after(mark, 60.0))
+            waiting = asyncio.create_task(arrivals.wait(mark, 60.0))
             await fill(other, f"half{number}", member(f"h{number}"), size=2)
             await ready(other, f"g{number}")
             await asyncio.wait_for(waiting, 30.0)
@@ -365,9 +365,9 @@ async def test_what_came_between_the_mark_and_the_waiting_is_not_missed(store: S
     async with store.delivery.watch() as arrivals:
         mark = arrivals.mark
         await ready(store, "g")
-        await asyncio.wait_for(arrivals.after(mark, 60.0), 30.0)
+        await asyncio.wait_for(arrivals.wait(mark, 60.0), 30.0)
     async with store.delivery.watch() as arrivals:
-        await arrivals.after(arrivals.mark, 0.05)
+        await arrivals.wait(arrivals.mark, 0.05)
 
 
 async def test_groups_given_back_expired_or_tried_again_wake_too(store: Store) -> None:
@@ -393,7 +393,7 @@ async def test_groups_given_back_expired_or_tried_again_wake_too(store: Store) -
         for happens in (nack, expire, revive):
             mark = arrivals.mark
             await happens()
-            await asyncio.wait_for(arrivals.after(mark, 60.0), 30.0)
+            await asyncio.wait_for(arrivals.wait(mark, 60.0), 30.0)
 
 
 async def test_who_gets_nothing_hears_when_the_first_lease_ends(store: Store) -> None:
@@ -421,7 +421,7 @@ async def test_no_group_is_begun_beyond_the_limit_until_one_is_leased(store: Sto
     assert not await admit(store, "g3", "c")
     assert await given(store, "t") == ["g1"]
     assert await admit(store, "g3", "c")
-    assert (await store.delivery.totals())["refused"] == 2
+    assert (await store.delivery.load_totals())["refused"] == 2
 
 
 async def test_sessions_of_a_group_that_is_there_are_let_in(store: Store) -> None:
@@ -469,7 +469,7 @@ async def test_stale_groups_that_nobody_takes_do_not_stop_the_rollouts(store: St
 
 
 async def ahead(store: Store, version: int, groups_per_version: int = 2) -> int:
-    return await store.delivery.versions_ahead(version, groups_per_version)
+    return await store.delivery.count_versions_ahead(version, groups_per_version)
 
 
 async def begins(store: Store, group_id: str, session_id: str, version: int, most_behind: int) -> bool:
@@ -558,24 +558,24 @@ async def test_a_session_that_was_let_in_is_looked_for_until_it_is_there_or_know
     """Three of one group, let in at 1, 2 and 3: the first is there, the second is not, the third is asked for again at 9."""
     for number in (1, 2, 3):
         assert (await store.delivery.admit("g", f"s{number}", 1, ALL, float(number))).noted
-    assert await store.delivery.unseen(2.0) == ["s1", "s2"]
-    assert await store.delivery.unseen(3.0, limit=1) == ["s1"]
-    await store.delivery.seen("s1")
+    assert await store.delivery.find_unconfirmed(2.0) == ["s1", "s2"]
+    assert await store.delivery.find_unconfirmed(3.0, limit=1) == ["s1"]
+    await store.delivery.confirm("s1")
     await store.delivery.dismiss("s2")
     assert not (await store.delivery.admit("g", "s3", 1, ALL, 9.0)).noted
-    assert await store.delivery.unseen(8.0) == []
-    assert await store.delivery.unseen(9.0) == ["s3"]
+    assert await store.delivery.find_unconfirmed(8.0) == []
+    assert await store.delivery.find_unconfirmed(9.0) == ["s3"]
     await store.delivery.dismiss("s3")
     assert (await store.delivery.admit("h", "s4", 1, ALL, 9.0)).undelivered == 1, "s1 still holds the group's place"
     await fill(store, "g", member("s1"))
-    assert await store.delivery.unseen(99.0) == []
+    assert await store.delivery.find_unconfirmed(99.0) == []
 
 
 async def test_a_group_that_ends_opening_is_not_looked_for(store: Store) -> None:
     for session_id in ("s1", "s2"):
         await store.delivery.admit("g", session_id, 1, ALL, 1.0)
     await fill(store, "g", member("s1"), size=2)
-    assert await store.delivery.unseen(99.0) == []
+    assert await store.delivery.find_unconfirmed(99.0) == []
 
 
 async def test_a_refusal_is_counted_once_however_often_it_is_asked_again(store: Store) -> None:
@@ -583,7 +583,7 @@ async def test_a_refusal_is_counted_once_however_often_it_is_asked_again(store: 
     for again in (False, True, True):
         admission = await store.delivery.admit("h", "s", 0, ALL, 1.0, Freshness(0, 0, 2), again=again)
         assert (admission.granted, admission.versions_ahead, admission.undelivered) == (False, 1, 2)
-    assert (await store.delivery.totals())["refused_stale"] == 1
+    assert (await store.delivery.load_totals())["refused_stale"] == 1
 
 
 async def test_totals_count_what_befell_groups(store: Store) -> None:
@@ -595,7 +595,7 @@ async def test_totals_count_what_befell_groups(store: Store) -> None:
     second = await ask(store, "t", 72.0)
     assert isinstance(second, Lease)
     await store.delivery.ack(second.lease_id, 73.0)
-    assert await store.delivery.totals() == {"ready": 3, "leased": 3, "nacked": 1, "expired": 1, "acked": 1}
+    assert await store.delivery.load_totals() == {"ready": 3, "leased": 3, "nacked": 1, "expired": 1, "acked": 1}
 
 
 # Groups that say themselves what becomes of them.

@@ -58,8 +58,8 @@ async def record(url: str, *call_ids: str) -> None:
 
 async def recorded(url: str) -> list[str]:
     store = Store.at(url)
-    records = await store.sessions.records("s")
-    assert [intent.call_id for intent in await store.sessions.intents("s")] == ["dangling"]
+    records = await store.sessions.load_records("s")
+    assert [intent.call_id for intent in await store.sessions.load_intents("s")] == ["dangling"]
     await store.connection.close()
     return [record[:2].decode() for record in records]
 

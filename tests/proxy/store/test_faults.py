@@ -277,7 +277,7 @@ async def test_a_redis_that_loads_its_file_is_waited_for_by_commits_and_refused_
             assert not commit.done()
         with running_redis("--dir", folder, port=port, wait=False):
             assert await commit == 1
-            assert await store.sessions.intents("s") == []
+            assert await store.sessions.load_intents("s") == []
         await store.connection.close()
 
 
@@ -332,7 +332,7 @@ async def test_commits_of_one_record_over_a_wire_that_resets_count_once() -> Non
                 await asyncio.sleep(0.005)
             wire.heal()
             assert await commit == length + 2
-        assert len(await store.sessions.records("s")) == 5
+        assert len(await store.sessions.load_records("s")) == 5
         await store.connection.close()
 
 

@@ -33,7 +33,7 @@ async def test_creating_the_same_session_again_is_a_no_op_and_another_of_its_id_
     assert await store.sessions.create(session())
     assert not await store.sessions.create(session(created_at=200.0))
     assert not await store.sessions.create(session(task_id="other"))
-    states, _ = await store.sessions.listing(status=None, group_id=None, limit=10, cursor=None)
+    states, _ = await store.sessions.list_sessions(status=None, group_id=None, limit=10, cursor=None)
     assert [state.info.created_at for state in states] == [100.0]
 
 
@@ -55,11 +55,11 @@ async def test_begin_writes_the_intent_and_commit_replaces_it_by_the_records(sto
     await store.sessions.create(session())
     begun = await store.sessions.begin("s1", 0, intent())
     assert (begun.status, begun.accepted, list(begun.records), begun.created_at) == ("open", True, [], 100.0)
-    assert await store.sessions.intents("s1") == [intent()]
+    assert await store.sessions.load_intents("s1") == [intent()]
     assert await store.sessions.commit("s1", "c1", {"c1": b"one", "c1-1": b"two"}) == 2
-    assert await store.sessions.intents("s1") == []
-    assert await store.sessions.records("s1") == [b"one", b"two"]
-    assert await store.sessions.records("s1", 1) == [b"two"]
+    assert await store.sessions.load_intents("s1") == []
+    assert await store.sessions.load_records("s1") == [b"one", b"two"]
+    assert await store.sessions.load_records("s1", 1) == [b"two"]
 
 
 async def test_begin_gives_what_others_recorded_instead_of_an_intent(store: Store) -> None:
@@ -68,7 +68,7 @@ async def test_begin_gives_what_others_recorded_instead_of_an_intent(store: Stor
     await store.sessions.commit("s1", "c2", {"c2": b"two"})
     begun = await store.sessions.begin("s1", 1, intent("c3"))
     assert (begun.accepted, list(begun.records)) == (False, [b"two"])
-    assert await store.sessions.intents("s1") == []
+    assert await store.sessions.load_intents("s1") == []
     assert (await store.sessions.begin("s1", 2, intent("c3"))).accepted
 
 
@@ -83,7 +83,7 @@ async def test_a_duplicate_commit_is_a_no_op_also_after_the_close(store: Store) 
     assert await store.sessions.commit("s1", "c1", {"c1": b"one"}) == 1
     await store.sessions.close("s1", "completed", 1.0, None, 2.0)
     assert await store.sessions.commit("s1", "c1", {"c1": b"one"}) == 1
-    assert await store.sessions.records("s1") == [b"one"]
+    assert await store.sessions.load_records("s1") == [b"one"]
 
 
 async def test_a_conflicting_commit_fails_closed_and_writes_nothing(store: Store) -> None:
@@ -92,8 +92,8 @@ async def test_a_conflicting_commit_fails_closed_and_writes_nothing(store: Store
     await store.sessions.commit("s1", "other", {"c1": b"one"})
     with pytest.raises(Conflict, match="c1"):
         await store.sessions.commit("s1", "c1", {"c2": b"new", "c1": b"different"})
-    assert await store.sessions.records("s1") == [b"one"]
-    assert await store.sessions.intents("s1") == [intent("c1")]
+    assert await store.sessions.load_records("s1") == [b"one"]
+    assert await store.sessions.load_intents("s1") == [intent("c1")]
 
 
 async def test_a_late_writer_gets_a_conflict_once_the_session_is_frozen(store: Store) -> None:
@@ -107,8 +107,8 @@ async def test_a_late_writer_gets_a_conflict_once_the_session_is_frozen(store: S
         await store.sessions.commit("s1", "c2", {"c2": b"too late"})
     begun = await store.sessions.begin("s1", 1, intent("c3"))
     assert (begun.status, begun.accepted) == ("completed", False)
-    assert await store.sessions.records("s1") == [b"in flight at the close"]
-    assert await store.sessions.intents("s1") == [intent("c2")], "the call that never ended stays visible"
+    assert await store.sessions.load_records("s1") == [b"in flight at the close"]
+    assert await store.sessions.load_intents("s1") == [intent("c2")], "the call that never ended stays visible"
 
 
 async def test_no_call_begins_while_the_session_is_closing(store: Store) -> None:
@@ -134,14 +134,14 @@ async def test_a_dropped_intent_leaves_the_session_as_it_was(store: Store) -> No
     await store.sessions.create(session())
     await store.sessions.begin("s1", 0, intent())
     await store.sessions.drop_intent("s1", "c1")
-    assert await store.sessions.intents("s1") == []
+    assert await store.sessions.load_intents("s1") == []
 
 
 async def test_delivered_calls_are_remembered(store: Store) -> None:
     await store.sessions.create(session())
     await store.sessions.mark_delivered("s1", ["c1", "c2"])
     await store.sessions.mark_delivered("s1", [])
-    assert await store.sessions.delivered("s1") == {"c1", "c2"}
+    assert await store.sessions.load_delivered("s1") == {"c1", "c2"}
 
 
 async def test_a_reward_may_come_before_or_after_the_close_but_not_after_the_lease(store: Store) -> None:
@@ -172,7 +172,7 @@ async def test_concurrent_commits_of_one_session_are_all_recorded(store: Store) 
     await store.sessions.create(session())
     counts = await asyncio.gather(*(store.sessions.commit("s1", f"c{i}", {f"c{i}": str(i).encode()}) for i in range(200)))
     assert sorted(counts) == list(range(1, 201))
-    assert sorted(await store.sessions.records("s1"), key=int) == [str(i).encode() for i in range(200)]
+    assert sorted(await store.sessions.load_records("s1"), key=int) == [str(i).encode() for i in range(200)]
 
 
 async def test_the_listing_is_newest_first_in_pages_and_filters_by_status_and_group(store: Store) -> None:
@@ -181,13 +181,13 @@ async def test_the_listing_is_newest_first_in_pages_and_filters_by_status_and_gr
     await store.sessions.close("s10", "completed", None, None, 1.0)
     await store.sessions.close("s20", "completed", None, None, 1.0)
 
-    first, cursor = await store.sessions.listing(status=None, group_id=None, limit=50, cursor=None)
-    rest, end = await store.sessions.listing(status=None, group_id=None, limit=50, cursor=cursor)
+    first, cursor = await store.sessions.list_sessions(status=None, group_id=None, limit=50, cursor=None)
+    rest, end = await store.sessions.list_sessions(status=None, group_id=None, limit=50, cursor=cursor)
     assert [state.info.session_id for state in (*first, *rest)] == [f"s{i}" for i in range(69, -1, -1)]
     assert end is None
-    evens, _ = await store.sessions.listing(status=None, group_id="even", limit=100, cursor=None)
+    evens, _ = await store.sessions.list_sessions(status=None, group_id="even", limit=100, cursor=None)
     assert len(evens) == 35
-    closed, _ = await store.sessions.listing(status="completed", group_id=None, limit=100, cursor=None)
+    closed, _ = await store.sessions.list_sessions(status="completed", group_id=None, limit=100, cursor=None)
     assert [state.info.session_id for state in closed] == ["s20", "s10"]
 
 
@@ -195,6 +195,6 @@ async def test_the_listing_skips_what_a_crash_left_behind(store: Store) -> None:
     await store.sessions.create(session("s1"))
     await store.sessions._listing.add(session("never-created", created_at=300.0))
     await store.sessions._listing.add(session("s1", created_at=50.0))
-    states, cursor = await store.sessions.listing(status=None, group_id=None, limit=10, cursor=None)
+    states, cursor = await store.sessions.list_sessions(status=None, group_id=None, limit=10, cursor=None)
     assert [state.info.session_id for state in states] == ["s1"]
     assert cursor is None

@@ -201,8 +201,8 @@ async def _verify(redis_url: str, kept: Iterable[Kept]) -> None:
     """The promises on rows, held by `reconstruct` against the records as they lie in the store."""
     store = Store.at(redis_url)
     for session in kept:
-        calls = [decode(record) for record in await store.sessions.records(session.session_id)]
-        delivered = await store.sessions.delivered(session.session_id)
+        calls = [decode(record) for record in await store.sessions.load_records(session.session_id)]
+        delivered = await store.sessions.load_delivered(session.session_id)
         settled = settle(calls, delivered=delivered, train_roles=TRAINED)
         assert not settled.stray, f"session {session.session_id} has calls without their parents"
         verify(settled.forest, settled.refused, session.rows)
