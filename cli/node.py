@@ -161,7 +161,7 @@ async def _serve(
     from rollout.sessions import Judge, Sessions
     from rollout.stages import Capacity, Stages
     from rollout.steps import NodeParts
-    from rollout.store.work import RedisWorkStore
+    from rollout.store.work import WorkStore
 
     route = route_of(harness_url, "--url" if harness_url == control.url else "--harness-url")
     kinds = await kinds_here(wanted)
@@ -172,7 +172,7 @@ async def _serve(
         name=name,
         url=harness_url,
         route=route,
-        work=RedisWorkStore(RolloutConnection(connection)),
+        work=WorkStore(RolloutConnection(connection)),
         sessions=sessions,
         judge=Judge(sessions, harness_url),
         stages=Stages(slots, Capacity(settings.cpus, settings.memory_mb)),

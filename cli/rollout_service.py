@@ -27,8 +27,8 @@ from rollout.runtimes import catalogue as runtimes
 from rollout.sessions import Sessions
 from rollout.store.base import StoreUnavailable
 from rollout.store.keys import Argument, Script
-from rollout.store.tasks import RedisTaskStore
-from rollout.store.work import RedisWorkStore
+from rollout.store.tasks import TaskStore
+from rollout.store.work import WorkStore
 from rollout.sweeper import Callbacks, RolloutSettings, Sweeper
 from rollout.task import TaskBody
 from rollout.task_body import Known
@@ -43,7 +43,7 @@ def add_rollouts(known: Known, services: Services, control: Application) -> Addi
     settings = services.settings
     assert settings.redis is not None, "create_app has checked it"
     connection = StoreConnection.to(settings, settings.redis)
-    store = RedisTaskStore(RolloutConnection(connection))
+    store = TaskStore(RolloutConnection(connection))
     router = build_task_router(
         store,
         known,
@@ -60,11 +60,11 @@ def add_rollouts(known: Known, services: Services, control: Application) -> Addi
 
 @contextlib.asynccontextmanager
 async def _run(
-    settings: Settings, connection: StoreConnection, store: RedisTaskStore, numbers: RolloutNumbers, control: Application
+    settings: Settings, connection: StoreConnection, store: TaskStore, numbers: RolloutNumbers, control: Application
 ) -> AsyncIterator[None]:
     inside = httpx.ASGITransport(control, raise_app_exceptions=False)
     sessions = Sessions(OWN_URL, partial(read_admin_token, settings), transport=inside)
-    callbacks, work = Callbacks(store), RedisWorkStore(RolloutConnection(connection))
+    callbacks, work = Callbacks(store), WorkStore(RolloutConnection(connection))
     sweeper = Sweeper(f"server-{uuid.uuid4().hex}", store, work, sessions, callbacks, numbers, RolloutSettings())
     sweeping = asyncio.create_task(sweeper.run())
     try:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rollout import attempts
 from rollout.store.base import Event, NoSuchTask, StoreUnavailable, TaskConflict
-from rollout.store.tasks import RedisTaskStore
+from rollout.store.tasks import TaskStore
 from rollout.task_body import (
     BadTask,
     Known,
@@ -215,7 +215,7 @@ class TaskRoute(APIRoute):
 
 
 def build_task_router(
-    store: RedisTaskStore,
+    store: TaskStore,
     known: Known,
     *,
     admin: Callable[[Request], None],
@@ -254,7 +254,7 @@ def build_task_router(
         cursor: Annotated[str | None, Query(pattern=CURSOR, description="`cursor` of the previous page.")] = None,
     ) -> Response:
         """Newest first."""
-        states, following = await store.page(status=status, limit=limit, cursor=cursor)
+        states, following = await store.list_tasks(status=status, limit=limit, cursor=cursor)
         return _json({"tasks": [render_summary(state) for state in states], "cursor": following})
 
     @router.get("/tasks/{task_id}", dependencies=admins, responses={200: {"model": TaskShape, "description": "the task"}})
@@ -276,7 +276,7 @@ def build_task_router(
     )
     async def list_rollouts(task_id: TaskId) -> Response:
         """Ordered by index."""
-        return _json({"rollouts": [render_rollout(state) for state in await store.rollouts(task_id)]})
+        return _json({"rollouts": [render_rollout(state) for state in await store.load_rollouts(task_id)]})
 
     @router.get(
         "/tasks/{task_id}/events",
@@ -290,7 +290,7 @@ def build_task_router(
         """Server-sent events up to `task.ended`, from the first one or from the one after the header `Last-Event-ID`."""
         after = _parse_last_event_id(request)
         state = await store.load(task_id)
-        following = store.events(task_id, after or "0")
+        following = store.watch_events(task_id, after or "0")
         first = await anext(following, None) if state.ended_at is not None else None
         if after and state.ended_at is not None and first is None:
             # 204 tells a reader that reconnects automatically to stop.
@@ -301,8 +301,8 @@ def build_task_router(
     @router.get("/nodes", dependencies=[Depends(node)], responses={200: {"model": Nodes, "description": "the nodes"}})
     async def list_nodes() -> Response:
         """Nodes with their free capacity, and how many rollouts wait for which kind of node."""
-        found = [asdict(state) for state in await store.nodes()]
-        waiting = [_queue_as_wire(name, count) for name, count in sorted((await store.depths()).items())]
+        found = [asdict(state) for state in await store.list_nodes()]
+        waiting = [_queue_as_wire(name, count) for name, count in sorted((await store.count_waiting()).items())]
         return _json({"nodes": found, "queues": waiting})
 
     return router

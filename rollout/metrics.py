@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rollout.store.tasks import RedisTaskStore
+from rollout.store.tasks import TaskStore
 
 ALIVE_SECONDS = 60.0
 STAGES = ("prepare", "ready", "run", "evaluate")
@@ -31,7 +31,7 @@ PLAIN = (
 class RolloutNumbers(Collector):
     """The values of the last `refresh`."""
 
-    def __init__(self, store: RedisTaskStore) -> None:
+    def __init__(self, store: TaskStore) -> None:
         self._store = store
         self._totals: Mapping[str, int] = {}
         self._depths: Mapping[str, int] = {}
@@ -40,9 +40,9 @@ class RolloutNumbers(Collector):
 
     async def refresh(self) -> int:
         """Always 0, as the sweeper's parts return how much they did. Raises `StoreUnavailable`."""
-        self._totals, self._depths = await self._store.totals(), await self._store.depths()
+        self._totals, self._depths = await self._store.load_totals(), await self._store.count_waiting()
         earliest = await self._store.now() - ALIVE_SECONDS
-        alive = [node for node in await self._store.nodes() if node.seen_at >= earliest]
+        alive = [node for node in await self._store.list_nodes() if node.seen_at >= earliest]
         self._nodes = len(alive)
         # A draining node frees no slots: its rollouts end with it.
         self._running = sum((Counter(node.busy) for node in alive if not node.draining), Counter())

@@ -19,7 +19,7 @@ from rollout.harnesses.prepared import Endpoint, Prepared, home_variables, tempo
 from rollout.runtimes.base import Executed, Install, Installed, Logs, Route, Runtime, RuntimeKind
 from rollout.sessions import Judge, OpenSession, Sessions
 from rollout.stages import Stages
-from rollout.store.base import WorkStore
+from rollout.store.work import WorkStore
 from rollout.task import Exec, PrepareStep, Task, Upload
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from rollout.course import close_member
 from rollout.metrics import RolloutNumbers
 from rollout.sessions import NoSession, SessionConflict, SessionFailed, Sessions
 from rollout.store.base import StoreUnavailable, Taken, TaskState
-from rollout.store.tasks import CLAIM_SECONDS, RedisTaskStore
-from rollout.store.work import RedisWorkStore
+from rollout.store.tasks import CLAIM_SECONDS, TaskStore
+from rollout.store.work import WorkStore
 from rollout.task import Task
 from rollout.task_body import render_summary
 
@@ -42,8 +42,8 @@ class Sweeper:
     def __init__(
         self,
         name: str,
-        store: RedisTaskStore,
-        work: RedisWorkStore,
+        store: TaskStore,
+        work: WorkStore,
         sessions: Sessions,
         callbacks: Callbacks,
         numbers: RolloutNumbers,
@@ -76,18 +76,18 @@ class Sweeper:
 
     async def close_ended(self) -> int:
         """How many rollouts were handled that were ended from outside."""
-        ended = await self._store.to_close(AT_ONCE, await self._store.now())
+        ended = await self._store.claim_unclosed(AT_ONCE, await self._store.now())
         for task, state in ended:
             if await self._try(_close(self._sessions, task, state), f"{task.task_id}.{state.index}"):
-                await self._store.closed(task.task_id, state.index)
+                await self._store.mark_closed(task.task_id, state.index)
         return len(ended)
 
     async def delete_abandoned(self) -> int:
         """How many sessions were handled of attempts that lost their node."""
-        attempts = await self._store.abandoned(AT_ONCE, await self._store.now())
+        attempts = await self._store.claim_abandoned(AT_ONCE, await self._store.now())
         for attempt in attempts:
             if await self._try(_delete(self._sessions, attempt.session_id), attempt.session_id):
-                await self._store.deleted(attempt)
+                await self._store.drop_abandoned(attempt)
         return len(attempts)
 
     async def finish_lost(self) -> int:
@@ -106,7 +106,7 @@ class Sweeper:
 
     async def mark_stranded(self) -> int:
         """Always 0: there is no need to look again at once."""
-        await self._store.tell_stranded(await self._store.now())
+        await self._store.note_stranded(await self._store.now())
         return 0
 
     async def _finish(self, taken: Taken) -> None:
@@ -187,13 +187,13 @@ SHOWN = 500
 
 
 class Callbacks:
-    def __init__(self, store: RedisTaskStore) -> None:
+    def __init__(self, store: TaskStore) -> None:
         self._store = store
         self._http = httpx.AsyncClient(timeout=TIMEOUT_SECONDS, follow_redirects=False)
 
     async def deliver(self) -> int:
         """How many were tried. Raises `StoreUnavailable`."""
-        due = await self._store.callbacks(CALLBACKS_AT_ONCE, await self._store.now())
+        due = await self._store.claim_callbacks(CALLBACKS_AT_ONCE, await self._store.now())
         await asyncio.gather(*(self._deliver(state) for state in due))
         return len(due)
 
@@ -207,12 +207,12 @@ class Callbacks:
         error = await self._post(callback.url, state)
         now = await self._store.now()
         if error is None:
-            await self._store.called_back(task_id, now)
+            await self._store.record_callback(task_id, now)
             return
         tries = callback.tries + 1
         again = now + draw_pause_seconds(tries) if tries < MOST_TRIES else None
         log.warning("task %s: its callback failed (try %d of %d): %s", task_id, tries, MOST_TRIES, error)
-        await self._store.called_back(task_id, now, error=error[:SHOWN], next_try_at=again)
+        await self._store.record_callback(task_id, now, error=error[:SHOWN], next_try_at=again)
 
     async def _post(self, url: str, state: TaskState) -> str | None:
         """The error, or None."""

@@ -1,6 +1,5 @@
-"""Everything that knows Redis: keys in one place, Lua scripts as .lua files, the embedded server.
+"""Everything that knows Redis: the connection, the keys, the Lua scripts in `scripts/`, a store per subject, the embedded server.
 
-The `*_store` modules are the store as the rest of the service sees it: small Protocols and the values they exchange. Every method
-of theirs raises `StoreUnavailable` when Redis cannot take or give what was asked (connection, -LOADING, -OOM, -READONLY,
--MISCONF), and only that.
+Every method of a store raises `StoreUnavailable`, and only that, when Redis is away or refuses a command (-LOADING, -OOM, -READONLY,
+-MISCONF and the like).
 """

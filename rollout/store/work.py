@@ -1,4 +1,4 @@
-"""Rollouts in Redis, as a node sees them: taken, kept alive, brought on step by step, concluded."""
+"""Rollouts in Redis, as a node sees them: taken, kept alive, advanced step by step, concluded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import msgspec
 from rollout.attempts import AttemptId, FailureRecord, Status, Superseded, Verdict
 from rollout.store import keys
 from rollout.store.base import NodeState, Room, Taken, decode, encode
-from rollout.store.keys import Argument, Connection, Script, now
-from rollout.store.tasks import TOLD, fields_of, rollout_state
+from rollout.store.keys import Argument, Connection, Script, read_time
+from rollout.store.tasks import REPORTED, parse_hash, parse_rollout
 from rollout.task import Task
 
 BLOCK_SECONDS = 5.0
 SHUN_SECONDS = 30.0
-"""How long a rollout that failed on a node is left to others, where there are any."""
+"""How long a rollout that failed on a node is left to other nodes, if there are any."""
 
 TAKE = Script.read("take")
 BEAT = Script.read("beat")
@@ -31,11 +31,12 @@ PUT_BACK = Script.read("put_back")
 LEAVE = Script.read("leave")
 
 
-class RedisWorkStore:
-    """Implements `rollout.store.base.WorkStore`, for one node, or for a server that clears up behind lost ones.
+class WorkStore:
+    """For one node, or for a server that recovers what lost nodes left. Every method may raise `StoreUnavailable`; those that name an
+    attempt raise `Superseded` when it is no longer the rollout's.
 
-    The name with which it took a rollout goes with every step of that, so that a step counts for its own node alone also where
-    Redis came back without its last second and has given the same attempt to another."""
+    Every step carries the name of the node that took the rollout: if Redis lost its last second and gave the same attempt to another
+    node, this node's steps are refused."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
@@ -43,19 +44,27 @@ class RedisWorkStore:
         self._arrival: str | None = None
 
     async def now(self) -> float:
-        return await now(self._redis)
+        return await read_time(self._redis)
 
     async def take(self, node: str, room: Room, lease_seconds: float, now: float) -> Taken | None:
+        """The waiting rollout of the greatest priority that the node has room for, or one whose node was lost: silent for `lease_seconds`
+        and for its own lease. None when there is none. Lost rollouts out of attempts, or whose task fails lost nodes, are ended."""
         self._node = node
-        told = {"labels": dict(room.labels), "runtimes": sorted(room.runtimes), "cpus": room.cpus, "memory_mb": room.memory_mb}
-        return await self._take(node, json.dumps(told), lease_seconds, now)
+        wanted = {
+            "labels": dict(room.labels),
+            "runtimes": sorted(room.runtimes),
+            "cpus": room.cpus,
+            "memory_mb": room.memory_mb,
+        }
+        return await self._take(node, json.dumps(wanted), lease_seconds, now)
 
     async def recover(self, server: str, silent_seconds: float, now: float) -> Taken | None:
-        """What no node took over `silent_seconds` after its node's last sign of life: a rollout whose verdict stands, to be finished
-        here. Those whose policy or attempts are at their end are ended; the others go on waiting for a node."""
+        """A rollout with a verdict that no node took over within `silent_seconds` of its node's last beat, to be finished here. Ends those
+        out of attempts, or whose task fails lost nodes; the others keep waiting for a node."""
         return await self._take(server, "", silent_seconds, now)
 
     async def wait(self, seconds: float) -> None:
+        """Returns when there may be a rollout to take, after `seconds` at the latest."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         if self._arrival is None:
@@ -69,28 +78,35 @@ class RedisWorkStore:
                 return
 
     async def beat(self, state: NodeState, held: Sequence[AttemptId], now: float) -> list[AttemptId]:
+        """Renews the leases. Returns those of `held` that the node no longer has and must stop."""
         named = [part for attempt in held for part in (attempt.task_id, attempt.index, attempt.attempt)]
         lost = await self._run(BEAT, state.name, encode(state), repr(now), *named)
         return [held[place] for place in lost]
 
     async def advance(self, attempt: AttemptId, status: Status, now: float, fields: Mapping[str, Any]) -> None:
-        if unknown := set(fields) - set(TOLD):
-            raise ValueError(f"a node tells {', '.join(TOLD)} of a rollout, not {', '.join(sorted(unknown))}")
-        told = [part for name, value in fields.items() for part in (name, msgspec.msgpack.encode(value))]
-        self._check(attempt, await self._step(ADVANCE, attempt, status, repr(now), *told))
+        """The rollout reached `status`; `fields` are those of `RolloutState` known now. Raises `Superseded`."""
+        if unknown := set(fields) - set(REPORTED):
+            raise ValueError(f"a node reports {', '.join(REPORTED)} of a rollout, not {', '.join(sorted(unknown))}")
+        reported = [part for name, value in fields.items() for part in (name, msgspec.msgpack.encode(value))]
+        self._check(attempt, await self._step(ADVANCE, attempt, status, repr(now), *reported))
 
     async def conclude(self, attempt: AttemptId, verdict: Verdict, now: float) -> None:
+        """Fixes the verdict. Raises `Superseded`."""
         reward = "" if verdict.reward is None else repr(float(verdict.reward))
         failure = verdict.failure.failure.value if verdict.failure else ""
         rest = (repr(now), encode(verdict), verdict.status, int(verdict.usable), reward, failure)
         self._check(attempt, await self._step(CONCLUDE, attempt, *rest, durable=True))
 
     async def finish(self, attempt: AttemptId, now: float) -> None:
+        """The session is closed with the verdict: the rollout ends. Ends the task with its last rollout, and stops its other rollouts early
+        once enough are usable. Raises `Superseded`."""
         self._check(attempt, await self._step(FINISH, attempt, repr(now), durable=True))
 
     async def give_up(
         self, attempt: AttemptId, failure: FailureRecord, now: float, *, retry: bool, spared: bool = False
     ) -> bool:
+        """The attempt failed and its session is deleted. True: the rollout is queued again. False: conclude it as failed, since its
+        attempts are used up; a `spared` attempt does not count. Raises `Superseded`."""
         if not retry:
             return False
         record = (failure.failure.value, encode(failure), SHUN_SECONDS, int(spared))
@@ -99,9 +115,11 @@ class RedisWorkStore:
         return bool(became == b"again")
 
     async def put_back(self, attempt: AttemptId, now: float) -> None:
+        """The node ends before the harness started: queued again, without using up an attempt. Raises `Superseded`."""
         self._check(attempt, await self._step(PUT_BACK, attempt, repr(now), durable=True))
 
     async def leave(self, node: str) -> None:
+        """The node has ended and holds nothing."""
         await self._run(LEAVE, node)
 
     async def _take(self, node: str, room: str, lease_seconds: float, now: float) -> Taken | None:
@@ -110,7 +128,7 @@ class RedisWorkStore:
         if taken is None:
             return None
         task_id, index, attempt = taken[0].decode(), int(taken[1]), int(taken[2])
-        state = rollout_state(task_id, index, fields_of(taken[5]))
+        state = parse_rollout(task_id, index, parse_hash(taken[5]))
         return Taken(AttemptId(task_id, index, attempt), decode(taken[4], Task), state, bool(taken[3]))
 
     async def _newest_arrival(self) -> str:
@@ -123,7 +141,7 @@ class RedisWorkStore:
 
     def _check(self, attempt: AttemptId, held: Any) -> None:
         if not held:
-            raise Superseded(f"rollout {attempt.index} of task {attempt.task_id} is no more that of attempt {attempt.attempt}")
+            raise Superseded(f"attempt {attempt.attempt} of rollout {attempt.index} of task {attempt.task_id} was superseded")
 
     async def _run(self, script: Script, *args: Argument, durable: bool = False) -> Any:
         return await self._redis.run(script, keys.DECLARED, args, durable=durable)

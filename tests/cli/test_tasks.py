@@ -21,7 +21,7 @@ import pytest
 from cli.rollout_service import RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.attempts import Failure, FailureRecord, Verdict
-from rollout.store.tasks import RedisTaskStore
+from rollout.store.tasks import TaskStore
 from tests.support.runtimes.rollout_stores import Stores
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer
@@ -67,7 +67,7 @@ def work_off(redis_server: RedisServer, count: int, *verdicts: Verdict) -> None:
     async def work() -> None:
         wire = StoreConnection(redis_server.url)
         connection = RolloutConnection(wire)
-        node = Stores(connection, RedisTaskStore(connection)).node("node-1")
+        node = Stores(connection, TaskStore(connection)).node("node-1")
         try:
             await node.beat()
             for number in range(count):
@@ -97,7 +97,7 @@ def test_lines_that_are_refused_are_named_and_the_others_submitted(fresh: Runnin
     assert done.returncode == 1 and done.stdout == "a\n"
     said = done.stderr.splitlines()[-1]
     assert said.startswith("verbatim: 2 of 3 tasks were refused: line 2: harness: there is no harness 'nobodys'")
-    assert "line 3: a task a was submitted with another body" in said
+    assert "line 3: task a was submitted before with another body" in said
 
 
 def test_tasks_come_from_standard_input_too(fresh: RunningService) -> None:

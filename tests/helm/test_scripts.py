@@ -17,7 +17,7 @@ from typing import Any
 from cli.rollout_service import RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.store.base import NodeState
-from rollout.store.work import RedisWorkStore
+from rollout.store.work import WorkStore
 from tests.support.documents.helm_chart import CHART, container, pod_of, the
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.rollout_service import serving_tasks
@@ -54,7 +54,7 @@ def test_a_node_is_ready_once_the_service_has_heard_of_it(redis_url: str) -> Non
     async def beat(seen_at: float) -> None:
         connection = StoreConnection(redis_url)
         state = NodeState("pod-1", {}, ["kubernetes"], 4.0, 4096, seen_at=seen_at)
-        await RedisWorkStore(RolloutConnection(connection)).beat(state, [], seen_at)
+        await WorkStore(RolloutConnection(connection)).beat(state, [], seen_at)
         await connection.close()
 
     with serving_tasks(redis_url) as service:

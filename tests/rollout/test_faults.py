@@ -82,7 +82,7 @@ async def test_a_rollout_whose_node_is_stopped_goes_on_elsewhere_and_has_lost_no
     async with world.node("first"):
 
         async def asked() -> bool:
-            return [state.status for state in await world.tasks.rollouts("t")] == ["running"]
+            return [state.status for state in await world.tasks.load_rollouts("t")] == ["running"]
 
         await world.until(asked, "it runs")
     (world.folder / "go").touch()
@@ -227,7 +227,7 @@ async def test_a_trainer_does_not_wait_for_a_group_of_which_a_rollout_failed_for
     assert [state.status for state in states] == ["failed", "completed", "completed"]
     (letter,) = world.service.request("GET", "/batches/dead").json()["dead_letters"]
     assert (letter["group_id"], sorted(letter["session_ids"])) == ("t", ["t.0.1", "t.1.1", "t.2.1"])
-    assert letter["reason"] == "incomplete: 2 of 3 members usable, 1 failed, and nobody takes their place"
+    assert letter["reason"] == "incomplete: 2 of 3 members usable, 1 failed, and they are not replaced"
 
 
 async def test_a_judge_is_asked_also_while_trainers_are_behind(engine: ScriptedEngine, redis_url: str) -> None:

@@ -187,7 +187,7 @@ async def test_a_node_prepares_ahead_no_more_than_its_ready_buffer(world: World)
     task = await world.submit(a_task(instruction=f"{ASK}\nwhile ! test -e {gate}; do sleep 0.1; done", num_samples=4))
 
     async def counted() -> bool:
-        statuses = sorted(state.status for state in await world.tasks.rollouts(task.task_id))
+        statuses = sorted(state.status for state in await world.tasks.load_rollouts(task.task_id))
         return statuses == ["queued", "queued", "ready", "running"]
 
     async with world.node(slots=slots):

@@ -89,7 +89,7 @@ async def test_a_rollout_waits_for_an_engine_instead_of_using_up_its_attempts(wo
         task = await world.submit(a_task(max_attempts=1))
 
         async def begun() -> bool:
-            return (await world.tasks.rollouts("t"))[0].status not in ("queued", "preparing", "ready")
+            return (await world.tasks.load_rollouts("t"))[0].status not in ("queued", "preparing", "ready")
 
         async with world.node():
             await world.until(begun, "it has its session")
@@ -217,7 +217,7 @@ async def test_a_node_whose_evaluations_are_behind_begins_no_further_run(world: 
     task = await world.submit(a_task(num_samples=4, instruction=f"{ASK}\necho x >> {ran}", evaluator=scored))
 
     async def counted() -> bool:
-        statuses = sorted(state.status for state in await world.tasks.rollouts("t"))
+        statuses = sorted(state.status for state in await world.tasks.load_rollouts("t"))
         return ran.exists() and ran.read_text() == "x\nx\n" and statuses == ["evaluating", "queued", "ready", "running"]
 
     async with world.node(slots=Slots(prepare=1, ready=1, run=1, evaluate=1)):
@@ -264,10 +264,10 @@ async def test_a_node_that_is_told_to_end_takes_nothing_more_and_lets_what_runs_
     try:
 
         async def begun() -> bool:
-            return (await world.tasks.rollouts("running"))[0].status == "running"
+            return (await world.tasks.load_rollouts("running"))[0].status == "running"
 
         async def draining() -> bool:
-            return [state.draining for state in await world.tasks.nodes()] == [True]
+            return [state.draining for state in await world.tasks.list_nodes()] == [True]
 
         await world.until(begun, "it runs")
         node.send_signal(signal.SIGTERM)
@@ -282,5 +282,5 @@ async def test_a_node_that_is_told_to_end_takes_nothing_more_and_lets_what_runs_
             await node.wait()
     assert (state.status, state.attempt) == ("completed", 1), state.verdict
     for task_id in ("late", elsewhere.task_id):
-        assert [left.status for left in await world.tasks.rollouts(task_id)] == ["queued"]
-    assert await world.tasks.nodes() == []
+        assert [left.status for left in await world.tasks.load_rollouts(task_id)] == ["queued"]
+    assert await world.tasks.list_nodes() == []

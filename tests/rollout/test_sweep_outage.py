@@ -17,8 +17,8 @@ from rollout.metrics import RolloutNumbers
 from rollout.sessions import Sessions
 from rollout.store.base import StoreUnavailable
 from rollout.store.keys import Argument, Connection, Script
-from rollout.store.tasks import RedisTaskStore
-from rollout.store.work import RedisWorkStore
+from rollout.store.tasks import TaskStore
+from rollout.store.work import WorkStore
 from rollout.sweeper import Callbacks, RolloutSettings, Sweeper
 from tests.support.runtimes.rollout_stores import WELL, Stores
 
@@ -63,9 +63,9 @@ class Outages:
 
 async def test_an_outage_is_said_once_and_the_next_one_again(stores: Stores, caplog: pytest.LogCaptureFixture) -> None:
     connection = Outages(stores.connection)
-    store, sessions = RedisTaskStore(connection), Sessions("http://127.0.0.1:9", "token")
+    store, sessions = TaskStore(connection), Sessions("http://127.0.0.1:9", "token")
     callbacks, settings = Callbacks(store), RolloutSettings(task_sweep_seconds=0.01)
-    sweeper = Sweeper("s", store, RedisWorkStore(connection), sessions, callbacks, RolloutNumbers(store), settings)
+    sweeper = Sweeper("s", store, WorkStore(connection), sessions, callbacks, RolloutNumbers(store), settings)
     sweeping = asyncio.create_task(sweeper.run())
     try:
         with caplog.at_level(logging.WARNING, "rollout.sweeper"):

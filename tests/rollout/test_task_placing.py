@@ -15,7 +15,7 @@ from cli.rollout_service import KNOWN, RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.store import keys
 from rollout.store.base import NodeState
-from rollout.store.tasks import RedisTaskStore, lacking
+from rollout.store.tasks import TaskStore, find_lack
 from rollout.task import Task
 from rollout.task_body import read_task
 from tests.support.runtimes.rollout_stores import Stores, sized
@@ -82,7 +82,7 @@ SMALL, WIDE, LARGE = node("small", 1.0, 1024), node("wide", 8.0, 1024), node("la
 )
 def test_what_no_node_has_is_named(fields: dict[str, Any], nodes: list[NodeState], lacks: str | None) -> None:
     made, _ = read_task(json.dumps({"instruction": "do it", "harness": "pi", **fields}).encode(), KNOWN)
-    found = lacking(keys.queue_of(made), nodes, NOW)
+    found = find_lack(keys.queue_of(made), nodes, NOW)
     if lacks is None:
         assert found is None
     else:
@@ -93,19 +93,19 @@ async def test_a_task_that_no_node_can_take_says_so_until_one_can(stores: Stores
     await stores.submit("wide", num_samples=3, runtime=sized(8.0))
     await stores.submit("plain")
     small, large = stores.node("small"), stores.node("large")
-    assert await stores.tasks.tell_stranded(time.time()) == 0, "there are no nodes yet"
+    assert await stores.tasks.note_stranded(time.time()) == 0, "there are no nodes yet"
     await small.beat()
     for told in (1, 0):
-        assert await stores.tasks.tell_stranded(time.time()) == told
+        assert await stores.tasks.note_stranded(time.time()) == told
     said = (await stores.tasks.load("wide")).lacks
     assert said is not None and "takes 8 CPUs" in said
-    ((listed, plain), _) = await stores.tasks.page(status=None, limit=2, cursor=None)
+    ((listed, plain), _) = await stores.tasks.list_tasks(status=None, limit=2, cursor=None)
     assert (listed.task.task_id, listed.lacks, plain.lacks) == ("plain", None, said)
     assert await stores.kinds("wide") == ["task.created", "task.waits"]
     await large.work.beat(replace(large.state(), cpus=8.0), [], time.time())
-    assert await stores.tasks.tell_stranded(time.time()) == 1
+    assert await stores.tasks.note_stranded(time.time()) == 1
     assert (await stores.tasks.load("wide")).lacks is None
-    assert await stores.tasks.tell_stranded(time.time()) == 0
+    assert await stores.tasks.note_stranded(time.time()) == 0
 
 
 async def test_what_a_task_lacked_is_forgotten_when_it_ends_or_begins(stores: Stores) -> None:
@@ -113,7 +113,7 @@ async def test_what_a_task_lacked_is_forgotten_when_it_ends_or_begins(stores: St
         await stores.submit(name, runtime=sized(8.0))
     small = stores.node("small")
     await small.beat()
-    assert await stores.tasks.tell_stranded(time.time()) == 2
+    assert await stores.tasks.note_stranded(time.time()) == 2
     await stores.node("large").must_take()
     await stores.tasks.cancel("ends", time.time())
     assert [(await stores.tasks.load(name)).lacks for name in ("begins", "ends")] == [None, None]
@@ -127,7 +127,7 @@ def test_a_task_that_waits_for_what_no_node_has_is_shown_with_it(
 
     async def one_node() -> None:
         wire = StoreConnection(redis_server.url)
-        await Stores(RolloutConnection(wire), RedisTaskStore(RolloutConnection(wire))).node("small").beat()
+        await Stores(RolloutConnection(wire), TaskStore(RolloutConnection(wire))).node("small").beat()
         await wire.close()
 
     with serving_tasks(redis_server.url) as service:

@@ -21,7 +21,7 @@ from proxy.store.sessions import SessionStore
 from rollout.attempts import AttemptId, Verdict
 from rollout.course import close_member, open_member
 from rollout.sessions import OpenSession, Sessions
-from rollout.store.tasks import RedisTaskStore
+from rollout.store.tasks import TaskStore
 from rollout.sweeper import LONGEST_PAUSE_SECONDS, MOST_TRIES, draw_pause_seconds
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.runtimes.rollout_stores import WELL, Stores
@@ -53,7 +53,7 @@ async def at(redis_server: RedisServer) -> AsyncIterator[Stores]:
     wire = StoreConnection(redis_server.url)
     connection = RolloutConnection(wire)
     try:
-        yield Stores(connection, RedisTaskStore(connection))
+        yield Stores(connection, TaskStore(connection))
     finally:
         await wire.close()
 

@@ -1,6 +1,7 @@
--- After _parts. How many versions behind a group will be when it is leased, for each policy.
+-- After _parts. Predicts how many versions behind a group will be when it is leased, per policy.
 
--- The groups that were leased under the newest version of a policy that a lease or an admission has seen: version_seen, taken.
+-- Fields of `counts`: version_seen is the newest version of a policy that a lease or an admission has seen, taken the number of
+-- groups leased under it.
 local function of_policy(name, policy)
   return policy == '' and name or name .. ':' .. policy
 end
@@ -28,7 +29,7 @@ local function count_taken(group, versions)
   end
 end
 
--- The group comes to nothing under the versions it was leased under.
+-- The group was given back: it counts no longer under the versions it was leased under.
 local function uncount_taken(group)
   local leased_at = type(group.leased_at) == 'number' and {[''] = group.leased_at} or group.leased_at or {}
   for policy, version in pairs(leased_at) do
@@ -48,7 +49,7 @@ local function count_with(refs, policy)
   return number
 end
 
--- Groups that some trainer has, with rows of the policy.
+-- Leased groups with rows of the policy.
 local function leased_now(policy)
   if redis.call('SCARD', policies) == 0 then
     return tonumber(redis.call('HGET', counts, 'leased') or '0')
@@ -60,16 +61,16 @@ local function leased_now(policy)
   return number
 end
 
--- Groups that some trainer has and that are not in the weights of `version` yet. One that acknowledges first and then publishes
--- has none leased meanwhile; one that fetches ahead has more leased than it took under this version.
+-- Leased groups that are not in the weights of `version` yet. The maximum of both counts: a trainer that acknowledges before it
+-- publishes has none leased meanwhile; one that fetches ahead has more leased than it took under this version.
 local function in_training(policy, version)
   local taken = redis.call('HGET', counts, of_policy('taken', policy))
   local of_this = version >= 0 and version == version_seen(policy) and tonumber(taken) or 0
   return math.max(of_this, leased_now(policy))
 end
 
--- Groups opened, filling or ready; with a policy, not the ready ones that have no rows of it. What those will have that are not whole
--- yet is not known.
+-- Groups opened, filling or ready; with a policy, without ready ones that have no rows of it. What incomplete groups will have is
+-- unknown, so they count.
 local function undelivered(policy)
   local begun = redis.call('HLEN', opening) + tonumber(redis.call('HGET', counts, 'filling') or '0')
   if not policy or redis.call('SCARD', policies) == 0 then
@@ -78,8 +79,7 @@ local function undelivered(policy)
   return begun + count_with(redis.call('ZRANGE', ready, 0, -1), policy)
 end
 
--- How many versions will have come by the time a group that is begun now is leased, when groups are taken in their order: of the policy
--- that it would lie furthest behind.
+-- How many versions will have come when a group begun now is leased, if groups are taken in order: the maximum over the policies.
 local function versions_ahead(versions, groups_per_version)
   local furthest = 0
   for policy, version in pairs(versions) do

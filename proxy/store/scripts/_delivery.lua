@@ -1,12 +1,12 @@
 -- A group: {group_id, size, status, place, deliveries, lease, since, rule, members = {{id, usable, reward, rows, oldest, complete,
 -- named}}, parts}
 -- status: filling, ready, dropped, leased, acked, dead. A ready group that was passed over sits in `stale`.
--- `since` is when its last member came, `given_up` that no more are waited for, `stale` that its lease asked for newer rows,
--- `leased_at` the weight version of each policy it was leased under, `passed` that it was counted as stale before, `final` that nothing
--- changes it any more, `left` its sessions by then.
--- Rows belong to policies, '' is the default one: a member's `rows` and `oldest` are the default's, named[policy] = {rows, oldest} those
--- of another one, and parts[policy] = {rows, oldest} what the group has to give. A lease of one policy takes that part out of a group
--- that has several: `given` are the policies taken out, and the part is a group of its own, `of` that policy.
+-- `since`: when its last member came. `given_up`: it waits for no more members. `stale`: its lease asked for newer rows. `leased_at`:
+-- each policy's weight version when it was leased. `passed`: it was counted as stale before. `final`: it never changes again, and
+-- `left` is how many of its sessions are not deleted.
+-- Rows belong to policies; '' is the default. A member's `rows` and `oldest` are the default policy's, named[policy] = {rows, oldest}
+-- another one's; parts[policy] = {rows, oldest} is what the group offers. A lease of one policy splits its part off a group that has
+-- several: `given` holds the policies split off, and the part is a group of its own, `of` that policy.
 redis.replicate_commands()
 
 local groups, rounds, members, ready, stale = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -15,8 +15,8 @@ local counts, announced, requests = KEYS[10], KEYS[11], KEYS[12]
 local filling, claims, opening, admitted = KEYS[13], KEYS[14], KEYS[15], KEYS[16]
 local totals, arrivals, unseen, policies = KEYS[17], KEYS[18], KEYS[19], KEYS[20]
 
--- For what ends or hands out something: a full Redis refuses the first write of a script alone, and never this one, which changes
--- nothing. Only what is acknowledged, dropped or deleted makes room.
+-- For scripts that end or lease something, since only that makes room: a full Redis checks memory at a script's first write alone, and
+-- never refuses this one, an HDEL that changes nothing.
 local function go_on_when_full()
   redis.call('HDEL', requests, '')
 end
@@ -25,12 +25,12 @@ local function tally(what)
   redis.call('HINCRBY', totals, what, 1)
 end
 
-local told = false
+local woken = false
 
--- Whoever waits for groups is woken. Once a script is enough; the stream keeps its last entry only.
-local function tell_arrival()
-  if not told then
-    told = true
+-- Wakes waiting consumers, once per script. The stream keeps only its last entry.
+local function wake_consumers()
+  if not woken then
+    woken = true
     redis.call('XADD', arrivals, 'MAXLEN', 1, '*', 'ready', 1)
   end
 end
@@ -49,7 +49,7 @@ local function retract(session_id)
   redis.call('HDEL', requests, session_id)
 end
 
--- Moves a group to `status`, with the counts and the queue it belongs to.
+-- Moves a group to `status`, and updates counts and queues.
 local function move(ref, group, status)
   if group.status ~= status then
     if group.status then
@@ -67,7 +67,7 @@ local function move(ref, group, status)
   if status == 'ready' then
     group.place = group.place or redis.call('HINCRBY', counts, 'place', 1)
     redis.call('ZADD', ready, group.place, ref)
-    tell_arrival()
+    wake_consumers()
   else
     redis.call('ZREM', ready, ref)
   end
@@ -75,11 +75,11 @@ local function move(ref, group, status)
   save_group(ref, group)
 end
 
-local function settled(group)
+local function is_settled(group)
   return group.status == 'leased' or group.status == 'acked' or group.status == 'dead' or group.final or group.given
 end
 
--- Nothing changes the group any more, but its sessions are still known to have been in it until each is deleted.
+-- The group never changes again. Its sessions remain known as its members until each is deleted.
 local function finish(ref, group, status)
   group.left, group.final = #group.members, true
   group.members, group.lease, group.fate = {}, nil, nil
@@ -104,28 +104,28 @@ local function session_ids(list)
   return ids
 end
 
--- What becomes of the group where its sessions say so themselves, and what is asked for elsewhere.
-local function ruled(group, policy, minimum, zero_variance)
+-- The group's policy: its own rule first, then the service's.
+local function apply_rule(group, policy, minimum, zero_variance)
   local own = group.rule or {}
   return own.policy or policy, own.minimum or minimum, own.zero_variance or zero_variance
 end
 
--- Whether the next session of this group id belongs to a new round.
-local function full(group, policy)
-  if settled(group) or group.given_up then
+-- Whether the next session of this group id starts a new round.
+local function is_full(group, policy)
+  if is_settled(group) or group.given_up then
     return true
   end
-  if ruled(group, policy) == 'require_all' then
+  if apply_rule(group, policy) == 'require_all' then
     return #usable_members(group) >= group.size
   end
   return #group.members >= group.size
 end
 
--- The round that a newcomer of this group id belongs to, and its group unless it is still to be made.
+-- The round that a new session of this group id joins, and its group if it exists.
 local function newcomers_round(group_id, policy)
   local round = tonumber(redis.call('HGET', rounds, group_id) or '1')
   local group = load_packed(groups, round .. ':' .. group_id)
-  while group and full(group, policy) do
+  while group and is_full(group, policy) do
     round = round + 1
     group = load_packed(groups, round .. ':' .. group_id)
   end
@@ -141,9 +141,9 @@ local function same_rewards(usable)
   return true
 end
 
--- A pure function of the members and the policy, so that a corrected reward decides anew.
+-- A function of the members and the policy alone, so that a corrected reward changes the outcome.
 local function decide(group, policy, minimum, zero_variance)
-  policy, minimum, zero_variance = ruled(group, policy, minimum, zero_variance)
+  policy, minimum, zero_variance = apply_rule(group, policy, minimum, zero_variance)
   local usable = usable_members(group)
   if policy == 'drop' and #usable < #group.members then
     return 'dropped'

@@ -1,4 +1,4 @@
--- After _ahead. How leases end, and what becomes of their groups; sessions that were let in before their group began.
+-- After _ahead. Ends leases and returns their groups; tracks sessions admitted before their group has a member.
 local function kill(ref, group, reason, now)
   group.reason, group.lease, group.stale = reason, nil, nil
   redis.call('ZADD', dead, now, ref)
@@ -38,7 +38,7 @@ local function group_ids(lease)
   return ids
 end
 
--- The lease when it is active at `now`; otherwise nil and what to answer.
+-- The lease if it is active at `now`, otherwise nil and the script's answer.
 local function active(lease_id, now)
   expire(now)
   local lease = load_packed(leases, lease_id)
@@ -51,7 +51,7 @@ local function active(lease_id, now)
   return lease
 end
 
--- A session that was let in is in its group, or gone: the group is not one that is only opened any more, or loses one session.
+-- An admitted session has joined its group or is gone: the opening group loses it, and ends without sessions.
 local function leave_opening(session_id)
   local group_id = redis.call('HGET', admitted, session_id)
   local entry = group_id and load_packed(opening, group_id)

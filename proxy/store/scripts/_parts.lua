@@ -1,4 +1,4 @@
--- After _delivery. What a group has of each policy's rows, and how one policy's part is taken out of it.
+-- After _delivery. Counts a group's rows per policy, and splits one policy's part off it.
 local function add_rows(group, policy, rows, oldest)
   if (group.given and group.given[policy]) or (group.of and group.of ~= policy) then
     return
@@ -20,12 +20,12 @@ local function measure(group)
   end
 end
 
--- A group that was stored before there were parts is all the default policy's.
+-- A group stored by a build without parts has only the default policy's rows.
 local function parts_of(group)
   return group.parts or {[''] = {rows = group.rows or 0, oldest = group.oldest or 0}}
 end
 
--- A part that is a group of its own; '=' is in no policy's name.
+-- The reference of a part that is a group of its own; no policy's name contains '='.
 local function part_ref(ref, policy)
   local round, group_id = string.match(ref, '^(%d+):(.*)$')
   return round .. '/' .. policy .. '=' .. group_id
@@ -40,7 +40,7 @@ local function are_all(wanted, group)
   return true
 end
 
--- The group itself where these are all its parts; else a group of its own of the one that is wanted, taken out of it.
+-- The group itself if `wanted` are all its parts, otherwise a new group of the one wanted policy, split off it.
 local function own_group(ref, group, wanted)
   if are_all(wanted, group) then
     return ref, group
@@ -56,7 +56,7 @@ local function own_group(ref, group, wanted)
   return part_ref(ref, policy), part
 end
 
--- References of a group and of the parts that were taken out of it.
+-- References of a group and of the parts split off it.
 local function with_parts(ref, group)
   local refs = {}
   for policy in pairs(group and group.given or {}) do

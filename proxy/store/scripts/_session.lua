@@ -1,5 +1,5 @@
--- KEYS[1] state, KEYS[2] calls, whatever else a script adds after them.
--- Effects are replicated, not the scripts: the append-only file then holds plain commands, in one transaction per script.
+-- KEYS[1] state, KEYS[2] calls, then what the script adds.
+-- Replicates effects instead of scripts: the append-only file then holds plain commands, one transaction per script.
 redis.replicate_commands()
 
 local function status()
@@ -10,7 +10,7 @@ local function snapshot()
   return {redis.call('HGETALL', KEYS[1]), redis.call('LLEN', KEYS[2])}
 end
 
--- Redis's own time, in epoch seconds, where no other is `given`.
+-- `given`, or Redis's time in epoch seconds when it is ''.
 local function clock(given)
   if given ~= '' then
     return given
@@ -19,7 +19,8 @@ local function clock(given)
   return time[1] .. '.' .. string.format('%06d', time[2])
 end
 
--- For what ends or frees something: a full Redis refuses the first write of a script alone, and never this one, which changes nothing.
+-- For scripts that end or free something: a full Redis checks memory at a script's first write alone, and never refuses this one, an
+-- HDEL that changes nothing.
 local function go_on_when_full()
   redis.call('HDEL', KEYS[1], '')
 end

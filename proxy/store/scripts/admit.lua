@@ -1,6 +1,6 @@
--- ARGV: group id, session id, limit or 0, now, policy, whether a refusal is counted, the weight version, most versions the group
--- may lie behind or -1, groups a version, then each other policy and its version.
--- {whether the session is let in, undelivered groups, whether it was noted, versions ahead or -1}
+-- ARGV: group id, session id, limit or 0, now, policy, whether to count a refusal, the weight version, most versions behind or -1,
+-- groups per version, then each other policy and its version.
+-- Returns {whether the session is admitted, undelivered groups, whether it was noted, versions ahead or -1}.
 local group_id, session_id, limit = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local most_behind = tonumber(ARGV[8])
 local waiting, behind = undelivered(), -1
@@ -17,7 +17,7 @@ local function note(entry)
   redis.call('ZADD', unseen, ARGV[4], session_id)
 end
 
--- Whoever asks again for a session that did not come to be is about to open it.
+-- A repeated request means that the session is about to be created.
 redis.call('ZADD', unseen, 'XX', ARGV[4], session_id)
 if redis.call('HEXISTS', admitted, session_id) == 1 or redis.call('HEXISTS', members, session_id) == 1 then
   return {1, waiting, 0, behind}

@@ -1,5 +1,5 @@
 -- KEYS: current, history, fence. ARGV: version, state, how many to keep, fence or 0.
--- {1}, {0, current version}, or {-1} when the lock was given to another owner since
+-- Returns {1}, {0, current version}, or {-1} when another owner has had the lock since.
 redis.replicate_commands()
 local fence = tonumber(ARGV[4])
 if fence > 0 and tonumber(redis.call('GET', KEYS[3]) or 0) ~= fence then

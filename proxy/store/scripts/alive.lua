@@ -1,4 +1,4 @@
--- KEYS: processes. ARGV: processes. Those of them that live.
+-- KEYS: processes. ARGV: processes. Returns those that are alive.
 redis.replicate_commands()
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6

@@ -1,4 +1,4 @@
--- ARGV: latest time, limit. Flat: session id, time, request or ''
+-- ARGV: latest time, limit. Returns, flat: session id, time, request or ''.
 local found = redis.call('ZRANGEBYSCORE', announced, '-inf', ARGV[1], 'WITHSCORES', 'LIMIT', 0, ARGV[2])
 local answer = {}
 for i = 1, #found, 2 do

@@ -1,5 +1,5 @@
--- KEYS: processes. ARGV: process, how many seconds it lives without another beat. By the server's clock, the only one that
--- all processes share.
+-- KEYS: processes. ARGV: process, seconds it counts as alive without another beat. By the server's clock, the only one that all
+-- processes share.
 redis.replicate_commands()
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6

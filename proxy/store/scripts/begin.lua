@@ -1,5 +1,5 @@
 -- KEYS: state, calls, intents. ARGV: known calls, call id, intent, most bytes of the session's calls or 0.
--- {status, accepted, created_at, records the caller does not know}; the status of one that has all the bytes it may is 'full'
+-- Returns {status, accepted, created_at, records the caller does not know}; status 'full': the session has its most bytes.
 local now, created_at, bytes = unpack(redis.call('HMGET', KEYS[1], 'status', 'created_at', 'bytes'))
 if not now then
   return {'missing', 0, '0', {}}

@@ -1,4 +1,4 @@
--- ARGV: now, or '' for Redis's own time
+-- ARGV: now, or '' for Redis's time
 go_on_when_full()
 if status() == 'open' then
   redis.call('HSET', KEYS[1], 'status', 'closing', 'updated_at', clock(ARGV[1]))

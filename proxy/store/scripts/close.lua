@@ -1,4 +1,4 @@
--- ARGV: status, reward or '', error or '', closed_at. {'ok', snapshot}, {'frozen', status} or {'missing'}
+-- ARGV: status, reward or '', error or '', closed_at. Returns {'ok', snapshot}, {'frozen', status} or {'missing'}.
 go_on_when_full()
 local now = status()
 if not now then

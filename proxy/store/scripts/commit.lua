@@ -1,5 +1,5 @@
 -- KEYS: state, calls, index, intents. ARGV: intent id, now or '', bytes of all calls, then call id, digest, record of each.
--- {'ok', calls} or {'conflict', call id} or {'frozen', status} or {'missing'}
+-- Returns {'ok', calls}, {'conflict', call id}, {'frozen', status} or {'missing'}.
 local now = status()
 if not now then
   return {'missing'}
@@ -16,7 +16,7 @@ end
 if #fresh > 0 and frozen(now) then
   return {'frozen', now}
 end
--- The push comes first: a full Redis refuses it before anything else of this script was written.
+-- The push is the first write: a full Redis then refuses it before anything is written.
 for _, i in ipairs(fresh) do
   redis.call('RPUSH', KEYS[2], ARGV[i + 2])
   redis.call('HSET', KEYS[3], ARGV[i], ARGV[i + 1])
@@ -25,6 +25,6 @@ redis.call('HDEL', KEYS[4], ARGV[1])
 if #fresh > 0 then
   redis.call('HINCRBY', KEYS[1], 'bytes', ARGV[3])
 end
--- Also a repetition writes: WAIT counts from the last write of the connection, which may be another one than the first time.
+-- A repetition writes too: WAIT waits for the connection's last write, and this may be another connection than the first time.
 redis.call('HSET', KEYS[1], 'updated_at', #fresh > 0 and clock(ARGV[2]) or redis.call('HGET', KEYS[1], 'updated_at'))
 return {'ok', redis.call('LLEN', KEYS[2])}

@@ -1,4 +1,4 @@
--- Flat: state, number
+-- Returns, flat: state, number.
 local answer = {}
 for _, state in ipairs({'filling', 'leased', 'acked', 'dropped', 'dead'}) do
   answer[#answer + 1] = state

@@ -1,4 +1,4 @@
--- ARGV: info, now. 1 when the session is there as asked, 0 when another one has its id.
+-- ARGV: info, now. Returns 1 when this session exists now, 0 when another one has its id.
 local info = redis.call('HGET', KEYS[1], 'info')
 if info then
   return info == ARGV[1] and 1 or 0

@@ -1,8 +1,8 @@
--- ARGV: limit, cursor or '', part of the reason or '', how many to look at.
--- {the next cursor or '', {reference, group id, {session ids}, deliveries, reason, died_at}, ...}
+-- ARGV: limit, cursor or '', part of the reason or '', how many to examine.
+-- Returns {the next cursor or '', {reference, group id, {session ids}, deliveries, reason, died_at}, ...}
 local limit, cursor, part, looked_at = tonumber(ARGV[1]), ARGV[2], ARGV[3], tonumber(ARGV[4])
 
--- A letter that was there at the cursor may be gone by now; its place is found all the same.
+-- The letter at the cursor may be gone by now: adding it for a moment finds its place.
 local function place_after(at, ref)
   local gone = redis.call('ZADD', dead, 'NX', at, ref) == 1
   local place = redis.call('ZREVRANK', dead, ref)

@@ -1,3 +1,3 @@
--- ARGV: session id. It was let in and never came to be.
+-- ARGV: session id, admitted but never created.
 leave_opening(ARGV[1])
 return 1

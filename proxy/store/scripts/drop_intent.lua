@@ -1,4 +1,4 @@
--- KEYS: state, calls, intents. ARGV: call id, now or ''. Trying is activity too: the session is not idle since its last record.
+-- KEYS: state, calls, intents. ARGV: call id, now or ''. A refused call is activity too: the session is not idle.
 redis.call('HDEL', KEYS[3], ARGV[1])
 local now = status()
 if now and not frozen(now) then

@@ -1,9 +1,9 @@
 -- ARGV: retry or drop, now, policy, minimum, zero variance, then references or group ids.
--- {'ok', {references of the dead groups that were meant}}, or {'superseded', reference} and nothing done.
+-- Returns {'ok', {references of the dead groups named}}, or {'superseded', reference} without a change.
 go_on_when_full()
 local action, now = ARGV[1], tonumber(ARGV[2])
 
-local function meant(name)
+local function find_dead(name)
   if redis.call('ZSCORE', dead, name) then
     return {name}
   end
@@ -19,23 +19,23 @@ local function meant(name)
   return refs
 end
 
--- Members may have been deleted meanwhile, so that it is decided anew.
-local function revived(group)
+-- Decides anew: members may have been deleted meanwhile.
+local function decide_again(group)
   return decide(group, ARGV[3], tonumber(ARGV[4]), ARGV[5])
 end
 
 local refs = {}
 for i = 6, #ARGV do
-  for _, ref in ipairs(meant(ARGV[i])) do
+  for _, ref in ipairs(find_dead(ARGV[i])) do
     refs[#refs + 1] = ref
   end
 end
 
 for _, ref in ipairs(action == 'retry' and refs or {}) do
   local group = load_packed(groups, ref)
-  -- Newcomers fill the last round of a group id only, and none of whose rows a part was given.
+  -- New members join only the last round of a group id, and no group with a part already leased.
   local last = redis.call('HGET', rounds, group.group_id) .. ':' .. group.group_id
-  if revived(group) == 'filling' and (group.given or last ~= ref) then
+  if decide_again(group) == 'filling' and (group.given or last ~= ref) then
     return {'superseded', ref}
   end
 end
@@ -48,7 +48,7 @@ for _, ref in ipairs(refs) do
     tally('retried')
     group.deliveries, group.since, group.reason = 0, now, nil
     measure(group)
-    move(ref, group, revived(group))
+    move(ref, group, decide_again(group))
   end
 end
 return {'ok', refs}

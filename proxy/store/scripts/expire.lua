@@ -1,5 +1,5 @@
--- KEYS: state, calls, intents. ARGV: latest activity of an idle open session, the same of one that somebody left half closed,
--- how many intents the caller knows, none of which is under way; now or ''. 1 for the one caller who is to close the session.
+-- KEYS: state, calls, intents. ARGV: latest activity of an idle open session, the same for one left half closed, how many intents
+-- the caller knows, none in flight; now or ''. Returns 1 to the one caller that must close the session.
 go_on_when_full()
 local now = status()
 local latest = now == 'open' and ARGV[1] or now == 'closing' and ARGV[2]

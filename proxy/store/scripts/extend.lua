@@ -1,4 +1,4 @@
--- ARGV: lease id, new deadline, now. {'active', deadline}, {other status} or {'missing'}
+-- ARGV: lease id, new deadline, now. Returns {'active', deadline}, {other status} or {'missing'}
 go_on_when_full()
 local lease, otherwise = active(ARGV[1], tonumber(ARGV[3]))
 if not lease then

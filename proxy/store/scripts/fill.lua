@@ -1,6 +1,6 @@
--- ARGV: group id, size, session id, usable, reward or '', rows, oldest version, now, policy, minimum, zero variance, what of
--- these three the session itself says (packed) or '', whether the session is complete, then the name of each other model that sampled in
--- the session, its rows and their oldest version. The status.
+-- ARGV: group id, size, session id, usable, reward or '', rows, oldest version, now, policy, minimum, zero variance, the session's own
+-- rule on these three (packed) or '', whether the session is complete, then for each other policy its name, rows and oldest version.
+-- Returns the group's status.
 go_on_when_full()
 local group_id, size, session_id, policy = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[9]
 local member = {
@@ -27,9 +27,9 @@ end
 local ref, group = redis.call('HGET', members, session_id), nil
 if ref then
   group = load_packed(groups, ref)
-  if settled(group) then
+  if is_settled(group) then
     retract(session_id)
-    save_group(ref, group) -- a write, so that whoever waits for one to be durable has one to wait for
+    save_group(ref, group) -- a write for WAIT to wait for
     return group.status
   end
   for i, old in ipairs(group.members) do
@@ -43,18 +43,18 @@ else
   group.since = tonumber(ARGV[8])
   redis.call('HSET', members, session_id, ref)
 end
--- Members that disagree on the size: the greatest holds, or an unfinished group would pass for a whole one.
+-- When members disagree on the size the greatest counts, or an incomplete group would pass for a complete one.
 group.size = math.max(group.size, size)
 if ARGV[12] ~= '' then
   group.rule = cmsgpack.unpack(ARGV[12])
 end
 measure(group)
 local status = decide(group, policy, tonumber(ARGV[10]), ARGV[11])
--- Every member has come, and nobody comes for those that failed.
+-- Every member has come, and failed ones are not replaced.
 if status == 'filling' and group.rule and group.rule.replacements == false and #group.members >= group.size then
   local usable = #usable_members(group)
   local found = usable .. ' of ' .. group.size .. ' members usable, ' .. #group.members - usable .. ' failed'
-  kill(ref, group, 'incomplete: ' .. found .. ', and nobody takes their place', tonumber(ARGV[8]))
+  kill(ref, group, 'incomplete: ' .. found .. ', and they are not replaced', tonumber(ARGV[8]))
 else
   move(ref, group, status)
 end

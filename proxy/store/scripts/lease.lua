@@ -1,9 +1,9 @@
 -- ARGV: lease id, consumer, max groups or -1, max rows or -1, oldest version or -1, deadline, max deliveries, now,
--- how long an ended lease is remembered, what becomes of stale groups, until when the claim of who gets nothing lives,
--- whether it waits, whether it wants complete sessions only, the weight version or -1, the one policy whose rows are wanted or '*', then
--- each other policy, the oldest version of it or -1, and its weight version.
--- {'leased', deadline, {reference, group id, deliveries, oldest version, stale, {session ids}, {policies}}, ...}, or {'none', when
--- something may be there by itself or ''}
+-- how long an ended lease is remembered, what to do with stale groups, until when the claim of a consumer that gets nothing lasts,
+-- whether it waits, whether it wants complete sessions only, the weight version or -1, the one policy wanted or '*', then for each other
+-- policy its name, oldest version or -1, and weight version.
+-- Returns {'leased', deadline, {reference, group id, deliveries, oldest version, stale, {session ids}, {policies}}, ...}, or {'none', when a
+-- group may become ready by itself or ''}
 go_on_when_full()
 local lease_id, consumer, deadline, now = ARGV[1], ARGV[2], ARGV[6], tonumber(ARGV[8])
 local max_deliveries, stale_groups = tonumber(ARGV[7]), ARGV[10]
@@ -12,12 +12,12 @@ for i = 16, #ARGV, 3 do
   oldest[ARGV[i]], versions[ARGV[i]] = tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
 end
 
--- Who else wants groups, and the asker, in the order in which they began to want; with what each is dealt here.
+-- The caller's claim.
 local me = {name = consumer, since = now, waits = ARGV[12] == '1', until_ = tonumber(ARGV[11])}
 me.max_groups, me.max_rows, me.oldest = tonumber(ARGV[3]), tonumber(ARGV[4]), oldest
 me.complete_only, me.policy = ARGV[13] == '1', ARGV[15] ~= '*' and ARGV[15] or nil
 
--- Of a member that was filled in by an earlier build it is not known.
+-- A member filled by an earlier build does not say, and counts as incomplete.
 local function is_complete(group)
   for _, member in ipairs(usable_members(group)) do
     if not member.complete then
@@ -27,7 +27,7 @@ local function is_complete(group)
   return true
 end
 
--- What of the group the claim is for: nil when nothing is.
+-- The parts of the group that the claim wants, or nil.
 local function wanted_of(claim, group)
   local parts = parts_of(group)
   if claim.complete_only and not is_complete(group) then
@@ -39,7 +39,7 @@ local function wanted_of(claim, group)
   return parts[claim.policy] and {[claim.policy] = parts[claim.policy]}
 end
 
--- Rows of a policy that came up since the asker looked which there are: how old they are cannot be told.
+-- Whether a part's policy appeared after the caller listed the policies: its version, and so its age, is unknown.
 local function unknown(parts)
   for policy in pairs(parts) do
     if not versions[policy] then
@@ -105,7 +105,8 @@ local function revive_stale()
   end
 end
 
-local function wanting()
+-- All claims, the longest waiting first, with counters of what each is dealt here.
+local function list_claims()
   local all, stored = {me}, redis.call('HGETALL', claims)
   for i = 1, #stored, 2 do
     local claim = cmsgpack.unpack(stored[i + 1])
@@ -129,27 +130,27 @@ local function wanting()
   return all
 end
 
-local function filled_by(claim, rows)
+local function is_filled(claim, rows)
   if claim.max_groups >= 0 and claim.groups >= claim.max_groups then
     return true
   end
   return claim.max_rows >= 0 and claim.groups > 0 and claim.rows + rows > claim.max_rows
 end
 
--- Two that want other policies' rows do not stand in each other's way.
-local function rival(claim)
+-- Claims on different policies do not compete.
+local function is_rival(claim)
   return not claim.policy or not me.policy or claim.policy == me.policy
 end
 
--- The claim this group falls to: of those that can take it, the one with the fewest so far, the oldest of several.
+-- The claim that gets this group: of those that can take it the one with the fewest groups, then the longest waiting.
 local function deal(group, all)
   local best, its
   for _, claim in ipairs(all) do
-    local parts = rival(claim) and wanted_of(claim, group)
+    local parts = is_rival(claim) and wanted_of(claim, group)
     if parts then
-      claim.full = claim.full or filled_by(claim, rows_of(parts))
-      local new_enough = stale_groups == 'flag' or not too_old(claim, parts)
-      if not claim.full and new_enough and (not best or claim.groups < best.groups) then
+      claim.full = claim.full or is_filled(claim, rows_of(parts))
+      local fresh = stale_groups == 'flag' or not too_old(claim, parts)
+      if not claim.full and fresh and (not best or claim.groups < best.groups) then
         best, its = claim, parts
       end
     end
@@ -160,7 +161,7 @@ local function deal(group, all)
   return best
 end
 
--- Whether the group went out of the way: one with other rows than those that are too old stays for who wants these.
+-- Whether the group left the ready queue. One that has other rows than the stale ones stays for consumers of those.
 local function pass_over(ref, group, parts)
   if stale_groups == 'drop' then
     ref, group = own_group(ref, group, parts)
@@ -181,7 +182,7 @@ local function pass_over(ref, group, parts)
   return false
 end
 
--- The reference of what was taken: of the group, or of its part.
+-- Returns the reference of the group taken, or of its part.
 local function take(ref, group, parts)
   ref, group = own_group(ref, group, parts)
   group.deliveries = group.deliveries + 1
@@ -195,7 +196,7 @@ local function take(ref, group, parts)
   return ref
 end
 
--- The references taken, and when the first claim that was respected ends.
+-- Returns the references taken, and when the first claim that kept a group from the caller ends.
 local function take_share(all)
   local refs, withheld, spare, until_ = {}, 0, nil, nil
   while true do
@@ -224,7 +225,7 @@ local function take_share(all)
       end
     end
   end
-  -- Somebody who only looked in now and then keeps nobody from the last group.
+  -- A consumer that does not wait never keeps others from the last group.
   if #refs == 0 and spare then
     local group = load_packed(groups, spare)
     refs[1] = take(spare, group, wanted_of(me, group))
@@ -255,15 +256,15 @@ local function claim_and_leave(until_)
   return {'none', due or ''}
 end
 
-local held = load_packed(leases, lease_id)
-if held then
-  return answer(held) -- the same request, sent again after its answer was lost
+local repeated = load_packed(leases, lease_id)
+if repeated then
+  return answer(repeated) -- a repeated request, whose first answer was lost
 end
 see_versions(versions)
 expire(now)
 forget_ended()
 revive_stale()
-local refs, until_ = take_share(wanting())
+local refs, until_ = take_share(list_claims())
 if #refs == 0 then
   return claim_and_leave(until_)
 end

@@ -1,2 +1,2 @@
--- ARGV: consumer. Its claim ends.
+-- ARGV: consumer, whose claim ends.
 return redis.call('HDEL', claims, ARGV[1])

@@ -1,4 +1,4 @@
--- KEYS: state, calls, delivered. ARGV: call ids. A deleted session must not leave a key behind.
+-- KEYS: state, calls, delivered. ARGV: call ids. Not for a deleted session, or the key would stay.
 if status() then
   redis.call('SADD', KEYS[3], unpack(ARGV))
 end

@@ -1,4 +1,4 @@
--- ARGV: now, or '' for Redis's own time
+-- ARGV: now, or '' for Redis's time
 go_on_when_full()
 if status() then
   redis.call('HSETNX', KEYS[1], 'leased', clock(ARGV[1]))

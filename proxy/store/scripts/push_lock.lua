@@ -1,4 +1,4 @@
--- KEYS: lock, fence. ARGV: owner, milliseconds, the fence it was given before or 0. Its fence, or 0 when the lock is not to be had
+-- KEYS: lock, fence. ARGV: owner, milliseconds, the fence it was given before or 0. Returns its fence, or 0 if another has the lock.
 redis.replicate_commands()
 local owner = redis.call('GET', KEYS[1])
 if owner and owner ~= ARGV[1] then
@@ -6,7 +6,7 @@ if owner and owner ~= ARGV[1] then
 end
 local last, fence = tonumber(redis.call('GET', KEYS[2]) or 0), tonumber(ARGV[3])
 if fence == 0 then
-  -- Not below the clock: a failover that loses the last fence must not give it out again.
+  -- Never below the clock, so that a failover that loses the last fence does not give it out again.
   local now = redis.call('TIME')
   fence = math.max(last + 1, now[1] * 1000000 + now[2])
   redis.call('SET', KEYS[2], string.format('%.0f', fence))

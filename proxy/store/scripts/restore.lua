@@ -1,11 +1,11 @@
 -- KEYS: state, calls, index. ARGV: info, created_at, number of the first record, then call id, digest, record of each.
--- {'ok', calls}, {'closed', status} when a closed session has them all, {'gap', calls} or {'conflict', what}
+-- Returns {'ok', calls}, {'closed', status} when a closed session has them all, {'gap', calls} or {'conflict', reason}.
 local now, first = status(), tonumber(ARGV[3])
 if now == 'open' or now == 'closing' then
   return {'conflict', 'it is ' .. now}
 end
 if now == 'restoring' and redis.call('HGET', KEYS[1], 'info') ~= ARGV[1] then
-  return {'conflict', 'another import of it has not ended'}
+  return {'conflict', 'another import of it has not finished'}
 end
 if redis.call('LLEN', KEYS[2]) < first then
   return {'gap', redis.call('LLEN', KEYS[2])}
@@ -16,7 +16,7 @@ for i = 4, #ARGV, 3 do
   if not digest and (not now or now == 'restoring') then
     fresh[#fresh + 1] = i
   elseif digest ~= ARGV[i + 1] then
-    return {'conflict', 'its call ' .. ARGV[i] .. ' is not the same'}
+    return {'conflict', 'its call ' .. ARGV[i] .. ' differs'}
   end
 end
 if not now then

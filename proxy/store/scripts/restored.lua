@@ -1,6 +1,6 @@
 -- KEYS: state, calls, index, intents, delivered. ARGV: info, number of calls, then name and value of each field of the state, ''
--- and the ids of the delivered calls, '' and the id and value of each intent. {'ok'}, {'closed'}, {'missing'} or
--- {'conflict', what}
+-- and the ids of the delivered calls, '' and the id and value of each intent. Returns {'ok'}, {'closed'}, {'missing'} or
+-- {'conflict', reason}.
 local now = status()
 if not now then
   return {'missing'}
@@ -9,10 +9,10 @@ if now ~= 'restoring' then
   return {'closed'}
 end
 if redis.call('HGET', KEYS[1], 'info') ~= ARGV[1] then
-  return {'conflict', 'another import of it has not ended'}
+  return {'conflict', 'another import of it has not finished'}
 end
 if redis.call('LLEN', KEYS[2]) ~= tonumber(ARGV[2]) then
-  return {'conflict', 'it has ' .. redis.call('LLEN', KEYS[2]) .. ' calls and not ' .. ARGV[2]}
+  return {'conflict', 'it has ' .. redis.call('LLEN', KEYS[2]) .. ' calls instead of ' .. ARGV[2]}
 end
 local i = 3
 while ARGV[i] ~= '' do

@@ -1,2 +1,2 @@
--- ARGV: session id. It was let in and is there.
+-- ARGV: session id, admitted and now known to exist.
 return redis.call('ZREM', unseen, ARGV[1])

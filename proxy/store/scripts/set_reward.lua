@@ -1,4 +1,4 @@
--- ARGV: reward or '', per_call, per_branch, reward_metadata, now or ''. {'ok', snapshot}, {'leased'} or {'missing'}
+-- ARGV: reward or '', per_call, per_branch, reward_metadata, now or ''. Returns {'ok', snapshot}, {'leased'} or {'missing'}.
 if not status() then
   return {'missing'}
 end

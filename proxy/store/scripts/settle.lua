@@ -1,10 +1,10 @@
--- ARGV: lease id, acked or nacked, now, whether it never reached anyone. {status of the lease, group ids} or {'missing'}
+-- ARGV: lease id, acked or nacked, now, whether it reached nobody. Returns {status of the lease, group ids} or {'missing'}.
 go_on_when_full()
 local lease_id, status, now = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local lease, otherwise = active(lease_id, now)
 if not lease then
   if otherwise[1] == status then
-    -- Written again, so that whoever waits for the write to be durable waits for this one.
+    -- A write for WAIT to wait for.
     redis.call('HSET', leases, lease_id, redis.call('HGET', leases, lease_id))
   end
   return otherwise

@@ -1,5 +1,5 @@
--- ARGV: session ids. What keeps each of them: announced, its group's status, or 'none'. Of a group that was given in parts it is
--- the status of one that is not over, if there is one.
+-- ARGV: session ids. Returns what holds each: 'announced', its group's status, or 'none'. Of a group split into parts, the status of a
+-- part that is still undelivered, if there is one.
 local function standing(ref)
   local group = load_packed(groups, ref)
   local status = group and group.status or 'none'

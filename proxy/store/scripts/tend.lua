@@ -1,5 +1,5 @@
--- ARGV: now, seconds after which a group is not waited for any more or 0, policy, minimum, zero variance.
--- How many groups were given up.
+-- ARGV: now, seconds without a new member after which a group is given up or 0, policy, minimum, zero variance.
+-- Returns how many groups were given up.
 go_on_when_full()
 local now, patience, policy, minimum = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 
@@ -12,7 +12,7 @@ end
 
 local function give_up(ref, group)
   tally('timed_out')
-  local its_policy = ruled(group, policy)
+  local its_policy = apply_rule(group, policy)
   if its_policy == 'require_all' then
     kill(ref, group, why(group), now)
     return

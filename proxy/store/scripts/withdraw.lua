@@ -1,4 +1,4 @@
--- ARGV: session id, policy, minimum, zero variance. 'gone', or 'leased' and nothing done.
+-- ARGV: session id, policy, minimum, zero variance. Returns 'gone', or 'leased' without a change.
 go_on_when_full()
 local session_id = ARGV[1]
 local ref = redis.call('HGET', members, session_id)
@@ -18,7 +18,7 @@ local function forget(each, gone)
     redis.call('ZREM', queue, each)
   end
   redis.call('HDEL', groups, each)
-  -- A later round's number would be taken again if it were forgotten while that round is there.
+  -- Only of round 1: forgetting a later round's number would give it out again while that round exists.
   if each == '1:' .. gone.group_id and redis.call('HGET', rounds, gone.group_id) == '1' then
     redis.call('HDEL', rounds, gone.group_id)
   end
@@ -37,7 +37,7 @@ end
 local function take_out(each, left)
   left.members = kept_members(left)
   if left.final then
-    -- What was acknowledged or given up stays counted.
+    -- Acknowledged and dropped groups stay counted.
     left.left = left.left - 1
     if left.left == 0 then
       forget(each, left)
@@ -48,12 +48,12 @@ local function take_out(each, left)
     redis.call('HINCRBY', counts, left.status, -1)
     forget(each, left)
   elseif left.status == 'dropped' and (left.given_up or #left.members + 1 >= left.size) then
-    -- One member less, it would pass for a group that still fills, or for one that is ready.
+    -- With one member less it would pass for a filling or a ready group.
     finish(each, left, 'dropped')
   elseif left.status == 'dead' then
     save_group(each, left)
   elseif left.given or left.of then
-    -- Nobody can take the place: the other rows of the group may have been trained.
+    -- The place stays empty: the group's other rows may have been trained already.
     finish(each, left, 'dropped')
   else
     measure(left)

@@ -1,6 +1,6 @@
--- KEYS[1] is what all names begin with. Fields of a rollout: `status`, `attempt`, `spared` (attempts that cost nothing), `node`,
--- `queue` and `entry` (its place there), `verdict`, `ends_as`, `usable`, `x:<n>` (failures of earlier attempts), `failed` (how many),
--- `t:<status>` (when), `f:<field>` (what nodes told), `shun` and `shun_until` (a node that had better not get it again, for a while).
+-- KEYS[1] is the prefix of all keys. Fields of a rollout: `status`, `attempt`, `spared` (attempts that do not count), `node`, `queue` and
+-- `entry` (its place there), `verdict`, `ends_as`, `usable`, `x:<n>` (failures of earlier attempts), `failed` (how many), `t:<status>`
+-- (when), `f:<field>` (what nodes reported), `shun` and `shun_until` (the node that should not get it again until then).
 redis.replicate_commands()
 
 local base = KEYS[1]
@@ -33,7 +33,7 @@ local function tally(what)
   redis.call('HINCRBY', totals, what, 1)
 end
 
--- The answer of a script that found its work done waits for the disks as that of the one which did it: it has to write something.
+-- A write that changes nothing: a script that finds its work done must write too, for WAIT to wait for.
 local function affirm()
   redis.call('HINCRBY', totals, 'tasks', 0)
 end
@@ -42,17 +42,17 @@ local function emit(task, now, kind, data)
   redis.call('XADD', events_key(task), 'MAXLEN', '~', EVENTS_KEPT, '*', 'kind', kind, 'at', now, 'data', cmsgpack.pack(data))
 end
 
-local told = false
+local woken = false
 
--- Nodes that wait are woken; once a script is enough.
-local function tell_arrival()
-  if not told then
-    told = true
+-- Wakes waiting nodes, once per script.
+local function wake_nodes()
+  if not woken then
+    woken = true
     redis.call('XADD', arrivals, 'MAXLEN', 1, '*', 'ready', 1)
   end
 end
 
--- What else the event tells is in `data`.
+-- `data` holds further fields of the event.
 local function set_status(task, index, status, now, data)
   local key = rollout_key(task, index)
   local was = redis.call('HGET', key, 'status')
@@ -66,19 +66,19 @@ local function set_status(task, index, status, now, data)
   emit(task, now, 'rollout.' .. status, data)
 end
 
--- The rollout waits at the end of its queue.
+-- Puts the rollout at the end of its queue.
 local function enqueue(task, index, queue)
   local stream = queue_key(queue)
   if redis.call('SADD', queues, queue) == 1 then
     redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
   end
-  -- Numbered, so that entries of several queues are in order to each other.
+  -- Numbered across queues, so that entries of several queues are ordered.
   local entry = redis.call('XADD', stream, redis.call('HINCRBY', totals, 'places', 1) .. '-0', 'task', task, 'index', index)
   redis.call('HSET', rollout_key(task, index), 'queue', queue, 'entry', entry)
-  tell_arrival()
+  wake_nodes()
 end
 
--- The place of the newest rollout of a queue that a node was given.
+-- The id of the newest entry of a queue that a node was given.
 local function last_delivered(stream)
   local group = redis.call('XINFO', 'GROUPS', stream)[1]
   for i = 1, #group, 2 do
@@ -106,7 +106,7 @@ local function leave_queue(task, index)
   drop_entry(place[1], place[2])
 end
 
--- What the attempt that is over told of itself.
+-- Removes what the finished attempt reported.
 local function forget_attempt(key)
   for _, field in ipairs(redis.call('HKEYS', key)) do
     local mark = string.sub(field, 1, 2)
@@ -140,8 +140,8 @@ local function attempts_left(task, key)
   return tonumber(redis.call('HGET', task_key(task), 'max_attempts')) - (tonumber(counted[1]) - tonumber(counted[2] or 0))
 end
 
--- Whether `attempt` (and `node`, unless that is '') is whose the rollout is; then its status.
-local function held(task, index, attempt, node)
+-- The rollout's status if it belongs to `attempt` (and to `node`, unless that is ''), otherwise nil.
+local function status_of(task, index, attempt, node)
   local found = redis.call('HMGET', rollout_key(task, index), 'attempt', 'node', 'status')
   if found[1] ~= attempt or (node ~= '' and found[2] ~= node) then
     return nil
@@ -149,10 +149,10 @@ local function held(task, index, attempt, node)
   return found[3]
 end
 
--- The same of a step that puts the rollout back into its queue, which takes the node away: told again, it finds 'queued'.
-local function held_or_queued(task, index, attempt, node)
-  local was = held(task, index, attempt, '')
-  return was == 'queued' and was or held(task, index, attempt, node)
+-- The same for a step that requeues the rollout, which removes the node: repeated, it finds 'queued'.
+local function status_of_or_queued(task, index, attempt, node)
+  local was = status_of(task, index, attempt, '')
+  return was == 'queued' and was or status_of(task, index, attempt, node)
 end
 
 local function end_task(task, status, now)
@@ -174,7 +174,7 @@ local function to_close(task, index, now)
   end
 end
 
--- The rollout ends by what happened outside of it; its session is left to be closed.
+-- Ends the rollout from outside; its session is left to be closed.
 local function end_from_outside(task, index, status, failure, message, now)
   local key = rollout_key(task, index)
   local verdict = {status = status, failure = {failure = failure, message = message}}
@@ -183,7 +183,7 @@ local function end_from_outside(task, index, status, failure, message, now)
   set_status(task, index, status, now, {failure = failure})
   tally('failure:' .. failure)
   tally('rollout:' .. status)
-  -- A member that never began is missed in its group only where others have begun.
+  -- A member that never began matters to its group only if others have begun.
   if redis.call('HGET', task_key(task), 'status') ~= 'queued' then
     to_close(task, index, now)
   end
@@ -200,7 +200,7 @@ local function unended(task)
   return found
 end
 
--- After a rollout ended: stops the others where enough are usable, and ends the task with its last one.
+-- After a rollout's end: stops the others once enough are usable, and ends the task with its last rollout.
 local function after_end(task, now)
   local key = task_key(task)
   local found = redis.call('HMGET', key, 'usable_wanted', 'usable', 'status')
@@ -212,7 +212,7 @@ local function after_end(task, now)
   if stop then
     local message = usable .. ' usable samples were there, as many as were wanted'
     for _, other in ipairs(unended(task)) do
-      -- One whose verdict stands is done but for its session.
+      -- A rollout with a verdict is done except for its session.
       if other.status ~= 'concluding' then
         end_from_outside(task, other.index, 'cancelled', 'early_stopped', message, now)
       end

@@ -1,5 +1,5 @@
--- ARGV: node, its packed state, now, then task, index and attempt of each rollout it holds. The positions, from 0, of those that are
--- its no more.
+-- ARGV: node, its packed state, now, then task, index and attempt of each rollout it holds. Returns the positions, from 0, of those that it
+-- no longer has.
 local node, now, FORGOTTEN_SECONDS = ARGV[1], ARGV[3], 3600
 redis.call('HSET', nodes, node, ARGV[2])
 redis.call('ZADD', seen, now, node)
@@ -10,7 +10,7 @@ for _, gone in ipairs(redis.call('ZRANGEBYSCORE', seen, '-inf', now - FORGOTTEN_
 end
 local lost = {}
 for i = 4, #ARGV, 3 do
-  local status = held(ARGV[i], ARGV[i + 1], ARGV[i + 2], node)
+  local status = status_of(ARGV[i], ARGV[i + 1], ARGV[i + 2], node)
   if status and not ENDED[status] then
     local place = redis.call('HMGET', rollout_key(ARGV[i], ARGV[i + 1]), 'queue', 'entry')
     redis.call('XCLAIM', queue_key(place[1]), GROUP, node, 0, place[2], 'JUSTID')

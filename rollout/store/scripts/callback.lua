@@ -1,4 +1,4 @@
--- ARGV: task, now, what became of the try (delivered, failed or given_up), when it is tried again or '', error or ''.
+-- ARGV: task, now, the outcome (delivered, failed or given_up), when it is tried again or '', error or ''.
 local task, now, became = ARGV[1], ARGV[2], ARGV[3]
 local key = task_key(task)
 if redis.call('EXISTS', key) == 0 or redis.call('HEXISTS', key, 'callback_at') == 1 then

@@ -1,4 +1,4 @@
--- ARGV: task, now. The index and fields of each rollout that this ended, as it stood; nothing where there is no such task.
+-- ARGV: task, now. Returns the index and fields of each rollout that it ended, as it stood; false if there is no such task.
 local task, now = ARGV[1], ARGV[2]
 local key = task_key(task)
 local status = redis.call('HGET', key, 'status')

@@ -1,12 +1,12 @@
 -- ARGV: task, index, attempt, node or '', now, packed verdict, status it ends as, whether it is usable, reward or '', class of its
--- failure or ''. Whether the attempt was the rollout's.
+-- failure or ''. Returns whether the rollout was the attempt's.
 local task, index = ARGV[1], ARGV[2]
-local was = held(task, index, ARGV[3], ARGV[4])
+local was = status_of(task, index, ARGV[3], ARGV[4])
 if not was or ENDED[was] or was == 'queued' then
   return 0
 end
 affirm()
--- The first verdict stands: whoever came by may have begun to close the session with it.
+-- The first verdict stands: the session may already be closing with it.
 if was ~= 'concluding' then
   redis.call('HSET', rollout_key(task, index), 'verdict', ARGV[6], 'ends_as', ARGV[7], 'usable', ARGV[8])
   if ARGV[9] ~= '' then

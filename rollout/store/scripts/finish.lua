@@ -1,7 +1,7 @@
--- ARGV: task, index, attempt, node or '', now. Whether the attempt was the rollout's, and its verdict stood.
+-- ARGV: task, index, attempt, node or '', now. Returns whether the rollout was the attempt's and had a verdict.
 local task, index, now = ARGV[1], ARGV[2], ARGV[5]
 local key = rollout_key(task, index)
-local was = held(task, index, ARGV[3], '')
+local was = status_of(task, index, ARGV[3], '')
 local found = redis.call('HMGET', key, 'ends_as', 'usable', 'failure', 'reward')
 if was and ENDED[was] and was == found[1] then
   affirm()

@@ -1,9 +1,9 @@
--- ARGV: the latest end, limit. How many tasks that ended before were deleted.
+-- ARGV: latest end, limit. Returns how many tasks that ended before were deleted.
 local AT_ONCE = 100
 local deleted, limit, kept = 0, tonumber(ARGV[2]), 0
 
--- Whether it could be.
-local function forgotten(task)
+-- False if its sessions or its callback are not settled.
+local function forget(task)
   local key = task_key(task)
   local found = redis.call('HMGET', key, 'unclosed', 'number')
   if tonumber(found[1] or 0) > 0 or redis.call('ZSCORE', callbacks, task) then
@@ -23,7 +23,7 @@ repeat
   for _, task in ipairs(found) do
     if deleted == limit then
       return deleted
-    elseif forgotten(task) then
+    elseif forget(task) then
       deleted = deleted + 1
     else
       kept = kept + 1

@@ -1,9 +1,9 @@
--- ARGV: task, index, attempt, node or '', now, class of the failure, packed record, how long the node had better not get it again,
--- whether the attempt costs nothing.
--- 'again', 'over' when its attempts are used up, or 'lost' when the attempt is not the rollout's.
+-- ARGV: task, index, attempt, node or '', now, class of the failure, packed record, seconds for which the node should not get it again,
+-- whether the attempt does not count.
+-- Returns 'again', 'over' when its attempts are used up, or 'lost' when the rollout is not the attempt's.
 local task, index, node, now = ARGV[1], ARGV[2], ARGV[4], ARGV[5]
 local key = rollout_key(task, index)
-local was = held_or_queued(task, index, ARGV[3], node)
+local was = status_of_or_queued(task, index, ARGV[3], node)
 if not was or ENDED[was] or was == 'concluding' then
   return 'lost'
 end

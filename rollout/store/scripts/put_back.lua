@@ -1,6 +1,6 @@
--- ARGV: task, index, attempt, node or '', now. Whether the attempt was the rollout's.
+-- ARGV: task, index, attempt, node or '', now. Returns whether the rollout was the attempt's.
 local task, index = ARGV[1], ARGV[2]
-local was = held_or_queued(task, index, ARGV[3], ARGV[4])
+local was = status_of_or_queued(task, index, ARGV[3], ARGV[4])
 if not was or ENDED[was] or was == 'concluding' then
   return 0
 end

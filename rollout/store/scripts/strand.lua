@@ -1,5 +1,5 @@
--- ARGV: queue, what it lacks or '', now, how many rollouts to look at. Notes it at the tasks whose rollouts wait there, each time that it
--- is another.
+-- ARGV: queue, what no node has of what it requires or '', now, how many rollouts to examine. Notes that with the tasks whose rollouts
+-- wait there, whenever it changes. Returns how many notes changed.
 local queue, lacks, now = ARGV[1], ARGV[2], ARGV[3]
 local stream = queue_key(queue)
 if redis.call('EXISTS', stream) == 0 then

@@ -1,5 +1,5 @@
--- ARGV: task, body, outline, digest, now, number of rollouts, queue, usable samples wanted or 0, most attempts, what becomes of the
--- rollouts of lost nodes, callback URL or ''. 'new', 'same' or 'conflict'.
+-- ARGV: task, body, outline, digest, now, number of rollouts, queue, usable samples wanted or 0, most attempts, the policy for
+-- rollouts of lost nodes, callback URL or ''. Returns 'new', 'same' or 'conflict'.
 local task, now, number, queue = ARGV[1], ARGV[5], tonumber(ARGV[6]), ARGV[7]
 local key = task_key(task)
 local before = redis.call('HGET', key, 'digest')

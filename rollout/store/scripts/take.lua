@@ -1,5 +1,5 @@
--- ARGV: node, room as JSON or '' for a server, which only clears up, lease in milliseconds, now, a token of this request.
--- {task, index, attempt, whether its verdict stands already, body, the rollout's fields}, or nothing.
+-- ARGV: node, room as JSON or '' for a server, which only recovers, lease in milliseconds, now, a token of this request.
+-- Returns {task, index, attempt, whether it has a verdict, body, the rollout's fields}, or false.
 local node, room, lease, now = ARGV[1], ARGV[2] ~= '' and cjson.decode(ARGV[2]), ARGV[3], ARGV[4]
 local SHUN_SECONDS = 30
 local AT_ONCE = 100
@@ -13,7 +13,7 @@ local function has(list, wanted)
   return false
 end
 
--- Whether what a queue holds (its name, decoded) finds a place there.
+-- Whether `place` meets the requirements of a queue (its name, decoded).
 local function fits(wanted, place)
   if wanted[3] > place.cpus or wanted[4] > place.memory_mb then
     return false
@@ -31,8 +31,8 @@ local function fits(wanted, place)
   return true
 end
 
--- Queues that this node has room for, the most urgent first.
-local function suitable()
+-- Queues that this node has room for, the greatest priority first.
+local function find_suitable()
   local found = {}
   for _, name in ipairs(redis.call('SMEMBERS', queues)) do
     local wanted = cjson.decode(name)
@@ -49,7 +49,7 @@ local function suitable()
   return found
 end
 
-local function handed(task, index, resumed)
+local function describe(task, index, resumed)
   local fields = redis.call('HGETALL', rollout_key(task, index))
   local attempt = redis.call('HGET', rollout_key(task, index), 'attempt')
   return {task, index, attempt, resumed and 1 or 0, redis.call('HGET', task_key(task), 'body'), fields}
@@ -67,11 +67,11 @@ local function hand_out(task, index)
   redis.call('HSET', key, 'node', node)
   set_status(task, index, 'preparing', now, {node = node})
   tally('attempts')
-  return handed(task, index, false)
+  return describe(task, index, false)
 end
 
--- The task and index of an entry whose rollout waits or is under way; other entries are taken off.
-local function living(queue, entry)
+-- Task, index and status of an entry whose rollout has not ended. Any other entry is dropped.
+local function read_entry(queue, entry)
   local read = redis.call('XRANGE', queue.stream, entry, entry)
   if read[1] then
     local task, index = read[1][2][2], read[1][2][4]
@@ -83,14 +83,14 @@ local function living(queue, entry)
   drop_entry(queue.name, entry)
 end
 
--- A rollout whose node gave no sign of life: what is to be handed out of it, or nothing.
+-- Recovers a rollout whose node is silent: returns it to be taken, or nil.
 local function recover(queue, entry, task, index, status)
   local key = rollout_key(task, index)
   local lost, attempt = redis.call('HGET', key, 'node') or '', redis.call('HGET', key, 'attempt')
   if status == 'concluding' then
     redis.call('XCLAIM', queue.stream, GROUP, node, 0, entry, 'JUSTID')
     redis.call('HSET', key, 'node', node)
-    return handed(task, index, true)
+    return describe(task, index, true)
   end
   local message = 'the node ' .. lost .. ' gave no sign of life'
   local fails = redis.call('HGET', task_key(task), 'on_lost') == 'fail' or attempts_left(task, key) <= 0
@@ -112,7 +112,7 @@ end
 
 local leases = {}
 
--- The lease of a node in milliseconds, as it told it with its signs of life; 0 where it did not.
+-- A node's lease in milliseconds, from its last beat; 0 if it has none.
 local function lease_of(name)
   if not leases[name] then
     local state = redis.call('HGET', nodes, name)
@@ -121,23 +121,23 @@ local function lease_of(name)
   return leases[name]
 end
 
--- The next entries behind `last` that were silent for this request's lease.
-local function silent(queue, last)
+-- The next entries behind `last` whose nodes were silent for this request's lease.
+local function find_silent(queue, last)
   if redis.call('EXISTS', queue.stream) == 0 then
     return {}
   end
   return redis.call('XPENDING', queue.stream, GROUP, 'IDLE', lease, last and '(' .. last or '-', '+', AT_ONCE)
 end
 
--- What cannot be taken here stays where it is, so all are looked at.
+-- Examines all silent entries: those that cannot be taken here stay in place.
 local function take_lost(queue)
   local last
   repeat
-    local found = silent(queue, last)
+    local found = find_silent(queue, last)
     for _, pending in ipairs(found) do
       last = pending[1]
       if pending[3] >= lease_of(pending[2]) then
-        local task, index, status = living(queue, last)
+        local task, index, status = read_entry(queue, last)
         local taken = task and recover(queue, last, task, index, status)
         if taken then
           return taken
@@ -147,22 +147,22 @@ local function take_lost(queue)
   until #found < AT_ONCE
 end
 
--- Whether another node lives that could take what is in the queue, if perhaps not now.
+-- Whether another live node could take rollouts of the queue, now or later.
 local function others_fit(queue)
   local wanted = cjson.decode(queue.name)
   for _, name in ipairs(redis.call('ZRANGEBYSCORE', seen, now - 2 * SHUN_SECONDS, '+inf')) do
     local state = name ~= node and redis.call('HGET', nodes, name)
-    local told = state and cmsgpack.unpack(state)[2]
-    if told and not told.draining and fits(wanted, told) then
+    local other = state and cmsgpack.unpack(state)[2]
+    if other and not other.draining and fits(wanted, other) then
       return true
     end
   end
   return false
 end
 
--- The entry that is next in a queue, unless this node had it and failed, and others live who may do better: while it is left to them,
--- what is behind it waits too.
-local function next_waiting(queue)
+-- The next entry of a queue, or nil if its rollout failed on this node and others could take it: while it is left to them, the entries
+-- behind it wait too.
+local function find_next(queue)
   if redis.call('EXISTS', queue.stream) == 0 then
     return nil
   end
@@ -177,17 +177,17 @@ local function next_waiting(queue)
   return read[1][1]
 end
 
-local function place(entry)
+local function number_of(entry)
   return tonumber(string.match(entry, '%d+'))
 end
 
--- The rollout that waits longest in the queues of one priority.
+-- Takes the longest waiting rollout of the queues of one priority.
 local function take_waiting(level)
   while true do
     local first, entry
     for _, queue in ipairs(level) do
-      local waiting = next_waiting(queue)
-      if waiting and (not entry or place(waiting) < place(entry)) then
+      local waiting = find_next(queue)
+      if waiting and (not entry or number_of(waiting) < number_of(entry)) then
         first, entry = queue, waiting
       end
     end
@@ -195,37 +195,37 @@ local function take_waiting(level)
       return nil
     end
     redis.call('XREADGROUP', 'GROUP', GROUP, node, 'COUNT', 1, 'STREAMS', first.stream, '>')
-    local task, index = living(first, entry)
+    local task, index = read_entry(first, entry)
     if task then
       return hand_out(task, index)
     end
   end
 end
 
--- A request whose answer was lost is sent once more: it is answered as before.
-local function taken_before()
+-- What this request was answered before: it is repeated when its answer was lost.
+local function find_repeated()
   local last = redis.call('HGET', takes, node)
   local token, task, index, resumed = string.match(last or '', '^([^:]*):([^:]*):([^:]*):(.)$')
   if token ~= ARGV[5] then
     return nil
   end
   local found = redis.call('HMGET', rollout_key(task, index), 'node', 'status')
-  return found[1] == node and not ENDED[found[2]] and handed(task, index, resumed == '1')
+  return found[1] == node and not ENDED[found[2]] and describe(task, index, resumed == '1')
 end
 
-local function remembered(taken)
+local function remember(taken)
   if room then
     redis.call('HSET', takes, node, table.concat({ARGV[5], taken[1], taken[2], taken[4]}, ':'))
   end
   return taken
 end
 
-local again = taken_before()
+local again = find_repeated()
 if again then
   affirm()
   return again
 end
-local found = suitable()
+local found = find_suitable()
 local from = 1
 while from <= #found do
   local level = {}
@@ -236,12 +236,12 @@ while from <= #found do
   for _, queue in ipairs(level) do
     local taken = take_lost(queue)
     if taken then
-      return remembered(taken)
+      return remember(taken)
     end
   end
   local taken = room and take_waiting(level)
   if taken then
-    return remembered(taken)
+    return remember(taken)
   end
 end
 return false

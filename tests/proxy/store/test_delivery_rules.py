@@ -639,7 +639,7 @@ async def test_a_group_without_replacements_is_given_up_with_its_last_member(sto
     assert states == ["filling", "filling", "dead"]
     assert await store.delivery.fill("g", 3, members[1], ALL, 8.0, rule) == "dead", "repeating changes nothing"
     ((letter,), _) = await store.delivery.dead_letters()
-    assert letter.reason == "incomplete: 2 of 3 members usable, 1 failed, and nobody takes their place"
+    assert letter.reason == "incomplete: 2 of 3 members usable, 1 failed, and they are not replaced"
     assert (letter.session_ids, letter.died_at) == (["a", "b", "c"], 7.0)
     assert await counted(store) == {"dead": 1}
     assert await store.delivery.retry_dead(["g"], ALL, 9.0) == ["1:g"]

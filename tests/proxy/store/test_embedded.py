@@ -214,7 +214,7 @@ async def test_a_file_that_cannot_be_synced_is_left_to_redis_which_refuses_recor
         eventually(left_to_it)
         kill_and_await(server, url)
         eventually(left_to_it)
-    assert caplog.text.count("cannot be synced, and redis-server is left to do it") == 1
+    assert caplog.text.count("cannot be synced; redis-server syncs it instead") == 1
 
 
 def test_two_services_on_one_data_directory_fail_with_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

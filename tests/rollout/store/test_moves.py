@@ -13,7 +13,7 @@ from cli.rollout_service import RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.store import keys
 from rollout.store.base import StoreUnavailable
-from rollout.store.tasks import RedisTaskStore
+from rollout.store.tasks import TaskStore
 from tests.support.runtimes.rollout_stores import WELL, Stores, a_task
 from tests.support.service.redis_server import RedisCluster, RedisServer, ask, running_cluster
 
@@ -52,14 +52,14 @@ def moving(cluster: RedisCluster) -> Iterator[list[bytes]]:
 async def test_scripts_wait_while_the_slot_moves_and_reads_do_not(cluster: RedisCluster) -> None:
     wire = StoreConnection(cluster.url, timeout_seconds=20.0)
     connection = RolloutConnection(wire)
-    stores = Stores(connection, RedisTaskStore(connection))
+    stores = Stores(connection, TaskStore(connection))
     try:
         await stores.submit("old", num_samples=3)
         node = stores.node("a")
         first = await node.must_take()
         with moving(cluster) as left:
             assert left, "some keys are on either side"
-            before = await stores.tasks.rollouts("old")
+            before = await stores.tasks.load_rollouts("old")
             for step in (
                 stores.tasks.submit(a_task("new"), b"d", time.time()),
                 node.take(),
@@ -68,7 +68,7 @@ async def test_scripts_wait_while_the_slot_moves_and_reads_do_not(cluster: Redis
             ):
                 with pytest.raises(StoreUnavailable):
                     await step
-            assert await stores.tasks.rollouts("old") == before
+            assert await stores.tasks.load_rollouts("old") == before
         await stores.submit("new")
         await node.end(first.attempt)
         assert [(await node.must_take()).attempt.task_id for _ in range(3)] == ["old", "old", "new"]

@@ -59,7 +59,7 @@ async def test_what_was_submitted_comes_back_whole(stores: Stores) -> None:
     state, new = await stores.tasks.submit(task, b"d", time.time())
     assert new and state.task == task
     assert (await stores.node("a").must_take()).task == task
-    (listed,), _ = await stores.tasks.page(status=None, limit=10, cursor=None)
+    (listed,), _ = await stores.tasks.list_tasks(status=None, limit=10, cursor=None)
     assert [getattr(step, "content", None) for step in listed.task.prepare] == [b"", None, None]
 
 
@@ -69,18 +69,18 @@ async def test_a_task_that_is_submitted_again_is_left_as_it_is(stores: Stores) -
     assert new and not anew and again == first
     with pytest.raises(TaskConflict, match="another body"):
         await stores.tasks.submit(a_task(num_samples=3), b"two", 3.0)
-    assert len(await stores.tasks.rollouts("t")) == 2
+    assert len(await stores.tasks.load_rollouts("t")) == 2
 
 
 async def test_what_is_not_there_is_said_to_be_missing(stores: Stores) -> None:
     with pytest.raises(NoSuchTask):
         await stores.tasks.load("x")
     with pytest.raises(NoSuchTask):
-        await stores.tasks.rollouts("x")
+        await stores.tasks.load_rollouts("x")
     with pytest.raises(NoSuchTask):
         await stores.tasks.cancel("x", 1.0)
     with pytest.raises(NoSuchTask):
-        await anext(stores.tasks.events("x"))
+        await anext(stores.tasks.watch_events("x"))
 
 
 async def test_the_most_urgent_goes_first_and_among_equals_the_oldest(stores: Stores) -> None:
@@ -129,9 +129,9 @@ async def test_a_rollout_of_a_silent_node_is_anothers_next_attempt(stores: Store
     ):
         with pytest.raises(Superseded):
             await step
-    assert await stores.tasks.abandoned(10, time.time()) == [first.attempt]
-    await stores.tasks.deleted(first.attempt)
-    assert await stores.tasks.abandoned(10, time.time() + 3600) == []
+    assert await stores.tasks.claim_abandoned(10, time.time()) == [first.attempt]
+    await stores.tasks.drop_abandoned(first.attempt)
+    assert await stores.tasks.claim_abandoned(10, time.time() + 3600) == []
     await other.end(second.attempt)
     assert (await stores.tasks.load("t")).status == "completed"
 
@@ -174,9 +174,9 @@ async def test_a_node_that_beats_keeps_what_it_has(stores: Stores) -> None:
     taken = await node.must_take()
     assert await node.beat(taken.attempt) == []
     assert await other.take(60.0) is None
-    assert [state.name for state in await stores.tasks.nodes()] == ["a"]
+    assert [state.name for state in await stores.tasks.list_nodes()] == ["a"]
     await node.work.leave("a")
-    assert await stores.tasks.nodes() == []
+    assert await stores.tasks.list_nodes() == []
 
 
 async def test_a_node_loses_nothing_before_its_own_lease_has_run_out(stores: Stores) -> None:
@@ -203,7 +203,7 @@ async def test_a_task_may_want_rollouts_of_lost_nodes_to_fail(stores: Stores) ->
     assert state.status == "failed" and state.verdict is not None and state.verdict.failure is not None
     assert state.verdict.failure.failure is Failure.NODE_LOST
     assert (await stores.tasks.load("t")).status == "completed"
-    ((task, closing),) = await stores.tasks.to_close(10, time.time())
+    ((task, closing),) = await stores.tasks.claim_unclosed(10, time.time())
     assert (task.task_id, closing.attempt, closing.status) == ("t", 1, "failed")
 
 
@@ -267,7 +267,7 @@ async def test_what_cannot_be_done_keeps_nothing_else_from_being_done(stores: St
         await stores.tasks.cancel(task_id, 1.0)
     await server.work.finish(last.attempt, 2.0)
     assert await stores.tasks.forget(2.0, 10) == 1
-    assert len((await stores.tasks.page(status=None, limit=200, cursor=None))[0]) == len(held)
+    assert len((await stores.tasks.list_tasks(status=None, limit=200, cursor=None))[0]) == len(held)
 
 
 async def test_a_failure_that_is_not_the_agents_is_tried_again_elsewhere_first(stores: Stores) -> None:
@@ -284,7 +284,7 @@ async def test_a_failure_that_is_not_the_agents_is_tried_again_elsewhere_first(s
     assert not await good.work.give_up(second.attempt, BROKEN, time.time(), retry=True)
     await good.end(second.attempt, Verdict("failed", failure=BROKEN))
     assert (await stores.rollout()).status == "failed"
-    assert (await stores.tasks.totals())["failure:bad_runtime"] == 2
+    assert (await stores.tasks.load_totals())["failure:bad_runtime"] == 2
 
 
 async def test_a_node_that_is_alone_tries_again_itself(stores: Stores) -> None:
@@ -331,22 +331,22 @@ async def test_cancelling_ends_everything_at_once_and_for_good(stores: Stores) -
     with pytest.raises(Superseded):
         await node.work.finish(concluding.attempt, time.time())
     assert await node.beat(concluding.attempt) == [concluding.attempt]
-    states = await stores.tasks.rollouts("t")
+    states = await stores.tasks.load_rollouts("t")
     assert [state.status for state in states] == ["completed", "cancelled", "cancelled"]
     assert states[1].verdict is not None and states[1].verdict.failure is not None
     assert states[1].verdict.failure.failure is Failure.CANCELLED
     assert (await stores.tasks.load("t")).status == "cancelled"
     assert await stores.tasks.cancel("t", time.time()) == [] and await node.take() is None
-    assert {state.index for _, state in await stores.tasks.to_close(10, time.time())} == {1, 2}
-    assert await stores.tasks.to_close(10, time.time()) == []
-    await stores.tasks.closed("t", 1)
+    assert {state.index for _, state in await stores.tasks.claim_unclosed(10, time.time())} == {1, 2}
+    assert await stores.tasks.claim_unclosed(10, time.time()) == []
+    await stores.tasks.mark_closed("t", 1)
 
 
 async def test_a_cancelled_task_that_nobody_began_leaves_nothing_to_close(stores: Stores) -> None:
     await stores.submit(num_samples=3)
     assert len(await stores.tasks.cancel("t", time.time())) == 3
-    assert await stores.tasks.to_close(10, time.time()) == []
-    assert await stores.tasks.depths() == {}
+    assert await stores.tasks.claim_unclosed(10, time.time()) == []
+    assert await stores.tasks.count_waiting() == {}
 
 
 async def test_enough_usable_samples_stop_the_others(stores: Stores) -> None:
@@ -359,12 +359,12 @@ async def test_enough_usable_samples_stop_the_others(stores: Stores) -> None:
     await node.work.conclude(taken[2].attempt, WELL, time.time())
     await node.end(taken[3].attempt)
     await node.work.finish(taken[2].attempt, time.time())
-    states = await stores.tasks.rollouts("t")
+    states = await stores.tasks.load_rollouts("t")
     assert [state.status for state in states] == ["completed", "timeout", "completed", "completed", "cancelled"]
     assert states[4].verdict is not None and states[4].verdict.failure is not None
     assert states[4].verdict.failure.failure is Failure.EARLY_STOPPED
     assert (await stores.tasks.load("t")).status == "completed"
-    assert [state.index for _, state in await stores.tasks.to_close(10, time.time())] == [4]
+    assert [state.index for _, state in await stores.tasks.claim_unclosed(10, time.time())] == [4]
 
 
 async def test_a_request_whose_answer_was_lost_takes_no_second_rollout(stores: Stores) -> None:
@@ -410,7 +410,7 @@ async def test_an_idle_node_is_woken_by_what_comes(stores: Stores) -> None:
 
 async def test_events_are_told_as_they_come_and_from_where_a_reader_stopped(stores: Stores) -> None:
     await stores.submit()
-    told = stores.tasks.events("t")
+    told = stores.tasks.watch_events("t")
     first = await anext(told)
     assert (first.kind, dict(first.data)) == ("task.created", {"rollouts": 1})
     node = stores.node("a")
@@ -420,38 +420,38 @@ async def test_events_are_told_as_they_come_and_from_where_a_reader_stopped(stor
     rest = [event async for event in told]
     assert [event.kind for event in rest] == ["rollout.concluding", "rollout.completed", "task.ended"]
     assert rest[1].data["reward"] == 1.0
-    assert [event async for event in stores.tasks.events("t", rest[0].id)] == rest[1:]
-    assert [event async for event in stores.tasks.events("t", rest[2].id)] == []
+    assert [event async for event in stores.tasks.watch_events("t", rest[0].id)] == rest[1:]
+    assert [event async for event in stores.tasks.watch_events("t", rest[2].id)] == []
 
 
 async def test_tasks_are_listed_newest_first_page_by_page(stores: Stores) -> None:
     for number in range(5):
         await stores.submit(f"t{number}")
     await stores.tasks.cancel("t3", time.time())
-    page, cursor = await stores.tasks.page(status=None, limit=2, cursor=None)
+    page, cursor = await stores.tasks.list_tasks(status=None, limit=2, cursor=None)
     assert [state.task.task_id for state in page] == ["t4", "t3"]
-    page, cursor = await stores.tasks.page(status="queued", limit=2, cursor=cursor)
+    page, cursor = await stores.tasks.list_tasks(status="queued", limit=2, cursor=cursor)
     assert [state.task.task_id for state in page] == ["t2", "t1"]
-    page, cursor = await stores.tasks.page(status="queued", limit=2, cursor=cursor)
+    page, cursor = await stores.tasks.list_tasks(status="queued", limit=2, cursor=cursor)
     assert [state.task.task_id for state in page] == ["t0"] and cursor is None
-    assert list((await stores.tasks.depths()).values()) == [4]
+    assert list((await stores.tasks.count_waiting()).values()) == [4]
 
 
 async def test_a_callback_is_one_servers_at_a_time_until_it_is_delivered(stores: Stores) -> None:
     await stores.submit(callback_url="http://x")
     await stores.tasks.cancel("t", 100.0)
-    (state,) = await stores.tasks.callbacks(10, 100.0)
+    (state,) = await stores.tasks.claim_callbacks(10, 100.0)
     assert state.callback is not None and state.callback.tries == 0
-    assert await stores.tasks.callbacks(10, 101.0) == []
-    await stores.tasks.called_back("t", 102.0, error="500", next_try_at=110.0)
-    assert await stores.tasks.callbacks(10, 109.0) == []
-    (state,) = await stores.tasks.callbacks(10, 110.0)
+    assert await stores.tasks.claim_callbacks(10, 101.0) == []
+    await stores.tasks.record_callback("t", 102.0, error="500", next_try_at=110.0)
+    assert await stores.tasks.claim_callbacks(10, 109.0) == []
+    (state,) = await stores.tasks.claim_callbacks(10, 110.0)
     assert state.callback is not None
     assert (state.callback.tries, state.callback.last_error, state.callback.next_try_at) == (1, "500", 110.0)
     # The server dies with it; another is given it a minute later.
-    (state,) = await stores.tasks.callbacks(10, 171.0)
-    await stores.tasks.called_back("t", 172.0)
-    assert await stores.tasks.callbacks(10, 1e9) == []
+    (state,) = await stores.tasks.claim_callbacks(10, 171.0)
+    await stores.tasks.record_callback("t", 172.0)
+    assert await stores.tasks.claim_callbacks(10, 1e9) == []
     after = (await stores.tasks.load("t")).callback
     assert after is not None and (after.tries, after.delivered_at, after.last_error) == (2, 172.0, None)
     assert (await stores.kinds())[-2:] == ["callback.failed", "callback.delivered"]
@@ -465,20 +465,20 @@ async def test_ended_tasks_are_forgotten_once_nothing_is_left_to_do(stores: Stor
     await node.must_take()
     await stores.tasks.cancel("done", 100.0)
     assert await stores.tasks.forget(99.0, 10) == 0 and await stores.tasks.forget(100.0, 10) == 0
-    for task, state in await stores.tasks.to_close(10, time.time()):
-        await stores.tasks.closed(task.task_id, state.index)
+    for task, state in await stores.tasks.claim_unclosed(10, time.time()):
+        await stores.tasks.mark_closed(task.task_id, state.index)
     assert await stores.tasks.forget(100.0, 10) == 1
     with pytest.raises(NoSuchTask):
         await stores.tasks.load("done")
-    page, _ = await stores.tasks.page(status=None, limit=10, cursor=None)
+    page, _ = await stores.tasks.list_tasks(status=None, limit=10, cursor=None)
     assert [state.task.task_id for state in page] == ["open"]
 
 
 async def test_a_queue_that_is_empty_leaves_nothing_behind(stores: Stores) -> None:
     await stores.submit(priority=7, labels={"only": "here"})
     node = stores.node("a", Room({"only": "here"}, ROOM.runtimes, 4.0, 4096))
-    assert len(await stores.tasks.depths()) == 1
+    assert len(await stores.tasks.count_waiting()) == 1
     await node.end((await node.must_take()).attempt)
-    assert await stores.tasks.depths() == {}
+    assert await stores.tasks.count_waiting() == {}
     await stores.submit("again", priority=7, labels={"only": "here"})
     await node.end((await node.must_take()).attempt)

@@ -19,7 +19,7 @@ import pytest
 from rollout.attempts import ENDED, RETRIED, AttemptId, Failure, FailureRecord, Superseded, Verdict
 from rollout.store import keys
 from rollout.store.base import Taken
-from rollout.store.tasks import event
+from rollout.store.tasks import parse_event
 from tests.support.runtimes.rollout_stores import ROOM, Node, Stores
 
 NODES = 8
@@ -133,7 +133,7 @@ async def cancel_some(world: World, names: list[str]) -> None:
 
 async def ended_events(stores: Stores, task_id: str) -> Counter[int]:
     key = keys.events(task_id)
-    told = [event(entry) for entry in await stores.connection.execute("XRANGE", key, "-", "+", key=key)]
+    told = [parse_event(entry) for entry in await stores.connection.execute("XRANGE", key, "-", "+", key=key)]
     assert sum(each.kind == "task.ended" for each in told) == 1
     return Counter(each.data["index"] for each in told if each.kind.removeprefix("rollout.") in ENDED)
 
@@ -163,7 +163,7 @@ async def test_nothing_is_lost_or_doubled_while_nodes_die_and_tasks_are_cancelle
         await last.work.finish(taken.attempt, time.time())
         await asyncio.sleep(0.002)
     await check(world, tasks)
-    totals = await stores.tasks.totals()
+    totals = await stores.tasks.load_totals()
     assert totals["failure:node_lost"] and totals["failure:node_failed"], "nodes were lost, and rollouts given up"
 
 
@@ -173,14 +173,14 @@ async def check(world: World, tasks: list[str]) -> None:
         assert state.status in (("completed", "cancelled") if name in tasks[1:3] else ("completed",))
         assert await ended_events(world.stores, name) == Counter(range(12)), "each rollout ends just once"
         usable = 0
-        for rollout in await world.stores.tasks.rollouts(name):
+        for rollout in await world.stores.tasks.load_rollouts(name):
             assert rollout.status in ENDED and rollout.verdict is not None
             assert rollout.status == rollout.verdict.status
             usable += rollout.verdict.usable
             spared = world.spared[(name, rollout.index)]
             assert rollout.attempt - spared <= MOST_ATTEMPTS
-            assert len(rollout.attempts) <= rollout.attempt - spared
-            assert all(failure.failure in RETRIED for failure in rollout.attempts)
+            assert len(rollout.failures) <= rollout.attempt - spared
+            assert all(failure.failure in RETRIED for failure in rollout.failures)
         assert state.counts.usable == usable
         assert sum(state.counts.by_status.values()) == 12
-    assert await world.stores.tasks.depths() == {}
+    assert await world.stores.tasks.count_waiting() == {}

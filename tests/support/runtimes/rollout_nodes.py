@@ -23,8 +23,8 @@ from rollout.sessions import Judge, Sessions
 from rollout.stages import Capacity, Slots, Stages
 from rollout.steps import NodeParts
 from rollout.store import keys
-from rollout.store.tasks import RedisTaskStore
-from rollout.store.work import RedisWorkStore
+from rollout.store.tasks import TaskStore
+from rollout.store.work import WorkStore
 from rollout.task import Budgets, EvaluatorSpec, HarnessSpec, RuntimeSpec, Task
 from tests.support.service.running_service import ADMIN, RunningService
 
@@ -89,10 +89,10 @@ class World:
     folder: Path
     mark: str = field(default_factory=lambda: uuid4().hex[:8])
     """In the names of its nodes: others of the same name would sweep their runtimes, and share their control groups."""
-    tasks: RedisTaskStore = field(init=False)
+    tasks: TaskStore = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tasks = RedisTaskStore(RolloutConnection(self.connection))
+        self.tasks = TaskStore(RolloutConnection(self.connection))
 
     def called(self, name: str) -> str:
         """What the node of that name is called outside of the test."""
@@ -120,10 +120,10 @@ class World:
         """The task's rollouts, once all have ended."""
 
         async def all_ended() -> bool:
-            return all(state.status in ENDED for state in await self.tasks.rollouts(task.task_id))
+            return all(state.status in ENDED for state in await self.tasks.load_rollouts(task.task_id))
 
         await self.until(all_ended, "every rollout has ended")
-        return await self.tasks.rollouts(task.task_id)
+        return await self.tasks.load_rollouts(task.task_id)
 
     @asynccontextmanager
     async def node(
@@ -146,7 +146,7 @@ class World:
                 name=self.called(name),
                 url=self.service.url,
                 route=Route("127.0.0.1", urlsplit(self.service.url).port or 0),
-                work=RedisWorkStore(RolloutConnection(connection)),
+                work=WorkStore(RolloutConnection(connection)),
                 sessions=sessions,
                 judge=Judge(sessions, self.service.url),
                 stages=Stages(slots or Slots(), Capacity(given.cpus, given.memory_mb)),

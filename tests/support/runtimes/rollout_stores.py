@@ -14,8 +14,8 @@ from proxy.store.connection import StoreConnection
 from rollout.attempts import AttemptId, RolloutState, Verdict
 from rollout.store import keys
 from rollout.store.base import NodeState, Room, Taken
-from rollout.store.tasks import RedisTaskStore, event
-from rollout.store.work import RedisWorkStore
+from rollout.store.tasks import TaskStore, parse_event
+from rollout.store.work import WorkStore
 from rollout.task import HarnessSpec, RuntimeSpec, Task
 from tests.support.service.redis_server import RedisKind
 
@@ -37,7 +37,7 @@ class Node:
     """A node as the store sees one: its name and its own work store."""
 
     name: str
-    work: RedisWorkStore
+    work: WorkStore
     room: Room = ROOM
     lease_seconds: float = 0.0
     held: list[AttemptId] = field(default_factory=list)
@@ -64,10 +64,10 @@ class Node:
 @dataclass
 class Stores:
     connection: RolloutConnection
-    tasks: RedisTaskStore
+    tasks: TaskStore
 
     def node(self, name: str, room: Room = ROOM) -> Node:
-        return Node(name, RedisWorkStore(self.connection), room)
+        return Node(name, WorkStore(self.connection), room)
 
     async def submit(self, task_id: str = "t", **fields: Any) -> Task:
         task = a_task(task_id, **fields)
@@ -75,12 +75,12 @@ class Stores:
         return task
 
     async def rollout(self, task_id: str = "t", index: int = 0) -> RolloutState:
-        return (await self.tasks.rollouts(task_id))[index]
+        return (await self.tasks.load_rollouts(task_id))[index]
 
     async def kinds(self, task_id: str = "t") -> list[str]:
         """Those of all its events so far, in order."""
         key = keys.events(task_id)
-        return [event(entry).kind for entry in await self.connection.execute("XRANGE", key, "-", "+", key=key)]
+        return [parse_event(entry).kind for entry in await self.connection.execute("XRANGE", key, "-", "+", key=key)]
 
 
 @pytest.fixture
@@ -88,5 +88,5 @@ async def stores(redis_kind: RedisKind) -> AsyncIterator[Stores]:
     redis_kind.flushall()
     wire = StoreConnection(redis_kind.url, patience_seconds=10.0)
     connection = RolloutConnection(wire)
-    yield Stores(connection, RedisTaskStore(connection))
+    yield Stores(connection, TaskStore(connection))
     await wire.close()
