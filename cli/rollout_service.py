@@ -99,7 +99,7 @@ class RolloutConnection:
         except errors.StoreUnavailable as error:
             raise StoreUnavailable(error.message) from error
 
-    async def execute(self, *command: Argument, key: str) -> Any:
+    async def execute(self, *command: Argument, key: str | None = None) -> Any:
         try:
             return await self._redis.execute(*command, key=key)
         except errors.StoreUnavailable as error:

@@ -97,17 +97,8 @@ _DETAILS = {"top_token_ids": "<i4", "top_logprobs": "<f4", "prompt_logprobs": "<
 _JSON = ("per_call", "per_branch", "reward_metadata", "metadata", "sampling", "intents")
 _BUDGET = ("max_calls", "max_completion_tokens", "max_total_tokens")
 _PLAIN = (
-    "session_id",
-    "created_at",
-    "closed_at",
-    "updated_at",
-    "status",
-    "task_id",
-    "group_id",
-    "group_size",
-    "reward",
-    "error",
-    "calls",
+    *("session_id", "created_at", "closed_at", "updated_at", "status", "task_id", "group_id", "group_size", "reward"),
+    *("error", "calls"),
 )
 
 

@@ -16,7 +16,7 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,7 @@ class Script:
     sha: str
 
     @classmethod
+    @cache
     def read(cls, name: str, *preludes: str) -> Script:
         """`scripts/<name>.lua`, with the named preludes, which only define functions, before it."""
         folder = files("proxy.store") / "scripts"

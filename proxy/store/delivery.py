@@ -42,27 +42,6 @@ PAUSE_SECONDS = 1.0
 """After a failed read of the arrivals."""
 
 PRELUDES = ("_delivery", "_parts", "_ahead", "_leases")
-
-ANNOUNCE = Script.read("announce", *PRELUDES)
-RETRACT = Script.read("retract", *PRELUDES)
-ANNOUNCED = Script.read("announced", *PRELUDES)
-FILL = Script.read("fill", *PRELUDES)
-WITHDRAW = Script.read("withdraw", *PRELUDES)
-LEASE = Script.read("lease", *PRELUDES)
-SETTLE = Script.read("settle", *PRELUDES)
-EXTEND = Script.read("extend", *PRELUDES)
-LEAVE = Script.read("leave", *PRELUDES)
-ADMIT = Script.read("admit", *PRELUDES)
-VERSIONS_AHEAD = Script.read("versions_ahead", *PRELUDES)
-DISMISS = Script.read("dismiss", *PRELUDES)
-UNSEEN = Script.read("unseen", *PRELUDES)
-SEEN = Script.read("seen", *PRELUDES)
-TEND = Script.read("tend", *PRELUDES)
-BURY = Script.read("bury", *PRELUDES)
-EXHUME = Script.read("exhume", *PRELUDES)
-DEAD_LETTERS = Script.read("dead_letters", *PRELUDES)
-COUNTS = Script.read("counts", *PRELUDES)
-
 ENDED = {"acked": "was acknowledged", "nacked": "was given back", "expired": "has expired"}
 
 
@@ -138,15 +117,15 @@ class DeliveryStore:
     async def announce(self, session_id: str, request: CloseRequest | None, now: float) -> None:
         """Notes that a session is about to be closed, deleted or given a late reward. Sessions and groups are in different slots: whoever
         finds one that stays announced finishes it (`find_announced`)."""
-        await self._run(ANNOUNCE, session_id, repr(now), b"" if request is None else pack_versioned(request))
+        await self._run("announce", session_id, repr(now), b"" if request is None else pack_versioned(request))
 
     async def retract(self, session_id: str) -> None:
         """Withdraws the announcement; `fill` does so itself."""
-        await self._run(RETRACT, session_id)
+        await self._run("retract", session_id)
 
     async def find_announced(self, before: float, limit: int = 100) -> Sequence[Announced]:
         """Sessions announced by `before` and neither filled nor retracted since, oldest first."""
-        flat = await self._run(ANNOUNCED, repr(before), limit)
+        flat = await self._run("announced", repr(before), limit)
         return [
             Announced(session_id.decode(), float(at), unpack_versioned(request, CloseRequest) if request else None)
             for session_id, at, request in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
@@ -170,12 +149,12 @@ class DeliveryStore:
         entry = (member.session_id, int(member.usable), reward, member.rows, member.oldest_version)
         named = (each for name, rows in member.named.items() for each in (name, rows.rows, rows.oldest_version))
         args = (group_id, group_size, *entry, repr(now), *_policy_args(policy), _pack_rule(rule), int(member.complete), *named)
-        status: bytes = await self._run(FILL, *args, durable=True)
+        status: bytes = await self._run("fill", *args, durable=True)
         return status.decode()
 
     async def withdraw(self, session_id: str, policy: GroupPolicy) -> None:
         """Takes a session to be deleted out of its group and frees its place; it stays announced. Raises `Conflict` while leased."""
-        if await self._run(WITHDRAW, session_id, *_policy_args(policy)) == b"leased":
+        if await self._run("withdraw", session_id, *_policy_args(policy)) == b"leased":
             raise Conflict(f"session {session_id} is leased by a trainer; delete it after the lease has ended")
 
     async def admit(
@@ -193,7 +172,7 @@ class DeliveryStore:
         group with room is always admitted. A refusal is counted unless it is asked `again`."""
         asked = freshness or Freshness(-1, -1, 1)
         args = (int(not again), asked.version, asked.most_behind, asked.groups_per_version, *_flatten(asked.named))
-        answer = await self._run(ADMIT, group_id, session_id, limit, repr(now), policy.members, *args)
+        answer = await self._run("admit", group_id, session_id, limit, repr(now), policy.members, *args)
         granted, undelivered, noted, ahead = answer
         return Admission(bool(granted), undelivered, bool(noted), ahead if freshness else None)
 
@@ -207,25 +186,25 @@ class DeliveryStore:
 
         Source: the staleness control of Fu et al., "AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language
         Reasoning", arXiv:2505.24298, counted from the current version instead of the first one."""
-        return int(await self._run(VERSIONS_AHEAD, version, groups_per_version, *_flatten(named or {})))
+        return int(await self._run("versions_ahead", version, groups_per_version, *_flatten(named or {})))
 
     async def dismiss(self, session_id: str) -> None:
         """An admitted session was not created."""
-        await self._run(DISMISS, session_id)
+        await self._run("dismiss", session_id)
 
     async def find_unconfirmed(self, before: float, limit: int = 100) -> Sequence[str]:
         """Session ids admitted by `before` and neither dismissed nor confirmed since, oldest first. Sessions are in other slots:
         the process that admitted one may have died before it created it."""
-        return [session_id.decode() for session_id in await self._run(UNSEEN, repr(before), limit)]
+        return [session_id.decode() for session_id in await self._run("unseen", repr(before), limit)]
 
     async def confirm(self, session_id: str) -> None:
         """An admitted session exists."""
-        await self._run(SEEN, session_id)
+        await self._run("seen", session_id)
 
     async def tend(self, policy: GroupPolicy, timeout_seconds: float, now: float) -> int:
         """Ends expired leases, and gives up groups that no member joined for `timeout_seconds` (0: never): require_all makes them dead
         letters, drop drops them, allow_partial delivers them if enough members are usable. Returns how many were given up."""
-        return int(await self._run(TEND, repr(now), f"{timeout_seconds:g}", *_policy_args(policy)))
+        return int(await self._run("tend", repr(now), f"{timeout_seconds:g}", *_policy_args(policy)))
 
     async def lease(self, terms: LeaseTerms) -> Lease | Nothing:
         """Takes ready groups, oldest first, after putting expired leases back. A group already delivered `max_deliveries` times goes to the
@@ -255,7 +234,7 @@ class DeliveryStore:
             each for name, line in terms.named.items() for each in (name, _encode_limit(line.oldest_version), line.version)
         )
         whose = (_encode_limit(terms.version), ANY_POLICY if terms.policy is None else terms.policy, *lines)
-        answer = await self._run(LEASE, lease_id, terms.consumer, *limits, *times, *claim, *whose)
+        answer = await self._run("lease", lease_id, terms.consumer, *limits, *times, *claim, *whose)
         if answer[0] == b"none":
             return Nothing(float(answer[1]) if answer[1] else None)
         return Lease(lease_id, float(answer[1]), [_parse_group(group) for group in answer[2:]])
@@ -266,7 +245,7 @@ class DeliveryStore:
 
     async def leave(self, consumer: str) -> None:
         """The consumer waits no more: its claim ends."""
-        await self._run(LEAVE, consumer)
+        await self._run("leave", consumer)
 
     async def ack(self, lease_id: str, now: float) -> Sequence[str]:
         """The acknowledged group ids, which are never delivered again. Repeating it is a no-op. Raises `NotFound`, and `Conflict` when the
@@ -283,20 +262,20 @@ class DeliveryStore:
 
     async def extend(self, lease_id: str, lease_seconds: float, now: float) -> float:
         """The new deadline in epoch seconds. Raises as `ack` does."""
-        status, *detail = await self._run(EXTEND, lease_id, repr(now + lease_seconds), repr(now))
+        status, *detail = await self._run("extend", lease_id, repr(now + lease_seconds), repr(now))
         if status != b"active":
             raise _refuse_ended(lease_id, status.decode())
         return float(detail[0])
 
     async def bury(self, lease_id: str, reference: str, reason: str, now: float) -> None:
         """Moves a leased group that cannot be delivered from its lease to the dead letters."""
-        await self._run(BURY, lease_id, reference, reason, repr(now))
+        await self._run("bury", lease_id, reference, reason, repr(now))
 
     async def dead_letters(
         self, limit: int = 100, cursor: str | None = None, reason: str | None = None
     ) -> tuple[Sequence[DeadLetter], str | None]:
         """A page of those whose reason contains `reason`, newest first, and the cursor of the next page or None."""
-        following, *letters = await self._run(DEAD_LETTERS, limit, cursor or "", reason or "", LETTERS_LOOKED_AT)
+        following, *letters = await self._run("dead_letters", limit, cursor or "", reason or "", LETTERS_LOOKED_AT)
         return [_parse_letter(letter) for letter in letters], following.decode() or None
 
     async def retry_dead(self, names: Sequence[str], policy: GroupPolicy, now: float) -> Sequence[str]:
@@ -311,7 +290,7 @@ class DeliveryStore:
     async def count_groups(self) -> Mapping[str, int]:
         """Groups by state: opened (no member closed yet; only while sessions are admitted), filling, ready, leased, acked, dropped,
         dead, stale (ready but last passed over as too old)."""
-        flat = await self._run(COUNTS)
+        flat = await self._run("counts")
         return {state.decode(): number for state, number in zip(flat[::2], flat[1::2], strict=True)}
 
     async def load_totals(self) -> Mapping[str, int]:
@@ -320,21 +299,21 @@ class DeliveryStore:
         return {event.decode(): int(times) for event, times in parse_hash(flat).items()}
 
     async def _settle(self, lease_id: str, wanted: str, now: float, *, undelivered: bool = False) -> list[str]:
-        status, *detail = await self._run(SETTLE, lease_id, wanted, repr(now), int(undelivered), durable=True)
+        status, *detail = await self._run("settle", lease_id, wanted, repr(now), int(undelivered), durable=True)
         if status.decode() != wanted:
             raise _refuse_ended(lease_id, status.decode())
         return [group_id.decode() for group_id in detail[0]]
 
     async def _exhume(self, action: str, names: Sequence[str], policy: GroupPolicy, now: float) -> list[str]:
-        outcome, found = await self._run(EXHUME, action, repr(now), *_policy_args(policy), *names)
+        outcome, found = await self._run("exhume", action, repr(now), *_policy_args(policy), *names)
         if outcome == b"superseded":
             raise Conflict(
                 f"dead group {found.decode()} is incomplete, and new sessions of its group id join a later group: drop it"
             )
         return [reference.decode() for reference in found]
 
-    async def _run(self, script: Script, *args: Argument, durable: bool = False) -> Any:
-        return await self._redis.run(script, DELIVERY, args, durable=durable, patient=True)
+    async def _run(self, script: str, *args: Argument, durable: bool = False) -> Any:
+        return await self._redis.run(Script.read(script, *PRELUDES), DELIVERY, args, durable=durable, patient=True)
 
 
 class Arrivals:
@@ -360,12 +339,12 @@ class Arrivals:
         """Reads while any watcher is in the context. Raises `StoreUnavailable` when the first read cannot start."""
         self._watchers += 1
         try:
-            await self._begin()
+            await self._start()
             yield self
         finally:
             self._watchers -= 1
             if not self._watchers:
-                await self._end()
+                await self._stop()
 
     async def wait(self, mark: int, seconds: float) -> None:
         """Returns when something has arrived since `mark`, after `seconds` at the latest."""
@@ -373,21 +352,21 @@ class Arrivals:
             async with asyncio.timeout(seconds), self._changed:
                 await self._changed.wait_for(lambda: self.mark != mark)
 
-    async def _begin(self) -> None:
+    async def _start(self) -> None:
         async with self._turn:
             if self._last is None:
-                self._last = await self._newest()
+                self._last = await self._read_newest()
             if self._reader is None or self._reader.done():
                 self._reader = asyncio.create_task(self._read())
 
-    async def _end(self) -> None:
+    async def _stop(self) -> None:
         """Waits for the reader: a blocked read would hold its connection when the store is closed."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.cancel()
             await asyncio.wait([reader])
 
-    async def _newest(self) -> str:
+    async def _read_newest(self) -> str:
         entries = await self._redis.execute("XREVRANGE", self._key, "+", "-", "COUNT", 1)
         return entries[0][0].decode() if entries else "0-0"
 

@@ -33,6 +33,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from typing import Any, Protocol
 
@@ -83,6 +84,7 @@ class Script:
     sha: str
 
     @classmethod
+    @cache
     def read(cls, name: str) -> Script:
         """`scripts/<name>.lua` with the prelude, which only defines functions, before it."""
         folder = files("rollout.store") / "scripts"
@@ -100,8 +102,8 @@ class Connection(Protocol):
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument], *, durable: bool) -> Any:
         """The script's answer. `durable`: only once as many replicas and disks as the service's settings ask for hold its writes."""
 
-    async def execute(self, *command: Argument, key: str) -> Any:
-        """The answer to a command about `key`."""
+    async def execute(self, *command: Argument, key: str | None = None) -> Any:
+        """The command's answer. `key` selects the server of a cluster; None: the first argument."""
 
 
 async def read_time(connection: Connection) -> float:

@@ -26,14 +26,6 @@ LOOK_SECONDS = 0.3
 CLAIM_SECONDS = 60.0
 """How long due work is left to the server that claimed it."""
 
-SUBMIT = Script.read("submit")
-CANCEL = Script.read("cancel")
-DUE = Script.read("due")
-CLOSED = Script.read("closed")
-CALLBACK = Script.read("callback")
-FORGET = Script.read("forget")
-DEPTHS = Script.read("depths")
-STRAND = Script.read("strand")
 
 LIVING_SECONDS = 120.0
 """How recent a node's last beat must be to count: one that is being replaced is not missed at once."""
@@ -64,28 +56,28 @@ class TaskStore:
         """The task, and whether it is new: resubmitting the same id and digest is a no-op. Raises `TaskConflict`."""
         blobs = (encode(task), encode(outline(task)), digest)
         rules = (task.num_samples, keys.queue_of(task), task.usable_samples or 0, task.max_attempts, task.on_lost_node)
-        became = await self._run(SUBMIT, task.task_id, *blobs, repr(now), *rules, task.callback_url or "", durable=True)
+        became = await self._run("submit", task.task_id, *blobs, repr(now), *rules, task.callback_url or "", durable=True)
         if became == b"conflict":
             raise TaskConflict(f"task {task.task_id} was submitted before with another body")
         return await self.load(task.task_id), became == b"new"
 
     async def load(self, task_id: str) -> TaskState:
         """Raises `NoSuchTask`."""
-        fields = parse_hash(await self._redis.execute("HGETALL", keys.task(task_id), key=keys.task(task_id)))
+        fields = parse_hash(await self._redis.execute("HGETALL", keys.task(task_id)))
         if not fields:
             raise NoSuchTask(f"there is no task {task_id}")
         return parse_task(fields)
 
     async def load_rollouts(self, task_id: str) -> list[RolloutState]:
         """In the order of their indexes. Raises `NoSuchTask`."""
-        key = keys.task(task_id)
-        number = await self._redis.execute("HGET", key, "number", key=key)
+        number = await self._redis.execute("HGET", keys.task(task_id), "number")
         if number is None:
             raise NoSuchTask(f"there is no task {task_id}")
         found: list[RolloutState] = []
         for start in range(0, int(number), LOADED_AT_ONCE):
             indices = range(start, min(start + LOADED_AT_ONCE, int(number)))
-            found += [state for state in await asyncio.gather(*(self._rollout(task_id, index) for index in indices)) if state]
+            states = await asyncio.gather(*(self._load_rollout(task_id, index) for index in indices))
+            found += [state for state in states if state]
         return found
 
     async def list_tasks(self, *, status: str | None, limit: int, cursor: str | None) -> tuple[list[TaskState], str | None]:
@@ -94,8 +86,8 @@ class TaskStore:
         for _ in range(LOOKED_AT // LOADED_AT_ONCE):
             before = "+inf" if cursor is None else f"({cursor}"
             asked = ("ZREVRANGEBYSCORE", keys.LISTING, before, "-inf", "WITHSCORES", "LIMIT", 0, LOADED_AT_ONCE)
-            flat = await self._redis.execute(*asked, key=keys.LISTING)
-            states = await asyncio.gather(*(self._listed(task_id.decode()) for task_id in flat[::2]))
+            flat = await self._redis.execute(*asked)
+            states = await asyncio.gather(*(self._load_outline(task_id.decode()) for task_id in flat[::2]))
             for place, state in zip(flat[1::2], states, strict=True):
                 cursor = place.decode()
                 if state is not None and status in (None, state.status):
@@ -109,7 +101,7 @@ class TaskStore:
     async def cancel(self, task_id: str, now: float) -> list[RolloutState]:
         """Ends every unended rollout as cancelled, at once and for good; nodes' later steps of them are refused. Returns those rollouts as
         they stood. Raises `NoSuchTask`."""
-        stood = await self._run(CANCEL, task_id, repr(now), durable=True)
+        stood = await self._run("cancel", task_id, repr(now), durable=True)
         if stood is None:
             raise NoSuchTask(f"there is no task {task_id}")
         pairs = zip(stood[::2], stood[1::2], strict=True)
@@ -117,9 +109,10 @@ class TaskStore:
 
     async def watch_events(self, task_id: str, after: str = "0") -> AsyncIterator[Event]:
         """The events behind `after`, then further ones as they come, until the task ends. Raises `NoSuchTask`."""
+        key = keys.events(task_id)
         while True:
-            ended = (await self._standing(task_id)) is not None
-            while entries := await self._events(task_id, after):
+            ended = (await self._read_end(task_id)) is not None
+            while entries := await self._redis.execute("XRANGE", key, f"({after}", "+", "COUNT", EVENTS_AT_ONCE):
                 for entry in entries:
                     read = parse_event(entry)
                     after = read.id
@@ -131,44 +124,44 @@ class TaskStore:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def list_nodes(self) -> list[NodeState]:
-        fields = parse_hash(await self._redis.execute("HGETALL", keys.NODES, key=keys.NODES))
+        fields = parse_hash(await self._redis.execute("HGETALL", keys.NODES))
         return [decode(fields[name], NodeState) for name in sorted(fields)]
 
     async def count_waiting(self) -> Mapping[str, int]:
         """Waiting rollouts per queue, for metrics and autoscaling."""
-        flat = await self._run(DEPTHS)
+        flat = await self._run("depths")
         return {name.decode(): int(waiting) for name, waiting in zip(flat[::2], flat[1::2], strict=True)}
 
     async def note_stranded(self, now: float) -> int:
         """Notes with each waiting task what no node has, and clears the note when a node has it. Returns how many notes changed."""
         nodes, depths = await asyncio.gather(self.list_nodes(), self.count_waiting())
-        before = {name.decode() for name in await self._redis.execute("SMEMBERS", keys.STRANDED, key=keys.STRANDED)}
+        before = {name.decode() for name in await self._redis.execute("SMEMBERS", keys.STRANDED)}
         changed = 0
         for queue in sorted({*before, *(name for name, waiting in depths.items() if waiting)}):
             lacks = find_lack(queue, nodes, now)
             if lacks or queue in before:
-                changed += int(await self._run(STRAND, queue, lacks or "", repr(now), STRANDED_AT_ONCE))
+                changed += int(await self._run("strand", queue, lacks or "", repr(now), STRANDED_AT_ONCE))
         return changed
 
     async def load_totals(self) -> Mapping[str, int]:
         """Events since the store began, by name: `rollout:<status>`, `failure:<class>`, `task:<status>`, `attempts`, `retried`,
         `callback:<outcome>`, `tasks`."""
-        fields = parse_hash(await self._redis.execute("HGETALL", keys.TOTALS, key=keys.TOTALS))
+        fields = parse_hash(await self._redis.execute("HGETALL", keys.TOTALS))
         return {name: int(count) for name, count in fields.items()}
 
     async def claim_abandoned(self, limit: int, now: float) -> Sequence[AttemptId]:
         """Attempts of lost nodes whose sessions are not deleted yet (`drop_abandoned`). Claims them for `CLAIM_SECONDS`."""
-        members = await self._due("abandoned", limit, now)
+        members = await self._claim_due("abandoned", limit, now)
         return [AttemptId(task_id, int(index), int(attempt)) for task_id, index, attempt in (m.split(":") for m in members)]
 
     async def drop_abandoned(self, attempt: AttemptId) -> None:
-        key, member = f"{keys.BASE}:abandoned", f"{attempt.task_id}:{attempt.index}:{attempt.attempt}"
-        await self._redis.execute("ZREM", key, member, key=key)
+        member = f"{attempt.task_id}:{attempt.index}:{attempt.attempt}"
+        await self._redis.execute("ZREM", f"{keys.BASE}:abandoned", member)
 
     async def claim_callbacks(self, limit: int, now: float) -> Sequence[TaskState]:
         """Ended tasks whose callback is due. Claims them for `CLAIM_SECONDS`."""
-        due = await self._due("callbacks", limit, now)
-        return [state for state in await asyncio.gather(*(self._listed(task_id) for task_id in due)) if state]
+        due = await self._claim_due("callbacks", limit, now)
+        return [state for state in await asyncio.gather(*(self._load_outline(task_id) for task_id in due)) if state]
 
     async def record_callback(
         self, task_id: str, now: float, *, error: str | None = None, next_try_at: float | None = None
@@ -176,55 +169,47 @@ class TaskStore:
         """Records that the callback was delivered, or failed with `error` and is tried again at `next_try_at` (None: never)."""
         became = "delivered" if error is None else "failed" if next_try_at is not None else "given_up"
         again = "" if next_try_at is None else repr(next_try_at)
-        await self._run(CALLBACK, task_id, repr(now), became, again, error or "")
+        await self._run("callback", task_id, repr(now), became, again, error or "")
 
     async def forget(self, ended_before: float, limit: int) -> int:
         """Deletes tasks that ended before, once their sessions are closed and their callback is settled. Returns how many."""
-        return int(await self._run(FORGET, repr(ended_before), limit))
+        return int(await self._run("forget", repr(ended_before), limit))
 
     async def claim_unclosed(self, limit: int, now: float) -> list[tuple[Task, RolloutState]]:
         """Rollouts ended from outside (cancelled, stopped early, failed with their node) whose sessions are not closed yet (`mark_closed`).
         Claims them for `CLAIM_SECONDS`. Tasks come without the content of their uploads."""
         found = []
-        for member in await self._due("closing", limit, now):
+        for member in await self._claim_due("closing", limit, now):
             task_id, _, index = member.partition(":")
-            listed, state = await asyncio.gather(self._listed(task_id), self._rollout(task_id, int(index)))
+            listed, state = await asyncio.gather(self._load_outline(task_id), self._load_rollout(task_id, int(index)))
             if listed is not None and state is not None:
                 found.append((listed.task, state))
         return found
 
     async def mark_closed(self, task_id: str, index: int) -> None:
-        await self._run(CLOSED, task_id, index)
+        await self._run("closed", task_id, index)
 
-    async def _due(self, what: str, limit: int, now: float) -> list[str]:
-        return [member.decode() for member in await self._run(DUE, what, limit, repr(now), repr(now + CLAIM_SECONDS))]
+    async def _claim_due(self, what: str, limit: int, now: float) -> list[str]:
+        return [member.decode() for member in await self._run("due", what, limit, repr(now), repr(now + CLAIM_SECONDS))]
 
-    async def _standing(self, task_id: str) -> bytes | None:
+    async def _read_end(self, task_id: str) -> bytes | None:
         """When it ended, None while it runs. Raises `NoSuchTask`."""
-        key = keys.task(task_id)
-        status, ended_at = await self._redis.execute("HMGET", key, "status", "ended_at", key=key)
+        status, ended_at = await self._redis.execute("HMGET", keys.task(task_id), "status", "ended_at")
         if status is None:
             raise NoSuchTask(f"there is no task {task_id}")
         return bytes(ended_at) if ended_at is not None else None
 
-    async def _events(self, task_id: str, after: str) -> list[Any]:
-        key = keys.events(task_id)
-        entries: list[Any] = await self._redis.execute("XRANGE", key, f"({after}", "+", "COUNT", EVENTS_AT_ONCE, key=key)
-        return entries
-
-    async def _listed(self, task_id: str) -> TaskState | None:
-        key = keys.task(task_id)
-        values = await self._redis.execute("HMGET", key, *LISTED, key=key)
+    async def _load_outline(self, task_id: str) -> TaskState | None:
+        values = await self._redis.execute("HMGET", keys.task(task_id), *LISTED)
         fields = {name: value for name, value in zip(LISTED, values, strict=True) if value is not None}
         return parse_task(fields) if fields else None
 
-    async def _rollout(self, task_id: str, index: int) -> RolloutState | None:
-        key = keys.rollout(task_id, index)
-        fields = parse_hash(await self._redis.execute("HGETALL", key, key=key))
+    async def _load_rollout(self, task_id: str, index: int) -> RolloutState | None:
+        fields = parse_hash(await self._redis.execute("HGETALL", keys.rollout(task_id, index)))
         return parse_rollout(task_id, index, fields) if fields else None
 
-    async def _run(self, script: Script, *args: Argument, durable: bool = False) -> Any:
-        return await self._redis.run(script, keys.DECLARED, args, durable=durable)
+    async def _run(self, script: str, *args: Argument, durable: bool = False) -> Any:
+        return await self._redis.run(Script.read(script), keys.DECLARED, args, durable=durable)
 
 
 def parse_hash(answer: Mapping[bytes, bytes] | Sequence[bytes]) -> dict[str, bytes]:
@@ -242,7 +227,7 @@ def parse_task(fields: Fields) -> TaskState:
         created_at=float(fields["created_at"]),
         ended_at=_number(fields.get("ended_at")),
         counts=Counts({status: count for status, count in counts.items() if count}, int(fields.get("usable", b"0"))),
-        callback=_callback(fields),
+        callback=_parse_callback(fields),
         lacks=fields["lacks"].decode() if "lacks" in fields else None,
     )
 
@@ -271,7 +256,7 @@ def parse_event(entry: Sequence[Any]) -> Event:
     return Event(entry[0].decode(), fields["kind"].decode(), float(fields["at"]), msgspec.msgpack.decode(fields["data"]))
 
 
-def _callback(fields: Fields) -> Callback | None:
+def _parse_callback(fields: Fields) -> Callback | None:
     if "callback_url" not in fields:
         return None
     error = fields.get("callback_error")

@@ -21,15 +21,6 @@ BLOCK_SECONDS = 5.0
 SHUN_SECONDS = 30.0
 """How long a rollout that failed on a node is left to other nodes, if there are any."""
 
-TAKE = Script.read("take")
-BEAT = Script.read("beat")
-ADVANCE = Script.read("advance")
-CONCLUDE = Script.read("conclude")
-FINISH = Script.read("finish")
-GIVE_UP = Script.read("give_up")
-PUT_BACK = Script.read("put_back")
-LEAVE = Script.read("leave")
-
 
 class WorkStore:
     """For one node, or for a server that recovers what lost nodes left. Every method may raise `StoreUnavailable`; those that name an
@@ -68,7 +59,7 @@ class WorkStore:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         if self._arrival is None:
-            self._arrival = await self._newest_arrival()
+            self._arrival = await self._read_newest_arrival()
             return
         while (left := deadline - loop.time()) > 0:
             block = max(1, int(min(left, BLOCK_SECONDS, self._redis.timeout_seconds / 2) * 1000))
@@ -80,7 +71,7 @@ class WorkStore:
     async def beat(self, state: NodeState, held: Sequence[AttemptId], now: float) -> list[AttemptId]:
         """Renews the leases. Returns those of `held` that the node no longer has and must stop."""
         named = [part for attempt in held for part in (attempt.task_id, attempt.index, attempt.attempt)]
-        lost = await self._run(BEAT, state.name, encode(state), repr(now), *named)
+        lost = await self._run("beat", state.name, encode(state), repr(now), *named)
         return [held[place] for place in lost]
 
     async def advance(self, attempt: AttemptId, status: Status, now: float, fields: Mapping[str, Any]) -> None:
@@ -88,19 +79,19 @@ class WorkStore:
         if unknown := set(fields) - set(REPORTED):
             raise ValueError(f"a node reports {', '.join(REPORTED)} of a rollout, not {', '.join(sorted(unknown))}")
         reported = [part for name, value in fields.items() for part in (name, msgspec.msgpack.encode(value))]
-        self._check(attempt, await self._step(ADVANCE, attempt, status, repr(now), *reported))
+        self._require(attempt, await self._step("advance", attempt, status, repr(now), *reported))
 
     async def conclude(self, attempt: AttemptId, verdict: Verdict, now: float) -> None:
         """Fixes the verdict. Raises `Superseded`."""
         reward = "" if verdict.reward is None else repr(float(verdict.reward))
         failure = verdict.failure.failure.value if verdict.failure else ""
         rest = (repr(now), encode(verdict), verdict.status, int(verdict.usable), reward, failure)
-        self._check(attempt, await self._step(CONCLUDE, attempt, *rest, durable=True))
+        self._require(attempt, await self._step("conclude", attempt, *rest, durable=True))
 
     async def finish(self, attempt: AttemptId, now: float) -> None:
         """The session is closed with the verdict: the rollout ends. Ends the task with its last rollout, and stops its other rollouts early
         once enough are usable. Raises `Superseded`."""
-        self._check(attempt, await self._step(FINISH, attempt, repr(now), durable=True))
+        self._require(attempt, await self._step("finish", attempt, repr(now), durable=True))
 
     async def give_up(
         self, attempt: AttemptId, failure: FailureRecord, now: float, *, retry: bool, spared: bool = False
@@ -110,38 +101,38 @@ class WorkStore:
         if not retry:
             return False
         record = (failure.failure.value, encode(failure), SHUN_SECONDS, int(spared))
-        became = await self._step(GIVE_UP, attempt, repr(now), *record, durable=True)
-        self._check(attempt, became != b"lost")
+        became = await self._step("give_up", attempt, repr(now), *record, durable=True)
+        self._require(attempt, became != b"lost")
         return bool(became == b"again")
 
     async def put_back(self, attempt: AttemptId, now: float) -> None:
         """The node ends before the harness started: queued again, without using up an attempt. Raises `Superseded`."""
-        self._check(attempt, await self._step(PUT_BACK, attempt, repr(now), durable=True))
+        self._require(attempt, await self._step("put_back", attempt, repr(now), durable=True))
 
     async def leave(self, node: str) -> None:
         """The node has ended and holds nothing."""
-        await self._run(LEAVE, node)
+        await self._run("leave", node)
 
     async def _take(self, node: str, room: str, lease_seconds: float, now: float) -> Taken | None:
         lease = max(1, int(lease_seconds * 1000))
-        taken = await self._run(TAKE, node, room, lease, repr(now), uuid.uuid4().hex, durable=True)
+        taken = await self._run("take", node, room, lease, repr(now), uuid.uuid4().hex, durable=True)
         if taken is None:
             return None
         task_id, index, attempt = taken[0].decode(), int(taken[1]), int(taken[2])
         state = parse_rollout(task_id, index, parse_hash(taken[5]))
         return Taken(AttemptId(task_id, index, attempt), decode(taken[4], Task), state, bool(taken[3]))
 
-    async def _newest_arrival(self) -> str:
-        entries = await self._redis.execute("XREVRANGE", keys.ARRIVALS, "+", "-", "COUNT", 1, key=keys.ARRIVALS)
+    async def _read_newest_arrival(self) -> str:
+        entries = await self._redis.execute("XREVRANGE", keys.ARRIVALS, "+", "-", "COUNT", 1)
         return str(entries[0][0].decode()) if entries else "0-0"
 
-    async def _step(self, script: Script, attempt: AttemptId, *args: Argument, durable: bool = False) -> Any:
+    async def _step(self, script: str, attempt: AttemptId, *args: Argument, durable: bool = False) -> Any:
         named = (attempt.task_id, attempt.index, attempt.attempt, self._node)
         return await self._run(script, *named, *args, durable=durable)
 
-    def _check(self, attempt: AttemptId, held: Any) -> None:
+    def _require(self, attempt: AttemptId, held: Any) -> None:
         if not held:
             raise Superseded(f"attempt {attempt.attempt} of rollout {attempt.index} of task {attempt.task_id} was superseded")
 
-    async def _run(self, script: Script, *args: Argument, durable: bool = False) -> Any:
-        return await self._redis.run(script, keys.DECLARED, args, durable=durable)
+    async def _run(self, script: str, *args: Argument, durable: bool = False) -> Any:
+        return await self._redis.run(Script.read(script), keys.DECLARED, args, durable=durable)

@@ -40,7 +40,7 @@ class Outages:
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument], *, durable: bool) -> Any:
         return await self._tried() or await self.real.run(script, keys, args, durable=durable)
 
-    async def execute(self, *command: Argument, key: str) -> Any:
+    async def execute(self, *command: Argument, key: str | None = None) -> Any:
         return await self._tried() or await self.real.execute(*command, key=key)
 
     async def _tried(self) -> None:

@@ -369,13 +369,12 @@ async def test_enough_usable_samples_stop_the_others(stores: Stores) -> None:
 
 async def test_a_request_whose_answer_was_lost_takes_no_second_rollout(stores: Stores) -> None:
     """What the connection sends twice is answered as before."""
-    from rollout.store.work import TAKE
-
     await stores.submit(num_samples=2)
     room = '{"labels":{},"runtimes":["local"],"cpus":4,"memory_mb":4096}'
     args = ("a", room, 30000, repr(time.time()), "token")
-    first = await stores.connection.run(TAKE, keys.DECLARED, args, durable=True)
-    again = await stores.connection.run(TAKE, keys.DECLARED, args, durable=True)
+    take = keys.Script.read("take")
+    first = await stores.connection.run(take, keys.DECLARED, args, durable=True)
+    again = await stores.connection.run(take, keys.DECLARED, args, durable=True)
     assert first == again
     assert (await stores.node("a").must_take()).attempt.index == 1
 
