@@ -15,9 +15,6 @@ from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.keys import pack, pack_versioned, parse_hash
 from proxy.store.sessions import Intent, SessionInfo, SessionListing, SessionState, SessionStore, digest
 
-RESTORE = Script.read("restore", "_session")
-RESTORED = Script.read("restored", "_session")
-
 NO_KEY = b""
 """The key hash of a restored session: no key opens it."""
 
@@ -51,7 +48,7 @@ class ArchiveStore:
         for call_id, record in records:
             args += (call_id, digest(record), record)
         parts = (keys.state(info.session_id), keys.calls(info.session_id), keys.index(info.session_id))
-        outcome, detail = await self._redis.run(RESTORE, parts, args)
+        outcome, detail = await self._redis.run(Script.read("restore", "_session"), parts, args)
         if outcome == b"gap":
             raise Conflict(f"session {info.session_id} has {detail} calls: none can be added at {start}", param="start")
         if outcome == b"conflict":
@@ -68,7 +65,7 @@ class ArchiveStore:
         args: list[Argument] = [_pack(state.info), state.calls, *_fields(state, leased_at), "", *delivered, ""]
         for intent in intents:
             args += (intent.call_id, pack_versioned(intent))
-        outcome, *detail = await self._redis.run(RESTORED, keys.session(session_id), args)
+        outcome, *detail = await self._redis.run(Script.read("restored", "_session"), keys.session(session_id), args)
         if outcome == b"conflict":
             raise Conflict(f"session {session_id} cannot be finished: {detail[0].decode()}")
         if outcome == b"missing":

@@ -12,16 +12,6 @@ from proxy.store.connection import Script, StoreConnection
 from proxy.store.delivery import PRELUDES
 from proxy.store.keys import CUTS, DELIVERY, ENGINES, PROCESSES, pack_versioned, unpack_versioned
 
-BEAT = Script.read("beat")
-ALIVE = Script.read("alive")
-ASK_TO_CUT = Script.read("ask_to_cut")
-ADVANCE = Script.read("advance")
-PUSH_LOCK = Script.read("push_lock")
-UNLOCK = Script.read("unlock")
-STANDINGS = Script.read("standings", *PRELUDES)
-MEMORY = Script.read("memory")
-LOCK = Script.read("lock")
-
 KEPT_CUTS = 1000
 BEGINNING = "0-0"
 KEPT_WEIGHTS = 1000
@@ -81,7 +71,7 @@ class PeerStore:
 
     async def beat(self, process: str, seconds: float) -> None:
         """The process counts as alive for `seconds`."""
-        await self._redis.run(BEAT, (PROCESSES,), (process, repr(seconds)))
+        await self._redis.run(Script.read("beat"), (PROCESSES,), (process, repr(seconds)))
 
     async def leave(self, process: str) -> None:
         """The process has ended with no call in flight."""
@@ -91,11 +81,11 @@ class PeerStore:
         """Those of `processes` that are alive."""
         if not processes:
             return set()
-        return {process.decode() for process in await self._redis.run(ALIVE, (PROCESSES,), tuple(processes))}
+        return {process.decode() for process in await self._redis.run(Script.read("alive"), (PROCESSES,), tuple(processes))}
 
     async def request_cut(self, session_id: str) -> None:
         """Asks every process to end its calls of the session."""
-        await self._redis.run(ASK_TO_CUT, (CUTS,), (session_id, KEPT_CUTS))
+        await self._redis.run(Script.read("ask_to_cut"), (CUTS,), (session_id, KEPT_CUTS))
 
     async def read_cuts(self, after: str, wait_seconds: float) -> tuple[list[str], str]:
         """Sessions to cut since the mark `after` ("" at first), and the next mark. Waits for the first, for `wait_seconds` at most."""
@@ -135,7 +125,7 @@ class WeightStore:
         push lock since it was taken with `fence`."""
         named = (keys.weights("current", policy), keys.weights("history", policy), keys.weights("fence", policy))
         args = (state.version, pack_versioned(state), KEPT_WEIGHTS, fence or 0)
-        outcome, *detail = await self._redis.run(ADVANCE, named, args)
+        outcome, *detail = await self._redis.run(Script.read("advance"), named, args)
         if outcome < 0:
             raise Conflict(f"another process has taken over since the push of version {state.version} began", param="version")
         if outcome == 0:
@@ -146,10 +136,10 @@ class WeightStore:
 
         With the `fence` that the owner was given it renews the lock: returns that fence, or 0 once another owner has had the lock."""
         named = (keys.weights("lock", policy), keys.weights("fence", policy))
-        return int(await self._redis.run(PUSH_LOCK, named, (owner, int(seconds * 1000), fence)))
+        return int(await self._redis.run(Script.read("push_lock"), named, (owner, int(seconds * 1000), fence)))
 
     async def unlock(self, owner: str, policy: str = "") -> None:
-        await self._redis.run(UNLOCK, (keys.weights("lock", policy),), (owner,))
+        await self._redis.run(Script.read("unlock"), (keys.weights("lock", policy),), (owner,))
 
     async def identity(self) -> str:
         """The store's name, the same for good in every process: tells its services from those of other stores."""
@@ -171,7 +161,7 @@ class RetentionStore:
 
     async def load_standings(self, session_ids: Sequence[str]) -> list[str]:
         """Per session: announced (about to enter its group), its group's status, or none."""
-        found = await self._redis.run(STANDINGS, keys.DELIVERY, tuple(session_ids))
+        found = await self._redis.run(Script.read("standings", *PRELUDES), keys.DELIVERY, tuple(session_ids))
         return [standing.decode() for standing in found]
 
     async def is_leased(self, session_id: str) -> bool:
@@ -183,14 +173,14 @@ class RetentionStore:
         return sum(int(facts["used_memory"]) for facts in await self._redis.read_info())
 
     async def measure_session(self, session_id: str) -> int:
-        return int(await self._redis.run(MEMORY, keys.session(session_id)))
+        return int(await self._redis.run(Script.read("memory"), keys.session(session_id)))
 
     async def lock(self, owner: str, seconds: float) -> bool:
         """Takes or renews the right to clear; False while another owner has it."""
-        return bool(await self._redis.run(LOCK, (keys.RETENTION_LOCK,), (owner, int(seconds * 1000))))
+        return bool(await self._redis.run(Script.read("lock"), (keys.RETENTION_LOCK,), (owner, int(seconds * 1000))))
 
     async def unlock(self, owner: str) -> None:
-        await self._redis.run(UNLOCK, (keys.RETENTION_LOCK,), (owner,))
+        await self._redis.run(Script.read("unlock"), (keys.RETENTION_LOCK,), (owner,))
 
 
 class RedisClock:

@@ -19,21 +19,6 @@ from proxy.store.groups import GroupRule
 from proxy.store.keys import pack, pack_versioned, unpack, unpack_versioned
 from reconstruct.roles import RoleRule
 
-CREATE = Script.read("create", "_session")
-SNAPSHOT = Script.read("snapshot", "_session")
-DELETE = Script.read("delete")
-BEGIN = Script.read("begin", "_session")
-COMMIT = Script.read("commit", "_session")
-DROP_INTENT = Script.read("drop_intent", "_session")
-NOTE_UNSERVED = Script.read("note_unserved", "_session")
-DISOWN = Script.read("disown", "_session")
-MARK_DELIVERED = Script.read("mark_delivered", "_session")
-SET_REWARD = Script.read("set_reward", "_session")
-MARK_LEASED = Script.read("mark_leased", "_session")
-BEGIN_CLOSE = Script.read("begin_close", "_session")
-CLOSE = Script.read("close", "_session")
-EXPIRE = Script.read("expire", "_session")
-
 LOADED_AT_ONCE = 32
 LOOKED_AT = 2048
 """Listed sessions that one page looks at."""
@@ -148,7 +133,7 @@ class SessionStore:
         # The listing first: an unlisted session could never be found again, a listed one that does not exist is skipped.
         unclosed = self._redis.execute("ZADD", keys.UNCLOSED, repr(info.created_at), info.session_id)
         await asyncio.gather(self._listing.add(info), unclosed)
-        if await self._redis.run(CREATE, _state_and_calls(info.session_id), (pack_versioned(info), repr(info.created_at))):
+        if await self._run("create", _state_and_calls(info.session_id), (pack_versioned(info), repr(info.created_at))):
             return True
         other = await self.load(info.session_id)
         if other is None or other.info.created_at != info.created_at:
@@ -156,7 +141,7 @@ class SessionStore:
         return False
 
     async def load(self, session_id: str) -> SessionState | None:
-        return _parse_state(await self._redis.run(SNAPSHOT, _state_and_calls(session_id)))
+        return _parse_state(await self._run("snapshot", _state_and_calls(session_id)))
 
     async def list_sessions(
         self, *, status: str | None, group_id: str | None, limit: int, cursor: str | None
@@ -167,7 +152,7 @@ class SessionStore:
     async def delete(self, session_id: str) -> bool:
         """False when there was none."""
         state = await self.load(session_id)
-        removed = await self._redis.run(DELETE, keys.session(session_id))
+        removed = await self._redis.run(Script.read("delete"), keys.session(session_id))
         if state is not None:
             await self._listing.remove(state.info)
         await self.mark_active(session_id, None)
@@ -180,9 +165,8 @@ class SessionStore:
         )
         # The intent may have been written even when no answer arrives.
         self._unsettled[intent.call_id] = _Unsettled(session_id, None)
-        status, accepted, created_at, records = await self._redis.run(
-            BEGIN, _with_intents(session_id), (known_calls, intent.call_id, pack_versioned(signed), most_bytes)
-        )
+        args = (known_calls, intent.call_id, pack_versioned(signed), most_bytes)
+        status, accepted, created_at, records = await self._run("begin", _with_intents(session_id), args)
         if accepted:
             self._unsettled[intent.call_id] = _Unsettled(session_id, intent)
         else:
@@ -199,7 +183,7 @@ class SessionStore:
         args: list[Argument] = [intent_id, self._now(), str(size_bytes)]
         for call_id, record in records.items():
             args += (call_id, digest(record), record)
-        outcome, *detail = await self._redis.run(COMMIT, parts, args, durable=True, patient=True)
+        outcome, *detail = await self._run("commit", parts, args, durable=True, patient=True)
         if outcome == b"ok":
             self._unsettled.pop(intent_id, None)
             return int(detail[0])
@@ -212,12 +196,12 @@ class SessionStore:
     async def drop_intent(self, session_id: str, intent_id: str) -> None:
         """The engine refused the call: the tree stays as it was."""
         self._unsettled[intent_id] = _Unsettled(session_id, None)
-        await self._redis.run(DROP_INTENT, _with_intents(session_id), (intent_id, self._now()))
+        await self._run("drop_intent", _with_intents(session_id), (intent_id, self._now()))
         self._unsettled.pop(intent_id, None)
 
     async def note_unserved(self, session_id: str, unserved: Unserved) -> None:
         """No-op when the session is closed or has a later one."""
-        await self._redis.run(NOTE_UNSERVED, _state_and_calls(session_id), (repr(unserved.at), pack_versioned(unserved)))
+        await self._run("note_unserved", _state_and_calls(session_id), (repr(unserved.at), pack_versioned(unserved)))
 
     async def disown(self, running: Container[str]) -> None:
         """Settles the intents of this process whose calls are not `running` any more, for when the store was away as they ended: drops
@@ -226,12 +210,12 @@ class SessionStore:
             if left.intent is None:
                 await self.drop_intent(left.session_id, call_id)
             else:
-                await self._redis.run(DISOWN, _with_intents(left.session_id), (call_id, pack_versioned(left.intent)))
+                await self._run("disown", _with_intents(left.session_id), (call_id, pack_versioned(left.intent)))
                 self._unsettled.pop(call_id, None)
 
     async def mark_delivered(self, session_id: str, call_ids: Sequence[str]) -> None:
         if call_ids:
-            await self._redis.run(MARK_DELIVERED, (*_state_and_calls(session_id), keys.delivered(session_id)), tuple(call_ids))
+            await self._run("mark_delivered", (*_state_and_calls(session_id), keys.delivered(session_id)), tuple(call_ids))
 
     async def load_delivered(self, session_id: str) -> set[str]:
         """The calls whose replies were flushed to the harness."""
@@ -256,25 +240,25 @@ class SessionStore:
     ) -> SessionState:
         """A reward of None keeps the present one. Raises `NotFound`, and `Conflict` once the session was leased."""
         args = (_number(reward), pack(per_call), pack(per_branch), pack(metadata), self._now())
-        outcome, *answer = await self._redis.run(SET_REWARD, _state_and_calls(session_id), args)
+        outcome, *answer = await self._run("set_reward", _state_and_calls(session_id), args)
         if outcome == b"leased":
             raise Conflict(f"session {session_id} was leased to a trainer: its reward is fixed")
         return _require_state(session_id, answer[0] if answer else None)
 
     async def mark_leased(self, session_id: str) -> SessionState | None:
         """Fixes the reward, and returns the state to lease; None when the session is gone."""
-        return _parse_state(await self._redis.run(MARK_LEASED, _state_and_calls(session_id), (self._now(),)))
+        return _parse_state(await self._run("mark_leased", _state_and_calls(session_id), (self._now(),)))
 
     async def begin_close(self, session_id: str) -> SessionState:
         """open -> closing: no new call begins. Returns the state of a closed session unchanged. Raises `NotFound`."""
-        return _require_state(session_id, await self._redis.run(BEGIN_CLOSE, _state_and_calls(session_id), (self._now(),)))
+        return _require_state(session_id, await self._run("begin_close", _state_and_calls(session_id), (self._now(),)))
 
     async def close(
         self, session_id: str, status: str, reward: float | None, error: str | None, closed_at: float
     ) -> SessionState:
         """closing -> `status`, frozen. Repeating it is a no-op. Raises `Conflict` when it is frozen with another status."""
         args = (status, _number(reward), error or "", repr(closed_at))
-        outcome, *answer = await self._redis.run(CLOSE, _state_and_calls(session_id), args, durable=True)
+        outcome, *answer = await self._run("close", _state_and_calls(session_id), args, durable=True)
         if outcome == b"frozen":
             raise Conflict(f"session {session_id} is closed as {answer[0].decode()}, not {status}")
         await self.mark_active(session_id, None)
@@ -297,7 +281,10 @@ class SessionStore:
         """open -> closing, when the session was not active after `idle_since` and has `intents` intents; so is a session that was left
         half closed before `closing_since`. True for one caller only, which then closes the session."""
         args = (repr(idle_since), repr(closing_since), intents, self._now())
-        return bool(await self._redis.run(EXPIRE, _with_intents(session_id), args))
+        return bool(await self._run("expire", _with_intents(session_id), args))
+
+    def _run(self, script: str, parts: Sequence[str], args: Sequence[Argument] = (), **how: bool) -> Awaitable[Any]:
+        return self._redis.run(Script.read(script, "_session"), parts, args, **how)
 
     def _now(self) -> str:
         """The time for scripts; "": they read Redis's clock."""
