@@ -1,4 +1,4 @@
-"""`verbatim audit`: one session's tree, why each branch exists, where its tokens went, and whether the logprobs are true."""
+"""`verbatim audit`: a session's tree, the reason of each branch, its token accounting, and whether its logprobs are right."""
 
 from __future__ import annotations
 
@@ -26,26 +26,30 @@ def audit(
         list[str] | None,
         typer.Option(
             metavar="[VERSION=]PATH",
-            help="A transformers checkpoint: recompute every trained token's logprob with it. With VERSION= only the tokens "
-            "sampled under those weights; repeat it for each version. Needs torch and transformers.",
+            help="A transformers checkpoint to recompute every trained token's logprob with; with VERSION= only the tokens "
+            "sampled under those weights. Repeatable. Needs torch and transformers.",
         ),
     ] = None,
     builder: Annotated[str, typer.Option(metavar="NAME", help="merged (one row per branch) or per_call.")] = "merged",
-    tolerance: Annotated[float, typer.Option(metavar="X", help="Largest difference that is no error.")] = TOLERANCE,
+    tolerance: Annotated[float, typer.Option(metavar="X", help="The largest accepted difference.")] = TOLERANCE,
 ) -> None:
-    """Show a session's tree, its accounting and, with a model, how true its logprobs are.
+    """Show a session's tree, its token accounting and, with a model, the error of its logprobs.
 
-    Exits with 1 when sampled tokens are unaccounted for or a logprob is off by more than the tolerance. Compare in float32: in
-    bfloat16 the engine and transformers differ by about 0.03.
+    The exit code is 1 if sampled tokens are unaccounted for or a logprob is off by more than the tolerance. Compare with an engine
+    that runs in float32: in bfloat16 the engine and transformers differ by about 0.03.
+
+    \b
+    verbatim audit first
+    verbatim audit first --model /models/base --model 3=/weights/version-3
     """
     from rich.console import Console
 
     from cli.control import Control
-    from cli.sessions import accounting_line, all_calls
+    from cli.sessions import accounting_line, list_calls
 
     control, console = Control(), Console()
     path = f"/sessions/{quote(session_id, safe='')}"
-    calls = all_calls(control, session_id)
+    calls = list_calls(control, session_id)
     exported = control.get(f"{path}/trajectories", builder=builder)
     console.print(session_tree(session_id, calls, exported["accounting"]))
     for line in branch_lines(calls):
@@ -53,7 +57,9 @@ def audit(
     console.print(accounting_line(len(exported["trajectories"]), exported["accounting"]))
     problems = accounting_problems(exported["accounting"])
     if model:
-        differences = recomputed([_row(row) for row in exported["trajectories"]], model)
+        from trainer_client.wire import decode_trajectory
+
+        differences = recompute_logprobs([decode_trajectory(row) for row in exported["trajectories"]], model)
         console.print(differences_table(differences))
         problems += logprob_problems(differences, tolerance)
     if problems:
@@ -61,14 +67,14 @@ def audit(
 
 
 def session_tree(session_id: str, calls: list[dict[str, Any]], accounting: dict[str, Any]) -> Tree:
-    """The calls as branches of their parents, in the order they were recorded; quarantined ones say why."""
+    """The calls below their parents in the order they were recorded, quarantined ones with the reason."""
     from rich.tree import Tree
 
     reasons = {item["call_id"]: item["reason"] for item in accounting["quarantined"]}
     root = Tree(f"session {session_id}: {len(calls)} calls")
     places: dict[str | None, Tree] = {None: root}
     for call in calls:
-        # A straight continuation stands below its parent at the same depth: only branches indent, however long a run is.
+        # A continuation has the depth of its parent: only branches indent.
         parent = places.get(call["parent_id"], root)
         child = parent if call["parent_id"] and not call["branch_reason"] else parent.add(_headline(call))
         line = _line(call, reasons.get(call["call_id"]))
@@ -82,17 +88,17 @@ def _headline(call: dict[str, Any]) -> str:
 
 
 def _line(call: dict[str, Any], reason: str | None) -> str:
+    from rich.markup import escape
+
     versions = ", ".join(str(span[0]) for span in call["weight_versions"]) or "?"
-    said = ((call.get("reply") or {}).get("content") or "").strip().replace("\n", " ")
+    text = ((call.get("reply") or {}).get("content") or "").strip().replace("\n", " ")
     line = f"{call['call_id']}  {len(call['prompt_ids'])} + {len(call['completion_ids'])} tokens, weights {versions}"
     line += f", {call['finish_reason'] or call['status']}"
     if call.get("projection") not in (None, "", "exact"):
         line += f", replayed: {call['projection']}"
     if reason:
         line += f"  [red]quarantined: {reason}[/red]"
-    from rich.markup import escape
-
-    return line + (f"  [dim]{escape(said[:60])}[/dim]" if said else "")
+    return line + (f"  [dim]{escape(text[:60])}[/dim]" if text else "")
 
 
 def branch_lines(calls: list[dict[str, Any]]) -> list[str]:
@@ -101,17 +107,17 @@ def branch_lines(calls: list[dict[str, Any]]) -> list[str]:
 
 
 MEANINGS = {
-    "new_root": "other tools, model, template kwargs or first messages: nothing to continue",
+    "new_root": "different tools, model, template kwargs or first messages: nothing to continue",
     "repeated": "the same request again: a retry or another sample",
-    "edited": "the harness went on from an earlier request with another reply than was sent; what it changed is prompt",
+    "edited": "the harness continued an earlier request with a reply it had changed; the changed reply is prompt",
     "forked": "another continuation of the same reply",
     "thinking_dropped": "the chat template drops earlier thinking at a new user turn",
-    "history_rewritten": "the chat template shows the earlier turns otherwise now",
-    "turn_end_differs": "the model ended its turn with another token than the template",
-    "turn_end_unknown": "the template's turn end was not found behind the reply",
-    "retokenized": "the engine rendered the history to other ids than were sampled",
-    "stop_dropped": "a text prompt goes on from a reply without the stop that ended it",
-    "text_unproven": "a text prompt goes on from a reply, but not provably after its very ids",
+    "history_rewritten": "the chat template now renders earlier turns differently",
+    "turn_end_differs": "the model ended its turn with a different token than the template",
+    "turn_end_unknown": "the template's turn end was not found after the reply",
+    "retokenized": "the engine rendered the history to ids other than those sampled",
+    "stop_dropped": "a text prompt continues a reply without the stop token that ended it",
+    "text_unproven": "a text prompt continues a reply, but not provably from the same ids",
 }
 
 
@@ -128,13 +134,13 @@ def logprob_problems(differences: dict[str, Difference], tolerance: float) -> li
     return [
         f"{name}: a logprob is off by {difference.largest:.3g} (row {difference.trajectory_id}, token {difference.position})"
         for name, difference in differences.items()
-        # Not "greater than": what is no number is not near either.
+        # Not ">": NaN must not pass.
         if not difference.largest <= tolerance
     ]
 
 
-def recomputed(rows: list[Trajectory], models: list[str]) -> dict[str, Difference]:
-    """What `--model` was given, and how far the stored logprobs are from that model's."""
+def recompute_logprobs(rows: list[Trajectory], models: list[str]) -> dict[str, Difference]:
+    """For each `--model`, the difference between the stored logprobs and that model's."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
@@ -150,7 +156,7 @@ def recomputed(rows: list[Trajectory], models: list[str]) -> dict[str, Differenc
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
         except (OSError, ValueError) as error:
-            raise Refusal(f"{path} holds no model that transformers can load: {error}") from error
+            raise Refusal(f"{path} is not a model that transformers can load: {error}") from error
         loaded.eval()
         total = Difference()
         for row in track(rows, description=f"recomputing with {path}", transient=True):
@@ -171,9 +177,3 @@ def differences_table(differences: dict[str, Difference]) -> Table:
     for name, difference in differences.items():
         table.add_row(name, str(difference.tokens), f"{difference.largest:.2e}", f"{difference.mean:.2e}")
     return table
-
-
-def _row(row: dict[str, Any]) -> Trajectory:
-    from trainer_client.wire import trajectory_of
-
-    return trajectory_of(row)

@@ -1,4 +1,4 @@
-"""`verbatim engines`: the replicas of a running service, and engines added to it and removed from it."""
+"""`verbatim engines`: list the replicas of a running service, add and remove engines."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="The engines of a running service: who serves, and engines that come and go (VERBATIM_URL, VERBATIM_ADMIN_TOKEN).",
+    help="List, add and remove the engines of a running service (VERBATIM_URL, VERBATIM_ADMIN_TOKEN).",
 )
 
 
 @app.command("list")
 def list_() -> None:
-    """List the replicas with what they serve, and why one does not."""
+    """List the replicas, what they serve, and why one does not."""
     from cli.control import Control
     from cli.tables import standard_output
 
@@ -27,9 +27,9 @@ def list_() -> None:
     console.print(replicas_table(found["replicas"]))
     for policy, calls in found["waiting"].items():
         if calls:
-            console.print(f"{calls} calls wait for a replica of {policy or 'the default policy'}")
-    silent = {engine["url"] for engine in found["engines"]} - {replica[key] for replica in found["replicas"] for key in _OF}
-    for url in sorted(silent):
+            console.print(f"{calls} calls are waiting for a replica of {policy or 'the default policy'}")
+    known = {replica[key] for replica in found["replicas"] for key in ("url", "source")}
+    for url in sorted({engine["url"] for engine in found["engines"]} - known):
         console.print(f"{url}: no address is known")
 
 
@@ -38,16 +38,21 @@ def add(
     url: Annotated[str, typer.Argument(metavar="URL", help="http://HOST:PORT, or dns://NAME:PORT for all its addresses.")],
     policy: Annotated[
         str,
-        typer.Option(metavar="NAME", help="The policy whose replica it is. Left out: the default one. NAME=URL says it, too."),
+        typer.Option(
+            metavar="NAME", help="The policy it is a replica of. Default: the default policy. NAME=URL works as well."
+        ),
     ] = "",
     model: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="A name under which it serves, so that calls for it wait for this engine. Repeatable."
-        ),
+        typer.Option(metavar="NAME", help="A model it serves, so that calls for that model wait for this engine. Repeatable."),
     ] = None,
 ) -> None:
-    """Add an engine. It takes calls once it answers and has the current weights; a restart of the service keeps it."""
+    """Add an engine. It takes calls once it answers and has the current weights; it stays across restarts of the service.
+
+    \b
+    verbatim engines add http://10.0.0.7:8000
+    verbatim engines add dns://vllm.default.svc:8000 --policy critic
+    """
     from cli.control import Control
 
     added = Control().post("/engines", {"url": url, "policy": policy} | ({"models": model} if model else {}))
@@ -56,22 +61,19 @@ def add(
 
 @app.command("remove")
 def remove(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name in the list of engines: HOST:PORT, or dns:NAME:PORT.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name in the list: HOST:PORT, or dns:NAME:PORT.")],
 ) -> None:
-    """Remove an engine that was added. Calls in flight end there."""
+    """Remove an engine that was added. Calls in flight finish on it."""
     from cli.control import Control
 
     Control().delete(f"/engines/{quote(name, safe='')}")
-    typer.echo(f"{name} removed; calls in flight end there")
-
-
-_OF = ("url", "source")
+    typer.echo(f"{name} removed; calls in flight finish on it")
 
 
 def replicas_table(found: list[dict[str, Any]]) -> Table:
-    from cli.tables import whole_table
+    from cli.tables import make_table
 
-    table = whole_table("replica", "policy", "status", "weights", "calls", "models", "from", "reason")
+    table = make_table("replica", "policy", "status", "weights", "in flight", "models", "from", "reason")
     for replica in found:
         most = f" of {replica['max_calls']}" if replica["max_calls"] else ""
         table.add_row(

@@ -1,6 +1,7 @@
-"""The `verbatim` command: one module per subcommand, each of which imports what it needs when it runs.
+"""The `verbatim` command, one module per subcommand.
 
-Importing this module must stay cheap: `verbatim --help` loads no web framework, no store and no tensors.
+Importing this module must stay cheap: each subcommand imports what it needs when it runs, so that `verbatim --help` loads no web
+framework, no store and no tensors.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Reinforcement learning on any agent, unmodified: point it at a URL, train on exactly the tokens it saw and said.",
+    help="Reinforcement learning on any agent, unmodified: point it at a URL, train on exactly the tokens it saw and sampled.",
 )
-app.command("serve")(serve.serve)
-app.command("run", short_help="Run a harness in a new session, and close it.")(run.run)
+app.command("serve", short_help="Run the service.")(serve.serve)
+app.command("run", short_help="Run a harness in a new session, then close it.")(run.run)
 app.command("node", short_help="Run rollouts of submitted tasks on this machine.")(node.node)
-app.command("generate", short_help="Attempt tasks until enough attempts are accepted.")(generate.generate)
-app.command("env", short_help="Open a session and print what a harness needs for it.")(run.env)
-app.command("audit", short_help="Check a session: its tree, its tokens, its logprobs.")(audit.audit)
-app.command("top", short_help="Watch a running service: calls, engines, groups, nodes.")(top.top)
-app.command("view", short_help="Write a session's page into one HTML file.")(sessions.view)
-app.command("bench", short_help="Ask an engine directly and through the service.")(bench.bench)
+app.command("generate", short_help="Sample until enough attempts pass.")(generate.generate)
+app.command("env", short_help="Open a session and print a harness's settings for it.")(run.env)
+app.command("audit", short_help="Check a session's tree, tokens and logprobs.")(audit.audit)
+app.command("top", short_help="Watch calls, engines, groups and nodes live.")(top.top)
+app.command("view", short_help="Save a session's page as one HTML file.")(sessions.view)
+app.command("bench", short_help="Measure what the service adds to an engine.")(bench.bench)
 app.command("export", short_help="Write closed sessions to files.")(export.export)
-app.command("import", short_help="Put exported sessions into the store of a service.")(export.import_sessions)
-app.add_typer(sessions.app, name="sessions", short_help="Look at the sessions of a running service.")
+app.command("import", short_help="Restore exported sessions into a service.")(export.import_sessions)
+app.add_typer(sessions.app, name="sessions", short_help="List and show sessions.")
 app.add_typer(tasks.app, name="tasks", short_help="Submit, watch and cancel tasks.")
-app.add_typer(sessions.dead_letters, name="dead-letters", short_help="Groups that no trainer gets any more.")
-app.add_typer(engines.app, name="engines", short_help="The engines of a running service, added and removed.")
-app.add_typer(weights.app, name="weights", short_help="The engines' weights: push, see, go back.")
+app.add_typer(sessions.dead_letters, name="dead-letters", short_help="Groups no longer delivered: list, retry, drop.")
+app.add_typer(engines.app, name="engines", short_help="List, add and remove engines.")
+app.add_typer(weights.app, name="weights", short_help="Push weights, show them, roll back.")
 
 
 def _print_version(wanted: bool) -> None:
@@ -61,7 +62,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def installed_version() -> str:
-    """The installed distribution's version; "from source" when the tree is run without being installed."""
+    """The distribution's version; "from source" if it is not installed."""
     try:
         return version("verbatim-rl")
     except PackageNotFoundError:
@@ -71,14 +72,14 @@ def installed_version() -> str:
 @app.callback()
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
 def main() -> None:
-    """Run the command. Exit codes: 0 done, 1 refused with one sentence on stderr, 2 misspelt."""
+    """Run the command. Exit codes: 0 success, 1 failure with one sentence on stderr, 2 usage error."""
     try:
         app()
     except Refusal as refusal:

@@ -1,4 +1,4 @@
-"""`verbatim node`: takes rollouts and runs them on this machine."""
+"""`verbatim node`: take rollouts of submitted tasks and run them on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
-import httpx
 import typer
 
 from cli.refusal import Refusal
@@ -31,7 +30,7 @@ log = logging.getLogger(__name__)
 
 NEEDS = ("msgspec", "pydantic", "redis")
 REDIS_SECONDS = 10.0
-"""How long a command of the store is offered again while Redis restarts or fails over."""
+"""How long store commands are retried while Redis restarts or fails over."""
 
 
 def node(
@@ -41,45 +40,43 @@ def node(
         typer.Option(
             envvar="VERBATIM_HARNESS_URL",
             metavar="URL",
-            help="Where harnesses call the service, if its control side has a port of its own (--control-port). Default: --url.",
+            help="Where harnesses call the service, if its control side has a separate port (--control-port). Default: --url.",
         ),
     ] = None,
-    redis: Annotated[
-        str | None, typer.Option(envvar="VERBATIM_REDIS", metavar="URL", help="The Redis of the service, where tasks wait.")
-    ] = None,
+    redis: Annotated[str | None, typer.Option(envvar="VERBATIM_REDIS", metavar="URL", help="The Redis of the service.")] = None,
     name: Annotated[
         str | None,
-        typer.Option(
-            envvar="VERBATIM_NODE_NAME", help="Stays the same over restarts, and no two have it. Default: this host's."
-        ),
+        typer.Option(envvar="VERBATIM_NODE_NAME", help="Unique, and stable across restarts. Default: the host name."),
     ] = None,
     labels: Annotated[
-        list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help="What tasks may ask of a node. Repeatable.")
+        list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help="A label that tasks can require. Repeatable.")
     ] = None,
-    prepare: Annotated[int, typer.Option(min=1, help="Runtimes that are made ready at once.")] = 2,
+    prepare: Annotated[int, typer.Option(min=1, help="Runtimes prepared in parallel.")] = 2,
     ready: Annotated[
-        int, typer.Option(min=0, help="Prepared rollouts that wait for a run slot. 0: each is prepared in its run slot.")
+        int, typer.Option(min=0, help="Prepared rollouts in the warm pool. 0: each is prepared in its run slot.")
     ] = 2,
-    run: Annotated[int, typer.Option(min=1, help="Harnesses that work at once.")] = 4,
-    evaluate: Annotated[int, typer.Option(min=1, help="Evaluations at once.")] = 2,
+    run: Annotated[int, typer.Option(min=1, help="Harnesses in parallel.")] = 4,
+    evaluate: Annotated[int, typer.Option(min=1, help="Evaluations in parallel.")] = 2,
     cpus: Annotated[
-        float | None, typer.Option(min=0.001, help="CPUs that rollouts may take up in all. Default: this machine's.")
+        float | None, typer.Option(min=0.001, help="CPUs for all rollouts together. Default: this machine's.")
     ] = None,
     memory_mb: Annotated[
-        int | None, typer.Option(min=1, help="Memory that rollouts may take up in all. Default: nine tenths of this machine's.")
+        int | None, typer.Option(min=1, help="Memory for all rollouts together. Default: 90 % of this machine's.")
     ] = None,
     runtimes: Annotated[
         list[str] | None,
-        typer.Option("--runtime", metavar="KIND", help="Only these kinds. Default: all that this machine has."),
+        typer.Option(
+            "--runtime", metavar="KIND", help="Offer only this kind of runtime. Repeatable. Default: all that work here."
+        ),
     ] = None,
     data_dir: Annotated[
-        Path, typer.Option(envvar="VERBATIM_NODE_DIR", metavar="DIR", help="Logs of rollouts, and what runtimes keep.")
+        Path, typer.Option(envvar="VERBATIM_NODE_DIR", metavar="DIR", help="Rollout logs and runtime caches.")
     ] = Path("verbatim-node"),
     lease_seconds: Annotated[
-        float, typer.Option(min=1.0, help="Without a sign of life for so long the node loses its rollouts to others.")
+        float, typer.Option(min=1.0, help="A node silent for this long loses its rollouts to others.")
     ] = 30.0,
     drain_seconds: Annotated[
-        float, typer.Option(min=0.0, help="What running rollouts have for ending after SIGTERM.")
+        float, typer.Option(min=0.0, help="How long running rollouts may continue after SIGTERM.")
     ] = 3600.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[
@@ -89,14 +86,15 @@ def node(
 ) -> None:
     """Take rollouts of submitted tasks and run them on this machine.
 
-    Any number of nodes work on one service. A node needs the service's URL and VERBATIM_NODE_TOKEN (or VERBATIM_ADMIN_TOKEN), and
-    its Redis: where the service has an embedded one, unix://DATA_DIR/redis.sock on the same machine.
+    A service can have any number of nodes. A node needs the service's URL, VERBATIM_NODE_TOKEN (or VERBATIM_ADMIN_TOKEN), and the
+    service's Redis: unix://DATA_DIR/redis.sock on the same machine if it is embedded.
 
     \b
     verbatim node --redis redis://redis:6379 --url http://proxy:8700 --run 16 --ready 4
     verbatim node --redis unix:///srv/verbatim-data/redis.sock --label gpu=no --runtime docker
 
-    The first SIGTERM or Ctrl-C lets running rollouts end, for --drain-seconds, and puts the others back; a second one stops all.
+    The first SIGTERM or Ctrl-C lets running rollouts finish within --drain-seconds and returns the others to the queue; a second
+    one stops them all.
     """
     check_installed("node", NEEDS, "rollout")
     from cli.control import ADMIN, NODE, Control
@@ -106,12 +104,12 @@ def node(
 
     logs.configure(log_level, log_format)
     if not redis:
-        hint = "where it has one of its own, unix://DATA_DIR/redis.sock on its machine"
-        raise Refusal(f"no --redis given: it is where the service keeps its tasks; {hint}", exit_code=2)
+        hint = "if it is embedded, unix://DATA_DIR/redis.sock on the same machine"
+        raise Refusal(f"no --redis given: pass the Redis of the service; {hint}", exit_code=2)
     settings = NodeSettings(
-        labels=labels_of(labels or []),
+        labels=parse_labels(labels or []),
         cpus=cpus or float(len(os.sched_getaffinity(0))),
-        memory_mb=memory_mb or own_memory_mb(),
+        memory_mb=memory_mb or measure_memory_mb(),
         lease_seconds=lease_seconds,
         drain_seconds=drain_seconds,
     )
@@ -132,7 +130,7 @@ def node(
     )
 
 
-def labels_of(given: list[str]) -> Mapping[str, str]:
+def parse_labels(given: list[str]) -> Mapping[str, str]:
     """Raises `Refusal` (exit code 2)."""
     labels = {}
     for item in given:
@@ -143,7 +141,7 @@ def labels_of(given: list[str]) -> Mapping[str, str]:
     return labels
 
 
-def own_memory_mb() -> int:
+def measure_memory_mb() -> int:
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 0.9) >> 20
 
 
@@ -163,10 +161,10 @@ async def _serve(
     from rollout.steps import NodeParts
     from rollout.store.work import WorkStore
 
-    route = route_of(harness_url, "--url" if harness_url == control.url else "--harness-url")
-    kinds = await kinds_here(wanted)
-    logs = logs_folder(data_dir)
-    connection = await connected(redis)
+    route = parse_route(harness_url, "--url" if harness_url == control.url else "--harness-url")
+    kinds = await find_kinds(wanted)
+    logs = make_logs_folder(data_dir)
+    connection = await connect(redis)
     sessions = Sessions(control.url, control.token)
     parts = NodeParts(
         name=name,
@@ -180,7 +178,7 @@ async def _serve(
         logs=logs,
     )
     try:
-        await let_in(control)
+        await await_admission(control)
         await _run(parts, settings, control)
     finally:
         await sessions.close()
@@ -188,7 +186,7 @@ async def _serve(
 
 
 async def _run(parts: NodeParts, settings: NodeSettings, control: Control) -> None:
-    """Returns when the node was told to end and has."""
+    """Run until the node is told to stop and has drained."""
     from rollout.node import Node
 
     node = Node(parts, settings)
@@ -200,8 +198,8 @@ async def _run(parts: NodeParts, settings: NodeSettings, control: Control) -> No
         err=True,
     )
     for kind in parts.kinds.values():
-        log.info("runtimes of kind %s: %s", kind.name, kind.describe_limits())
-    looking = asyncio.create_task(seen(control, parts.name))
+        log.info("runtimes of kind %s: %s", kind.name, kind.limits())
+    looking = asyncio.create_task(await_listing(control, parts.name))
     try:
         await node.run()
     finally:
@@ -209,19 +207,19 @@ async def _run(parts: NodeParts, settings: NodeSettings, control: Control) -> No
         await asyncio.wait([looking])
 
 
-async def kinds_here(wanted: list[str]) -> dict[str, RuntimeKind]:
-    """The wanted kinds of runtimes, or all that this machine has. Raises `Refusal` when one that is wanted is not there, or none is."""
+async def find_kinds(wanted: list[str]) -> dict[str, RuntimeKind]:
+    """The wanted kinds of runtimes, or all that work on this machine. Raises `Refusal` if a wanted one is missing, or all are."""
     from rollout.runtimes import catalogue
     from rollout.runtimes.base import BadRuntime
 
     kinds: dict[str, RuntimeKind] = {}
     lacking = []
-    for name in wanted or catalogue.list_names():
+    for name in wanted or catalogue.names():
         try:
             kind = catalogue.load(name)
         except BadRuntime as error:
             raise Refusal(str(error), exit_code=2) from error
-        if (why := await kind.probe()) is None:
+        if (why := await kind.missing()) is None:
             kinds[name] = kind
         else:
             lacking.append(f"{name}: {why}")
@@ -230,15 +228,15 @@ async def kinds_here(wanted: list[str]) -> dict[str, RuntimeKind]:
     return kinds
 
 
-async def connected(redis: str) -> StoreConnection:
-    """Raises `Refusal` when there is no Redis that answers."""
+async def connect(redis: str) -> StoreConnection:
+    """Raises `Refusal` if Redis does not answer."""
     from proxy.errors import StoreUnavailable
     from proxy.store.connection import StoreConnection
 
     try:
         connection = StoreConnection(redis, patience_seconds=REDIS_SECONDS)
     except ValueError as error:
-        raise Refusal(f"--redis is no Redis URL: {error}", exit_code=2) from error
+        raise Refusal(f"--redis is not a Redis URL: {error}", exit_code=2) from error
     try:
         await connection.ping(patient=True)
     except StoreUnavailable as error:
@@ -247,17 +245,17 @@ async def connected(redis: str) -> StoreConnection:
     return connection
 
 
-def route_of(url: str, flag: str) -> Route:
+def parse_route(url: str, flag: str) -> Route:
     """Raises `Refusal` (exit code 2)."""
     from rollout.runtimes.base import Route
 
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise Refusal(f"{flag} {url!r} is no http or https URL", exit_code=2)
+        raise Refusal(f"{flag} {url!r} is not an http or https URL", exit_code=2)
     return Route(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
 
 
-def logs_folder(data_dir: Path) -> Path:
+def make_logs_folder(data_dir: Path) -> Path:
     """Raises `Refusal`."""
     folder = data_dir.absolute() / "logs"
     try:
@@ -267,19 +265,17 @@ def logs_folder(data_dir: Path) -> Path:
     return folder
 
 
-# What a node makes sure of, since it would spoil rollouts or wait for ever: that the service knows its token, and reads its Redis.
+# Checks against the service: it must know the node's token and read the same Redis
 
 
 LOOK_SECONDS = 1.0
-PASSING = (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError)
-"""What stands between the node and a service that is not there yet, or no more."""
 UNSEEN_SECONDS = 20.0
-"""After which a node that the service does not list says so."""
+"""After which a node warns that the service does not list it."""
 
 
-async def let_in(control: Control) -> None:
-    """Returns once the service has answered with this token; one that is away is waited for. Raises `Refusal` when it answers
-    otherwise: every rollout that the node took would fail, until its attempts are used up."""
+async def await_admission(control: Control) -> None:
+    """Wait until the service accepts the token. Raises `Refusal` if it rejects it: every rollout that the node took would fail until its
+    attempts are used up."""
     told = ""
     while True:
         try:
@@ -290,12 +286,12 @@ async def let_in(control: Control) -> None:
                 raise
             if str(refusal) != told:
                 told = str(refusal)
-                log.warning("nothing is taken yet: %s", told)
+                log.warning("no rollouts are taken yet: %s", told)
         await asyncio.sleep(LOOK_SECONDS)
 
 
-async def seen(control: Control, name: str, patience_seconds: float = UNSEEN_SECONDS) -> None:
-    """Returns once the service lists the node. Until then tasks that are submitted there do not come to it, which is logged, once."""
+async def await_listing(control: Control, name: str, patience_seconds: float = UNSEEN_SECONDS) -> None:
+    """Wait until the service lists the node; warn once if it does not, because none of its tasks arrive here."""
     loop = asyncio.get_running_loop()
     until, told = loop.time() + patience_seconds, False
     while True:
@@ -303,17 +299,17 @@ async def seen(control: Control, name: str, patience_seconds: float = UNSEEN_SEC
             if any(node["name"] == name for node in (await asyncio.to_thread(control.get, "/nodes"))["nodes"]):
                 return
         except Refusal:
-            # Who needs the service says so.
+            # An unreachable service is reported elsewhere.
             until = loop.time() + patience_seconds
         if not told and loop.time() > until:
             told = True
-            log.warning("%s does not see this node, so none of its tasks comes here: is --redis the one it uses?", control.url)
+            log.warning("%s does not list this node, so it gets none of its tasks: is --redis the one it uses?", control.url)
         await asyncio.sleep(LOOK_SECONDS)
 
 
 def _may_pass(refusal: Refusal) -> bool:
-    from cli.control import Declined, HeldBack
+    from cli.control import Declined, HeldBack, NoAnswer
 
     if isinstance(refusal, Declined):
-        return refusal.status >= httpx.codes.INTERNAL_SERVER_ERROR
-    return isinstance(refusal, HeldBack) or isinstance(refusal.__cause__, PASSING)
+        return refusal.status >= 500
+    return isinstance(refusal, HeldBack | NoAnswer)

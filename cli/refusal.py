@@ -1,10 +1,10 @@
-"""Refusal: the command cannot do what was asked, for a reason the user can mend."""
+"""The error of a command that cannot do its work, for a reason the user can fix."""
 
 from __future__ import annotations
 
 
 class Refusal(Exception):
-    """Becomes one sentence on stderr and the exit code; never a traceback. `exit_code` 2 means the call was misspelt."""
+    """Printed as one sentence on stderr, without a traceback. `exit_code` 2 is a usage error."""
 
     def __init__(self, sentence: str, *, exit_code: int = 1) -> None:
         super().__init__(sentence)

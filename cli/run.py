@@ -1,4 +1,4 @@
-"""`verbatim run`: one harness, one session, from its creation to its close."""
+"""`verbatim run` and `verbatim env`: a session for one harness, run here or by other means."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from urllib.parse import quote
 import httpx
 import typer
 
-from cli.control import TIMEOUT_SECONDS, Control, HeldBack
 from cli.refusal import Refusal
-from cli.sessions import accounting_line, rows_by_role
+from cli.sessions import accounting_line, count_roles
 from cli.stop_signals import StopSignals
-from reconstruct.roles import rule_as_wire
+from reconstruct.roles import encode_rule
 from rollout.harnesses.catalogue import load
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import Endpoint, HarnessError
@@ -33,7 +32,7 @@ from rollout.harnesses.prepared import Endpoint, HarnessError
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from rollout.harnesses.definition import Harness
+    from cli.control import Control
 
 
 TIMED_OUT = 124
@@ -44,38 +43,37 @@ NOT_FOUND = 127
 def run(
     harness: HarnessName,
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="-- PROMPT", help="The task, or for shell the command and its arguments.")
+        list[str] | None,
+        typer.Argument(metavar="-- PROMPT", help="The prompt; for the harness shell, the command and its arguments."),
     ] = None,
     model: ModelName = None,
     url: ServiceUrl = None,
     session_id: SessionId = None,
-    task_id: Annotated[str | None, typer.Option(metavar="ID", help="The task this is an attempt at.")] = None,
-    group_id: Annotated[
-        str | None, typer.Option(metavar="ID", help="The group of attempts that a trainer compares with each other.")
-    ] = None,
+    task_id: Annotated[str | None, typer.Option(metavar="ID", help="The task that this run attempts.")] = None,
+    group_id: Annotated[str | None, typer.Option(metavar="ID", help="The group of attempts that a trainer compares.")] = None,
     group_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How many sessions make the group whole. Needs --group-id.")
+        int | None, typer.Option(metavar="N", min=1, help="How many sessions complete the group. Needs --group-id.")
     ] = None,
     reward: Annotated[
-        float | None, typer.Option(metavar="X", help="Close with this reward. Only when the harness ends with exit code 0.")
+        float | None, typer.Option(metavar="X", help="Close the session with this reward if the harness exits with code 0.")
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", min=0.001, help="Stop the harness after so long. Default: let it run."),
+        typer.Option(metavar="SECONDS", min=0.001, help="Stop the harness after this time. Default: no limit."),
     ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME[=VALUE]",
-            help="Give the harness this variable, which it would not get: keys, proxies and vendors' settings are withheld.",
+            help="Pass this variable to the harness. Keys, proxies and vendors' settings are withheld unless passed. Repeatable.",
         ),
     ] = None,
-    keep_home: Annotated[bool, typer.Option("--keep-home", help="Leave the harness's home in place and say where.")] = False,
+    keep_home: Annotated[bool, typer.Option("--keep-home", help="Keep the harness's home and print its path.")] = False,
 ) -> None:
-    """Run a harness against a new session, and close the session when it ends.
+    """Run a harness in a new session, and close the session when it ends.
 
-    The harness works in the current directory, with a temporary home that holds its configuration and nothing of yours. PATH is
-    kept. VERBATIM_ADMIN_TOKEN must be the token of the service.
+    The harness works in the current directory with your PATH and a temporary home that holds only its configuration.
+    VERBATIM_ADMIN_TOKEN must be the token of the service.
 
     \b
     verbatim run --harness codex -- "Fix the failing test"
@@ -83,28 +81,28 @@ def run(
     verbatim run --harness shell -- python my_agent.py --steps 3
 
     The exit code is the harness's; 124 after a timeout, 130 after Ctrl-C (which is passed on; a second one kills), 126 or 127
-    when it could not be started. The session is closed as completed, failed, timeout or cancelled to match, and as failed, with a
-    warning, when the harness never called the model. While the service takes no new session because the trainers are behind, the
+    if it could not be started. The session is closed as completed, failed, timeout or cancelled to match, and as failed, with a
+    warning, if the harness never called the model. While the service accepts no new sessions because the trainers are behind, the
     command waits.
     """
     from cli.control import Control
 
-    definition = chosen(harness)
-    passed, words = passed_variables(env or []), words or []
+    definition = load_harness(harness)
+    passed, words = parse_variables(env or []), words or []
     check_words(definition, words)
     if reward is not None and not math.isfinite(reward):
-        raise Refusal(f"--reward cannot be {reward}: a finite number is needed", exit_code=2)
-    look_for(definition, words, {**os.environ, **definition.env, **passed})
+        raise Refusal(f"--reward {reward} is invalid: pass a finite number", exit_code=2)
+    check_executable(definition, words, {**os.environ, **definition.env, **passed})
     control = Control(url)
     fields = {"session_id": session_id, "task_id": task_id, "group_id": group_id, "group_size": group_size}
     with StopSignals() as stop:
-        with Waiting() as waiting:
-            session = open_when_let_in(control, stop, waiting.show, definition, **fields)
+        with WaitIndicator() as waiting:
+            session = open_when_admitted(control, stop, waiting.show, definition, **fields)
         outcome = Outcome("failed", 1, "verbatim run broke off")
         try:
-            with temporary_home(keep_home) as home:
+            with make_home(keep_home) as home:
                 outcome = attempt(definition, session, words, model, home, passed, timeout, stop)
-            outcome = refuse_silence(definition.name, session, outcome)
+            outcome = check_calls(definition.name, session, outcome)
         finally:
             close(session, outcome, reward)
     report(session, outcome, reward)
@@ -113,50 +111,50 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the run ended: the session's status, the command's exit code, what went wrong, and what may have."""
+    """How the run ended: the session's status, the command's exit code, the error, and a warning. `summary` replaces the status in the
+    summary if the status says too little."""
 
     status: str
     exit_code: int
     error: str | None = None
     warning: str | None = None
     summary: str | None = None
-    """The word for it in the summary, where the session's status says less."""
 
 
-def passed_variables(given: list[str]) -> dict[str, str]:
-    """`NAME=VALUE` as it is, `NAME` with the caller's value. Raises `Refusal` (exit code 2)."""
+def parse_variables(given: list[str]) -> dict[str, str]:
+    """The variables of --env; `NAME` alone takes the value of this process. Raises `Refusal` (exit code 2)."""
     passed = {}
     for item in given:
         name, equals, value = item.partition("=")
         if not name or (not equals and name not in os.environ):
-            raise Refusal(f"--env {item!r} is neither NAME=VALUE nor a variable that is set", exit_code=2)
+            raise Refusal(f"--env {item!r} is neither NAME=VALUE nor the name of a set variable", exit_code=2)
         passed[name] = value if equals else os.environ[name]
     return passed
 
 
 def check_words(definition: Harness, words: list[str]) -> None:
-    """Raises `Refusal` (exit code 2) when there are words for a harness that takes none, or none for one that does."""
+    """Raises `Refusal` (exit code 2) for a missing prompt, or one that the harness does not take."""
     if definition.takes_prompt and not any(words):
         what = "command" if definition.takes_command else "prompt"
-        raise Refusal(f"{definition.name} needs a {what}: put it behind --", exit_code=2)
+        raise Refusal(f"{definition.name} needs a {what}: put it after --", exit_code=2)
     if words and not definition.takes_prompt:
         raise Refusal(f"{definition.name} takes no prompt: its definition has no {{prompt}}", exit_code=2)
 
 
-def look_for(definition: Harness, words: list[str], env: Mapping[str, str]) -> None:
-    """Raises `Refusal` (exit code 127) when the harness is not there, before a session is opened for it."""
+def check_executable(definition: Harness, words: list[str], env: Mapping[str, str]) -> None:
+    """Raises `Refusal` (exit code 127) if the harness is not installed, before a session is opened."""
     from rollout.harnesses.prepared import MissingExecutable
-    from rollout.harnesses.process import find_executable
+    from rollout.harnesses.process import executable
 
     command = (definition.argv or words)[0]
     try:
         if "{" not in command:
-            find_executable(command, env)
+            executable(command, env)
     except MissingExecutable as error:
-        raise Refusal(not_there(definition, str(error)), exit_code=NOT_FOUND) from error
+        raise Refusal(explain_missing(definition, str(error)), exit_code=NOT_FOUND) from error
 
 
-def not_there(definition: Harness, sentence: str) -> str:
+def explain_missing(definition: Harness, sentence: str) -> str:
     if not definition.install:
         return sentence
     return f"{definition.name} is not installed: {sentence}. Install it with\n  " + "\n  ".join(definition.install)
@@ -172,47 +170,47 @@ def attempt(
     timeout_seconds: float | None,
     stop: StopSignals,
 ) -> Outcome:
-    """Start the harness and wait for its end."""
-    from rollout.harnesses.prepared import CannotStart, HarnessError, MissingExecutable, build_environment
+    """Run the harness to its end."""
+    from rollout.harnesses.prepared import CannotStart, HarnessError, MissingExecutable, surroundings
     from rollout.harnesses.process import HarnessProcess
 
     workdir = Path.cwd()
     try:
         model = model or (session.first_model() if definition.takes_model else "")
         prompt = words if definition.takes_command else " ".join(words)
-        prepared = definition.prepare(session.endpoint, model, prompt, home, workdir=workdir)
+        prepared = definition.prepared(session.endpoint, model, prompt, home, workdir=workdir)
         prepared.write(home)
         tell(f"session {session.session_id}: {definition.name}" + (f" with model {model}" if model else ""))
-        env = build_environment(os.environ, prepared, home, passed)
+        env = surroundings(os.environ, prepared, home, passed)
         if stop.number is not None:
-            return outcome_of(definition.name, 0, None, stop.number)
+            return make_outcome(definition.name, 0, None, stop.number)
         process = HarnessProcess(prepared.argv, env, workdir, stdin=definition.stdin, given=prepared.stdin)
     except MissingExecutable as error:
-        return Outcome("failed", NOT_FOUND, not_there(definition, str(error)))
+        return Outcome("failed", NOT_FOUND, explain_missing(definition, str(error)))
     except CannotStart as error:
         return Outcome("failed", NOT_EXECUTABLE, str(error))
     except (Refusal, HarnessError) as error:
         return Outcome("failed", 1, str(error))
     stop.watch(process)
     ended = process.wait(timeout_seconds)
-    outcome = outcome_of(definition.name, ended.exit_code, timeout_seconds if ended.timed_out else None, stop.number)
-    return outcome if stop.number is not None else replace(outcome, warning=untested(definition, env, workdir))
+    outcome = make_outcome(definition.name, ended.exit_code, timeout_seconds if ended.timed_out else None, stop.number)
+    return outcome if stop.number is not None else replace(outcome, warning=check_version(definition, env, workdir))
 
 
-def untested(definition: Harness, env: Mapping[str, str], workdir: Path) -> str | None:
-    """What to say where the harness is of another version than its definition was tested with."""
-    from rollout.harnesses.process import read_version
+def check_version(definition: Harness, env: Mapping[str, str], workdir: Path) -> str | None:
+    """A warning if the harness's version is not the one its definition was tested with."""
+    from rollout.harnesses.process import version_there
 
-    there = read_version(definition.version_argv, env, workdir) if definition.version_argv else None
+    there = version_there(definition.version_argv, env, workdir) if definition.version_argv else None
     if there is None or there == definition.version:
         return None
     return (
-        f"{definition.name} is version {there} here, and its definition was tested with {definition.version}: another version may "
-        "make other side calls, so compare the rows by role"
+        f"{definition.name} is version {there}, but its definition was tested with {definition.version}: another version may make "
+        "other side calls, so compare the rows by role"
     )
 
 
-def outcome_of(name: str, exit_code: int, timed_out_after: float | None, stopped_by: int | None) -> Outcome:
+def make_outcome(name: str, exit_code: int, timed_out_after: float | None, stopped_by: int | None) -> Outcome:
     if timed_out_after is not None:
         return Outcome("timeout", TIMED_OUT, f"{name} was stopped after {timed_out_after:g} seconds")
     if stopped_by is not None:
@@ -222,20 +220,21 @@ def outcome_of(name: str, exit_code: int, timed_out_after: float | None, stopped
     return Outcome("completed", 0)
 
 
-def refuse_silence(name: str, session: OpenedSession, outcome: Outcome) -> Outcome:
-    """The outcome, or that of a harness that ended well and never called the model: nothing was attempted, and a reward of it would
-    stand for nothing."""
+def check_calls(name: str, session: OpenedSession, outcome: Outcome) -> Outcome:
+    """`outcome`, or a failure if the harness exited with code 0 without ever calling the model: a reward would be meaningless."""
     from rollout.attempts import Failure
 
     with suppress(Refusal):
         if outcome.status == "completed" and not session.has_calls():
-            error = f"{name} ended with exit code 0 and never called the model: see what it printed, and which base URL and key it read"
+            error = (
+                f"{name} ended with exit code 0 and never called the model: check its output, and the base URL and key it read"
+            )
             return replace(outcome, status="failed", error=f"{Failure.NO_CALLS}: {error}", summary=Failure.NO_CALLS)
     return outcome
 
 
 @contextmanager
-def temporary_home(keep: bool) -> Iterator[Path]:
+def make_home(keep: bool) -> Iterator[Path]:
     home = Path(tempfile.mkdtemp(prefix="verbatim-home-"))
     try:
         yield home
@@ -245,11 +244,11 @@ def temporary_home(keep: bool) -> Iterator[Path]:
         else:
             shutil.rmtree(home, ignore_errors=True)
             if home.exists():
-                tell(f"the harness's home {home} could not be removed: something in it is not writable")
+                tell(f"the harness's home {home} could not be removed: it contains something that is not writable")
 
 
 def close(session: OpenedSession, outcome: Outcome, reward: float | None) -> None:
-    """Raises `Refusal` with the harness's exit code, or 1 where that was 0, when the service does not take it."""
+    """Raises `Refusal` with the harness's exit code, or 1 if that was 0, if the session cannot be closed."""
     try:
         session.close(outcome.status, error=outcome.error, reward=reward if outcome.status == "completed" else None)
     except Refusal as refusal:
@@ -259,7 +258,7 @@ def close(session: OpenedSession, outcome: Outcome, reward: float | None) -> Non
 
 
 def report(session: OpenedSession, outcome: Outcome, reward: float | None) -> None:
-    """What became of it, on stderr: stdout is the harness's."""
+    """Print the outcome to stderr; stdout is the harness's."""
     if outcome.error:
         tell(f"warning: {outcome.error}" if outcome.summary else outcome.error)
     try:
@@ -270,13 +269,13 @@ def report(session: OpenedSession, outcome: Outcome, reward: float | None) -> No
     if outcome.warning:
         tell(outcome.warning)
     look = f"verbatim audit {shlex.quote(session.session_id)}, or GET {session.control.url}{session.path}/trajectories"
-    tell(f"look at it: {look}")
+    tell(f"inspect it: {look}")
     if outcome.status == "completed" and reward is None:
-        tell(f"no trainer gets it before it has a reward: POST {session.control.url}{session.path}/reward")
+        tell(f"no trainer gets it until it has a reward: POST {session.control.url}{session.path}/reward")
 
 
-class Waiting:
-    """What is waited for, on stderr: on a terminal a line that moves and goes away, elsewhere one line in all."""
+class WaitIndicator:
+    """What the command waits for, on stderr: a spinner on a terminal, otherwise one line."""
 
     def __init__(self) -> None:
         self._status: Status | None = None
@@ -307,15 +306,15 @@ def tell(sentence: str) -> None:
     typer.echo(f"verbatim: {sentence}", err=True)
 
 
-# A session that a subcommand opens for a harness, from its creation to its close.
+# The session of a harness
 
 
 CLOSE_TRIES = 3
 MOST_ERROR_CHARACTERS = 4000
 
 
-def chosen(name_or_path: str) -> Harness:
-    """The definition of that name or path. Raises `Refusal` (exit code 2)."""
+def load_harness(name_or_path: str) -> Harness:
+    """The definition with this name or path. Raises `Refusal` (exit code 2)."""
     try:
         return load(name_or_path)
     except HarnessError as error:
@@ -323,27 +322,29 @@ def chosen(name_or_path: str) -> Harness:
 
 
 def open_session(control: Control, definition: Harness, **fields: Any) -> OpenedSession:
-    """A new session for that harness; fields that are None are left out. Raises `Refusal`."""
+    """A new session for this harness; fields that are None are left out. Raises `Refusal`."""
     fields |= {"metadata": {"harness": definition.name}}
-    # A service of an earlier build does not know them.
-    fields |= {"role_rules": [rule_as_wire(rule) for rule in definition.roles]} if definition.roles else {}
+    # A service of an earlier build rejects the field.
+    fields |= {"role_rules": [encode_rule(rule) for rule in definition.roles]} if definition.roles else {}
     created = control.post("/sessions", {name: value for name, value in fields.items() if value is not None})
     return OpenedSession(control, created["session_id"], Endpoint(created["base_urls"], created["api_key"]))
 
 
-def open_when_let_in(
+def open_when_admitted(
     control: Control, stop: StopSignals, show: Callable[[str], object], definition: Harness, **fields: Any
 ) -> OpenedSession:
-    """As `open_session`, and asks again while the service holds new sessions back, which it lets `show` say.
+    """As `open_session`, but waits while the service accepts no new sessions, and reports that to `show`.
 
-    Raises `Refusal`, when it is stopped while it waits with the signal's exit code."""
+    Raises `Refusal`; with the signal's exit code if stopped while waiting."""
+    from cli.control import HeldBack
+
     while True:
         try:
             return open_session(control, definition, **fields)
         except HeldBack as held:
-            show(f"waiting until the service takes a new session: {held}")
+            show(f"waiting until the service accepts a new session: {held}")
             if stop.wait(held.retry_after_seconds):
-                raise Refusal("stopped while it waited: no session was opened", exit_code=128 + (stop.number or 0)) from None
+                raise Refusal("stopped while waiting: no session was opened", exit_code=128 + (stop.number or 0)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,18 +358,20 @@ class OpenedSession:
         return f"/sessions/{quote(self.session_id, safe='')}"
 
     def first_model(self) -> str:
-        """The first model that the session's own model list names. Raises `Refusal`."""
+        """The first model of the session's model list. Raises `Refusal`."""
+        from cli.control import TIMEOUT_SECONDS
+
         url = self.endpoint.base_urls["openai"] + "/models"
         try:
             answer = httpx.get(url, headers={"Authorization": f"Bearer {self.endpoint.api_key}"}, timeout=TIMEOUT_SECONDS)
             return str(answer.raise_for_status().json()["data"][0]["id"])
         except IndexError as error:
-            raise Refusal(f"{url} names no model: no engine is up; wait for one or pass --model") from error
+            raise Refusal(f"{url} lists no model: no engine is up; wait for one or pass --model") from error
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-            raise Refusal(f"{url} did not name the models ({error}): pass --model") from error
+            raise Refusal(f"{url} did not list the models ({error}): pass --model") from error
 
     def close(self, status: str, *, error: str | None = None, reward: float | None = None) -> None:
-        """Freeze the session; tried again when the service cannot take it at once. Raises `Refusal`."""
+        """Close the session, with retries. Raises `Refusal`."""
         body: dict[str, Any] = {"status": status}
         if error is not None:
             body["error"] = error[:MOST_ERROR_CHARACTERS]
@@ -384,21 +387,21 @@ class OpenedSession:
                 time.sleep(1)
 
     def has_calls(self) -> bool:
-        """Whether a call of it was recorded. Raises `Refusal`."""
+        """Raises `Refusal`."""
         return bool(self.control.get(self.path)["calls"])
 
     def summary(self, status: str | None = None) -> list[str]:
-        """A line with how it ended (`status`, or else as what it was closed), its calls, and where its sampled tokens went, and one with
-        its rows by role. Raises `Refusal`."""
+        """A line with the session's status (or `status`), its calls and the accounting of its sampled tokens, and one with its rows by
+        role. Raises `Refusal`."""
         session = self.control.get(self.path)
         exported = self.control.get(f"{self.path}/trajectories")
         rows = exported["trajectories"]
         line = accounting_line(len(rows), exported["accounting"])
-        told = [f"session {self.session_id} {status or session['status']}: {session['calls']} calls, {line}"]
-        return [*told, f"rows: {rows_by_role(rows)}"] if rows else told
+        lines = [f"session {self.session_id} {status or session['status']}: {session['calls']} calls, {line}"]
+        return [*lines, f"rows: {count_roles(rows)}"] if rows else lines
 
 
-# `verbatim env`: a session for a harness that is started by other means: its variables, files and command.
+# `verbatim env`: the variables, files and command of a harness that is started by other means
 
 
 FORMATS = ("shell", "json")
@@ -412,18 +415,18 @@ def env(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Write the harness's files into DIR, which is made if needed, and print it as HOME. Not your own home: files "
-            "of the same name are replaced. Left out: the files are printed.",
+            help="Write the harness's files into DIR, created if needed, and print it as HOME. Not your own home: files "
+            "of the same name are replaced. Default: print the files.",
         ),
     ] = None,
     output: Annotated[
-        str, typer.Option("--format", metavar="shell|json", help="shell: lines for eval. json: one object with everything.")
+        str, typer.Option("--format", metavar="shell|json", help="shell: lines for eval. json: one object.")
     ] = "shell",
     url: ServiceUrl = None,
 ) -> None:
-    """Open a session and print what a harness needs to use it.
+    """Open a session and print a harness's settings for it.
 
-    For harnesses that verbatim run cannot start: in a container, on another machine, from a script of yours. The session stays
+    For harnesses that verbatim run cannot start: in a container, on another machine, from your own script. The session stays
     open until it is closed with POST /sessions/ID/close. VERBATIM_ADMIN_TOKEN must be the token of the service.
 
     \b
@@ -431,32 +434,32 @@ def env(
     (eval "$(verbatim env --harness codex --home /tmp/h1)"; codex exec "Fix the failing test")
     verbatim env --harness qwen-code --format json > session.json
 
-    What is printed holds the session's key. The text {prompt} stands where the task goes.
+    The output contains the session's key. {prompt} marks the place of the task.
     """
     from cli.control import Control
 
-    definition = chosen(harness)
+    definition = load_harness(harness)
     if output not in FORMATS:
-        raise Refusal(f"--format cannot be {output!r}: choose one of {', '.join(FORMATS)}", exit_code=2)
+        raise Refusal(f"--format {output!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
     if home is not None and home.resolve() == Path.home().resolve():
-        raise Refusal(f"--home {home} is your own home, whose files would be replaced: name another folder", exit_code=2)
+        raise Refusal(f"--home {home} is your own home, whose files would be replaced: choose another folder", exit_code=2)
     session = open_session(Control(url), definition, session_id=session_id)
     try:
         given = describe(definition, session, model, home)
     except BaseException as error:
-        # Ctrl-C too: nobody was told of the session, so nobody else would close it.
+        # Also on Ctrl-C: nobody else knows of the session and would close it.
         session.close("failed", error=f"verbatim env broke off: {error}")
         raise
-    typer.echo(json.dumps(given, indent=2) if output == "json" else as_shell(given, session))
+    typer.echo(json.dumps(given, indent=2) if output == "json" else render_shell(given, session))
 
 
 def describe(definition: Harness, session: OpenedSession, model: str | None, home: Path | None) -> dict[str, Any]:
-    """Everything the harness needs, as one JSON object; its files are written when there is a `home`."""
+    """The harness's settings as one JSON object; its files are written if there is a `home`."""
     from rollout.harnesses.prepared import HarnessError, home_variables
 
     model = model or (session.first_model() if definition.takes_model else "")
     place = home.absolute() if home is not None else Path.home()
-    prepared = definition.prepare(session.endpoint, model, ["{prompt}"], place)
+    prepared = definition.prepared(session.endpoint, model, ["{prompt}"], place)
     if home is not None:
         try:
             prepared.write(place)
@@ -476,9 +479,9 @@ def describe(definition: Harness, session: OpenedSession, model: str | None, hom
     }
 
 
-def as_shell(given: dict[str, Any], session: OpenedSession) -> str:
-    """Lines for a POSIX shell. Each command ends with a semicolon and comments come last, so that an eval without quotes, which
-    joins the lines, still does the same."""
+def render_shell(given: dict[str, Any], session: OpenedSession) -> str:
+    """Lines for a POSIX shell. Commands end with a semicolon and comments come last, so that an eval without quotes, which joins the
+    lines, works as well."""
     lines = [f"unset {name};" for name in given["unset"]]
     lines += [f"export {name}={shlex.quote(value)};" for name, value in given["env"].items()]
     lines += [f"# session {given['session_id']} of {given['harness']}; close it afterwards with"]
@@ -492,7 +495,7 @@ def as_shell(given: dict[str, Any], session: OpenedSession) -> str:
     return "\n".join(lines)
 
 
-# Options of the commands that open a session for a harness.
+# Options shared by several commands
 
 
 HarnessName = Annotated[
@@ -504,18 +507,16 @@ HarnessName = Annotated[
         "path of a .toml file.",
     ),
 ]
-SessionId = Annotated[str | None, typer.Option(metavar="ID", help="The new session's id. Default: a random one.")]
+SessionId = Annotated[str | None, typer.Option(metavar="ID", help="The new session's id. Default: random.")]
 ModelName = Annotated[
-    str | None, typer.Option(metavar="M", help="The model to ask for. Default: the first one the service names.")
+    str | None, typer.Option(metavar="M", help="The model to request. Default: the first one that the service lists.")
 ]
 ServiceUrl = Annotated[
-    str | None, typer.Option(metavar="URL", help="Where the service is. Default: VERBATIM_URL, or http://127.0.0.1:8700.")
+    str | None, typer.Option(metavar="URL", help="The service. Default: VERBATIM_URL, or http://127.0.0.1:8700.")
 ]
-
-# What a command needs beside what every command has.
 
 
 def check_installed(command: str, modules: Sequence[str], extras: str) -> None:
-    """Raises `Refusal` where a module is missing; it says with which extras of the package it comes."""
+    """Raises `Refusal` that names the missing modules and the extras that install them."""
     if missing := [name for name in modules if find_spec(name) is None]:
         raise Refusal(f"verbatim {command} needs {', '.join(missing)}: pip install 'verbatim-rl[{extras}]'")

@@ -1,4 +1,4 @@
-"""`verbatim serve`: flags over environment over defaults, then the service until it is told to stop."""
+"""`verbatim serve`: read the settings (flags, then environment, then defaults) and run the service."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECRET = (
     "engine_api_key",
     "redis",
 )
-"""Settings whose values are never shown."""
+"""Settings whose values are never printed."""
 
 
 def serve(
@@ -35,25 +35,25 @@ def serve(
         typer.Option(
             metavar="URL",
             help="Base URL of an engine, for example http://127.0.0.1:8000. Repeat it for every replica of the same model. "
-            "NAME=URL makes it a replica of the policy NAME; dns://NAME:PORT stands for all addresses of a name that is watched. "
-            "An engine that is not up yet is no error: /readyz says what is missing and calls get 503 until it is there.",
+            "NAME=URL makes it a replica of the policy NAME; dns://NAME:PORT tracks all addresses of a DNS name. "
+            "An engine may start later: until then calls get 503 and /readyz says what is missing.",
         ),
     ] = None,
     engine_api: Annotated[
         str | None,
         typer.Option(
             metavar="auto|token|completions|sglang|chat",
-            help="How to talk to the engines. token: vLLM started with --enable-scale-out; token ids go in and out, and every "
-            "token knows its weights. completions: an older vLLM's /v1/completions with ids; sglang: SGLang's /generate; both "
-            "need --renderer. chat: any server that knows /v1/chat/completions. auto (default): probe each engine.",
+            help="How to talk to the engines. token: vLLM started with --enable-scale-out; token ids in and out, with a weight "
+            "version per token. completions: an older vLLM's /v1/completions with ids; sglang: SGLang's /generate; both "
+            "need --renderer. chat: any server of /v1/chat/completions. auto (default): probe each engine.",
         ),
     ] = None,
     renderer: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Hugging Face name or folder of the model whose chat format is rendered here, for engines that take token ids "
-            "but no messages. VERBATIM_RENDERER_OPTIONS says which renderer, where the name does not.",
+            help="Hugging Face name or folder of the model whose chat template the service renders, for engines that take token ids "
+            "but no messages. VERBATIM_RENDERER_OPTIONS chooses the renderer if the name does not.",
         ),
     ] = None,
     redis: Annotated[
@@ -61,9 +61,8 @@ def serve(
         typer.Option(
             metavar="URL",
             help="redis://host:port/0 of a Redis 6.2 or newer, shared by all processes that serve the same sessions; "
-            "redis+cluster://host:port,host:port for a Redis Cluster, redis+sentinel://host:port,host:port/service for the "
-            "master that Sentinels watch, rediss for TLS. "
-            "Left out: an embedded redis-server is started and stopped with the service.",
+            "redis+cluster://host:port,host:port for a Redis Cluster, redis+sentinel://host:port,host:port/service for a "
+            "master under Sentinel, rediss for TLS. Default: an embedded redis-server that starts and stops with the service.",
         ),
     ] = None,
     data_dir: Annotated[
@@ -78,24 +77,24 @@ def serve(
         str | None,
         typer.Option(
             metavar="everysec|always",
-            help="When the embedded Redis syncs to disk. everysec (default) can lose a second when the power fails, "
-            "or two when Redis itself is killed while the disk is slow; always loses nothing and is slower.",
+            help="When the embedded Redis syncs to disk. everysec (default) can lose a second of data on a power failure, "
+            "or two if Redis is killed while the disk is slow; always loses nothing and is slower.",
         ),
     ] = None,
     host: Annotated[
         str | None,
-        typer.Option(metavar="HOST", help="Address to listen on. Default: 127.0.0.1; 0.0.0.0 lets other machines in."),
+        typer.Option(metavar="HOST", help="Address to listen on. Default: 127.0.0.1; 0.0.0.0 accepts other machines."),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(metavar="PORT", help="Port to listen on. Default: 8700; 0 takes a free one and prints it."),
+        typer.Option(metavar="PORT", help="Port to listen on. Default: 8700; 0 picks a free one and prints it."),
     ] = None,
     control_port: Annotated[
         int | None,
         typer.Option(
             metavar="PORT",
-            help="Port of its own for the control side: sessions, batches, weights, tasks, pages and metrics. --port then serves "
-            "harnesses and probes alone. 0 takes a free one. Default: both sides share --port.",
+            help="A separate port for the control side: sessions, batches, weights, tasks, pages and metrics. --port then serves "
+            "only harnesses and probes. 0 picks a free one. Default: both sides share --port.",
         ),
     ] = None,
     workers: Annotated[
@@ -103,35 +102,37 @@ def serve(
         typer.Option(
             metavar="N",
             min=1,
-            help="Processes that share the ports and one Redis. One keeps a CPU core busy; add more when that core is full.",
+            help="Processes that share the ports and one Redis. One process uses one CPU core; add more when that core is full.",
         ),
     ] = 1,
     tls_cert: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Serve HTTPS with this PEM certificate and its chain. A renewed one is taken up."),
+        typer.Option(
+            metavar="FILE", help="Serve HTTPS with this PEM certificate chain. Renewals are picked up without a restart."
+        ),
     ] = None,
     tls_key: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The certificate's PEM key, not encrypted."),
+        typer.Option(metavar="FILE", help="The certificate's unencrypted PEM key."),
     ] = None,
     open_mode: Annotated[
         bool,
         typer.Option(
             "--open",
-            help="Let every program on this machine in without a token or key. Only with a loopback --host.",
+            help="Accept every program on this machine without a token or key. Only with a loopback --host.",
         ),
     ] = False,
     thinking: Annotated[
         str | None,
         typer.Option(
             metavar="template|retain",
-            help="When the chat template drops earlier thinking at a new user turn. template (default): start a new "
+            help="What to do if the chat template drops earlier thinking at a new user turn. template (default): start a new "
             "training row there, as the deployed model would see it. retain: keep the sampled thinking in context.",
         ),
     ] = None,
     log_level: Annotated[
         str,
-        typer.Option(metavar="debug|info|warning|error", help="How much to write to stderr."),
+        typer.Option(metavar="debug|info|warning|error", help="The least severe level to log to stderr."),
     ] = "info",
     log_format: Annotated[
         str | None,
@@ -139,15 +140,19 @@ def serve(
     ] = None,
     log_calls: Annotated[
         bool,
-        typer.Option("--log-calls", help="Write a line of every call: who, what became of it, how long; never what was said."),
+        typer.Option("--log-calls", help="Log one line per call: session, outcome and duration, never its content."),
     ] = False,
 ) -> None:
     """Serve harnesses and trainers until Ctrl-C or SIGTERM.
 
-    Every flag has an environment variable (--engine-api is VERBATIM_ENGINE_API; VERBATIM_ENGINE is a JSON list); a flag wins
-    over it. VERBATIM_ADMIN_TOKEN and VERBATIM_TRAINER_TOKEN set the two tokens, VERBATIM_ADMIN_TOKEN_FILE and
-    VERBATIM_TRAINER_TOKEN_FILE name files of them; unset, they are generated and printed once. VERBATIM_NODE_TOKEN (or _FILE)
-    gives nodes one of their own, which opens less than the admin's.
+    \b
+    verbatim serve --engine http://127.0.0.1:8000
+    verbatim serve --engine http://gpu1:8000 --engine http://gpu2:8000 --redis redis://redis:6379/0 --host 0.0.0.0 --workers 4
+
+    Every flag has an environment variable (--engine-api is VERBATIM_ENGINE_API; VERBATIM_ENGINE is a JSON list); the flag wins.
+    VERBATIM_ADMIN_TOKEN and VERBATIM_TRAINER_TOKEN set the two tokens, VERBATIM_ADMIN_TOKEN_FILE and
+    VERBATIM_TRAINER_TOKEN_FILE name files of them; without either they are generated and printed once. VERBATIM_NODE_TOKEN (or
+    _FILE) gives nodes a token of their own with fewer rights than the admin's.
 
     The first Ctrl-C lets calls in flight finish for VERBATIM_DRAIN_SECONDS (20), then cuts and records them; a second one
     exits at once.
@@ -190,9 +195,9 @@ def read_settings(flags: dict[str, Any]) -> Settings:
     try:
         settings = Settings(**flags)
     except ValidationError as error:
-        raise Refusal(_what_is_wrong(error.errors()[0]), exit_code=2) from error
+        raise Refusal(_explain(error.errors()[0]), exit_code=2) from error
     except SettingsError as error:
-        raise Refusal(_what_is_no_json(error), exit_code=2) from error
+        raise Refusal(_explain_json(error), exit_code=2) from error
     if not settings.engine and "engine" not in settings.model_fields_set:
         raise Refusal(
             "no engine given: pass --engine URL, or set VERBATIM_ENGINE to a JSON list of URLs, [] if they are added later",
@@ -201,30 +206,30 @@ def read_settings(flags: dict[str, Any]) -> Settings:
     return settings.model_copy(update={"engine": [engine_url(url) for url in settings.engine]})
 
 
-def _what_is_no_json(error: SettingsError) -> str:
+def _explain_json(error: SettingsError) -> str:
     found = re.search(r'field "(\w+)"', str(error))
     name = found[1] if found else ""
     hint = "; a list of one URL is '[\"http://host:8000\"]'" if name == "engine" else ""
-    return f"VERBATIM_{name.upper()} is no JSON, in which lists and tables are given: {error.__cause__ or error}{hint}"
+    return f"VERBATIM_{name.upper()} is not JSON, the format of lists and tables: {error.__cause__ or error}{hint}"
 
 
-def _what_is_wrong(problem: Any) -> str:
+def _explain(problem: Any) -> str:
     name = str(problem["loc"][0])
     flag, variable = "--" + name.replace("_", "-"), "VERBATIM_" + name.upper()
     reason = problem["msg"].removeprefix("Value error, ")
     reason = reason[:1].lower() + reason[1:]
     if name in SECRET:
-        return f"{variable} cannot be what it is: {reason}"
-    return f"{flag} (or {variable}) cannot be {str(problem['input'])!r}: {reason}"
+        return f"{variable} is invalid: {reason}"
+    return f"{flag} (or {variable}) {str(problem['input'])!r} is invalid: {reason}"
 
 
 def engine_url(text: str) -> str:
-    """`text` without a trailing slash or /v1. Raises `Refusal` (exit code 2) when it names no engine."""
-    from proxy.engine.pool.membership import parse_engine
+    """`text` without a trailing slash or /v1. Raises `Refusal` (exit code 2) if it is not an engine's URL."""
+    from proxy.engine.pool.membership import engine_spec
 
     try:
-        return str(parse_engine(text))
+        return str(engine_spec(text))
     except ValueError as error:
         named = "" if "@" in text else f" {text!r}"
         hint = ": VERBATIM_ENGINE_API_KEY is sent to the engines" if "@" in text else ""
-        raise Refusal(f"--engine{named} cannot be used: {error}{hint}", exit_code=2) from error
+        raise Refusal(f"--engine{named} is invalid: {error}{hint}", exit_code=2) from error

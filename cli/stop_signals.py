@@ -1,4 +1,4 @@
-"""What stops a command that has something to put in order first."""
+"""Stop signals of a command that must clean up first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ POLL_SECONDS = 0.1
 
 
 class StopSignals:
-    """Passes Ctrl-C, SIGTERM and SIGHUP on to the harness instead of dying of them: the session is still to be closed."""
+    """Inside the `with` block, Ctrl-C, SIGTERM and SIGHUP do not end the process but are recorded in `number` and passed on to the
+    watched harness."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -23,9 +24,9 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        # What the caller ignores, as nohup does, stays ignored.
-        minded = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._handle) for number in minded}
+        # Signals that the caller ignores, as nohup does, stay ignored.
+        handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._handle) for number in handled}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -33,15 +34,15 @@ class StopSignals:
             signal.signal(number, handler)
 
     def watch(self, process: HarnessProcess) -> None:
-        """From now on the process is told, also of what came before it was there."""
+        """Pass signals on to the process, including one that came before."""
         self._process = process
         if self.number is not None:
             process.stop(self.number)
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long, or until a signal comes; whether one has."""
+        """Wait for `seconds` or until a signal arrives. Returns whether one has."""
         deadline = time.monotonic() + seconds
-        # A sleep goes on after a signal whose handler raises nothing.
+        # `time.sleep` continues after a signal whose handler does not raise.
         while self.number is None and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(POLL_SECONDS, left))
         return self.number is not None

@@ -1,4 +1,4 @@
-"""Tables that lose nothing: the ids and folders in them are there to be copied, or to be read by another program."""
+"""Tables that never truncate a cell, because people copy ids and paths out of them and programs read them."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from rich.table import Column, Table
 
 from rollout.attempts import ENDED, Status
 
-ANY_WIDTH = 1000
-"""Characters of a line that no screen has to hold."""
+PIPE_WIDTH = 1000
 
 
 def standard_output() -> Console:
-    """As wide as the terminal; where it is none and COLUMNS says nothing, a row of a table is one line, however long."""
-    return Console(width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else ANY_WIDTH)
+    """As wide as the terminal. Without a terminal and without COLUMNS, wide enough for one line per table row."""
+    return Console(width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH)
 
 
-def whole_table(*columns: str | Column) -> Table:
-    """What has no room in its column goes on in the line below it."""
+def make_table(*columns: str | Column) -> Table:
+    """A table that wraps a cell instead of truncating it."""
     return Table(*(Column(column, overflow="fold") if isinstance(column, str) else column for column in columns))
 
 
-# Tasks, their rollouts and what failed, as tables.
+def format_time(at: float) -> str:
+    """Epoch seconds as local time."""
+    return datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
-def ended(task: dict[str, Any]) -> int:
-    """How many of its rollouts have ended."""
+def count_ended(task: dict[str, Any]) -> int:
+    """The number of the task's rollouts that have ended."""
     return sum(task["rollouts"].get(status, 0) for status in ENDED)
 
 
 def tasks_table(tasks: Iterable[dict[str, Any]]) -> Table:
-    # An id that is cut cannot be copied.
-    table = whole_table(
+    table = make_table(
         Column("task", no_wrap=True, overflow="fold"), "status", "ended", "usable", "rollouts", "harness", "priority", "created"
     )
     for task in tasks:
         table.add_row(
             escape(task["task_id"]),
             task["status"],
-            f"{ended(task)}/{task['num_samples']}",
+            f"{count_ended(task)}/{task['num_samples']}",
             str(task["usable"]),
             _counts(task["rollouts"]),
             escape(task["harness"]),
             str(task["priority"]),
-            _when(task["created_at"]),
+            format_time(task["created_at"]),
         )
     return table
 
 
 def rollouts_table(rollouts: Iterable[dict[str, Any]]) -> Table:
-    table = whole_table("rollout", "status", "attempt", "node", "session", "calls", "exit", "reward", "logs")
+    table = make_table("rollout", "status", "attempt", "node", "session", "calls", "exit", "reward", "logs")
     for rollout in rollouts:
         verdict = rollout["verdict"] or {}
         table.add_row(
@@ -74,7 +74,7 @@ def rollouts_table(rollouts: Iterable[dict[str, Any]]) -> Table:
 
 
 def failures_table(rollouts: Iterable[dict[str, Any]]) -> Table:
-    table = whole_table("rollout", "failure", "message", "where to look")
+    table = make_table("rollout", "failure", "message", "where to look")
     for rollout in rollouts:
         final = (rollout["verdict"] or {}).get("failure")
         for failure in [*rollout["failures"], *([final] if final else [])]:
@@ -84,19 +84,15 @@ def failures_table(rollouts: Iterable[dict[str, Any]]) -> Table:
 
 def callback_line(callback: dict[str, Any]) -> str:
     if callback["delivered_at"] is not None:
-        return f"callback delivered to {callback['url']} at {_when(callback['delivered_at'])}"
+        return f"callback delivered to {callback['url']} at {format_time(callback['delivered_at'])}"
     if not callback["tries"]:
-        return f"callback to {callback['url']} at the task's end"
-    again = f"tried again at {_when(callback['next_try_at'])}" if callback["next_try_at"] else "not tried again"
+        return f"callback to {callback['url']} when the task ends"
+    again = f"next try at {format_time(callback['next_try_at'])}" if callback["next_try_at"] else "no further try"
     return f"callback to {callback['url']} failed {callback['tries']} times ({callback['last_error']}); {again}"
 
 
 def _counts(counts: dict[str, int]) -> str:
     return " ".join(f"{counts[status]} {status}" for status in get_args(Status) if counts.get(status))
-
-
-def _when(at: float) -> str:
-    return datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""`verbatim top`: a running service in a terminal, live."""
+"""`verbatim top`: a live view of a running service in the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.text import Text
 from cli.engines import replicas_table
 from cli.refusal import Refusal
 from cli.sessions import sessions_table
-from cli.tables import whole_table
+from cli.tables import make_table
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -28,40 +28,43 @@ if TYPE_CHECKING:
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print it one time, with totals instead of rates, and stop.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
-    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.2, help="How often to look again.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot, with totals instead of rates, and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one snapshot as a JSON object and exit.")] = False,
+    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.2, help="The refresh interval.")] = 2.0,
     sessions: Annotated[
-        int, typer.Option(metavar="N", min=1, max=1000, help="At most so many open sessions, the newest.")
+        int, typer.Option(metavar="N", min=1, max=1000, help="How many open sessions to show, newest first.")
     ] = 20,
 ) -> None:
-    """Watch a running service: calls, engines with their weights, queues, groups and leases, nodes, open sessions. Ctrl-C ends it.
+    """Watch calls, engines and their weights, queues, groups and leases, nodes, and open sessions live. Ctrl-C ends it.
 
-    It reads /metrics and the admin's endpoints (VERBATIM_URL, VERBATIM_ADMIN_TOKEN). Where several processes or machines serve one
-    address, calls and waiting calls are those of the one that answers; groups, nodes and sessions are everybody's.
+    Reads /metrics and the admin API (VERBATIM_URL, VERBATIM_ADMIN_TOKEN). If several processes or machines serve one address, calls
+    in flight and waiting are those of the process that answers; groups, nodes and sessions are those of the whole service.
+
+    \b
+    verbatim top
+    verbatim top --once --json | jq .engines
     """
     from cli.control import Control
     from cli.tables import standard_output
 
     control = Control()
-    with control.kept_open():
-        # Before anything is drawn: a wrong address or token is told in one sentence.
-        first = look(control, sessions)
-        if as_json:
-            typer.echo(json.dumps(asdict(first)))
-        elif once:
-            standard_output().print(screen(first, None))
-        else:
-            _watch(control, first, every, sessions)
+    # Before anything is drawn, so that a wrong address or token is reported as one sentence.
+    first = take_snapshot(control, sessions)
+    if as_json:
+        typer.echo(json.dumps(asdict(first)))
+    elif once:
+        standard_output().print(render(first, None))
+    else:
+        _watch(control, first, every, sessions)
 
 
 def _watch(control: Control, first: Snapshot, every: float, sessions: int) -> None:
-    """Until Ctrl-C or SIGTERM; then the terminal is as it was before."""
+    """Refresh until Ctrl-C or SIGTERM, then restore the terminal."""
     from rich.live import Live
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with Live(screen(first, None), screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+        with Live(render(first, None), screen=True, auto_refresh=False, vertical_overflow="crop") as live:
             live.refresh()
             _follow(live, control, first, every, sessions)
     except KeyboardInterrupt:
@@ -69,27 +72,22 @@ def _watch(control: Control, first: Snapshot, every: float, sessions: int) -> No
 
 
 def _follow(live: Live, control: Control, now: Snapshot, every: float, sessions: int) -> None:
-
-    shown: Any = screen(now, None)
     while True:
         time.sleep(every)
         try:
-            before, now = now, look(control, sessions)
-            shown = screen(now, before)
+            before, now = now, take_snapshot(control, sessions)
+            shown = render(now, before)
         except Refusal as refusal:
-            # It may be restarting: what was last known stays, under the reason.
-            shown = screen(now, None, str(refusal))
+            # The service may be restarting: show the last snapshot under the reason.
+            shown = render(now, None, str(refusal))
         live.update(shown, refresh=True)
-
-
-# What `verbatim top` shows of a snapshot: one screen, the rates those since the snapshot before.
 
 
 _STATES = ("opened", "filling", "ready", "leased", "acked", "stale", "dropped", "dead")
 
 
-def screen(now: Snapshot, before: Snapshot | None, trouble: str = "") -> RenderableType:
-    """`trouble`: why there is nothing newer."""
+def render(now: Snapshot, before: Snapshot | None, trouble: str = "") -> RenderableType:
+    """One screen. Rates are relative to the snapshot `before`; `trouble` says why there is no newer one."""
     parts: list[RenderableType] = [_head(now, before)]
     if trouble:
         parts.append(Text(trouble, style="bold red"))
@@ -101,33 +99,32 @@ def screen(now: Snapshot, before: Snapshot | None, trouble: str = "") -> Rendera
 
 
 def _head(now: Snapshot, before: Snapshot | None) -> Text:
-    """Rates where there is something to compare with, totals otherwise."""
     clock = time.strftime("%H:%M:%S", time.localtime(now.at))
-    told = [f"{now.url}  {clock}", f"{now.calls['in_flight']:.0f} calls in flight"]
+    parts = [f"{now.url}  {clock}", f"{now.calls['in_flight']:.0f} calls in flight"]
     for name, what in (("recorded", "calls"), ("refused", "refused"), ("sampled_tokens", "tokens sampled")):
         rate = now.rate(name, before)
-        told.append(f"{now.calls[name]:.0f} {what}" if rate is None else f"{rate:.1f} {what}/s")
+        parts.append(f"{now.calls[name]:.0f} {what}" if rate is None else f"{rate:.1f} {what}/s")
     own, engine, timed = (now.rate(name, before) for name in ("own_seconds", "engine_seconds", "timed"))
     if timed and own is not None and engine is not None:
-        told.append(f"{own / timed * 1000:.1f} ms own, {engine / timed:.2f} s engine per call")
-    return Text("  |  ".join(told), style="bold")
+        parts.append(f"{own / timed * 1000:.1f} ms own, {engine / timed:.2f} s engine per call")
+    return Text("  |  ".join(parts), style="bold")
 
 
 def _waiting(now: Snapshot) -> str:
     waiting = {policy: calls for policy, calls in now.waiting.items() if calls}
     if not waiting:
-        return "no call waits for an engine"
-    return ", ".join(f"{calls} calls wait for {policy or 'the default policy'}" for policy, calls in waiting.items())
+        return "no call is waiting for an engine"
+    return ", ".join(f"{calls} calls are waiting for {policy or 'the default policy'}" for policy, calls in waiting.items())
 
 
 def _groups(now: Snapshot) -> Table:
-    table = whole_table(*_STATES)
+    table = make_table(*_STATES)
     table.add_row(*(str(now.groups.get(state, 0)) for state in _STATES))
     return table
 
 
 def _nodes(now: Snapshot) -> Table:
-    table = whole_table("node", "runtimes", "prepare", "ready", "run", "evaluate", "free CPUs", "free MB", "last sign")
+    table = make_table("node", "runtimes", "prepare", "ready", "run", "evaluate", "free CPUs", "free MB", "last seen")
     for node in now.nodes:
         used = [
             f"{node['busy'].get(stage, 0)} of {node['slots'].get(stage, 0)}"
@@ -140,20 +137,16 @@ def _nodes(now: Snapshot) -> Table:
 
 
 def _queued(now: Snapshot) -> str:
-    """How many rollouts wait, and for what."""
     queues = [queue for queue in now.queues if queue["waiting"]]
     if not queues:
-        return "no rollout waits for a node"
+        return "no rollout is waiting for a node"
     wants = (f"{queue['waiting']} ({', '.join(queue['runtimes'])}, {queue['cpus']:g} CPUs)" for queue in queues)
-    return f"{sum(queue['waiting'] for queue in queues)} rollouts wait for a node: {'; '.join(wants)}"
+    return f"{sum(queue['waiting'] for queue in queues)} rollouts are waiting for a node: {'; '.join(wants)}"
 
 
 def _titled(title: str, table: Table) -> Table:
     table.title, table.title_justify, table.title_style = title, "left", "dim"
     return table
-
-
-# A service at one moment, put together from its metrics and its admin endpoints.
 
 
 _COUNTED = {
@@ -165,13 +158,13 @@ _COUNTED = {
     "own_seconds": ("verbatim_call_seconds_sum", {"part": "own"}),
     "engine_seconds": ("verbatim_call_seconds_sum", {"part": "engine"}),
 }
-"""Totals since the process began, and where they are read."""
+"""Totals since the process started: the metric and labels of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`calls`: those of the process that answered, in totals and in flight. `groups`: by state. `sessions`: the newest open ones;
-    `more`: there are others. `engines`, `nodes` and `queues` as the API shows them."""
+    """The service at one moment. `calls` are of the process that answered; `groups` count by state; `sessions` are the newest open
+    ones, `more` says there are others; `engines`, `nodes` and `queues` are in the API's shape."""
 
     at: float
     url: str
@@ -185,16 +178,16 @@ class Snapshot:
     queues: list[dict[str, Any]] = field(default_factory=list)
 
     def rate(self, of: str, before: Snapshot | None) -> float | None:
-        """Per second since `before`; None without one, or when another process answered or it began anew."""
+        """Per second since `before`; None without one, or if another process answered or it restarted."""
         if before is None or self.at <= before.at or self.calls[of] < before.calls[of]:
             return None
         return (self.calls[of] - before.calls[of]) / (self.at - before.at)
 
 
-def look(control: Control, sessions: int) -> Snapshot:
-    """The service now, with at most so many of its open sessions. Raises `Refusal`."""
+def take_snapshot(control: Control, sessions: int) -> Snapshot:
+    """The service now, with at most `sessions` of its open sessions. Raises `Refusal`."""
     engines = control.get("/engines")
-    page = Exposition(control.text("/metrics"))
+    page = Exposition(control.fetch("/metrics").text)
     if "replicas" not in engines or "verbatim_calls_in_flight" not in page:
         raise Refusal(f"what answers at {control.url} is no Verbatim service (set VERBATIM_URL to where it is)")
     opened, nodes = control.get("/sessions", status="open", limit=sessions), control.get("/nodes")
@@ -213,13 +206,12 @@ def look(control: Control, sessions: int) -> Snapshot:
     )
 
 
-# What a page of Prometheus text says, as far as it is read here: series and their values. Comments are left out.
+# Prometheus text format
 
 
 _SERIES = re.compile(r'([a-zA-Z_:][\w:]*)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})? +(\S+)')
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
-_MEANT = {"n": "\n"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +221,8 @@ class Series:
 
 
 class Exposition:
+    """The series of a page in Prometheus text format."""
+
     def __init__(self, page: str) -> None:
         self._found: dict[str, list[Series]] = {}
         for line in page.splitlines():
@@ -243,13 +237,15 @@ class Exposition:
         return self._found.get(name, ())
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of the series that have these labels; 0 where there are none."""
+        """The sum of the series that have these labels; 0 if there are none."""
         return sum(series.value for series in self.series(name) if labels.items() <= series.labels.items())
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """The value of each series by what it has for the label."""
+        """The value of each series by its value of `label`."""
         return {series.labels.get(label, ""): series.value for series in self.series(name)}
 
 
 def _labels(text: str) -> dict[str, str]:
-    return {name: _ESCAPED.sub(lambda found: _MEANT.get(found[1], found[1]), value) for name, value in _LABEL.findall(text)}
+    return {
+        name: _ESCAPED.sub(lambda found: "\n" if found[1] == "n" else found[1], value) for name, value in _LABEL.findall(text)
+    }

@@ -26,7 +26,7 @@ from proxy.store import keys
 from proxy.store.service import RetentionStore
 from proxy.store.sessions import SessionState
 from reconstruct.errors import ReconstructError
-from reconstruct.trajectory import accounting_as_wire, as_wire
+from reconstruct.trajectory import encode_accounting, encode_row
 
 log = logging.getLogger(__name__)
 
@@ -216,6 +216,6 @@ async def collect(services: Services, state: SessionState, builder: str = "merge
     except ReconstructError as error:
         log.error("session %s has no usable trajectories: %s", session_id, error)
         return ArchivedSession(whole.state, whole.records, whole.delivered, whole.intents, problem=str(error))
-    trajectories = [as_wire(row, arrays="bytes") for row in built.rows]
-    accounting = accounting_as_wire(built.accounting)
+    trajectories = [encode_row(row, arrays="bytes") for row in built.rows]
+    accounting = encode_accounting(built.accounting)
     return ArchivedSession(whole.state, whole.records, whole.delivered, whole.intents, trajectories, accounting)

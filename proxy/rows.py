@@ -16,12 +16,12 @@ from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.sessions import Intent, SessionState
 from reconstruct.accounting import DANGLING, Settled, account, settle
-from reconstruct.builders import Builder, RowContext, builder_named
+from reconstruct.builders import Builder, RowContext, load_builder
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError, ReconstructError
 from reconstruct.forest import Forest
 from reconstruct.records import Call, Sampling
-from reconstruct.trajectory import Accounting, Trajectory, weighed
+from reconstruct.trajectory import Accounting, Trajectory, weigh_rows
 
 _decode = msgspec.json.decode
 
@@ -83,13 +83,13 @@ def build_rows(
     )
     finished = {call.call_id for call in calls}
     untold = {intent.call_id: DANGLING for intent in intents if intent.call_id not in finished} | damaged
-    return Built(weighed(rows), account(settled, rows, untold), settled)
+    return Built(weigh_rows(rows), account(settled, rows, untold), settled)
 
 
 def find_builder(name: str) -> Builder:
     """Raises RequestError naming the known ones."""
     try:
-        return builder_named(name)
+        return load_builder(name)
     except ReconstructError as error:
         raise RequestError(str(error), param="builder") from error
 

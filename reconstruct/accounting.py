@@ -17,7 +17,7 @@ from reconstruct.errors import IdOutOfRange, ReconstructError, RecordError, Unkn
 from reconstruct.forest import Forest, order_key
 from reconstruct.records import NO_LOGPROBS, Call
 from reconstruct.roles import REASON as SUPERSEDED
-from reconstruct.roles import credited_role, infer_side_calls, superseded
+from reconstruct.roles import credited_role, find_superseded, infer_side_calls
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
 from reconstruct.verification import verify
 
@@ -68,7 +68,7 @@ def settle(
         if reason:
             refused[call.call_id] = reason
     if delivered is not None:
-        for call_id in superseded(forest, delivered):
+        for call_id in find_superseded(forest, delivered):
             refused.setdefault(call_id, SUPERSEDED)
     shown = {} if train_roles is None else _not_trained(forest, refused, train_roles, train_inferred)
     return Settled(forest, {**refused, **shown}, stray, frozenset(shown))
@@ -186,7 +186,7 @@ def _is_complete(settled: Settled) -> bool:
     )
 
 
-def lost_share(settled: Settled, accounting: Accounting) -> float:
+def measure_lost_share(settled: Settled, accounting: Accounting) -> float:
     """How much of what was sampled is in quarantine, 0 to 1, but for what is left out by choice: of roles and models that are not
     trained."""
     chosen = [item for item in accounting.quarantined if item.call_id in settled.shown or item.reason == FROZEN]

@@ -50,7 +50,7 @@ BUDGET = "budget"
 Builder = Callable[[Settled, RowContext], list[Trajectory]]
 
 
-def merged(settled: Settled, context: RowContext) -> list[Trajectory]:
+def build_merged(settled: Settled, context: RowContext) -> list[Trajectory]:
     """One row per branch that trains or shows anything, in canonical order of the branches' last calls."""
     forest = settled.forest
     owned: set[str] = set()
@@ -65,7 +65,7 @@ def merged(settled: Settled, context: RowContext) -> list[Trajectory]:
     return rows
 
 
-def per_call(settled: Settled, context: RowContext) -> list[Trajectory]:
+def build_per_call(settled: Settled, context: RowContext) -> list[Trajectory]:
     """One row per trainable call: its prompt, masked, and what it sampled."""
     forest = settled.forest
     called = [call.call_id for call in forest.in_order() if _has_row(settled, call.call_id)]
@@ -184,10 +184,10 @@ def _trajectory_id(builder: str, session_id: str, path: Sequence[str]) -> str:
     return blake2b("\0".join((builder, session_id, *path)).encode(), digest_size=12).hexdigest()
 
 
-_BUILT_IN: dict[str, Builder] = {"merged": merged, "per_call": per_call}
+_BUILT_IN: dict[str, Builder] = {"merged": build_merged, "per_call": build_per_call}
 
 
-def builder_named(name: str) -> Builder:
+def load_builder(name: str) -> Builder:
     """The builder of that name, built in or from the entry-point group `verbatim.builders`. Of the latter whatever goes wrong is a
     ReconstructError that names it.
 

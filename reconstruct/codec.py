@@ -81,7 +81,7 @@ def encode(call: Call) -> bytes:
 
 def _version_of(call: Call) -> tuple[int, tuple[Any, ...]]:
     """The earliest version that tells all of the call, and what that has behind the fields of version 1."""
-    details = None if call.node.details is None else details_fields(call.node.details)
+    details = None if call.node.details is None else encode_details(call.node.details)
     if call.role_source != _source_before_3(call.role):
         return 3, (details, call.role_source)
     return (1, ()) if details is None else (2, (details,))
@@ -122,7 +122,7 @@ def _decode_v3(fields: list[Any]) -> Call:
 def _decode_v2(fields: list[Any]) -> Call:
     *before, details = fields
     call = _decode_v1(before)
-    return replace(call, node=replace(call.node, details=details_of(details)))
+    return replace(call, node=replace(call.node, details=decode_details(details)))
 
 
 def _decode_v1(fields: list[Any]) -> Call:
@@ -298,7 +298,7 @@ _TOP_IDS, _LOGPROBS, _EXPERTS = ("<i4",), ("<f4",), ("<u1", "<u2")
 """The types that an array may have: the number of its bytes tells which."""
 
 
-def details_fields(details: CallDetails) -> tuple[Any, ...]:
+def encode_details(details: CallDetails) -> tuple[Any, ...]:
     return (
         _packed(details.top_token_ids),
         _packed(details.top_logprobs),
@@ -308,7 +308,7 @@ def details_fields(details: CallDetails) -> tuple[Any, ...]:
     )
 
 
-def details_of(fields: Any) -> CallDetails:
+def decode_details(fields: Any) -> CallDetails:
     """The details that `details_fields` wrote. Raises TypeError or ValueError for anything else."""
     top_token_ids, top_logprobs, prompt_logprobs, routed_experts, routed_from = fields
     if type(routed_from) is not int or routed_from < 0:

@@ -257,7 +257,7 @@ def projection(sent: Message, replayed: Message, schemas: Mapping[str, Any] | No
         if not (isinstance(content, str) and isinstance(sent_content, str)):
             return None
         if content.strip() != sent_content.strip():
-            if reencoded(content.strip()) != reencoded(sent_content.strip()):
+            if normalize(content.strip()) != normalize(sent_content.strip()):
                 return None
             losses.append("reencoded")
         else:
@@ -287,22 +287,22 @@ def _calls_projection(
     """How tool calls that are not the same as those sent show them all the same."""
     if _filled_in(sent, replayed, schemas):
         return ["defaults"]
-    sent, replayed = [(name, reencoded(told)) for name, told in sent], [(name, reencoded(told)) for name, told in replayed]
+    sent, replayed = [(name, normalize(told)) for name, told in sent], [(name, normalize(told)) for name, told in replayed]
     if canonical_json(sent) == canonical_json(replayed):
         return ["reencoded"]
     return ["defaults", "reencoded"] if _filled_in(sent, replayed, schemas) else None
 
 
-def reencoded(value: Any) -> Any:
+def normalize(value: Any) -> Any:
     """One value for all that a text's or a number's own standard calls the same: texts of one canonical form (Unicode's NFC) and with
     line feeds alone for line ends; integers as a double holds them, which is all that JSON promises of them (RFC 8259, 6) and all
     that JavaScript reads."""
     if isinstance(value, str):
         return unicodedata.normalize("NFC", value.replace("\r\n", "\n"))
     if isinstance(value, Mapping):
-        return {reencoded(key): reencoded(item) for key, item in value.items()}
+        return {normalize(key): normalize(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [reencoded(item) for item in value]
+        return [normalize(item) for item in value]
     if type(value) is int and abs(value) > _EXACT and abs(value) < _BEYOND_DOUBLES:
         return int(float(value))
     return value
@@ -313,7 +313,7 @@ _BEYOND_DOUBLES = 2**1023
 """Integers between the two have a neighbour among the doubles."""
 
 
-def edits(sent: Message, replayed: Message) -> str:
+def describe_edits(sent: Message, replayed: Message) -> str:
     """What of a reply that was `sent` the `replayed` message changes, as the names of a projection that only an id proves."""
     changed = {
         "minted_content": plain_content(sent.get("content")) != plain_content(replayed.get("content")),

@@ -73,7 +73,7 @@ class RoleRule:
                 raise ValueError(f"the expression {expression!r} is broken: {error}") from error
 
 
-def rule_as_wire(rule: RoleRule) -> dict[str, Any]:
+def encode_rule(rule: RoleRule) -> dict[str, Any]:
     """The fields that say something, as `POST /sessions` takes them."""
     told = {each.name: getattr(rule, each.name) for each in fields(rule)}
     return {name: value for name, value in told.items() if value not in ("", None)}
@@ -114,7 +114,7 @@ LABELS: tuple[RoleRule, ...] = (
 """What prompts read like. They name a call and change nothing of what is trained."""
 
 
-def purpose_of(marks: Marks, rules: Sequence[RoleRule] = (), declared: Sequence[RoleRule] = ()) -> Purpose:
+def find_purpose(marks: Marks, rules: Sequence[RoleRule] = (), declared: Sequence[RoleRule] = ()) -> Purpose:
     """By the first rule that fits: of the operator's `rules`, of those `declared` with the session, of the built-in ones; else by
     what its prompt reads like, else main."""
     system, last = _Searched(marks.system), _Searched(marks.last)
@@ -231,7 +231,7 @@ def _fits(rule: RoleRule, marks: Marks, system: _Searched, last: _Searched) -> b
 REASON = "superseded"
 
 
-def superseded(forest: Forest, delivered: Container[str]) -> set[str]:
+def find_superseded(forest: Forest, delivered: Container[str]) -> set[str]:
     """Ids of the calls whose retry took their place; `delivered` holds the ids of those whose answer went out whole."""
     attempts: dict[tuple[str | None, bytes], list[Call]] = {}
     for call in forest.in_order():

@@ -82,7 +82,7 @@ class Trajectory:
         return self.session_id
 
 
-def weighed(rows: Sequence[Trajectory]) -> list[Trajectory]:
+def weigh_rows(rows: Sequence[Trajectory]) -> list[Trajectory]:
     """The rows, in their order, each with its weight among the trained rows of its rollout and policy."""
     trained = Counter((row.rollout_id, row.policy) for row in rows if row.loss_mask.any())
     return [replace(row, row_weight=1 / trained[row.rollout_id, row.policy] if row.loss_mask.any() else 0.0) for row in rows]
@@ -112,7 +112,7 @@ class Accounting:
     complete: bool = True
 
 
-def as_wire(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
+def encode_row(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
     """The row as the HTTP contract has it. `arrays="list"` for JSON; "bytes" for msgpack: token_ids as little-endian int32,
     loss_mask as int8, logprobs as little-endian float32, each in a bytes field. Details, where there are any, come beside them under
     their own names: as lists, nested where they have more dimensions, with null for NaN; or as `{"shape", "data"}`, of which
@@ -146,10 +146,10 @@ def _details(details: RowDetails, arrays: str) -> dict[str, Any]:
     given = {name: array for name in NAMES if (array := getattr(details, name)) is not None}
     if arrays != "list":
         return {name: {"shape": list(array.shape), "data": array.tobytes()} for name, array in given.items()}
-    return {name: listed(array) for name, array in given.items()}
+    return {name: convert_to_lists(array) for name, array in given.items()}
 
 
-def listed(array: NDArray[Any]) -> list[Any]:
+def convert_to_lists(array: NDArray[Any]) -> list[Any]:
     """As lists, with None for NaN, which JSON does not have."""
     known = array.astype(object)
     if array.dtype.kind == "f":
@@ -162,7 +162,7 @@ def _array(array: NDArray[Any], arrays: str) -> Any:
     return array.tolist() if arrays == "list" else array.tobytes()
 
 
-def accounting_as_wire(accounting: Accounting) -> dict[str, Any]:
+def encode_accounting(accounting: Accounting) -> dict[str, Any]:
     return {
         "sampled_tokens": accounting.sampled_tokens,
         "exported_tokens": accounting.exported_tokens,

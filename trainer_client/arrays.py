@@ -1,4 +1,4 @@
-"""Rows as one rectangle, one row each, padded at one side."""
+"""Rows as arrays: padded to one rectangle, or packed end to end without padding."""
 
 from __future__ import annotations
 
@@ -18,25 +18,20 @@ from trainer_client.wire import Group, versions_by_token
 Framework = Literal["numpy", "torch"]
 Side = Literal["left", "right"]
 
-# What a batch knows per row, in the order of the rows: one value each, carried along into padded and packed arrays.
-
-
 Array: TypeAlias = Any
-"""A numpy array, or a torch tensor when the batch was asked for with framework="torch"."""
+"""A numpy array, or with framework="torch" a torch tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RowColumns:
-    """Each field has shape (rows,).
+    """Values per row. Each field has shape (rows,).
 
-    `row_index` int64: the row's place in `batch.rows`. `rewards` float32: NaN for a row without one, so that nothing
-    learns from it by accident. `advantages` float32, or None when none were given. `group_index`, `rollout_index` int64:
-    counted from 0 in order of appearance over the whole batch; rows of one rollout have one rollout_index. `row_weight`
-    float32: 1 / (trained rows of the same rollout), as the service counted them, so that each rollout weighs 1 however many
-    rows it became.
-    `staleness` int64: the version of the row's policy when the batch was leased minus the oldest version in the row; 0 for a row without
-    sampled tokens.
-    `cut_tokens` int64: sampled tokens lost where the end of the row was cut on request; otherwise 0.
+    `row_index` int64: the index in `batch.rows`. `rewards` float32: NaN for a row without one, so that nothing trains on it by
+    accident. `advantages` float32, or None if none were given. `group_index`, `rollout_index` int64: numbered from 0 in order of
+    appearance over the whole batch; rows of one rollout share one. `row_weight` float32: 1 / (trained rows of the same rollout), as
+    counted by the service, so that each rollout weighs 1 however many rows it has. `staleness` int64: the version of the row's model
+    when the batch was leased minus the oldest version in the row; 0 without sampled tokens. `cut_tokens` int64: sampled tokens lost to
+    truncation.
     """
 
     row_index: Array
@@ -49,12 +44,12 @@ class RowColumns:
     cut_tokens: Array
 
     def to(self, device: Any) -> Self:
-        """The same with every torch tensor on `device`; numpy arrays stay as they are."""
+        """A copy with every torch tensor on `device`; numpy arrays are unchanged."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items() if hasattr(tensor, "to")})
 
     def in_framework(self, framework: str) -> Self:
-        """The same with numpy arrays ("numpy") or CPU tensors over the same memory ("torch")."""
+        """The same as numpy arrays ("numpy") or as CPU tensors over the same memory ("torch")."""
         if framework == "numpy":
             return self
         if framework != "torch":
@@ -67,10 +62,10 @@ class RowColumns:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TokenArrays(RowColumns):
-    """`logprob_mode` is that of `inference_logprobs`, the same in all rows. What follows is None unless one of the rows has it, and is
-    of the shape of the token fields with more dimensions behind: `top_token_ids` int32 and `top_logprobs` float32 (…, k), -1 and
-    NaN where not known; `prompt_logprobs` float32 (…), NaN where not known; `routed_experts` int16 (…, layers, experts per token), -1
-    where not known. See `reconstruct.details.RowDetails`."""
+    """`logprob_mode` is the mode of `inference_logprobs`, the same in all rows. The other fields are None unless a row has them; they
+    have the shape of the token fields with these dimensions appended: `top_token_ids` int32 and `top_logprobs` float32 (…, k), -1 and
+    NaN if unknown; `prompt_logprobs` float32 (…), NaN if unknown; `routed_experts` int16 (…, layers, experts per token), -1 if
+    unknown. See `reconstruct.trajectory.RowDetails`."""
 
     logprob_mode: str
     top_token_ids: Array | None
@@ -81,12 +76,11 @@ class TokenArrays(RowColumns):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PaddedBatch(TokenArrays):
-    """Each token field has shape (rows, length), those of TokenArrays perhaps more behind; the fields of RowColumns have shape (rows,).
+    """Token fields have shape (rows, length), see also TokenArrays; the fields of RowColumns have shape (rows,).
 
-    `token_ids` int64, `pad_id` outside the row. `attention_mask` int64: 1 on the row. `position_ids` int64: 0, 1, … on
-    the row, 0 outside. `loss_mask` bool: true on sampled tokens; it stands at the token itself, so compare the
-    prediction at t - 1 with the token at t. `inference_logprobs` float32: what the engine said, 0.0 elsewhere.
-    `weight_versions` int32: -1 where not sampled.
+    `token_ids` int64, `pad_id` outside the row. `attention_mask` int64: 1 on the row. `position_ids` int64: 0, 1, … on the row, 0
+    outside. `loss_mask` bool: True on sampled tokens, at the token itself: compare the prediction at t - 1 with the token at t.
+    `inference_logprobs` float32: the engine's, 0.0 on other tokens. `weight_versions` int32: -1 if not sampled.
     """
 
     token_ids: Array
@@ -97,7 +91,7 @@ class PaddedBatch(TokenArrays):
     weight_versions: Array
 
 
-def padded(
+def pad_rows(
     rows: Sequence[Trajectory],
     columns: RowColumns,
     indexes: Sequence[int],
@@ -114,10 +108,10 @@ def padded(
     if side not in ("left", "right"):
         raise ValueError(f"side is {side!r}, not 'left' or 'right'")
     if max_length is not None and max_length % multiple_of:
-        raise ValueError(f"max_length {max_length} is no multiple of {multiple_of}")
+        raise ValueError(f"max_length {max_length} is not a multiple of {multiple_of}")
     chosen = [rows[index] for index in indexes]
-    lengths = kept_lengths(chosen, max_length, truncate=truncate)
-    mode = one_mode(chosen)
+    lengths = limit_lengths(chosen, max_length, truncate=truncate)
+    mode = require_one_mode(chosen)
     width = -(-max(lengths, default=0) // multiple_of) * multiple_of
 
     places = [slice(0, length) if side == "right" else slice(width - length, width) for length in lengths]
@@ -136,42 +130,39 @@ def padded(
         inference_logprobs=rectangle(0.0, np.float32, lambda row: row.logprobs),
         weight_versions=rectangle(-1, np.int32, versions_by_token),
         logprob_mode=mode,
-        **padded_details(chosen, lengths, places, width),
-        **selected(columns, indexes, advantages, lost_tokens(chosen, lengths)),
+        **lay_out_details(chosen, lengths, list(enumerate(places)), (len(chosen), width)),
+        **select_columns(columns, indexes, advantages, count_lost_tokens(chosen, lengths)),
     ).in_framework(framework)
 
 
-def kept_lengths(rows: Sequence[Trajectory], limit: int | None, *, truncate: bool) -> list[int]:
-    """How many tokens of each row are kept: all, or the first `limit`. Raises RowTooLong for a row over `limit` unless it may be
-    cut, ValueError for a limit that holds no token."""
+def limit_lengths(rows: Sequence[Trajectory], limit: int | None, *, truncate: bool) -> list[int]:
+    """How many tokens of each row are kept: all, or with `truncate` at most `limit`. Raises RowTooLong for a longer row without
+    `truncate`, ValueError for a limit below 1."""
     if limit is not None and limit < 1:
-        raise ValueError(f"the limit is {limit} tokens: a row has at least one")
+        raise ValueError(f"the limit is {limit} tokens, less than 1")
     for row in rows:
         if limit is not None and len(row.token_ids) > limit and not truncate:
             raise RowTooLong(f"trajectory {row.trajectory_id!r} has {len(row.token_ids)} tokens, the limit is {limit}")
     return [len(row.token_ids) if limit is None else min(len(row.token_ids), limit) for row in rows]
 
 
-def lost_tokens(rows: Sequence[Trajectory], lengths: Sequence[int]) -> list[int]:
-    """Sampled tokens behind the cut, per row."""
+def count_lost_tokens(rows: Sequence[Trajectory], lengths: Sequence[int]) -> list[int]:
+    """Sampled tokens after the cut, per row."""
     return [int(row.loss_mask[length:].sum()) for row, length in zip(rows, lengths, strict=True)]
 
 
-# Rows laid end to end in sequences of at most a token budget: no padding, one forward pass per sequence.
-#
-# Each row's `position_ids` start at 0 and `cu_seqlens` marks its borders, which is what variable-length attention
-# (flash-attn's varlen functions, transformers' padding-free path) needs to keep rows from seeing each other. The first
-# token of a row is never sampled, so shifting by one does not train the last token of one row to predict the next row.
+# Packed rows: one forward pass per sequence. Each row's `position_ids` start at 0 and `cu_seqlens` marks its borders, as
+# variable-length attention needs (flash-attn's varlen functions, transformers' padding-free path) to keep rows separate. The
+# first token of a row is never sampled, so shifting by one does not train the last token of a row to predict the next row.
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PackedBatch(TokenArrays):
-    """Each token field has shape (tokens,), those of TokenArrays perhaps more behind; the fields of RowColumns have shape (rows,), in
-    the order the rows lie.
+    """Token fields have shape (tokens,), see also TokenArrays; the fields of RowColumns have shape (rows,), in the packed order.
 
-    `token_ids`, `position_ids` int64, `loss_mask` bool, `inference_logprobs` float32, `weight_versions` int32 as in
-    PaddedBatch. `segment_index` int64: which row a token belongs to, so that `advantages[segment_index]` is per token.
-    `cu_seqlens` int32 of shape (rows + 1,): row i is `cu_seqlens[i]:cu_seqlens[i + 1]`. `max_seqlen`: the longest row.
+    `token_ids`, `position_ids` int64, `loss_mask` bool, `inference_logprobs` float32, `weight_versions` int32 as in PaddedBatch.
+    `segment_index` int64: the row of each token, so that `advantages[segment_index]` is per token. `cu_seqlens` int32 of shape
+    (rows + 1,): row i is `cu_seqlens[i]:cu_seqlens[i + 1]`. `max_seqlen`: the longest row.
     """
 
     token_ids: Array
@@ -184,12 +175,12 @@ class PackedBatch(TokenArrays):
     max_seqlen: int
 
     def split(self, per_token: Array) -> list[Array]:
-        """`per_token`, of shape (tokens, …), cut into one piece per row."""
+        """`per_token`, of shape (tokens, …), split by row."""
         borders = [int(border) for border in self.cu_seqlens]
         return [per_token[start:end] for start, end in pairwise(borders)]
 
 
-def packed(
+def pack_rows(
     rows: Sequence[Trajectory],
     columns: RowColumns,
     indexes: Sequence[int],
@@ -199,10 +190,10 @@ def packed(
     advantages: Any,
     framework: Framework,
 ) -> list[PackedBatch]:
-    """The rows at `indexes` in as few sequences as first-fit decreasing finds; see `Batch.packed`."""
-    lengths = kept_lengths([rows[index] for index in indexes], token_budget, truncate=truncate)
-    one_mode([rows[index] for index in indexes])
-    # By their place in `indexes`: a row that is asked for twice is there twice.
+    """The rows at `indexes` packed by first-fit decreasing; see `Batch.packed`."""
+    lengths = limit_lengths([rows[index] for index in indexes], token_budget, truncate=truncate)
+    require_one_mode([rows[index] for index in indexes])
+    # Keyed by the position in `indexes`, so that a row may be requested twice.
     return [
         _sequence(rows, columns, [indexes[at] for at in bin_], [lengths[at] for at in bin_], advantages).in_framework(framework)
         for bin_ in first_fit_decreasing(dict(enumerate(lengths)), token_budget)
@@ -210,9 +201,9 @@ def packed(
 
 
 def first_fit_decreasing(lengths: dict[int, int], budget: int) -> list[list[int]]:
-    """The keys of `lengths` in bins whose lengths sum to at most `budget`; longest first, ties in the given order.
+    """The keys of `lengths` in bins with at most `budget` in sum; longest first, ties in the given order.
 
-    At most 11/9 of the fewest bins possible, plus 6/9 (Dósa 2007, "The tight bound of first fit decreasing bin-packing
+    Needs at most 11/9 of the optimal number of bins plus 6/9 (Dósa 2007, "The tight bound of first fit decreasing bin-packing
     algorithm is FFD(I) ≤ 11/9 OPT(I) + 6/9")."""
     bins: list[list[int]] = []
     room: list[int] = []
@@ -231,6 +222,7 @@ def _sequence(
     rows: Sequence[Trajectory], columns: RowColumns, indexes: Sequence[int], lengths: Sequence[int], advantages: Any
 ) -> PackedBatch:
     chosen = [rows[index] for index in indexes]
+    borders = [0, *np.cumsum(lengths).tolist()]
 
     def line(dtype: Any, values: Callable[[Trajectory], NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate(
@@ -244,16 +236,16 @@ def _sequence(
         loss_mask=line(np.bool_, lambda row: row.loss_mask),
         inference_logprobs=line(np.float32, lambda row: row.logprobs),
         weight_versions=line(np.int32, versions_by_token),
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)], dtype=np.int32, casting="unsafe"),
+        cu_seqlens=np.array(borders, dtype=np.int32),
         max_seqlen=max(lengths),
-        logprob_mode=one_mode(chosen),
-        **joined_details(chosen, lengths),
-        **selected(columns, indexes, advantages, lost_tokens(chosen, lengths)),
+        logprob_mode=require_one_mode(chosen),
+        **lay_out_details(chosen, lengths, [(slice(start, end),) for start, end in pairwise(borders)], (borders[-1],)),
+        **select_columns(columns, indexes, advantages, count_lost_tokens(chosen, lengths)),
     )
 
 
 def row_columns(groups: Sequence[Group], versions: Mapping[str, int]) -> RowColumns:
-    """The columns of all rows of `groups`, without advantages and with nothing cut. `versions`: the current one of each policy."""
+    """The columns of all rows of `groups`, without advantages and cuts. `versions`: the current version of each model."""
     rows = [row for group in groups for row in group.trajectories]
     return RowColumns(
         row_index=np.arange(len(rows), dtype=np.int64),
@@ -267,8 +259,8 @@ def row_columns(groups: Sequence[Group], versions: Mapping[str, int]) -> RowColu
     )
 
 
-def selected(columns: RowColumns, indexes: Sequence[int], advantages: Any, cut_tokens: Sequence[int]) -> dict[str, Array]:
-    """The fields of `columns` at `indexes`, as fresh arrays. `advantages` is for all rows, `cut_tokens` for these."""
+def select_columns(columns: RowColumns, indexes: Sequence[int], advantages: Any, cut_tokens: Sequence[int]) -> dict[str, Array]:
+    """Copies of the columns at `indexes`. `advantages` has one value per row of the batch, `cut_tokens` one per index."""
     at = np.asarray(indexes, dtype=np.int64)
     taken = {f.name: None if (c := getattr(columns, f.name)) is None else c[at] for f in fields(RowColumns)}
     taken["cut_tokens"] = np.asarray(cut_tokens, dtype=np.int64)
@@ -289,7 +281,7 @@ def _staleness(row: Trajectory, weight_version: int) -> int:
     return weight_version - min((span.version for span in row.weight_versions), default=weight_version)
 
 
-# What is known of tokens beside what every row has, for rows that are put together: padded to one shape, or laid end to end.
+# Details of tokens that only some rows have
 
 
 _MISSING: dict[str, tuple[Any, Any]] = {
@@ -298,47 +290,34 @@ _MISSING: dict[str, tuple[Any, Any]] = {
     "prompt_logprobs": (np.float32, np.nan),
     "routed_experts": (np.int16, NO_EXPERT),
 }
-"""Of each the type, and what stands where nothing is known."""
+"""The dtype, and the value for unknown."""
 
 
-def one_mode(rows: Sequence[Trajectory]) -> str:
-    """The logprob mode of all rows. Raises MixedLogprobModes when they differ, or one row holds several."""
+def require_one_mode(rows: Sequence[Trajectory]) -> str:
+    """The logprob mode of all rows. Raises MixedLogprobModes if they differ, or if a row has several."""
     modes = {row.logprob_mode for row in rows}
     if len(modes) > 1 or MIXED in modes:
         first = {row.logprob_mode: row.trajectory_id for row in reversed(rows)}
         named = ", ".join(f"{mode} (as in trajectory {name!r})" for mode, name in sorted(first.items()))
-        raise MixedLogprobModes(
-            f"the logprobs of these rows do not mean the same: {named}; choose rows of one mode with `rows`"
-        )
+        raise MixedLogprobModes(f"these rows have different logprob modes: {named}; choose rows of one mode with `rows`")
     return modes.pop() if modes else ""
 
 
-def padded_details(rows: Sequence[Trajectory], lengths: Sequence[int], places: Sequence[slice], width: int) -> dict[str, Any]:
-    """The details of the first `lengths` tokens of each row, of shape (rows, width, …), each row's at its place."""
-    made: dict[str, Any] = dict.fromkeys(NAMES)
-    for name, behind in _shapes(rows).items():
+def lay_out_details(
+    rows: Sequence[Trajectory], lengths: Sequence[int], places: Sequence[tuple[Any, ...]], shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """The details of the first `lengths` tokens of each row at its place in arrays of `shape` and the detail's own dimensions."""
+    arrays: dict[str, Any] = dict.fromkeys(NAMES)
+    for name, own_shape in _shapes(rows).items():
         dtype, missing = _MISSING[name]
-        table = made[name] = np.full((len(rows), width, *behind), missing, dtype=dtype)
-        for line, row, length, place in zip(table, rows, lengths, places, strict=True):
-            _lay(line[place], row.details, name, length)
-    return made
-
-
-def joined_details(rows: Sequence[Trajectory], lengths: Sequence[int]) -> dict[str, Any]:
-    """The details of the first `lengths` tokens of each row, end to end: of shape (tokens, …)."""
-    ends = np.cumsum(lengths)
-    places = [slice(int(end) - length, int(end)) for end, length in zip(ends, lengths, strict=True)]
-    made: dict[str, Any] = dict.fromkeys(NAMES)
-    for name, behind in _shapes(rows).items():
-        dtype, missing = _MISSING[name]
-        made[name] = np.full((sum(lengths), *behind), missing, dtype=dtype)
+        arrays[name] = np.full((*shape, *own_shape), missing, dtype=dtype)
         for row, length, place in zip(rows, lengths, places, strict=True):
-            _lay(made[name][place], row.details, name, length)
-    return made
+            _lay(arrays[name][place], row.details, name, length)
+    return arrays
 
 
 def _lay(place: NDArray[Any], details: RowDetails | None, name: str, length: int) -> None:
-    """Put the row's array into its place, which may be wider in its last dimension: rows with fewer of the most probable tokens."""
+    """Copy the row's array to its place, which is wider in the last dimension if other rows have more top tokens."""
     array = None if details is None else getattr(details, name)
     if array is None:
         return
@@ -346,9 +325,9 @@ def _lay(place: NDArray[Any], details: RowDetails | None, name: str, length: int
 
 
 def _shapes(rows: Sequence[Trajectory]) -> dict[str, tuple[int, ...]]:
-    """For each detail that a row has, the dimensions behind the tokens, wide enough for all rows.
+    """For each detail that a row has, the dimensions after the tokens, wide enough for all rows.
 
-    Raises ValueError for routed experts of different shapes: they are of different models."""
+    Raises ValueError for routed experts of different shapes, which come from different models."""
     found: dict[str, set[tuple[int, ...]]] = {}
     for row in rows:
         for name in NAMES:
@@ -356,5 +335,5 @@ def _shapes(rows: Sequence[Trajectory]) -> dict[str, tuple[int, ...]]:
             if array is not None:
                 found.setdefault(name, set()).add(array.shape[1:])
     if len(found.get("routed_experts", ())) > 1:
-        raise ValueError(f"routed experts of these rows are of different models: {sorted(found['routed_experts'])}")
+        raise ValueError(f"the routed experts of these rows come from different models: {sorted(found['routed_experts'])}")
     return {name: max(shapes) for name, shapes in found.items()}

@@ -1,10 +1,10 @@
-"""A leased batch: groups of rows, as arrays a training step can use, and the lease they are held under.
+"""A leased batch: groups of rows as arrays for a training step, and their lease.
 
-    with batch:                                   # acknowledged at the end, given back when the block raises
+    with batch:                                   # acked at the end, nacked if the block raises
         data = batch.padded(pad_id=0, framework="torch", advantages=batch.advantages(grpo))
 
-While the block runs, a thread extends the lease each time half of it has passed. A batch that is used without `with` is
-neither acknowledged nor given back: its lease expires and another trainer, or this one, gets the rows again.
+While the block runs, a thread extends the lease whenever half of it has passed. A batch used without `with` is neither acked nor
+nacked: its lease expires and its groups are delivered again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.trajectory import Trajectory
-from trainer_client.arrays import Framework, PackedBatch, PaddedBatch, RowColumns, Side, packed, padded, row_columns
+from trainer_client.arrays import Framework, PackedBatch, PaddedBatch, RowColumns, Side, pack_rows, pad_rows, row_columns
 from trainer_client.lease import Lease
 from trainer_client.tree import TreeBatch, trees
 from trainer_client.wire import Group
@@ -26,12 +26,12 @@ Estimator = Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]
 
 
 class Batch:
-    """`rows` are all trajectories in the order of `groups`; per-row values are in `columns`, in that order.
+    """`rows` are all trajectories in the order of `groups`; `columns` has their per-row values in the same order.
 
-    `weight_version` is the default policy's when the batch was leased, `weight_versions` has that of every policy; each row is measured
-    against its own. Raises ValueError for rows of a policy whose version is not said.
+    `weight_version` is the default model's version when the batch was leased, `weight_versions` has every model's; the staleness of a
+    row is relative to its own model's. Raises ValueError for rows of a model without a version.
 
-    Without a `lease` (rows read from a file, say) ack, nack, extend and the `with` block have nothing to do."""
+    Without a `lease` (for example for rows read from a file) ack, nack, extend and the `with` block do nothing."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class Batch:
         self.weight_versions: Mapping[str, int] = {**(weight_versions or {}), "": weight_version}
         self.rows: tuple[Trajectory, ...] = tuple(row for group in self.groups for row in group.trajectories)
         if unknown := {row.policy for row in self.rows} - self.weight_versions.keys():
-            raise ValueError(f"there are rows of {', '.join(map(repr, sorted(unknown)))}, whose weight version is not said")
+            raise ValueError(f"there is no weight version for the rows of {', '.join(map(repr, sorted(unknown)))}")
         self.columns: RowColumns = row_columns(self.groups, self.weight_versions)
         self._lease = lease
 
     @classmethod
-    def joined(cls, parts: Sequence[Batch]) -> Self:
-        """The groups of several batches as one without a lease, whose versions are the newest of its parts."""
+    def join(cls, parts: Sequence[Batch]) -> Self:
+        """The groups of several batches as one batch without a lease, with the newest weight versions of the parts."""
         versions: dict[str, int] = {}
         for part in parts:
             for policy, version in part.weight_versions.items():
@@ -65,28 +65,28 @@ class Batch:
 
     @property
     def expires_at(self) -> float | None:
-        """Epoch seconds of the service's clock; moves when the lease is extended."""
+        """Epoch seconds of the service's clock; changes when the lease is extended."""
         return self._lease.expires_at if self._lease else None
 
     @property
     def staleness(self) -> NDArray[np.int64]:
-        """Per row: the version of its policy minus the oldest one that any of its tokens was sampled under."""
+        """Per row: its model's version at the lease minus the oldest version that any of its tokens was sampled under."""
         return self.columns.staleness  # type: ignore[no-any-return]
 
     @property
     def row_versions(self) -> NDArray[np.int64]:
-        """Per row: the version of its policy when the batch was leased."""
+        """Per row: its model's version when the batch was leased."""
         return np.array([self.weight_versions[row.policy] for row in self.rows], dtype=np.int64)
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
-        """Per row: the rollout it belongs to. `columns.rollout_index` numbers these, `columns.row_weight` weighs the rows."""
+        """Per row: its rollout. `columns.rollout_index` numbers them, `columns.row_weight` weighs the rows."""
         return tuple(row.rollout_id for row in self.rows)
 
     @property
     def logprob_modes(self) -> tuple[str, ...]:
-        """Per row: what its logprobs are, `raw_logprobs`, `processed_logprobs` or `unknown`; `mixed` for a row of several. `padded` and
-        `packed` take rows of one mode only, see docs/trainers.md."""
+        """Per row: `raw_logprobs`, `processed_logprobs` or `unknown`; `mixed` for a row of several. `padded` and `packed` take rows of one
+        mode only; see docs/trainers.md."""
         return tuple(row.logprob_mode for row in self.rows)
 
     def advantages(self, estimator: Estimator) -> NDArray[np.float32]:
@@ -107,11 +107,11 @@ class Batch:
     ) -> PaddedBatch:
         """All rows, or those at the indexes `rows` (a micro-batch), as one rectangle.
 
-        It is as long as its longest row, rounded up to `multiple_of`. A row over `max_length` tokens raises RowTooLong, or
-        loses its end with `truncate` (counted in `cut_tokens`). `advantages`: one per row of the whole batch.
+        Its width is the longest row, rounded up to `multiple_of`. A row over `max_length` tokens raises RowTooLong, or with
+        `truncate` loses its end (counted in `cut_tokens`). `advantages`: one per row of the whole batch.
         Raises: RowTooLong, MixedLogprobModes, ValueError.
         """
-        return padded(
+        return pad_rows(
             self.rows,
             self.columns,
             self._indexes(rows),
@@ -133,11 +133,11 @@ class Batch:
         advantages: Any = None,
         rows: Sequence[int] | None = None,
     ) -> list[PackedBatch]:
-        """All rows, or those at the indexes `rows`, in sequences of at most `token_budget` tokens, each row in one piece.
+        """All rows, or those at the indexes `rows`, in sequences of at most `token_budget` tokens, no row split.
 
-        A row over the budget raises RowTooLong, or loses its end with `truncate` (counted in `cut_tokens`). Raises MixedLogprobModes.
+        A row over the budget raises RowTooLong, or with `truncate` loses its end (counted in `cut_tokens`). Raises MixedLogprobModes.
         """
-        return packed(
+        return pack_rows(
             self.rows,
             self.columns,
             self._indexes(rows),
@@ -171,17 +171,17 @@ class Batch:
         )
 
     def ack(self) -> None:
-        """Done: the batch is never delivered again. Raises LeaseLost."""
+        """End the lease; the batch is never delivered again. Raises LeaseLost."""
         if self._lease:
             self._lease.ack()
 
     def nack(self) -> None:
-        """Give it back now instead of letting it expire. Raises LeaseLost."""
+        """Give the batch back now instead of letting the lease expire. Raises LeaseLost."""
         if self._lease:
             self._lease.nack()
 
     def extend(self, lease_seconds: float | None = None) -> float | None:
-        """The new `expires_at`, `lease_seconds` from now (default: as long as the last time). Raises LeaseLost."""
+        """Extend the lease to `lease_seconds` from now (default: its last length). The new `expires_at`. Raises LeaseLost."""
         return self._lease.extend(lease_seconds) if self._lease else None
 
     def __enter__(self) -> Self:

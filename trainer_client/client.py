@@ -1,4 +1,4 @@
-"""The trainer's side of the service: lease batches, give them back or acknowledge them, push new weights.
+"""The trainer's side of the service: lease batches, ack or nack them, publish new weights.
 
 with TrainerClient("http://127.0.0.1:8700", token) as client:
     for batch in client.batches(max_groups=8, max_staleness=2):
@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 import os
 import socket
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 import httpx
 
@@ -30,18 +31,43 @@ from trainer_client.errors import (
     VersionConflict,
 )
 from trainer_client.lease import Lease
-from trainer_client.publish import ReplicaFailed, WeightPush, prune_versions, push_of, what_failed, write_weights
+from trainer_client.publish import ReplicaFailed, WeightPush, decode_push, explain_failure, prune_versions, write_weights
 from trainer_client.publish_nccl import NcclPublisher
-from trainer_client.transport import Transport, never_started
-from trainer_client.wire import ACCEPT, body_of, groups_of, versions_of
+from trainer_client.transport import Transport, is_never_started
+from trainer_client.wire import ACCEPT, decode_body, decode_groups, decode_versions
 
 Kind = Literal["full", "lora"]
 Mode = Literal["keep", "wait", "abort"]
 
 
+class LeaseTerms(TypedDict, total=False):
+    """What a lease may ask for. Terms that are None or left out are the service's defaults."""
+
+    max_groups: int | None
+    """At most this many groups. Without either maximum: one group."""
+    max_trajectories: int | None
+    """As many groups as fit into this many rows, at least one."""
+    max_staleness: int | None
+    """No group with a token sampled more than this many versions of its model ago, unless the service marks such groups
+    (`group.stale`)."""
+    model: str | None
+    """Only rows of this model, "" being the default one. None: of every model."""
+    roles: Sequence[str] | None
+    """Only rows of these roles. None: of all that are trained. A group with no such row arrives without rows; whatever is left out is
+    never delivered once the batch is acknowledged."""
+    builder: str | None
+    """How sessions become rows: merged or per_call. None: as the service is set."""
+    complete_only: bool
+    """Only groups all of whose sessions are complete (`group.sessions`)."""
+    lease_seconds: float
+    """How long the lease lasts unless it is extended. Default: 600."""
+    policy: str | None
+    """Deprecated: use `model`."""
+
+
 class TrainerClient:
-    """Thread-safe. `consumer` names this trainer to the service (default: host:pid). `timeout_seconds` is the longest silence
-    of the service beyond the time it was asked to take; `retry_seconds` how long errors that may pass are retried."""
+    """Thread-safe. `consumer` names this trainer to the service (default: host:pid). `timeout_seconds` is how long the service may stay
+    silent beyond the time a request asks it to wait; `retry_seconds` is how long transient errors are retried."""
 
     def __init__(
         self,
@@ -58,95 +84,48 @@ class TrainerClient:
     def batches(
         self,
         *,
-        max_groups: int | None = None,
-        max_trajectories: int | None = None,
-        max_staleness: int | None = None,
-        policy: str | None = None,
-        roles: Sequence[str] | None = None,
-        builder: str | None = None,
-        complete_only: bool = False,
         wait_seconds: float = 30.0,
-        lease_seconds: float = 600.0,
         keep: bool = True,
         stop: Callable[[], bool] | None = None,
+        **terms: Unpack[LeaseTerms],
     ) -> Iterator[Batch]:
-        """Leased batches for ever, waiting while there are none; use each one in a `with` block.
+        """Leased batches without end; waits while there are none. Use each in a `with` block.
 
-        Ends once `stop()` is true or the client is closed. Both are looked at between requests, each of which waits for at
-        most `wait_seconds`; a batch that arrives after that is given back. Arguments and errors as for `lease`.
+        Ends once `stop()` is true or the client is closed. Both are checked between requests, each of which waits for at
+        most `wait_seconds`; a batch that arrives later is given back. Terms and errors as for `lease`.
         """
-        wanted = self._wanted(
-            wait_seconds,
-            lease_seconds,
-            max_groups=max_groups,
-            max_trajectories=max_trajectories,
-            max_staleness=max_staleness,
-            policy=policy,
-            roles=None if roles is None else list(roles),
-            builder=builder,
-            complete_only=complete_only or None,
-        )
+        body = self._lease_body(wait_seconds, terms)
 
-        def ended() -> bool:
+        def has_ended() -> bool:
             return self._transport.closing.is_set() or bool(stop and stop())
 
-        while not ended():
-            with self._transport.in_use():
+        while not has_ended():
+            with self._transport.keep_open():
                 try:
-                    batch = self._lease(wanted, keep, until=ended)
+                    batch = self._lease(body, keep, until=has_ended)
                 except (ConnectionFailed, Unavailable):
-                    if ended():
+                    if has_ended():
                         return
                     raise
-                if batch and ended():
+                if batch and has_ended():
                     batch.nack()
                     return
             if batch:
                 yield batch
 
-    def lease(
-        self,
-        *,
-        max_groups: int | None = None,
-        max_trajectories: int | None = None,
-        max_staleness: int | None = None,
-        policy: str | None = None,
-        roles: Sequence[str] | None = None,
-        builder: str | None = None,
-        complete_only: bool = False,
-        wait_seconds: float = 0.0,
-        lease_seconds: float = 600.0,
-        keep: bool = True,
-    ) -> Batch | None:
-        """One batch, or None when none came within `wait_seconds`.
+    def lease(self, *, wait_seconds: float = 0.0, keep: bool = True, **terms: Unpack[LeaseTerms]) -> Batch | None:
+        """One batch of whole groups on these `LeaseTerms`, or None when none came within `wait_seconds`.
 
-        Whole groups only: at most `max_groups` of them, or as many as fit into `max_trajectories` (one at least), or one without
-        either, and no more than this consumer's share while others wait; none with a token sampled more than `max_staleness`
-        versions of its policy ago, unless the service is set to mark such groups (`group.stale`). `policy`: rows of that model
-        alone, "" being the default one; None: of all. `roles`: only rows of these, else of all that are trained; a group without any
-        comes without rows, and what is left out is nobody's once the batch is acknowledged. `builder`: how sessions are made into rows;
-        None: as the service is set. `complete_only`: only groups all of whose sessions are complete (`group.sessions`). With `keep`, its
-        `with` block extends the lease. When the answer is lost on the way, the request is repeated and what was leased first comes back
-        when that lease expires.
+        While other trainers wait, it holds no more than this consumer's share. With `keep`, its `with` block extends the lease. If the
+        answer is lost, the request is repeated, and the groups of the first lease are delivered again when that lease expires.
         Raises: InvalidAnswer (the batch is given back first), Unauthorized, Unavailable, ConnectionFailed, ClientClosed.
         """
-        wanted = self._wanted(
-            wait_seconds,
-            lease_seconds,
-            max_groups=max_groups,
-            max_trajectories=max_trajectories,
-            max_staleness=max_staleness,
-            policy=policy,
-            roles=None if roles is None else list(roles),
-            builder=builder,
-            complete_only=complete_only or None,
-        )
-        return self._lease(wanted, keep, until=self._transport.closing.is_set)
+        return self._lease(self._lease_body(wait_seconds, terms), keep, until=self._transport.closing.is_set)
 
-    def held(self, lease_id: str, *, lease_seconds: float = 600.0) -> Lease:
-        """A lease by its id, to be ended or extended by one who does not hold its batch, in another process perhaps.
+    def attach(self, lease_id: str, *, lease_seconds: float = 600.0) -> Lease:
+        """The lease with this id, to end or extend it without holding its batch, for example in another process.
 
-        Its `expires_at` is not a number until it is extended, by `lease_seconds` unless told otherwise."""
+        `expires_at` is NaN until it is extended, by `lease_seconds` unless `extend` is given another length."""
         return Lease(self._transport, lease_id, math.nan, lease_seconds=lease_seconds, keep=False)
 
     def publish(
@@ -162,19 +141,19 @@ class TrainerClient:
         push_seconds: float = 3600.0,
         model: str = "",
     ) -> WeightPush:
-        """The result of every replica of `model` ("": the default one), all of which now serve `weights` as `version`.
+        """Push `weights` to every replica of `model` ("": the default one), all of which then serve `version`.
 
-        `weights` is a state dict of torch tensors, written to `directory/version-<version>` first, or a path the engines can
-        read. `mode` is what becomes of calls in flight: keep (they go on under the new weights), wait or abort. `keep_last`
-        removes all but the newest so many version folders afterwards. `push_seconds` is the longest a push may take.
-        Raises: VersionConflict, UnpublishableWeights, ReplicaFailed, and ConnectionFailed: then `weights()` tells whether
-        the push happened, because it is not repeated once it may have begun.
+        `weights` is a state dict of torch tensors, which is first written to `directory/version-<version>`, or a path the engines
+        can read. Calls in flight continue under the new weights (`mode` keep), finish first (wait) or are cut (abort). `keep_last`:
+        afterwards remove all but this many version folders. `push_seconds` is the longest a push may take.
+        Raises: VersionConflict, UnpublishableWeights, ReplicaFailed, ConnectionFailed. A push that may have started is not
+        retried: after ConnectionFailed, `weights()` tells whether it happened.
         """
-        path = self._path_of(weights, version, kind, directory, shard_bytes, model)
+        path = self._write_checkpoint(weights, version, kind, directory, shard_bytes, model)
         body = {"version": version, "path": path, "kind": kind, "mode": mode}
         push = self._push(body | ({"model": model} if model else {}), push_seconds)
         if push.failed or not push.applied:
-            raise ReplicaFailed(what_failed(push), push=push)
+            raise ReplicaFailed(explain_failure(push), push=push)
         if keep_last is not None and directory is not None:
             prune_versions(directory, version, keep_last)
         return push
@@ -190,15 +169,15 @@ class TrainerClient:
         rank: int = 0,
         push_seconds: float = 3600.0,
     ) -> NcclPublisher:
-        """Publishes `weights`, a torch module, from its GPU to the engines' without a file: see `publish_nccl`. The engines connect
-        to `master_address:master_port`, where this trainer's rank 0 listens."""
+        """A publisher that sends `weights`, a torch module, from its GPU to the engines' without a file: see `publish_nccl`. The engines
+        connect to `master_address:master_port`, where this trainer's rank 0 listens."""
         where = {"master_address": master_address, "master_port": master_port, "packed": packed}
         return NcclPublisher(self._transport, weights, where, model=model, rank=rank, push_seconds=push_seconds)
 
     def weights(self) -> dict[str, Any]:
-        """What the service serves: `{current: {version, path, kind, updated_at}, history, updating, frozen, replicas}` of the default
-        model, and under `models` the same of each other one."""
-        answer = body_of(self._transport.request("GET", "/weights"))
+        """The weights being served: `{current: {version, path, kind, updated_at}, history, updating, frozen, replicas}` of the default
+        model, and under `models` the same for every other one."""
+        answer = decode_body(self._transport.request("GET", "/weights"))
         try:
             int(answer["current"]["version"])
         except (KeyError, TypeError, ValueError) as error:
@@ -206,7 +185,7 @@ class TrainerClient:
         return dict(answer)
 
     def close(self) -> None:
-        """Ends `batches` and, once requests in flight and open batches are done, the connections. Callable from any thread."""
+        """End `batches`, and close the connections once requests in flight and open batches are done. Callable from any thread."""
         self._transport.close()
 
     def __enter__(self) -> Self:
@@ -215,19 +194,27 @@ class TrainerClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
-    def _wanted(self, wait_seconds: float, lease_seconds: float, **terms: Any) -> dict[str, Any]:
-        """What is asked for; a term that is None is left out."""
-        wanted = {"wait_seconds": wait_seconds, "lease_seconds": lease_seconds, "consumer": self.consumer}
-        return wanted | {name: limit for name, limit in terms.items() if limit is not None}
+    def _lease_body(self, wait_seconds: float, terms: LeaseTerms) -> dict[str, Any]:
+        body: dict[str, Any] = {"wait_seconds": wait_seconds, "lease_seconds": 600.0, "consumer": self.consumer, **terms}
+        if unknown := terms.keys() - LeaseTerms.__annotations__.keys():
+            raise TypeError(f"a lease has no terms {', '.join(sorted(unknown))}")
+        if "policy" in terms:
+            # Reported at the caller of `lease` or `batches`.
+            warnings.warn("policy= is deprecated: use model=", DeprecationWarning, stacklevel=3)
+        # The HTTP contract calls the model of a row its policy.
+        model = body.pop("model", None)
+        body["policy"] = body.get("policy") if model is None else model
+        body["complete_only"] = body.get("complete_only") or None
+        return {name: value for name, value in body.items() if value is not None}
 
-    def _lease(self, wanted: Mapping[str, Any], keep: bool, *, until: Callable[[], bool]) -> Batch | None:
+    def _lease(self, body: Mapping[str, Any], keep: bool, *, until: Callable[[], bool]) -> Batch | None:
         response = self._transport.request(
-            "POST", "/batches/lease", body=wanted, accept=ACCEPT, answer_seconds=wanted["wait_seconds"], until=until
+            "POST", "/batches/lease", body=body, accept=ACCEPT, answer_seconds=body["wait_seconds"], until=until
         )
-        return None if response.status_code == 204 else self._batch(response, wanted["lease_seconds"], keep)
+        return None if response.status_code == 204 else self._receive(response, body["lease_seconds"], keep)
 
-    def _batch(self, response: httpx.Response, lease_seconds: float, keep: bool) -> Batch:
-        body = body_of(response)
+    def _receive(self, response: httpx.Response, lease_seconds: float, keep: bool) -> Batch:
+        body = decode_body(response)
         try:
             lease = Lease(
                 self._transport, str(body["lease_id"]), float(body["expires_at"]), lease_seconds=lease_seconds, keep=keep
@@ -235,12 +222,12 @@ class TrainerClient:
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidAnswer(f"the answer to a lease is incomplete: {error!r}") from error
         try:
-            return _batch_of(body, lease)
+            return _decode_batch(body, lease)
         except InvalidAnswer as error:
             lease.give_back_after(error)
             raise
 
-    def _path_of(
+    def _write_checkpoint(
         self,
         weights: Mapping[str, Any] | str | os.PathLike[str],
         version: int,
@@ -255,34 +242,36 @@ class TrainerClient:
             raise UnpublishableWeights("a state dict needs a `directory` that the engines can read")
         if kind == "lora":
             raise UnpublishableWeights("an adapter needs its adapter_config.json: save it whole and publish its path")
-        # Asked before writing: a folder of a version that is being served must not be replaced by other values.
+        # Checked before writing: the folder of a version that is being served must not be overwritten.
         served = self.weights()
         lines = {"": served, **served.get("models", {})}
         if model not in lines:
-            others = ", ".join(name for name in lines if name) or "none but the default one"
-            raise UnpublishableWeights(f"the service has no model {model!r}: it has {others}")
+            others = ", ".join(name for name in lines if name) or "only the default one"
+            raise UnpublishableWeights(f"the service has no model {model!r}: known: {others}")
         current = int(lines[model]["current"]["version"])
         if version <= current:
-            raise VersionConflict(f"version {version} is not greater than {current}, which is being served", status=409)
+            raise VersionConflict(f"version {version} is not greater than {current}, the served one", status=409)
         return str(write_weights(weights, directory, version, shard_bytes=shard_bytes))
 
     def _push(self, body: Mapping[str, Any], push_seconds: float) -> WeightPush:
         try:
-            response = self._transport.request("POST", "/weights", body=body, answer_seconds=push_seconds, retry=never_started)
+            response = self._transport.request(
+                "POST", "/weights", body=body, answer_seconds=push_seconds, retry=is_never_started
+            )
         except ServiceError as error:
             if error.status == 409:
                 raise VersionConflict(str(error), status=409, code=error.code) from error
             raise
         except ConnectionFailed as error:
-            error.add_note("The push may have happened: weights() tells the version that is served.")
+            error.add_note("The push may have happened: weights() returns the served version.")
             raise
-        return push_of(body_of(response), body["version"], body["path"])
+        return decode_push(decode_body(response), body["version"], body["path"])
 
 
-def _batch_of(body: Mapping[str, Any], lease: Lease) -> Batch:
-    groups = groups_of(body)
+def _decode_batch(body: Mapping[str, Any], lease: Lease) -> Batch:
+    groups = decode_groups(body)
     try:
-        versions = versions_of(body)
+        versions = decode_versions(body)
         return Batch(groups, versions[""], lease, weight_versions=versions)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidAnswer(f"the answer to a lease does not say how old its rows are: {error!r}") from error

@@ -1,30 +1,30 @@
-"""What can go wrong in a trainer's process, one class per boundary crossed.
+"""The errors of this package, one class per boundary crossed.
 
 TrainerClientError
 ├── ServiceError             the service answered with an error; status, code, attempts
-│   ├── Unauthorized         401, 403: the token is missing, wrong, or does not open this
-│   ├── LeaseLost            404, 409 on ack, nack or extend: the lease expired or was given to another
-│   ├── VersionConflict      409 on a push: versions only grow and two pushes never interleave
-│   └── Unavailable          502, 503: retried until `retry_seconds` were spent
-├── ConnectionFailed         no answer: refused, broken off or timed out; also retried first
+│   ├── Unauthorized         401, 403: the token is missing, wrong, or lacks the right
+│   ├── LeaseLost            404, 409 on ack, nack or extend: the lease expired or belongs to another trainer
+│   ├── VersionConflict      409 on a push: versions only increase and pushes never interleave
+│   └── Unavailable          502, 503, after retries for `retry_seconds`
+├── ConnectionFailed         no answer: refused, broken or timed out, after retries
 ├── ClientClosed             the client was closed
 ├── InvalidAnswer            an answer or a row breaks the contract; nothing is repaired
-├── MixedLogprobModes        rows whose logprobs do not mean the same are put into one array
-├── RowTooLong               a row does not fit and no one asked for its end to be cut
+├── MixedLogprobModes        rows of different logprob modes would be in one array
+├── RowTooLong               a row does not fit, and truncation was not requested
 └── PublishError             the new weights did not reach every engine
     ├── UnpublishableWeights the state dict or folder cannot be published as it is
-    └── ReplicaFailed        at least one replica refused the update; `push` has every replica's result
+    └── ReplicaFailed        at least one replica failed; `push` has every replica's result
 """
 
 from __future__ import annotations
 
 
 class TrainerClientError(Exception):
-    """Base of everything this package raises on its own account."""
+    """Base of every error of this package."""
 
 
 class ServiceError(TrainerClientError):
-    """The service's own message, with the HTTP status and the `code` of its error object."""
+    """`status` is the HTTP status; `code` and `reason` come from the service's error object and are empty if it sent none."""
 
     def __init__(
         self,
@@ -32,12 +32,14 @@ class ServiceError(TrainerClientError):
         *,
         status: int,
         code: str = "",
+        reason: str = "",
         retry_after_seconds: float | None = None,
         attempts: int = 1,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
+        self.reason = reason
         self.retry_after_seconds = retry_after_seconds
         self.attempts = attempts
 
@@ -47,7 +49,7 @@ class Unauthorized(ServiceError):
 
 
 class LeaseLost(ServiceError):
-    """The batch is, or will be, someone else's: what was learnt from it may be learnt twice."""
+    """Another trainer has the batch, or will get it: its rows may be trained on twice."""
 
 
 class VersionConflict(ServiceError):
@@ -59,7 +61,7 @@ class Unavailable(ServiceError):
 
 
 class ConnectionFailed(TrainerClientError):
-    """`sent` is false when the request certainly never left, so that repeating it cannot do a thing twice."""
+    """`sent` is False if the request certainly was not sent, so that a retry cannot repeat its effect."""
 
     def __init__(self, message: str, *, sent: bool) -> None:
         super().__init__(message)

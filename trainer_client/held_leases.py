@@ -1,7 +1,7 @@
-"""The leases one process works on at a time: extended together, each acknowledged or given back once.
+"""Leases without their batches: extended together by one thread, each acked or nacked once.
 
-A `Batch` in a `with` block keeps its own lease and its rows. Here rows go on their way, into other processes perhaps, and only
-the leases stay; one of them may be acknowledged by another process, which the next extension notices.
+For rows that move on, perhaps into other processes, while the lease stays here. Another process may ack a lease; the next extension
+notices.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ log = logging.getLogger(__name__)
 
 
 class HeldLeases:
-    """Thread-safe. One thread extends each lease once half of it has passed, from the first `hold` to `close`."""
+    """Thread-safe. From the first `hold` to `close` a thread extends each lease whenever half of it has passed."""
 
     def __init__(self, client: TrainerClient, lease_seconds: float) -> None:
         self._client = client
         self._lease_seconds = lease_seconds
         self._leases: dict[str, Lease] = {}
         self._changed = threading.Condition()
-        self._ended = False
+        self._closed = False
         self._keeper: threading.Thread | None = None
 
     def hold(self, lease_id: str) -> None:
-        """Extends it from now on."""
+        """Start to extend the lease."""
         with self._changed:
-            self._leases[lease_id] = self._client.held(lease_id, lease_seconds=self._lease_seconds)
+            self._leases[lease_id] = self._client.attach(lease_id, lease_seconds=self._lease_seconds)
             if self._keeper is None:
                 self._keeper = threading.Thread(target=self._extend, name="lease-keeper", daemon=True)
                 self._keeper.start()
             self._changed.notify_all()
 
     def ack(self, lease_id: str) -> None:
-        """Done with it, whichever process holds it. Raises LeaseLost."""
+        """Ack the lease, whichever process holds it. Raises LeaseLost."""
         with self._changed:
             lease = self._leases.pop(lease_id, None)
-        (lease or self._client.held(lease_id, lease_seconds=self._lease_seconds)).ack()
+        (lease or self._client.attach(lease_id, lease_seconds=self._lease_seconds)).ack()
 
     def give_back(self) -> None:
-        """Gives back what is still held. What the service cannot be told expires."""
+        """Nack every lease still held. Those that cannot be nacked expire."""
         with self._changed:
             leases, self._leases = self._leases, {}
         for lease in leases.values():
@@ -57,9 +57,9 @@ class HeldLeases:
                 return
 
     def close(self) -> None:
-        """Gives back what is still held and ends the thread."""
+        """Nack every lease still held and stop the thread."""
         with self._changed:
-            self._ended = True
+            self._closed = True
             self._changed.notify_all()
         if self._keeper:
             self._keeper.join()
@@ -74,10 +74,10 @@ class HeldLeases:
     def _extend(self) -> None:
         while True:
             with self._changed:
-                # It may have been ended before this thread came to wait.
-                if not self._ended:
+                # `close` may have been called before this thread waits.
+                if not self._closed:
                     self._changed.wait(self._pause_seconds())
-                if self._ended:
+                if self._closed:
                     return
                 due = [lease for lease in self._leases.values() if not lease.due_seconds()]
             for lease in due:

@@ -1,11 +1,11 @@
-"""How far the data is off-policy, and weights that correct for it, from the engine's logprobs and the trainer's own.
+"""Off-policy statistics and importance weights, from the engine's logprobs and the trainer's.
 
-Everything goes by the log ratio, per sampled token
+Everything is computed from the log ratio per sampled token
 
     log r = trainer's log p(token | before) - engine's log q(token | before)
 
-in float64, so that nothing overflows before the last step. The trainer's logprobs must mean what the engine's do: the same
-temperature, and the same truncation where the engine was asked for processed logprobs (docs/trainers.md).
+in float64, so that nothing overflows before the last step. Both must be logprobs of the same distribution: the same temperature,
+and the same truncation if the engine reports processed logprobs (docs/trainers.md).
 
     data = batch.padded(framework="torch")
     statistics = batch_statistics(batch, data, trainer_logprobs)        # of the shape of data.token_ids; ready to log
@@ -33,21 +33,20 @@ Level = Literal["token", "row", "row_mean"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """Of the shape of the mask: `weights` float32, 0 outside the mask and where not `kept`; `kept` bool: tokens to train on.
+    """Arrays of the mask's shape: `kept` bool, the tokens to train on; `weights` float32, 0 for all others.
 
-    Divide a mean over tokens by the kept ones, or the tokens left out shrink it."""
+    Divide a mean over tokens by the number of kept ones."""
 
     weights: NDArray[np.float32]
     kept: NDArray[np.bool_]
 
 
 def log_ratios(trainer_logprobs: Any, inference_logprobs: Any, mask: Any) -> Floats:
-    """log r of the tokens under the mask, in the order of the array, float64 of shape (tokens under the mask,).
+    """log r of the masked tokens in array order, float64 of shape (tokens under the mask,); -inf if the trainer's probability is 0.
 
-    Takes numpy arrays or torch tensors of one shape. -inf where the trainer holds the token to be impossible. Raises ValueError for
-    any other logprob under the mask that is not finite, and for shapes that differ.
+    Takes numpy arrays or torch tensors of one shape. Raises ValueError for any other logprob that is not finite and for unequal shapes.
     """
-    trainer, inference, under = _numbers(trainer_logprobs), _numbers(inference_logprobs), _numbers(mask) != 0
+    trainer, inference, under = _to_float64(trainer_logprobs), _to_float64(inference_logprobs), _to_float64(mask) != 0
     if not trainer.shape == inference.shape == under.shape:
         raise ValueError(f"shapes differ: {trainer.shape}, {inference.shape}, {under.shape}")
     ours, theirs = trainer[under], inference[under]
@@ -112,16 +111,16 @@ def batch_statistics(
     prefix: str = "importance/",
     **options: Any,
 ) -> dict[str, float]:
-    """`ratio_statistics` of the sampled tokens of `data`, which `batch` was laid out as: all of them, those of each role
-    (`role/main/…`), and those of each number of versions behind their policy's (`staleness/2/…`). `trainer_logprobs` of the shape of
-    `data.loss_mask`. With advantages in `data` the clipped shares go by their signs."""
-    mask = _numbers(data.loss_mask) != 0
+    """`ratio_statistics` of the sampled tokens of `data`, an array form of `batch`: of all of them, by role (`role/main/…`), and by
+    how many versions they are behind their model's (`staleness/2/…`). `trainer_logprobs` has the shape of `data.loss_mask`. Clipped
+    shares use the signs of the advantages in `data`, if any."""
+    mask = _to_float64(data.loss_mask) != 0
     rows = row_of_token(data)[mask]
     ratios = log_ratios(trainer_logprobs, data.inference_logprobs, data.loss_mask)
     if data.advantages is not None and "advantages" not in options:
-        options["advantages"] = _numbers(data.advantages)[rows]
-    indexes = _numbers(data.row_index).astype(np.int64)
-    behind = batch.row_versions[indexes][rows] - _numbers(data.weight_versions)[mask].astype(np.int64)
+        options["advantages"] = _to_float64(data.advantages)[rows]
+    indexes = _to_float64(data.row_index).astype(np.int64)
+    behind = batch.row_versions[indexes][rows] - _to_float64(data.weight_versions)[mask].astype(np.int64)
     roles = np.array([batch.rows[int(index)].role for index in indexes], dtype=object)[rows].astype(str)
     found = ratio_statistics(ratios, **options)
     found |= {f"staleness/{name}": value for name, value in statistics_by(ratios, behind, **options).items()}
@@ -130,9 +129,9 @@ def batch_statistics(
 
 
 def row_of_token(data: PaddedBatch | PackedBatch | TreeBatch) -> NDArray[np.int64]:
-    """Of the shape of `data.loss_mask`: which row of `data`, counted from 0, each place belongs to."""
+    """The row of `data`, from 0, of each position; of the shape of `data.loss_mask`."""
     if not isinstance(data, PaddedBatch):
-        return _numbers(data.segment_index).astype(np.int64)
+        return _to_float64(data.segment_index).astype(np.int64)
     rows, width = np.shape(data.token_ids)
     return np.repeat(np.arange(rows, dtype=np.int64)[:, None], width, axis=1)
 
@@ -140,7 +139,7 @@ def row_of_token(data: PaddedBatch | PackedBatch | TreeBatch) -> NDArray[np.int6
 def truncated_weights(
     trainer_logprobs: Any, inference_logprobs: Any, mask: Any, *, cap: float = 2.0, level: Level = "token", rows: Any = None
 ) -> Weights:
-    """min(r, cap): a token the engine held to be much less likely than the trainer does counts at most `cap` times.
+    """min(r, cap): a token that the trainer finds much more likely than the engine did counts at most `cap` times.
 
     `level`: r of the token; of its whole row (the product); or the row's geometric mean per token. For the last two `rows` says
     which row each place belongs to (`row_of_token`). Source: Yao et al., "Your Efficient RL Framework Secretly Brings You
@@ -150,9 +149,9 @@ def truncated_weights(
     """
     if not cap > 0:
         raise ValueError(f"the cap is {cap}, not above 0")
-    under = _numbers(mask) != 0
+    under = _to_float64(mask) != 0
     log_ratio = _at_level(log_ratios(trainer_logprobs, inference_logprobs, mask), under, level, rows)
-    return _laid_out(np.exp(np.minimum(log_ratio, np.log(cap))), np.ones(log_ratio.shape, dtype=np.bool_), under)
+    return _scatter(np.exp(np.minimum(log_ratio, np.log(cap))), np.ones(log_ratio.shape, dtype=np.bool_), under)
 
 
 def masked_weights(
@@ -165,7 +164,7 @@ def masked_weights(
     level: Level = "token",
     rows: Any = None,
 ) -> Weights:
-    """r within [low, high], and 0 outside: where the two disagree by more, the token is left out.
+    """r within [low, high], otherwise 0: tokens on which the two disagree by more are left out.
 
     At the token's level this is IcePop's M(r). Source: Ling Team, "Every Step Evolves: Scaling Reinforcement Learning for
     Trillion-Scale Thinking Model", arXiv:2510.18855; for a row's ratio it is the masked variant (MIS) of Liu et al., see
@@ -173,11 +172,11 @@ def masked_weights(
     """
     if not 0 <= low <= high:
         raise ValueError(f"the bounds are {low} and {high}")
-    under = _numbers(mask) != 0
+    under = _to_float64(mask) != 0
     log_ratio = _at_level(log_ratios(trainer_logprobs, inference_logprobs, mask), under, level, rows)
     with np.errstate(divide="ignore"):
         kept = (log_ratio >= np.log(low)) & (log_ratio <= np.log(high))
-    return _laid_out(np.exp(np.where(kept, log_ratio, -np.inf)), kept, under)
+    return _scatter(np.exp(np.where(kept, log_ratio, -np.inf)), kept, under)
 
 
 def _at_level(log_ratio: Floats, under: NDArray[np.bool_], level: Level, rows: Any) -> Floats:
@@ -187,19 +186,19 @@ def _at_level(log_ratio: Floats, under: NDArray[np.bool_], level: Level, rows: A
         raise ValueError(f"level is {level!r}, not 'token', 'row' or 'row_mean'")
     if rows is None:
         raise ValueError(f"level {level!r} needs `rows`")
-    _, row = np.unique(_numbers(rows)[under], return_inverse=True)
+    _, row = np.unique(_to_float64(rows)[under], return_inverse=True)
     sums = np.bincount(row, weights=log_ratio) if row.size else np.zeros(0)
     return np.asarray((sums / np.bincount(row) if level == "row_mean" else sums)[row], dtype=np.float64)
 
 
-def _laid_out(weights: Floats, kept: NDArray[np.bool_], under: NDArray[np.bool_]) -> Weights:
+def _scatter(weights: Floats, kept: NDArray[np.bool_], under: NDArray[np.bool_]) -> Weights:
     table, stays = np.zeros(under.shape, dtype=np.float32), np.zeros(under.shape, dtype=np.bool_)
     table[under], stays[under] = weights, kept
     return Weights(table, stays)
 
 
 def _log_sum(logs: Floats) -> float:
-    """log Σ exp(logs), -inf for a sum of nothings."""
+    """log Σ exp(logs); -inf if all are."""
     greatest = float(logs.max())
     return greatest if np.isneginf(greatest) else greatest + float(np.log(np.exp(logs - greatest).sum()))
 
@@ -211,7 +210,7 @@ def _effective_share(logs: Floats) -> float:
     return float(min(1.0, share))  # equal weights come out at 1 and a rounding
 
 
-def _numbers(values: Any) -> Floats:
-    """As float64 in numpy; a torch tensor from wherever it is, without its gradient."""
+def _to_float64(values: Any) -> Floats:
+    """As a numpy array; a torch tensor may be on any device and is detached."""
     plain = values.detach().double().cpu().numpy() if hasattr(values, "detach") else values
     return np.asarray(plain, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""A lease as this process holds it: acknowledged or given back once, and kept alive while its batch is worked on."""
+"""A lease: acked or nacked once, and extended while its batch is in use."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from urllib.parse import quote
 import httpx
 
 from trainer_client.errors import LeaseLost, ServiceError, TrainerClientError
-from trainer_client.transport import Transient, Transport, is_transient
-from trainer_client.wire import body_of
+from trainer_client.transport import ErrorFilter, Transport, is_transient
+from trainer_client.wire import decode_body
 
 
 class Lease:
@@ -32,38 +32,38 @@ class Lease:
         self._open = ExitStack()
 
     def ack(self) -> None:
-        """Done with it: it is never delivered again. Repeating it is a no-op. Raises LeaseLost."""
+        """End the lease; its groups are never delivered again. Repeating it is a no-op. Raises LeaseLost."""
         self._end("ack", "acked")
 
     def nack(self) -> None:
-        """Give it back: the next lease may take it. Repeating it is a no-op. Raises LeaseLost."""
+        """End the lease; its groups are delivered again. Repeating it is a no-op. Raises LeaseLost."""
         self._end("nack", "nacked")
 
     def extend(self, lease_seconds: float | None = None) -> float:
-        """The new `expires_at`: `lease_seconds` from now, or for as long as the last time. Raises LeaseLost."""
+        """Extend the lease to `lease_seconds` from now (default: its last length). The new `expires_at`. Raises LeaseLost."""
         return self._extend(lease_seconds, retry=is_transient)
 
     def due_seconds(self) -> float:
-        """Seconds until half of the lease has passed, when it should be extended; never negative."""
+        """Seconds until half of the lease has passed and it should be extended; at least 0."""
         return max(0.0, self._renewed_at + self._lease_seconds / 2 - time.monotonic())
 
     def renew(self) -> None:
-        """One attempt to extend it by its usual length. Raises LeaseLost, ServiceError or ConnectionFailed."""
+        """Try once to extend it by its last length. Raises LeaseLost, ServiceError or ConnectionFailed."""
         self._extend(None, retry=None)
 
     def retry_seconds(self) -> float:
-        """How long to wait after a failed attempt: a tenth of the lease leaves five tries before it ends."""
+        """The delay after a failed attempt: a tenth of the lease leaves five tries before it expires."""
         return self._lease_seconds / 10
 
     def give_back_after(self, error: BaseException) -> None:
-        """`nack` on the way out of a failure, which must reach the caller whatever becomes of the lease."""
+        """`nack` while `error` propagates; a failed nack only adds a note to it."""
         try:
             self.nack()
         except TrainerClientError as failure:
             error.add_note(f"The batch could not be given back and will expire: {failure}")
 
     def __enter__(self) -> Self:
-        self._open.enter_context(self._transport.in_use())
+        self._open.enter_context(self._transport.keep_open())
         if self._keep:
             self._open.enter_context(Keeper(self))
         return self
@@ -82,19 +82,19 @@ class Lease:
             return
         if self.state != "held":
             why = f" ({self._loss})" if self._loss else ""
-            raise LeaseLost(f"lease {self.lease_id!r} is {self.state}{why}: it cannot be {state} any more", status=409)
+            raise LeaseLost(f"lease {self.lease_id!r} is {self.state}{why}: it can no longer be {state}", status=409)
         self._post(action, {}, retry=is_transient)
         self._settle(state)
 
-    def _extend(self, lease_seconds: float | None, *, retry: Transient | None) -> float:
+    def _extend(self, lease_seconds: float | None, *, retry: ErrorFilter | None) -> float:
         asked_at = time.monotonic()
         seconds = self._lease_seconds if lease_seconds is None else lease_seconds
-        answer = body_of(self._post("extend", {"lease_seconds": seconds}, retry=retry))
+        answer = decode_body(self._post("extend", {"lease_seconds": seconds}, retry=retry))
         self._renewed_at, self._lease_seconds = asked_at, seconds
         self.expires_at = float(answer["expires_at"])
         return self.expires_at
 
-    def _post(self, action: str, body: dict[str, Any], *, retry: Transient | None) -> httpx.Response:
+    def _post(self, action: str, body: dict[str, Any], *, retry: ErrorFilter | None) -> httpx.Response:
         path = f"/batches/{quote(self.lease_id, safe='')}/{action}"
         try:
             return self._transport.request("POST", path, body=body, retry=retry)
@@ -106,7 +106,7 @@ class Lease:
             raise self._loss from error
 
     def _settle(self, state: str) -> None:
-        # The keeper's last extension can be refused because of the very ack that ends the block: that is no loss.
+        # The keeper's last extension may be refused because the block has just acked: that is not a loss.
         with self._lock:
             if self.state == "held" or state != "lost":
                 self.state = state
@@ -117,26 +117,26 @@ class Lease:
 
 
 class Keeper(threading.Thread):
-    """Extends a lease each time half of it has passed, until its block ends or the lease is lost.
+    """Extends a lease whenever half of it has passed, until its block ends or the lease is lost.
 
-    A lost lease is not reported from here: the `ack` at the end of the block raises LeaseLost."""
+    The `ack` at the end of the block reports a lost lease."""
 
     def __init__(self, lease: Lease) -> None:
         super().__init__(name=f"lease-keeper-{lease.lease_id}", daemon=True)
         self._lease = lease
-        self._ended = threading.Event()
+        self._stop = threading.Event()
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self._stop.set()
         self.join()
 
     def run(self) -> None:
         wait = self._lease.due_seconds()
-        while not self._ended.wait(wait):
+        while not self._stop.wait(wait):
             try:
                 self._lease.renew()
                 wait = self._lease.due_seconds()

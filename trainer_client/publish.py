@@ -1,8 +1,8 @@
-"""New weights as files the engines can read: `directory/version-<n>/`, whole or not there at all.
+"""New weights as files for the engines, in `directory/version-<n>/`, and the result of a push.
 
-A folder is written under a hidden name, flushed, and renamed when complete, so an engine never opens half a checkpoint.
-Every name of the state dict is written with values of its own: tensors that share memory (tied embeddings) are copied,
-because an engine that does not tie them itself would keep the old values of a name that is missing.
+A folder is written under a hidden name, flushed, and renamed when complete, so that no engine opens half a checkpoint. Tensors that
+share memory (tied embeddings) are written under each of their names, because an engine that does not tie them would keep the old
+values of a missing name.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _UNFINISHED_FOLDER = re.compile(r"\.version-(\d+)\.(writing|replaced)")
 
 @dataclass(frozen=True, slots=True)
 class WeightPush:
-    """What a push did. `replicas`: per engine `{ok, seconds, error?}`; `seconds`: the whole push, in the service.
+    """The result of a push. `replicas` has per engine `{ok, seconds, error?}`; `seconds` is the whole push, in the service.
 
-    `applied`: at least one engine runs on the new weights and `version` is the current one; the service goes on to bring
-    those that failed up to it, and until then they serve no one. Not applied: nothing changed, the push may be repeated.
+    `applied`: at least one engine runs on the new weights and `version` is current; the service retries those that failed, which
+    take no calls until then. If not applied, nothing changed and the push may be repeated.
     """
 
     version: int
@@ -43,12 +43,12 @@ class WeightPush:
 
     @property
     def failed(self) -> dict[str, str]:
-        """Why, for each engine that does not run on the new weights."""
+        """The reason of each engine that does not run on the new weights."""
         return {name: str(result.get("error", "")) for name, result in self.replicas.items() if not result["ok"]}
 
 
-def push_of(answer: Any, version: int, path: str) -> WeightPush:
-    """The push an answer to `POST /weights` reports. Raises InvalidAnswer."""
+def decode_push(answer: Any, version: int, path: str) -> WeightPush:
+    """The push that an answer to `POST /weights` reports. Raises InvalidAnswer."""
     try:
         replicas = {name: {**result, "ok": bool(result["ok"])} for name, result in answer["replicas"].items()}
         return WeightPush(version, path, bool(answer["applied"]), float(answer["seconds"]), replicas)
@@ -56,23 +56,23 @@ def push_of(answer: Any, version: int, path: str) -> WeightPush:
         raise InvalidAnswer(f"the answer to a push is not readable: {error!r}") from error
 
 
-def what_failed(push: WeightPush) -> str:
-    """One sentence on a push that did not reach every engine."""
+def explain_failure(push: WeightPush) -> str:
+    """One sentence about a push that did not reach every engine."""
     reasons = "; ".join(f"{name}: {reason}" for name, reason in push.failed.items())
-    state = "is served by the others" if push.applied else "is served by none, nothing has changed"
-    return f"version {push.version} failed on {len(push.failed)} of {len(push.replicas)} replicas and {state}: {reasons}"
+    state = "the others serve it" if push.applied else "no replica serves it; nothing has changed"
+    return f"version {push.version} failed on {len(push.failed)} of {len(push.replicas)} replicas, {state}: {reasons}"
 
 
 def write_weights(
     state_dict: Mapping[str, Any], directory: str | os.PathLike[str], version: int, *, shard_bytes: int = 5 * 10**9
 ) -> Path:
-    """The absolute folder `directory/version-<version>`, holding `state_dict` as safetensors.
+    """Write `state_dict` as safetensors to `directory/version-<version>`; returns that absolute path.
 
-    One file `model.safetensors`, or shards of at most `shard_bytes` (a single larger tensor gets one of its own) with
-    `model.safetensors.index.json`. A folder of that version that is already there is replaced. In a distributed trainer
-    call it on one rank, with full tensors. Raises: UnpublishableWeights.
+    One file `model.safetensors`, or shards of at most `shard_bytes` (a larger tensor gets its own shard) with
+    `model.safetensors.index.json`. An existing folder of that version is replaced. In a distributed trainer, call it on one rank
+    with full tensors. Raises: UnpublishableWeights.
     """
-    tensors = _checked(state_dict)
+    tensors = _check_tensors(state_dict)
     shards = list(_shards(tensors, shard_bytes))
     names = _file_names(len(shards))
     with version_folder(directory, version) as folder:
@@ -85,7 +85,7 @@ def write_weights(
 
 @dataclass(frozen=True, slots=True)
 class VersionFolder:
-    """`path` is where the version will be, absolute; `unfinished` is where it is written meanwhile."""
+    """`path` is the absolute final path, `unfinished` the one to write to."""
 
     path: Path
     unfinished: Path
@@ -93,7 +93,7 @@ class VersionFolder:
 
 @contextmanager
 def version_folder(directory: str | os.PathLike[str], version: int) -> Iterator[VersionFolder]:
-    """A hidden, empty folder that becomes `directory/version-<version>` when the block ends well, replacing one that is there."""
+    """A hidden, empty folder that becomes `directory/version-<version>` if the block succeeds, replacing an existing one."""
     target = Path(directory).resolve() / f"version-{version}"
     unfinished = target.with_name(f".version-{version}.writing")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -105,9 +105,9 @@ def version_folder(directory: str | os.PathLike[str], version: int) -> Iterator[
 
 
 def prune_versions(directory: str | os.PathLike[str], version: int, keep_last: int) -> list[Path]:
-    """The folders it removed: all but the newest `keep_last` versions up to `version`, and older unfinished ones.
+    """Remove all but the newest `keep_last` versions up to `version`, and older unfinished ones. Returns the removed folders.
 
-    Folders of greater versions, and anything that is no version folder, stay."""
+    Folders of greater versions, and anything that is not a version folder, are untouched."""
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}: the version just published must stay")
     folder = Path(directory)
@@ -120,14 +120,14 @@ def prune_versions(directory: str | os.PathLike[str], version: int, keep_last: i
     return old
 
 
-def _checked(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _check_tensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     import torch
 
     for name, tensor in state_dict.items():
         if not isinstance(tensor, torch.Tensor):
-            raise UnpublishableWeights(f"{name!r} is {type(tensor).__name__}, not a torch tensor")
+            raise UnpublishableWeights(f"{name!r} is of type {type(tensor).__name__}, not a torch tensor")
         if hasattr(tensor, "full_tensor"):
-            raise UnpublishableWeights(f"{name!r} is one rank's part of a distributed tensor: gather full_tensor() first")
+            raise UnpublishableWeights(f"{name!r} is a shard of a distributed tensor: gather full_tensor() first")
         if tensor.is_meta:
             raise UnpublishableWeights(f"{name!r} is on the meta device and has no values")
         if tensor.layout != torch.strided:
@@ -163,7 +163,7 @@ def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     own: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         whole = tensor.detach().cpu().contiguous()
-        # safetensors refuses tensors that share memory; views and tied weights get a copy for as long as this file takes.
+        # safetensors refuses tensors that share memory, so views and tied weights are copied for this file.
         memory = whole.untyped_storage().data_ptr()
         own[name] = whole.clone() if memory in seen else whole
         seen.add(memory)

@@ -1,34 +1,35 @@
-"""New weights straight from the trainer's GPU into the engines', over NCCL, by vLLM's own weight-transfer engine.
+"""Weights sent from the trainer's GPU to the engines' over NCCL, with vLLM's own weight-transfer engine.
 
     publisher = client.nccl(model, master_address="10.0.0.5", master_port=29600)
-    publisher.publish(version)                          # as often as you like
+    publisher.publish(version)                          # repeat for every version
 
-The trainer needs `vllm` beside torch, and a GPU of its own. It is rank 0 of one NCCL group; the workers of all replicas of the
-model are the others, joined when the first version is published and again whenever the engines have changed. The service pauses
-every replica, says when all are ready to receive, and makes the version current as `publish` of a checkpoint does.
+The trainer needs `vllm`, torch and its own GPU. It is rank 0 of one NCCL group; the workers of all replicas of the model are the
+other ranks, which join at the first publish and again whenever the engines have changed. The service pauses every replica, reports
+when all are ready to receive, and makes the version current as a published checkpoint does.
 
-A broadcast needs all its members. Whatever can be known before is checked before anything is paused, but an engine that dies while
-it receives leaves the others, and the trainer, waiting inside NCCL: those engines have to be restarted. A replica that comes later
-is given the checkpoint at `path`, if the last push named one; otherwise it serves from the next push on.
+A broadcast needs all its members. Everything that can be checked is checked before anything is paused, but an engine that dies while
+it receives leaves the others and the trainer waiting inside NCCL: those engines must be restarted. A replica that is added later gets
+the checkpoint at `path` if the last push named one; otherwise it serves from the next push on.
 Written against vLLM 0.32 (`vllm/distributed/weight_transfer/nccl_engine.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal, Protocol
 
 from trainer_client.errors import ServiceError, UnpublishableWeights, VersionConflict
-from trainer_client.publish import ReplicaFailed, WeightPush, push_of, what_failed
+from trainer_client.publish import ReplicaFailed, WeightPush, decode_push, explain_failure
 from trainer_client.transport import Transport
-from trainer_client.wire import body_of
+from trainer_client.wire import decode_body
 
 NO_VLLM = "nccl needs vllm in the trainer's environment (pip install vllm); without it publish a checkpoint"
 NO_GPU = "nccl needs a GPU in the trainer, and torch sees none; without one publish a checkpoint"
 
 
 class Sender(Protocol):
-    """vLLM's `TrainerWeightTransferEngine`, as far as it is used here. `source` yields the parameters, by name, in order."""
+    """The part of vLLM's `TrainerWeightTransferEngine` used here. `source` yields the named parameters in order."""
 
     source: Any
 
@@ -38,11 +39,11 @@ class Sender(Protocol):
 
 
 OpenSender = Callable[[dict[str, Any], "Control", Any], Sender]
-"""Makes the trainer's end of the group from NCCLTrainerInitInfo's fields; called on every rank of the trainer."""
+"""Opens the trainer's end of the group from NCCLTrainerInitInfo's fields; called on every rank of the trainer."""
 
 
 class NcclPublisher:
-    """Made by `TrainerClient.nccl`. In a distributed trainer every rank makes one and publishes at the same time; rank 0 sends."""
+    """Returned by `TrainerClient.nccl`. In a distributed trainer every rank has one and publishes at the same time; rank 0 sends."""
 
     def __init__(
         self,
@@ -65,12 +66,12 @@ class NcclPublisher:
     def publish(
         self, version: int, *, mode: Literal["keep", "wait", "abort"] = "keep", path: str | None = None
     ) -> WeightPush | None:
-        """The result of every replica, all of which now serve the weights as `version`; None on ranks other than 0.
+        """Send the weights to every replica, all of which then serve `version`. None on ranks other than 0.
 
-        `path`: a checkpoint of the same weights, for replicas that come later.
+        `path`: a checkpoint of the same weights, for replicas that are added later.
         Raises: VersionConflict, UnpublishableWeights (no GPU, no vLLM), ReplicaFailed, ServiceError, ConnectionFailed.
         """
-        sender = self._connected()
+        sender = self._connect()
         if self._rank != 0:
             sender.send_weights()
             return None
@@ -79,7 +80,7 @@ class NcclPublisher:
             sender.send_weights()
             return self._control.result()
         except ReplicaFailed:
-            # An engine that restarted is in no group and looks as it did before: the next try has all of them join again.
+            # A restarted engine is in no group but looks unchanged: at the next try all of them join again.
             self.close()
             raise
 
@@ -89,8 +90,8 @@ class NcclPublisher:
             self._sender.shutdown()
             self._sender = None
 
-    def _connected(self) -> Sender:
-        if self._sender is None or (self._rank == 0 and self._control.engines_changed()):
+    def _connect(self) -> Sender:
+        if self._sender is None or (self._rank == 0 and self._control.have_engines_changed()):
             self.close()
             world_size = self._control.world_size() if self._rank == 0 else 0
             init = {**self._where, "world_size": world_size, "rank": self._rank}
@@ -99,8 +100,7 @@ class NcclPublisher:
 
 
 class Control:
-    """What vLLM's sender calls for the engines' side, turned into requests to the service. Implements vLLM's
-    `VLLMWeightSyncClient`."""
+    """Implements vLLM's `VLLMWeightSyncClient` with requests to the service."""
 
     def __init__(self, transport: Transport, model: str, push_seconds: float) -> None:
         self._transport = transport
@@ -108,19 +108,19 @@ class Control:
         self._push_seconds = push_seconds
         self._group: dict[str, Any] | None = None
         self._body: dict[str, Any] = {}
-        self._lines: Iterator[dict[str, Any]] = iter(())
+        self._lines: Generator[str, None, None]
         self._result: dict[str, Any] | None = None
 
     def world_size(self) -> int:
-        """Members that the group would have now, the trainer included."""
+        """The current number of members, the trainer included."""
         return int(self._plan()["world_size"])
 
-    def engines_changed(self) -> bool:
-        """Whether the engines are others than those that joined."""
+    def have_engines_changed(self) -> bool:
+        """Whether the engines differ from those that joined."""
         return self._group is None or any(self._plan()[name] != self._group[name] for name in ("world_size", "replicas"))
 
     def announce(self, version: int, mode: str, path: str | None, metadata: Any) -> None:
-        """What the next `send_weights` sends; `metadata` has name, dtype and shape of every parameter in order."""
+        """Set what the next `send_weights` sends; `metadata` has the name, dtype and shape of every parameter in order."""
         assert self._group is not None, "the engines join first"
         transfer = {
             "group": self._group["group"],
@@ -135,59 +135,62 @@ class Control:
         self._result = None
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have the engines join; the service gives each its place behind the trainer."""
+        """Make the engines join; the service assigns their ranks after the trainer's."""
         body = {name: value for name, value in init_info.items() if name != "rank_offset"} | {"model": self._model}
         response = self._transport.request("POST", "/weights/group", body=body, answer_seconds=self._push_seconds, retry=None)
-        self._group = body_of(response)
+        self._group = decode_body(response)
 
     def start_weight_update(self) -> None:
-        """Returns when every replica is paused and about to receive: only then may the broadcast begin."""
-        self._lines = self._transport.lines("/weights", self._body, answer_seconds=self._push_seconds)
-        for line in self._lines:
+        """Return when every replica is paused and about to receive, so that the broadcast may start."""
+        silence_seconds = self._transport.timeout_seconds + self._push_seconds
+        headers = {"Accept": "application/x-ndjson"}
+        self._lines = self._transport.stream(
+            "POST", "/weights", body=self._body, headers=headers, silence_seconds=silence_seconds
+        )
+        for line in map(json.loads, self._lines):
             if line.get("step") == "receiving":
                 return
             self._take(line)
-            if self._result is not None:
-                break
         self.result()
-        raise ReplicaFailed("the push ended before anything was sent", push=self._pushed())
+        raise ReplicaFailed("the push ended before anything was sent", push=self._decode_result())
 
     def update_weights(self, update_info: Any) -> None:
-        """Returns when the push has ended. Runs beside the broadcast."""
+        """Return when the push has ended. Runs in parallel with the broadcast."""
         announced = self._body["transfer"]
         if any(update_info[name] != announced[name] for name in ("names", "dtype_names", "shapes")):
             raise UnpublishableWeights("the trainer's parameters changed between their announcement and the transfer")
-        for line in self._lines:
+        for line in map(json.loads, self._lines):
             self._take(line)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Nothing: the service labels each replica once it holds everything."""
+        """Does nothing: the service sets the version of each replica that has received everything."""
 
     def result(self) -> WeightPush:
-        """Raises ReplicaFailed, also when the service never said how the push ended."""
-        push = self._pushed()
+        """Raises ReplicaFailed, also if the service never reported the result."""
+        push = self._decode_result()
         if push.failed or not push.applied:
-            raise ReplicaFailed(what_failed(push), push=push)
+            raise ReplicaFailed(explain_failure(push), push=push)
         return push
 
-    def _pushed(self) -> WeightPush:
+    def _decode_result(self) -> WeightPush:
         ended = self._result or {"applied": False, "seconds": 0.0, "replicas": {}}
-        return push_of(ended, self._body["version"], self._body.get("path", ""))
+        return decode_push(ended, self._body["version"], self._body.get("path", ""))
 
     def _take(self, line: dict[str, Any]) -> None:
         if "result" in line:
             self._result = line["result"]
         elif "status" in line:
+            self._lines.close()
             kind = VersionConflict if line["status"] == 409 else ServiceError
             raise kind(line["error"]["message"], status=line["status"], code=line["error"]["code"])
 
     def _plan(self) -> dict[str, Any]:
         where = f"/weights/group?model={self._model}" if self._model else "/weights/group"
-        return dict(body_of(self._transport.request("GET", where)))
+        return dict(decode_body(self._transport.request("GET", where)))
 
 
 def _open_vllm(init: dict[str, Any], control: Control, weights: Any) -> Sender:
-    """vLLM's own sender over a torch module, or over a `WeightSource` of vLLM's. Raises UnpublishableWeights."""
+    """vLLM's sender of a torch module or of a vLLM `WeightSource`. Raises UnpublishableWeights."""
     try:
         from vllm.distributed.weight_transfer.base import ModuleSource
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine

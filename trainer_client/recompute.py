@@ -1,7 +1,7 @@
-"""Recompute the logprobs of rows with the model itself: how far are the stored ones from what the weights say?
+"""Recompute the logprobs of rows with the model and compare them with the recorded ones.
 
-This is the check behind every row: in float32 the difference is below 1e-4 (vLLM against transformers: about 2e-6). Compare
-raw logprobs with raw ones: temperature, top_p and grammars change what an engine reports under "processed_logprobs".
+In float32 they differ by less than 1e-4 (vLLM against transformers: about 2e-6). Compare only raw logprobs: temperature, top_p and
+grammars change what an engine reports under "processed_logprobs".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """|stored - recomputed| over the `tokens` compared. `trajectory_id` and `position` are where it is largest."""
+    """|stored - recomputed| over `tokens` tokens. `trajectory_id` and `position` are those of the largest."""
 
     tokens: int = 0
     largest: float = 0.0
@@ -31,7 +31,7 @@ class Difference:
 
     def __add__(self, other: Difference) -> Difference:
         tokens = self.tokens + other.tokens
-        # A NaN is not greater than anything: once it is there, it must not pass for a small difference.
+        # A NaN must win: it is not greater than anything and would pass for a small difference.
         worst = self if self.largest >= other.largest or np.isnan(self.largest) else other
         mean = (self.mean * self.tokens + other.mean * other.tokens) / tokens if tokens else 0.0
         return Difference(tokens, worst.largest, mean, worst.trajectory_id, worst.position)
@@ -52,8 +52,8 @@ def recompute(model: Any, row: Trajectory) -> NDArray[np.float32]:
 
 
 def compare(model: Any, rows: Iterable[Trajectory], *, version: int | None = None) -> Difference:
-    """How far the rows' stored logprobs are from `model`'s, over their trained tokens; with `version`, only over the tokens
-    sampled under those weights."""
+    """The difference between the rows' stored logprobs and `model`'s over trained tokens; with `version`, only over the tokens sampled
+    under those weights."""
     total = Difference()
     for row in rows:
         wanted = np.array(row.loss_mask) == 1

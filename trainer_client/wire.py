@@ -1,9 +1,8 @@
-"""From the answer to a lease to checked rows.
+"""Decodes the answer to a lease into checked rows.
 
-The service is asked for msgpack with packed arrays (`token_ids` little-endian int32, `loss_mask` int8, `logprobs` little-endian
-float32; details as `{"shape", "data"}`) and may answer with plain msgpack or JSON, where arrays are lists of numbers, with null for
-NaN. All three give equal rows. A row that breaks a rule of the contract raises InvalidAnswer with the row, the token and the rule;
-none is mended.
+The client accepts msgpack with packed arrays (`token_ids` little-endian int32, `loss_mask` int8, `logprobs` little-endian float32;
+details as `{"shape", "data"}`), plain msgpack, and JSON; the latter two have lists of numbers, with null for NaN. All three give equal
+rows. A row that breaks the contract raises InvalidAnswer with the row, the token and the rule; nothing is repaired.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ _DETAILS = {
     "prompt_logprobs": ("<f4", 1),
     "routed_experts": ("<i2", 3),
 }
-"""The type and the number of dimensions of each."""
+"""The dtype and the number of dimensions."""
 _INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class LeasedSession:
-    """What became of all that was sampled in a session, whichever rows of it were asked for: see `reconstruct.trajectory.Accounting`."""
+    """The accounting of a whole session, whichever of its rows were leased: see `reconstruct.trajectory.Accounting`."""
 
     session_id: str
     sampled_tokens: int
@@ -49,8 +48,8 @@ class LeasedSession:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rollouts of one task that are compared with each other; several rows may belong to one rollout. `stale`: the service
-    gives groups older than `max_staleness` too, and this is one. `sessions` are its rollouts; a service of an earlier build tells none."""
+    """The rollouts of one task that are compared with each other; a rollout may have several rows. `stale`: older than `max_staleness`,
+    but the service is set to deliver such groups. `sessions` has the accounting of each rollout; earlier services send none."""
 
     group_id: str
     trajectories: tuple[Trajectory, ...]
@@ -58,8 +57,8 @@ class Group:
     sessions: tuple[LeasedSession, ...] = ()
 
 
-def body_of(response: httpx.Response) -> Any:
-    """The decoded body, by its content type. Raises InvalidAnswer when it is of another type or cannot be read."""
+def decode_body(response: httpx.Response) -> Any:
+    """The decoded body, by content type. Raises InvalidAnswer if the type is unknown or the body is malformed."""
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     try:
         if kind == "application/msgpack":
@@ -67,20 +66,20 @@ def body_of(response: httpx.Response) -> Any:
         if kind == "application/json":
             return json.loads(response.content)
     except (ValueError, msgpack.UnpackException) as error:
-        raise InvalidAnswer(f"the answer is no {kind}: {error}") from error
-    raise InvalidAnswer(f"the answer is {kind or 'of no type'}, not msgpack or JSON")
+        raise InvalidAnswer(f"the answer is not valid {kind}: {error}") from error
+    raise InvalidAnswer(f"the answer is {kind or 'without a content type'}, not msgpack or JSON")
 
 
-def groups_of(body: Mapping[str, Any]) -> tuple[Group, ...]:
+def decode_groups(body: Mapping[str, Any]) -> tuple[Group, ...]:
     """The groups of a lease, every row checked and no row twice. Raises InvalidAnswer."""
     try:
         rows = Counter(_session(row) for group in body["groups"] for row in group["trajectories"])
         groups = tuple(
             Group(
                 group["group_id"],
-                tuple(trajectory_of(row, 1 / rows[_session(row)]) for row in group["trajectories"]),
+                tuple(decode_trajectory(row, 1 / rows[_session(row)]) for row in group["trajectories"]),
                 stale=group.get("stale") is True,
-                sessions=tuple(_leased_session(told) for told in group.get("sessions", ())),
+                sessions=tuple(_decode_session(sent) for sent in group.get("sessions", ())),
             )
             for group in body["groups"]
         )
@@ -92,16 +91,16 @@ def groups_of(body: Mapping[str, Any]) -> tuple[Group, ...]:
     return groups
 
 
-def _leased_session(told: Mapping[str, Any]) -> LeasedSession:
-    """Raises KeyError or TypeError, and InvalidAnswer where its tokens do not add up."""
-    quarantined = tuple(Quarantined(item["call_id"], int(item["tokens"]), item["reason"]) for item in told["quarantined"])
+def _decode_session(sent: Mapping[str, Any]) -> LeasedSession:
+    """Raises KeyError, TypeError, or InvalidAnswer if the token counts do not add up."""
+    quarantined = tuple(Quarantined(item["call_id"], int(item["tokens"]), item["reason"]) for item in sent["quarantined"])
     session = LeasedSession(
-        session_id=told["session_id"],
-        sampled_tokens=int(told["sampled_tokens"]),
-        exported_tokens=int(told["exported_tokens"]),
+        session_id=sent["session_id"],
+        sampled_tokens=int(sent["sampled_tokens"]),
+        exported_tokens=int(sent["exported_tokens"]),
         quarantined=quarantined,
-        dangling_calls=int(told["dangling_calls"]),
-        complete=told["complete"] is True,
+        dangling_calls=int(sent["dangling_calls"]),
+        complete=sent["complete"] is True,
     )
     lost = sum(item.tokens for item in quarantined)
     if session.sampled_tokens != session.exported_tokens + lost:
@@ -112,15 +111,14 @@ def _leased_session(told: Mapping[str, Any]) -> LeasedSession:
     return session
 
 
-def versions_of(body: Mapping[str, Any]) -> dict[str, int]:
-    """The current version of every policy, "" being the default one. Raises KeyError, TypeError or ValueError."""
+def decode_versions(body: Mapping[str, Any]) -> dict[str, int]:
+    """The current version of every model, "" being the default one. Raises KeyError, TypeError or ValueError."""
     versions = {str(policy): int(version) for policy, version in body.get("weight_versions", {}).items()}
     return {**versions, "": int(body["weight_version"])}
 
 
-def trajectory_of(row: Mapping[str, Any], row_weight: float = 1.0) -> Trajectory:
-    """The row as a Trajectory, checked. Fields this build does not know are ignored; `row_weight` is for a row that does not
-    say its own. Raises InvalidAnswer."""
+def decode_trajectory(row: Mapping[str, Any], row_weight: float = 1.0) -> Trajectory:
+    """The row as a checked Trajectory. Unknown fields are ignored; `row_weight` is used if the row has none. Raises InvalidAnswer."""
     name = row.get("trajectory_id") if isinstance(row, Mapping) else None
     try:
         trajectory = Trajectory(
@@ -161,11 +159,11 @@ def _detail(name: str, value: Any) -> NDArray[Any]:
     if isinstance(value, Mapping):
         array = np.frombuffer(value["data"], dtype=dtype).reshape(value["shape"])
     else:
-        # None, where a number is not known, becomes NaN.
-        told = np.array(value, dtype=np.float64)
-        array = told.astype(dtype)
-        if dtype != "<f4" and not np.array_equal(told, array):
-            raise TypeError(f"{name} holds something else than small integers")
+        # None, an unknown number, becomes NaN.
+        numbers = np.array(value, dtype=np.float64)
+        array = numbers.astype(dtype)
+        if dtype != "<f4" and not np.array_equal(numbers, array):
+            raise TypeError(f"{name} has values that are not small integers")
     if array.ndim != dimensions:
         raise ValueError(f"{name} has {array.ndim} dimensions, not {dimensions}")
     array.flags.writeable = False
@@ -177,7 +175,7 @@ def _session(row: Any) -> str:
 
 
 def versions_by_token(row: Trajectory) -> NDArray[np.int32]:
-    """The weight version each token was sampled under, int32 of the row's length; -1 where nothing was sampled."""
+    """The weight version of each token, int32 of the row's length; -1 for tokens that were not sampled."""
     versions = np.full(len(row.token_ids), -1, dtype=np.int32)
     for span in row.weight_versions:
         versions[span.start : span.end] = span.version
@@ -187,7 +185,7 @@ def versions_by_token(row: Trajectory) -> NDArray[np.int32]:
 def _mask(row: Mapping[str, Any]) -> NDArray[np.int8]:
     mask = _integers(row, "loss_mask")
     if mask.size and not np.isin(mask, (0, 1)).all():
-        raise ValueError("loss_mask holds something else than 0 and 1")
+        raise ValueError("loss_mask has values other than 0 and 1")
     packed = mask.astype(np.int8)
     packed.flags.writeable = False
     return packed
@@ -196,9 +194,9 @@ def _mask(row: Mapping[str, Any]) -> NDArray[np.int8]:
 def _integers(row: Mapping[str, Any], field: str) -> NDArray[Any]:
     array = _array(row, field)
     if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{field} holds something else than integers")
+        raise TypeError(f"{field} has values that are not integers")
     if array.size and not 0 <= int(array.min()) <= int(array.max()) <= _INT32_MAX:
-        raise ValueError(f"{field} holds {int(array.min())} to {int(array.max())}, outside 0 to {_INT32_MAX}")
+        raise ValueError(f"{field} has values from {int(array.min())} to {int(array.max())}, outside 0 to {_INT32_MAX}")
     return array
 
 
@@ -208,7 +206,7 @@ def _array(row: Mapping[str, Any], field: str) -> NDArray[Any]:
     if array.ndim != 1:
         raise ValueError(f"{field} has {array.ndim} dimensions")
     if array.size and array.dtype.kind not in "iuf":
-        raise TypeError(f"{field} holds something else than numbers")
+        raise TypeError(f"{field} has values that are not numbers")
     return array
 
 
@@ -218,7 +216,7 @@ def _check(row: Trajectory) -> None:
         raise ValueError(f"token_ids, loss_mask and logprobs have lengths {lengths}")
     sampled = row.loss_mask == 1
     if sampled[0]:
-        raise ValueError("the first token is sampled, but there is no context it could have been sampled after")
+        raise ValueError("the first token is sampled, but it has no context")
     _refuse(sampled & ~np.isfinite(row.logprobs), "a sampled token has no finite logprob")
     _refuse(~sampled & (row.logprobs != 0), "a token that was not sampled has a logprob")
     _check_spans(row, sampled)
@@ -234,7 +232,7 @@ def _check_details(details: RowDetails, length: int) -> None:
     for name in NAMES:
         array = getattr(details, name)
         if array is not None and len(array) != length:
-            raise ValueError(f"{name} is of {len(array)} tokens, the row has {length}")
+            raise ValueError(f"{name} has {len(array)} tokens, the row {length}")
     if not of_one_shape(details.top_token_ids, details.top_logprobs):
         raise ValueError("top_token_ids and top_logprobs differ in shape")
 
@@ -243,7 +241,7 @@ def _check_spans(row: Trajectory, sampled: NDArray[np.bool_]) -> None:
     end = 0
     for span in row.weight_versions:
         if not (end <= span.start < span.end <= len(sampled) and span.version >= 0):
-            raise ValueError(f"{span} after token {end} of {len(sampled)} is no span of weight versions")
+            raise ValueError(f"{span} is not a valid weight-version span after token {end} of {len(sampled)}")
         end = span.end
     _refuse((versions_by_token(row) >= 0) != sampled, "weight_versions do not cover exactly the sampled tokens")
 

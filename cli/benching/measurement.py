@@ -1,4 +1,4 @@
-"""The measurement: sessions opened, both ways warmed up and asked in turn, and what the service says of it."""
+"""The measurement: open sessions, warm up both routes, call them in turn, and read the service's own counters."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from cli.top import Exposition
 from proxy.timeline import PARTS, STEPS
 
 ROUNDS = 2
-"""Of each way, in turn: whatever else the machine does falls on both."""
+"""Rounds per route, alternating, so that other load on the machine affects both."""
 WARM_UP_CALLS = 2
 COUNTED_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of each way."""
+    """The limits of each route."""
 
     calls: int
     seconds: float
@@ -38,92 +38,92 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """Where one connection asks: the address of chat completions, and the key it is opened with."""
+class Endpoint:
+    """The URL and the API key of one connection."""
 
     url: str
     key: str = ""
 
 
 class Bench:
-    def __init__(self, engine: str, control: Control, asked: Asked, bounds: Bounds, stop: StopSignals) -> None:
+    def __init__(self, engine: str, control: Control, request: Request, bounds: Bounds, stop: StopSignals) -> None:
         self._engine = engine
         self._control = control
-        self._asked = asked
+        self._request = request
         self._bounds = bounds
         self._stop = stop
         self._numbers = itertools.count(time.time_ns() // 1000)
 
     def run(self) -> Report:
-        """Raises `Refusal` where no session can be opened."""
+        """Raises `Refusal` if no session can be opened."""
         ways = {DIRECT: Tally(), THROUGH: Tally()}
-        with self._sessions() as doors:
-            both = {DIRECT: [Door(f"{self._engine}/v1/chat/completions")] * len(doors), THROUGH: doors}
-            began, warm = told(self._control), {name: Tally() for name in both}
+        with self._sessions() as endpoints:
+            both = {DIRECT: [Endpoint(f"{self._engine}/v1/chat/completions")] * len(endpoints), THROUGH: endpoints}
+            began, warm = read_counters(self._control), {name: Tally() for name in both}
             for name, tally in warm.items():
-                asyncio.run(self._round(both[name], WARM_UP_CALLS * len(doors), tally))
-            before = self._settled(began.calls + warm[THROUGH].calls)
+                asyncio.run(self._round(both[name], WARM_UP_CALLS * len(endpoints), tally))
+            before = self._await_count(began.calls + warm[THROUGH].calls)
             for _ in range(ROUNDS):
                 for name, tally in ways.items():
                     if self._stop.number is None:
                         asyncio.run(self._round(both[name], -(-self._bounds.calls // ROUNDS), tally))
             through = ways[THROUGH].calls
-            spent = cost(before, self._settled(before.calls + through), through)
+            spent = compute_cost(before, self._await_count(before.calls + through), through)
         return Report(
-            self._engine, self._control.url, self._asked, self._bounds.connections, ways, spent, self._notes(ways, spent)
+            self._engine, self._control.url, self._request, self._bounds.connections, ways, spent, self._notes(ways, spent)
         )
 
     def _notes(self, ways: Mapping[str, Tally], spent: Cost | None) -> list[str]:
         notes = [f"{name}: {tally.failure}" for name, tally in ways.items() if tally.failure]
         if self._stop.number is not None:
-            notes.append("stopped: these are the calls that were answered by then")
+            notes.append("stopped: these are the calls answered so far")
         if spent is None:
             notes.append(
-                "the service's own time is not told: its /metrics did not count just these calls. It may have several processes, "
-                "each of which tells of itself, other calls at the same time, or calls that broke off."
+                "the service's own time is unknown: its /metrics did not count exactly these calls. It may have several processes, "
+                "each with its own counters, other calls at the same time, or calls that broke off."
             )
         return notes
 
-    async def _round(self, doors: Sequence[Door], calls: int, tally: Tally) -> None:
+    async def _round(self, endpoints: Sequence[Endpoint], calls: int, tally: Tally) -> None:
         seconds = self._bounds.seconds / ROUNDS
-        await Round(self._asked, calls, seconds, lambda: self._stop.number is not None).run(doors, self._numbers, tally)
+        await Round(self._request, calls, seconds, lambda: self._stop.number is not None).run(endpoints, self._numbers, tally)
 
-    def _settled(self, calls: int) -> Told:
-        """What the service tells once it has counted so many calls: the last answer comes before it is counted."""
+    def _await_count(self, calls: int) -> Counters:
+        """The counters once they include so many calls: a call is counted after its reply."""
         deadline = time.monotonic() + COUNTED_SECONDS
-        while (now := told(self._control)).calls < calls and time.monotonic() < deadline:
+        while (now := read_counters(self._control)).calls < calls and time.monotonic() < deadline:
             time.sleep(0.05)
         return now
 
     @contextmanager
-    def _sessions(self) -> Iterator[list[Door]]:
-        """One per connection, deleted in the end."""
+    def _sessions(self) -> Iterator[list[Endpoint]]:
+        """One session per connection, deleted at the end."""
         opened: list[str] = []
-        doors = []
+        endpoints = []
         try:
             for _ in range(self._bounds.connections):
                 made = self._control.post("/sessions", {})
                 opened.append(made["session_id"])
-                doors.append(Door(made["base_urls"]["openai"] + "/chat/completions", made["api_key"]))
-            yield doors
+                endpoints.append(Endpoint(made["base_urls"]["openai"] + "/chat/completions", made["api_key"]))
+            yield endpoints
         finally:
             for session_id in opened:
                 self._control.delete(f"/sessions/{session_id}")
 
 
-# Calls to an engine or through a service: so many at once, so many in all, and no longer than that.
+# Calls over one route
 
 
 POLL_SECONDS = 0.05
 MOST_ERROR_CHARACTERS = 300
 WORDS = "lorem ipsum dolor sit amet "
 END_BYTES = 64
-"""The end of a stream may come in pieces."""
+"""How much of a stream's end to keep: its last event may be split over chunks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What every call asks for. `prompt_words` are about as many tokens."""
+class Request:
+    """The request of every call. `prompt_words` are about as many tokens."""
 
     model: str
     prompt_words: int
@@ -131,15 +131,15 @@ class Asked:
     stream: bool
 
     def body(self, number: int) -> bytes:
-        """No two calls have the same beginning, so that no engine answers one from its cache of another."""
+        """The JSON body. Prompts start with the call's number, so that no engine serves one from its prefix cache."""
         text = f"{number}: " + " ".join((WORDS * (self.prompt_words // 5 + 1)).split()[: self.prompt_words])
-        asked = {"model": self.model, "messages": [{"role": "user", "content": text}], "max_tokens": self.sampled_tokens}
-        return msgspec.json.encode(asked | ({"stream": True} if self.stream else {}))
+        body = {"model": self.model, "messages": [{"role": "user", "content": text}], "max_tokens": self.sampled_tokens}
+        return msgspec.json.encode(body | ({"stream": True} if self.stream else {}))
 
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the calls on one way, over all its rounds. Seconds of one call each, in the order in which they ended."""
+    """The calls of one route over all rounds. `whole` and `first` are seconds to the last and the first byte, per call as it ended."""
 
     whole: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
@@ -151,27 +151,27 @@ class Tally:
     def calls(self) -> int:
         return len(self.whole)
 
-    def fails(self, why: str) -> None:
+    def count_failure(self, why: str) -> None:
         self.failed += 1
         self.failure = self.failure or why[:MOST_ERROR_CHARACTERS]
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """`calls` to the doors, one at a time through each, until they are answered, `seconds` are over or `stopped` says so. A call that
-    is then under way is broken off and counts for nothing."""
+    """`calls` calls, one at a time per endpoint, until all are answered, `seconds` have passed or `is_stopped()`. A call then in flight
+    is cancelled and not counted."""
 
-    asked: Asked
+    request: Request
     calls: int
     seconds: float
-    stopped: Callable[[], bool]
+    is_stopped: Callable[[], bool]
 
-    async def run(self, doors: Sequence[Door], numbers: Iterator[int], tally: Tally) -> None:
+    async def run(self, endpoints: Sequence[Endpoint], numbers: Iterator[int], tally: Tally) -> None:
         left = itertools.repeat(None, self.calls)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
             began = time.perf_counter()
-            work = [asyncio.create_task(self._through(http, door, left, numbers, tally)) for door in doors]
+            work = [asyncio.create_task(self._through(http, endpoint, left, numbers, tally)) for endpoint in endpoints]
             try:
                 await self._watch(work)
             finally:
@@ -179,7 +179,7 @@ class Round:
                     task.cancel()
                 ended = await asyncio.gather(*work, return_exceptions=True)
                 tally.seconds += time.perf_counter() - began
-        # Whoever broke off for another reason than a call that failed would only have made fewer calls.
+        # An unexpected error must not pass for a run with fewer calls.
         for fault in ended:
             if isinstance(fault, Exception):
                 raise fault
@@ -187,42 +187,42 @@ class Round:
     async def _watch(self, work: Sequence[asyncio.Task[None]]) -> None:
         deadline = time.monotonic() + self.seconds
         pending = set(work)
-        while pending and time.monotonic() < deadline and not self.stopped():
+        while pending and time.monotonic() < deadline and not self.is_stopped():
             _, pending = await asyncio.wait(pending, timeout=POLL_SECONDS)
 
     async def _through(
-        self, http: aiohttp.ClientSession, door: Door, left: Iterator[None], numbers: Iterator[int], tally: Tally
+        self, http: aiohttp.ClientSession, endpoint: Endpoint, left: Iterator[None], numbers: Iterator[int], tally: Tally
     ) -> None:
         for _ in left:
             try:
-                await self._call(http, door, self.asked.body(next(numbers)), tally)
+                await self._call(http, endpoint, self.request.body(next(numbers)), tally)
             except (aiohttp.ClientError, OSError) as error:
-                tally.fails(f"{door.url}: {error or type(error).__name__}")
+                tally.count_failure(f"{endpoint.url}: {error or type(error).__name__}")
 
-    async def _call(self, http: aiohttp.ClientSession, door: Door, body: bytes, tally: Tally) -> None:
-        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {door.key}"} if door.key else {})
+    async def _call(self, http: aiohttp.ClientSession, endpoint: Endpoint, body: bytes, tally: Tally) -> None:
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {endpoint.key}"} if endpoint.key else {})
         began, first = time.perf_counter(), 0.0
-        async with http.post(door.url, data=body, headers=headers) as response:
+        async with http.post(endpoint.url, data=body, headers=headers) as response:
             if response.status != 200:
-                tally.fails(f"{door.url} answered {response.status}: {await response.text(errors='replace')}")
+                tally.count_failure(f"{endpoint.url} answered {response.status}: {await response.text(errors='replace')}")
                 return
             end = b""
             async for chunk in response.content.iter_any():
                 first = first or time.perf_counter() - began
                 end = (end + chunk)[-END_BYTES:]
-        if self.asked.stream and b"[DONE]" not in end:
-            tally.fails(f"{door.url}: the stream broke off")
+        if self.request.stream and b"[DONE]" not in end:
+            tally.count_failure(f"{endpoint.url}: the stream broke off")
             return
         tally.whole.append(time.perf_counter() - began)
         tally.first.append(first)
 
 
-# What a service's /metrics says of some calls: its own time and its waiting in each step, and its CPU time.
+# The service's counters: its own time and its waits per step, and its CPU time
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The counters of one process since it began. Seconds by (step, part)."""
+class Counters:
+    """The counters of one process since it started. Seconds by (step, part)."""
 
     process: float
     cpu_seconds: float
@@ -232,17 +232,17 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one call in the mean: `steps` are milliseconds by step, then by part (own, engine, store, harness)."""
+    """The mean of one call: `steps` are milliseconds by step, then by part (own, engine, store, harness)."""
 
     calls: int
     cpu_seconds_per_1000_calls: float
     steps: dict[str, dict[str, float]]
 
 
-def told(control: Control) -> Told:
-    """Raises `Refusal` where the service does not tell."""
-    page = Exposition(control.text("/metrics"))
-    return Told(
+def read_counters(control: Control) -> Counters:
+    """Raises `Refusal`."""
+    page = Exposition(control.fetch("/metrics").text)
+    return Counters(
         process=page.total("process_start_time_seconds"),
         cpu_seconds=page.total("process_cpu_seconds_total"),
         calls=int(page.total("verbatim_step_seconds_count", step="commit", part="own")),
@@ -250,9 +250,8 @@ def told(control: Control) -> Told:
     )
 
 
-def cost(before: Told, after: Told, calls: int) -> Cost | None:
-    """What the calls in between cost; None where another process answered the second time, or where others than these `calls`, or
-    not all of them, went through this one."""
+def compute_cost(before: Counters, after: Counters, calls: int) -> Cost | None:
+    """The cost of the calls in between; None if another process answered the second time, or if it counted other than these `calls`."""
     counted = after.calls - before.calls
     if not calls or after.process != before.process or counted != calls:
         return None
@@ -262,19 +261,16 @@ def cost(before: Told, after: Told, calls: int) -> Cost | None:
     return Cost(calls, (after.cpu_seconds - before.cpu_seconds) * 1000 / calls, dict(steps))
 
 
-# What was measured, as JSON and as tables.
-
-
 DIRECT, THROUGH = "engine alone", "through verbatim"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`notes` are sentences about what is missing, and why."""
+    """`notes` are sentences about what is missing and why."""
 
     engine: str
     service: str
-    asked: Asked
+    request: Request
     connections: int
     ways: Mapping[str, Tally]
     cost: Cost | None
@@ -284,9 +280,9 @@ class Report:
         return {
             "engine": self.engine,
             "service": self.service,
-            "asked": asdict(self.asked),
+            "asked": asdict(self.request),
             "connections": self.connections,
-            "ways": {name: figures(tally) for name, tally in self.ways.items()},
+            "ways": {name: summarize(tally) for name, tally in self.ways.items()},
             "service_cost": asdict(self.cost) if self.cost else None,
             "notes": list(self.notes),
         }
@@ -300,22 +296,22 @@ class Report:
             console.print(note, soft_wrap=True)
 
     def _ways(self) -> Table:
-        asked = self.asked
-        how = "streamed" if asked.stream else "whole"
-        title = f"{asked.prompt_words} words in, {asked.sampled_tokens} tokens out, {how}, {self.connections} at once"
+        request = self.request
+        how = "streamed" if request.stream else "whole"
+        title = f"{request.prompt_words} words in, {request.sampled_tokens} tokens out, {how}, {self.connections} connections"
         table = Table(title=title, title_justify="left")
         for name in ("", "calls", "failed", "calls/s", "p50 ms", "p95 ms", "first byte p50", "p95"):
             table.add_column(name, justify="right" if name else "left")
         for name, tally in self.ways.items():
-            told = figures(tally)
-            times = (told["p50_ms"], told["p95_ms"], told["first_byte_p50_ms"], told["first_byte_p95_ms"])
-            rate = _shown(told["calls_per_second"])
-            table.add_row(name, str(tally.calls), str(tally.failed), rate, *map(_shown, times))
+            figures = summarize(tally)
+            times = (figures[name] for name in ("p50_ms", "p95_ms", "first_byte_p50_ms", "first_byte_p95_ms"))
+            rate = _format(figures["calls_per_second"])
+            table.add_row(name, str(tally.calls), str(tally.failed), rate, *map(_format, times))
         return table
 
 
-def figures(tally: Tally) -> dict[str, Any]:
-    """Numbers of one way; None for what no call has told."""
+def summarize(tally: Tally) -> dict[str, Any]:
+    """The figures of one route; None for those without a call."""
     return {
         "calls": tally.calls,
         "failed": tally.failed,
@@ -330,24 +326,24 @@ def figures(tally: Tally) -> dict[str, Any]:
 
 
 def quantile(seconds: Sequence[float], share: float) -> float | None:
-    """Milliseconds within which this share of the calls was done: one that was measured, none in between."""
+    """The milliseconds within which this share of the calls was done, without interpolation."""
     if not seconds:
         return None
     return sorted(seconds)[math.ceil(share * len(seconds)) - 1] * 1000
 
 
 def _steps(cost: Cost) -> Table:
-    table = Table(title=f"Where the service spends a call: ms in the mean of {cost.calls}", title_justify="left")
+    table = Table(title=f"Where the service spends a call: mean ms over {cost.calls} calls", title_justify="left")
     for name in ("step", *PARTS):
         table.add_column(name, justify="left" if name == "step" else "right")
     for step in STEPS:
         if parts := cost.steps.get(step):
-            table.add_row(step, *(_shown(parts.get(part)) for part in PARTS))
+            table.add_row(step, *(_format(parts.get(part)) for part in PARTS))
     table.add_section()
     sums = [sum(parts.get(part, 0.0) for parts in cost.steps.values()) for part in PARTS]
-    table.add_row("all", *map(_shown, sums))
+    table.add_row("all", *map(_format, sums))
     return table
 
 
-def _shown(number: float | None) -> str:
+def _format(number: float | None) -> str:
     return "" if number is None else f"{number:,.2f}" if number < 100 else f"{number:,.0f}"

@@ -1,1 +1,1 @@
-"""`verbatim generate`: tasks are attempted until enough attempts are accepted, and the accepted become files."""
+"""`verbatim generate`: sample tasks until enough attempts pass, and write the accepted ones to files."""

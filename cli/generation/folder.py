@@ -1,13 +1,13 @@
-"""The folder that a generation fills.
+"""The output folder of a generation.
 
-    generation.json  what it was begun with
+    generation.json  its id and settings
     rollouts.jsonl   every attempt that has ended, with its verdict
     accepted/        the kept sessions, an archive: Parquet, one row per trajectory (docs/store.md)
     chat.jsonl       the same rows as chat messages
-    logs/            what the service and the node of --engine said
+    logs/            logs of the service and the node that --engine starts
     .verbatim/       their data
 
-`rollouts.jsonl` and `chat.jsonl` are written when the command ends, however it ends: each is there whole. The second follows from the
+`rollouts.jsonl` and `chat.jsonl` are replaced atomically when the command ends, however it ends; `chat.jsonl` is derived from the
 archive.
 """
 
@@ -16,47 +16,42 @@ from __future__ import annotations
 import json
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cli.generation.attempts import Way, input_of
+from cli.generation.attempts import Progress, input_id_of
 from cli.refusal import Refusal
 from proxy.archive.folder import ArchiveError, ArchiveReader, ArchiveWriter, read_table, write_whole
 from proxy.archive.tables import ArchivedSession
 from reconstruct.codec import decode
 from reconstruct.records import Call
 
-SETTINGS, ROLLOUTS, ACCEPTED, CHAT, LOGS, DATA = (
-    "generation.json",
-    "rollouts.jsonl",
-    "accepted",
-    "chat.jsonl",
-    "logs",
-    ".verbatim",
-)
-
-_OF_A_ROW = ["session_id", "trajectory_id", "call_ids", "reward", "role", "agent", "finish_reason", "truncated"]
+ROW_COLUMNS = ["session_id", "trajectory_id", "call_ids", "reward", "role", "agent", "finish_reason", "truncated"]
 
 
 class GenerationFolder:
-    """Used in a `with` block, in which no other process writes to it. `id` is the generation's own.
+    """Use in a `with` block, in which no other process can write to it. `id` is the generation's.
 
-    Raises `Refusal` when it is another's, or was begun with other settings than `settings`."""
+    Raises `Refusal` if the folder is not a generation's, or belongs to one with other `settings`."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
+        self.data, self.logs = path / ".verbatim", path / "logs"
         self._settings = dict(settings)
-        self._writer = ArchiveWriter(path / ACCEPTED)
+        self._writer = ArchiveWriter(path / "accepted")
 
     def __enter__(self) -> Self:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # First of all: of two that begin at once only one may say which generation it is.
+            # The writer holds a lock: of two generations that start at once, only one may set the id.
             self._writer.__enter__()
             try:
-                self._read()
+                self.id = self._read_id()
+                attempts = _read_lines(self.path / "rollouts.jsonl")
+                self._attempts = {(line["task_id"], line["index"]): line for line in attempts}
+                self._held = {row["session_id"] for row in self._read_rows("sessions", ["session_id"])}
             except BaseException:
                 self._writer.__exit__(None, None, None)
                 raise
@@ -69,19 +64,6 @@ class GenerationFolder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._writer.__exit__(kind, error, trace)
 
-    def _read(self) -> None:
-        self.id = self._begun()
-        self._attempts = {(line["task_id"], line["index"]): line for line in _read_lines(self.path / ROLLOUTS)}
-        self._held = {row["session_id"] for row in self._rows("sessions", ["session_id"])}
-
-    @property
-    def data(self) -> Path:
-        return self.path / DATA
-
-    @property
-    def logs(self) -> Path:
-        return self.path / LOGS
-
     def holds(self, session_id: str) -> bool:
         return session_id in self._held
 
@@ -91,56 +73,55 @@ class GenerationFolder:
         if self._writer.full:
             self._writer.flush()
 
-    def settle(self, ways: Sequence[Way], *, complete: bool) -> tuple[int, Counter[str]]:
-        """Writes every file as of now. Returns the number of conversations, and how many of them were truncated, by finish reason."""
+    def settle(self, progress: Sequence[Progress], *, complete: bool) -> tuple[int, Counter[str]]:
+        """Write every file. Returns the number of conversations and, by finish reason, how many of them are truncated."""
         if complete:
             self._writer.finish({"generation": self.id, **self._settings})
         else:
             self._writer.flush()
-        for line in (line for way in ways for line in way.lines()):
+        for line in (line for each in progress for line in each.lines()):
             key = line["task_id"], line["index"]
-            # A run that was broken off early knows less than the one before it, and what is in the archive is kept.
-            before = self._attempts.get(key, line)["kept"] if line["kept"] is None else line["kept"]
-            self._attempts[key] = {**line, "kept": self.holds(line["session_id"]) or before}
-        _write_lines(self.path / ROLLOUTS, iter(self._attempts.values()))
+            # An interrupted run knows less than the run before it, and what is in the archive is kept.
+            kept = self._attempts.get(key, line)["kept"] if line["kept"] is None else line["kept"]
+            self._attempts[key] = {**line, "kept": self.holds(line["session_id"]) or kept}
+        _write_lines(self.path / "rollouts.jsonl", self._attempts.values())
         truncated: Counter[str] = Counter()
-        return _write_lines(self.path / CHAT, self._chat(truncated)), truncated
+        return _write_lines(self.path / "chat.jsonl", self._make_conversations(truncated)), truncated
 
-    def _chat(self, truncated: Counter[str]) -> Iterator[dict[str, Any]]:
-        """The lines of `chat.jsonl`; counts in `truncated` those that were, by finish reason."""
+    def _make_conversations(self, truncated: Counter[str]) -> Iterator[dict[str, Any]]:
         rows: dict[str, list[dict[str, Any]]] = {}
-        for row in self._rows("trajectories", _OF_A_ROW):
+        for row in self._read_rows("trajectories", ROW_COLUMNS):
             rows.setdefault(row["session_id"], []).append(row)
-        for session in ArchiveReader(self.path / ACCEPTED).sessions() if rows else ():
+        for session in ArchiveReader(self.path / "accepted").sessions() if rows else ():
             state = session.state
-            about = {"input": input_of(state["task_id"]), "task_id": state["task_id"], "metadata": state["metadata"]}
-            for line in conversations(session.records, rows.get(state["session_id"], ())):
-                truncated.update([line["finish_reason"]] if line["truncated"] else [])
-                yield line | about
+            task = {"input": input_id_of(state["task_id"]), "task_id": state["task_id"], "metadata": state["metadata"]}
+            calls = {call_id: decode(record) for call_id, record in session.records}
+            for row in rows.get(state["session_id"], ()):
+                truncated.update([row["finish_reason"]] if row["truncated"] else [])
+                yield make_conversation(calls, row) | task
 
-    def _rows(self, table: str, columns: list[str]) -> Iterator[dict[str, Any]]:
-        """Those of the archive."""
+    def _read_rows(self, table: str, columns: list[str]) -> Iterator[dict[str, Any]]:
         for part in self._writer.manifest["parts"]:
             if (entry := part["files"].get(table)) is not None:
-                yield from read_table(self.path / ACCEPTED / entry["name"], table, columns)
+                yield from read_table(self.path / "accepted" / entry["name"], table, columns)
 
-    def _begun(self) -> str:
-        """The generation's id, which is made when it begins."""
-        path = self.path / SETTINGS
+    def _read_id(self) -> str:
+        """The generation's id, written first if the folder is new."""
+        path = self.path / "generation.json"
         try:
             known = json.loads(path.read_text())
-            begun_with, identity = known["settings"], str(known["id"])
+            settings, identity = known["settings"], str(known["id"])
         except FileNotFoundError:
             identity = uuid.uuid4().hex[:8]
             text = json.dumps({"id": identity, "settings": self._settings}, indent=1) + "\n"
             write_whole(path, lambda temporary: _write_text(temporary, text))
             return identity
         except (ValueError, KeyError, TypeError) as error:
-            raise Refusal(f"{path} is not what a generation writes there: {error}") from error
+            raise Refusal(f"{path} is not a generation's: {error}") from error
         for name, value in self._settings.items():
-            if begun_with.get(name) != value:
-                was = "without it" if begun_with.get(name) is None else f"with {begun_with[name]}"
-                raise Refusal(f"{self.path} was begun {was} for {name}: go on with that, or choose another --out", exit_code=2)
+            if settings.get(name) != value:
+                was = f"without {name}" if settings.get(name) is None else f"with {name} {settings[name]}"
+                raise Refusal(f"{self.path} was started {was}: continue with that, or choose another --out", exit_code=2)
         return identity
 
 
@@ -148,7 +129,11 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def _write_lines(path: Path, lines: Iterator[dict[str, Any]]) -> int:
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> int:
     count = 0
 
     def write(temporary: Path) -> None:
@@ -162,73 +147,54 @@ def _write_lines(path: Path, lines: Iterator[dict[str, Any]]) -> int:
     return count
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+# Chat messages in the form that chat templates and training libraries take, not as the harness wrote them.
 
 
-# Sessions as chat messages, one conversation per training row: in the form that chat templates and training libraries take, not as the
-# harness wrote them. Text is one string, the arguments of a tool call are an object.
+def make_conversation(calls: Mapping[str, Call], row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row as a line of chat.jsonl: the messages of its last call's request, that call's reply, and the tools, if any."""
+    path = [calls[row["call_ids"][-1]]]
+    while (parent_id := path[-1].node.parent_id) is not None:
+        path.append(calls[parent_id])
+    preamble = json.loads(path[-1].preamble or b"{}")
+    # A call with `messages_from` records only the messages that it adds to its parent's.
+    start = next((at for at, call in enumerate(path) if not call.messages_from), len(path) - 1)
+    messages: list[dict[str, Any]] = []
+    for call in reversed(path[: start + 1]):
+        messages += [*json.loads(call.messages), json.loads(call.reply)]
+    return {
+        "messages": [simplify_message(message) for message in messages],
+        **({"tools": preamble["tools"]} if preamble.get("tools") else {}),
+        "reward": row["reward"],
+        "finish_reason": row["finish_reason"],
+        "truncated": row["truncated"],
+        "model": preamble.get("model"),
+        "role": row["role"],
+        "agent": row["agent"],
+        "session_id": row["session_id"],
+        "trajectory_id": row["trajectory_id"],
+    }
 
 
-def conversations(records: Sequence[tuple[str, bytes]], rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One per row: the messages of its last call's request, then that call's reply; and its tools, where it was given some."""
-    calls = {call_id: decode(record) for call_id, record in records}
-    for row in rows:
-        last = calls[row["call_ids"][-1]]
-        preamble = json.loads(_root(calls, last).preamble or b"{}")
-        yield {
-            "messages": messages_of(calls, last),
-            **({"tools": preamble["tools"]} if preamble.get("tools") else {}),
-            "reward": row["reward"],
-            "finish_reason": row["finish_reason"],
-            "truncated": row["truncated"],
-            "model": preamble.get("model"),
-            "role": row["role"],
-            "agent": row["agent"],
-            "session_id": row["session_id"],
-            "trajectory_id": row["trajectory_id"],
-        }
+def simplify_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its text as one string and tool arguments as objects.
 
-
-def messages_of(calls: Mapping[str, Call], last: Call) -> list[dict[str, Any]]:
-    """Every message of the call's request, then its reply, as templates take them."""
-    lineage = [last]
-    while lineage[-1].messages_from and lineage[-1].node.parent_id is not None:
-        lineage.append(calls[lineage[-1].node.parent_id])
-    made: list[dict[str, Any]] = []
-    for call in reversed(lineage):
-        made += [*json.loads(call.messages), json.loads(call.reply)]
-    return [plain(message) for message in made]
-
-
-def plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as templates take it. Many of them show nothing of a list of parts, break where there is no text at all, or write
-    arguments that are text as a string within a string. What is not text among the parts, and arguments that are no JSON object, stay
-    as they are."""
+    Many templates drop a list of parts, fail on a missing text, or double-encode arguments that are a string. Parts that are not text,
+    and arguments that are not a JSON object, are unchanged."""
     made = {**message, "content": message.get("content") or ""}
     if isinstance(made["content"], list):
-        made["content"] = _text(made["content"])
+        texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in made["content"]]
+        if all(isinstance(text, str) for text in texts):
+            # As vLLM joins them for a template that wants text.
+            made["content"] = "\n".join(texts)
     if made.get("tool_calls"):
-        made["tool_calls"] = [_with_arguments(call) for call in made["tool_calls"]]
+        made["tool_calls"] = [_parse_arguments(call) for call in made["tool_calls"]]
     return made
 
 
-def _text(parts: list[Any]) -> Any:
-    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    # As vLLM joins them for a template that wants text.
-    return "\n".join(texts) if all(isinstance(text, str) for text in texts) else parts
-
-
-def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function") or {}
     try:
         arguments = json.loads(function["arguments"])
     except (KeyError, TypeError, ValueError):
         return {**call}
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else {**call}
-
-
-def _root(calls: Mapping[str, Call], call: Call) -> Call:
-    while call.node.parent_id is not None:
-        call = calls[call.node.parent_id]
-    return call

@@ -1,132 +1,136 @@
-"""The course of a generation: every line of the file is attempted round by round until enough of its attempts are accepted.
+"""A generation: every input is attempted round by round until enough of its attempts are accepted.
 
-A round is one task of the service, whose id is made from the line's. All there is to know is in those tasks: a generation that was
-broken off submits them again, which changes nothing, and goes on from what they say.
+A round is one task of the service, with an id made from the input's. The tasks are the only state: an interrupted generation submits
+them again, which changes nothing, and continues from what the service says of them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
-import msgpack
-
-from cli.control import complaint
-from cli.export import PACKED, ArchiveApi
-from cli.generation.attempts import Accept, Attempt, Input, Limits, Way, best, judged
+from cli.archive_api import ArchiveApi
+from cli.control import Declined
+from cli.generation.attempts import Accept, Attempt, Input, Limits, Progress, judge
+from cli.generation.folder import GenerationFolder
+from cli.generation.screen import Screen, summarize, summarize_failures
 from cli.refusal import Refusal
-from cli.tables import ended
+from cli.tables import count_ended
 from rollout.attempts import ENDED
 
 POLL_SECONDS = 1.0
-UNDER_WAY = ("queued", "running")
 
 
-class Watching(Protocol):
-    def show(self, ways: Sequence[Way]) -> None:
-        """How it stands now."""
-
-    def told(self, way: Way) -> None:
-        """The line's last attempt has ended."""
-
-
-class Rounds:
-    """`run` brings every line to its end. `keep` is given each attempt that is kept, and says whether it could be."""
+class Generation:
+    """`wait` sleeps for so many seconds, or less, and returns whether to stop."""
 
     def __init__(
         self,
-        api: GenerationApi,
-        generation: str,
+        api: ArchiveApi,
+        folder: GenerationFolder,
         inputs: Sequence[Input],
         limits: Limits,
         accept: Accept,
-        keep: Callable[[Attempt], bool],
+        screen: Screen,
+        wait: Callable[[float], bool],
     ) -> None:
-        self.ways = [Way(given) for given in inputs]
         self._api = api
-        self._generation = generation
+        self._folder = folder
+        self._progress = [Progress(each) for each in inputs]
         self._limits = limits
         self._accept = accept
-        self._keep = keep
+        self._screen = screen
+        self._wait = wait
 
-    def run(self, watching: Watching, stopped: Callable[[float], bool]) -> bool:
-        """Whether all came to their end. `stopped` waits so many seconds, or shorter when it is to stop, which it says. Raises
-        `Refusal`."""
-        for way in self.ways:
-            self._begin(way, self._limits.samples)
-            if stopped(0):
+    def run(self) -> None:
+        """Raises `Refusal`, also if nothing was accepted. Whatever was accepted is written however it ends."""
+        complete = False
+        try:
+            complete = self._run_rounds()
+            if not complete:
+                self._screen.say("stopping: what was accepted is written, and what was started is stopped")
+        finally:
+            conversations = self._write(complete)
+        if complete and not conversations:
+            raise Refusal(f"no attempt was accepted; {self._folder.path / 'rollouts.jsonl'} says why of each")
+
+    def _run_rounds(self) -> bool:
+        """Whether every input is done; False when stopped."""
+        for progress in self._progress:
+            self._submit(progress, self._limits.samples)
+            if self._wait(0):
                 return False
-        while under_way := [way for way in self.ways if not way.done]:
+        while unfinished := [progress for progress in self._progress if not progress.done]:
             began = time.monotonic()
-            for way in under_way:
-                self._look(way)
-                if way.done:
-                    watching.told(way)
-                if stopped(0):
+            for progress in unfinished:
+                self._update(progress)
+                if progress.done:
+                    self._screen.report(progress)
+                if self._wait(0):
                     return False
-            watching.show(self.ways)
-            if any(not way.done for way in under_way) and stopped(max(0.0, POLL_SECONDS - (time.monotonic() - began))):
+            self._screen.show(self._progress)
+            pause = max(0.0, POLL_SECONDS - (time.monotonic() - began))
+            if not all(progress.done for progress in unfinished) and self._wait(pause):
                 return False
         return True
 
-    def _begin(self, way: Way, samples: int) -> None:
-        way.round += 1
-        body = way.given.task(self._generation, way.round, samples)
-        task = self._api.submit(way.given, body)
-        way.task_id, way.rollouts = task["task_id"], task["rollouts"]
+    def _submit(self, progress: Progress, samples: int) -> None:
+        progress.round += 1
+        try:
+            task = self._api.post("/tasks", progress.input.make_task(self._folder.id, progress.round, samples))
+        except Declined as declined:
+            if declined.status not in (400, 409):
+                raise
+            raise Refusal(f"line {progress.input.number}: {declined}") from declined
+        progress.task_id, progress.rollouts = task["task_id"], task["rollouts"]
 
-    def _look(self, way: Way) -> None:
-        task = self._api.task(way.task_id)
-        way.rollouts = task["rollouts"]
-        over = task["status"] not in UNDER_WAY
-        if over or ended(task) > self._judged(way):
-            way.attempts += self._newly_ended(way, task)
-        if not over:
+    def _update(self, progress: Progress) -> None:
+        path = f"/tasks/{quote(progress.task_id, safe='')}"
+        task = self._api.get(path)
+        progress.rollouts = task["rollouts"]
+        is_over = task["status"] not in ("queued", "running")
+        judged = progress.current_indexes()
+        if is_over or count_ended(task) > len(judged):
+            for rollout in self._api.get(f"{path}/rollouts")["rollouts"]:
+                if rollout["status"] in ENDED and rollout["index"] not in judged:
+                    tokens = self._count_tokens(rollout["session_id"])
+                    progress.attempts.append(judge(rollout, task, tokens, self._accept))
+        if not is_over:
             return
-        following = self._limits.following(len(way.attempts), len(way.accepted))
-        if task["status"] == "cancelled" or following <= 0:
-            way.kept = best(way.accepted, self._limits.want, self._keep)
-            way.done = True
+        samples = self._limits.next_round(len(progress.attempts), len(progress.accepted))
+        if task["status"] == "cancelled" or samples <= 0:
+            progress.kept = self._limits.select(progress.accepted, self._keep)
+            progress.done = True
         else:
-            self._begin(way, following)
+            self._submit(progress, samples)
 
-    def _newly_ended(self, way: Way, task: dict[str, object]) -> Iterator[Attempt]:
-        for rollout in self._api.rollouts(way.task_id):
-            if rollout["status"] in ENDED and not way.judged(rollout["index"]):
-                session_id = rollout["session_id"]
-                tokens = None if session_id is None else self._api.sampled_tokens(session_id)
-                yield judged(rollout, task, tokens, self._accept)
+    def _count_tokens(self, session_id: str | None) -> int | None:
+        """Sampled tokens; None for no session, a deleted one, or one whose records contradict each other."""
+        if session_id is None:
+            return None
+        built = self._api.get_packed(f"/sessions/{quote(session_id, safe='')}/trajectories", absent=(404, 500))
+        return None if isinstance(built, int) else int(built["accounting"]["sampled_tokens"])
 
-    def _judged(self, way: Way) -> int:
-        return sum(attempt.task_id == way.task_id for attempt in way.attempts)
+    def _keep(self, attempt: Attempt) -> bool:
+        session_id = attempt.session_id or ""
+        if not self._folder.holds(session_id):
+            session = self._api.load_session(session_id, "merged")
+            if session is None:
+                self._screen.say(f"session {session_id} was accepted but has been deleted")
+                return False
+            self._folder.keep(session)
+        return True
 
-
-# The tasks of a service as a generation uses them: over one connection, which outlives a restart of the service.
-
-
-class GenerationApi(ArchiveApi):
-    """Every request raises `Refusal` when it failed for good."""
-
-    def submit(self, given: Input, body: dict[str, Any]) -> dict[str, Any]:
-        """The task, new or as it was submitted before."""
-        response = self._send("POST", "/tasks", json=body, passes=(400, 409))
-        if response.is_error:
-            raise Refusal(f"line {given.number}: {complaint(response)}")
-        told: dict[str, Any] = response.json()
-        return told
-
-    def task(self, task_id: str) -> dict[str, Any]:
-        told: dict[str, Any] = self._send("GET", f"/tasks/{quote(task_id, safe='')}").json()
-        return told
-
-    def rollouts(self, task_id: str) -> list[dict[str, Any]]:
-        told: list[dict[str, Any]] = self._send("GET", f"/tasks/{quote(task_id, safe='')}/rollouts").json()["rollouts"]
-        return told
-
-    def sampled_tokens(self, session_id: str) -> int | None:
-        """None for a session that is gone, or whose records contradict each other."""
-        path = f"/sessions/{quote(session_id, safe='')}/trajectories"
-        response = self._send("GET", path, headers={"Accept": PACKED}, passes=(404, 500))
-        return None if response.is_error else int(msgpack.unpackb(response.content)["accounting"]["sampled_tokens"])
+    def _write(self, complete: bool) -> int:
+        """Write every file and report. The number of conversations."""
+        conversations, truncated = self._folder.settle(self._progress, complete=complete)
+        for line in (*summarize_failures(self._progress), summarize(self._progress)):
+            self._screen.say(line)
+        self._screen.say(f"{conversations} conversations in {self._folder.path / 'chat.jsonl'}")
+        if truncated:
+            reasons = ", ".join(f"{count} by {reason}" for reason, count in sorted(truncated.items()))
+            self._screen.say(
+                f"{truncated.total()} of {conversations} conversations are truncated ({reasons}): see `truncated` in each line"
+            )
+        return conversations

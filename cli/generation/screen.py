@@ -1,10 +1,10 @@
-"""How a generation stands, on stderr: a table that moves on a terminal, a line for each task that ended elsewhere."""
+"""The progress of a generation on stderr: a live table on a terminal, otherwise one line for each input that is done."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -12,18 +12,14 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from cli.generation.attempts import Way
+from cli.generation.attempts import Progress
 
-SHOWN = 15
-"""Tasks in the table, those under way first; what all of them came to stands below."""
-BESIDE = 8
-"""Lines of the terminal that are not for tasks: the table's head and frame, the sentence below it."""
-MOST_CHARACTERS = 300
-"""Of the message of a failure."""
+MAX_ROWS = 15
+OTHER_LINES = 8
+"""Terminal lines that the table's frame and the summary take."""
+MAX_FAILURE_CHARACTERS = 300
 WIDE = 90
-"""Characters of a line from which on there is room for every column."""
-SPARED = ("round", "tokens")
-"""Columns that narrower lines do without."""
+"""Terminal columns from which every column of the table fits."""
 
 
 class Screen:
@@ -43,88 +39,82 @@ class Screen:
     def say(self, sentence: str) -> None:
         self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
-    def show(self, ways: Sequence[Way]) -> None:
+    def show(self, progress: Sequence[Progress]) -> None:
         if self._live is not None:
-            rows = max(1, min(SHOWN, self._console.height - BESIDE))
-            shown = table(ways, rows, wide=self._console.width >= WIDE)
-            self._live.update(Group(shown, Text(Totals(ways).sentence())), refresh=True)
+            rows = max(1, min(MAX_ROWS, self._console.height - OTHER_LINES))
+            table = make_table(progress, rows, wide=self._console.width >= WIDE)
+            self._live.update(Group(table, Text(summarize(progress))), refresh=True)
 
-    def told(self, way: Way) -> None:
+    def report(self, done: Progress) -> None:
         if self._live is None:
-            self.say(sentence_of(way))
+            self.say(summarize_input(done))
 
 
-class Totals:
-    """Over all tasks of the file."""
-
-    def __init__(self, ways: Sequence[Way]) -> None:
-        attempts = [attempt for way in ways for attempt in way.attempts]
-        self.tasks = len(ways)
-        self.done = sum(way.done for way in ways)
-        self.satisfied = sum(bool(way.accepted) for way in ways)
-        self.attempts = len(attempts)
-        self.accepted = sum(attempt.decision.accepted for attempt in attempts)
-        self.kept = sum(len(way.kept) for way in ways)
-        self.tokens = sum(attempt.values["tokens"] or 0 for attempt in attempts)
-        self.rewards = [attempt.values["reward"] for attempt in attempts if attempt.values["reward"] is not None]
-
-    def sentence(self) -> str:
-        mean = f", mean reward {sum(self.rewards) / len(self.rewards):.3g}" if self.rewards else ""
-        return (
-            f"{self.done} of {self.tasks} tasks ended, {self.satisfied} with an accepted attempt; {self.attempts} attempts, "
-            f"{self.accepted} accepted, {self.kept} kept{mean}, {self.tokens} tokens"
-        )
-
-
-def table(ways: Sequence[Way], rows: int = SHOWN, *, wide: bool = True) -> Table:
-    """A line each for the first `rows` tasks. Where it is not `wide`, without the columns that can be done without."""
-    names = ["task", "round", "under way", "attempts", "accepted", "rewards", "tokens"]
-    if not wide:
-        names = [name for name in names if name not in SPARED]
-    made = Table(*(Column(name, no_wrap=True) for name in names))
-    for way in sorted(ways, key=lambda way: (way.done, not way.attempts))[:rows]:
-        under_way = " ".join(f"{count} {status}" for status, count in way.rollouts.items() if count)
-        totals = Totals([way])
+def make_table(progress: Sequence[Progress], rows: int = MAX_ROWS, *, wide: bool = True) -> Table:
+    """The first `rows` inputs, unfinished ones first. Unless `wide`, without the columns round and tokens."""
+    names = ["task", "round", "in flight", "attempts", "accepted", "rewards", "tokens"]
+    names = names if wide else [name for name in names if name not in ("round", "tokens")]
+    table = Table(*(Column(name, no_wrap=True) for name in names))
+    for each in sorted(progress, key=lambda each: (each.done, not each.attempts))[:rows]:
+        in_flight = " ".join(f"{count} {status}" for status, count in each.rollouts.items() if count)
         cells = {
-            "task": escape(way.given.id),
-            "round": str(way.round),
-            "under way": "" if way.done else under_way,
-            "attempts": str(totals.attempts),
-            "accepted": str(totals.accepted),
-            "rewards": rewards_of(way),
-            "tokens": str(totals.tokens),
+            "task": escape(each.input.id),
+            "round": str(each.round),
+            "in flight": "" if each.done else in_flight,
+            "attempts": str(len(each.attempts)),
+            "accepted": str(len(each.accepted)),
+            "rewards": _list_rewards(each),
+            "tokens": str(_sum_tokens([each])),
         }
-        made.add_row(*(cells[name] for name in names))
-    return made
+        table.add_row(*(cells[name] for name in names))
+    return table
 
 
-def sentence_of(way: Way) -> str:
-    totals = Totals([way])
-    rewards = rewards_of(way)
-    said = f"task {way.given.id}: {totals.accepted} of {totals.attempts} attempts accepted, {totals.kept} kept, {totals.tokens} tokens"
-    failed = ", ".join(f"{len(found)} {name}" for name, found in failures([way]).items())
-    return said + (f", rewards {rewards}" if rewards else "") + (f", {failed}" if failed else "")
+def summarize(progress: Sequence[Progress]) -> str:
+    """One sentence about all inputs."""
+    rewards = [reward for each in progress for reward in _rewards(each)]
+    mean = f", mean reward {sum(rewards) / len(rewards):.3g}" if rewards else ""
+    return (
+        f"{sum(each.done for each in progress)} of {len(progress)} tasks ended, "
+        f"{sum(bool(each.accepted) for each in progress)} with an accepted attempt; "
+        f"{sum(len(each.attempts) for each in progress)} attempts, {sum(len(each.accepted) for each in progress)} accepted, "
+        f"{sum(len(each.kept) for each in progress)} kept{mean}, {_sum_tokens(progress)} tokens"
+    )
 
 
-def failures(ways: Sequence[Way]) -> dict[str, list[dict[str, str]]]:
-    """What failed, by its class."""
+def summarize_input(progress: Progress) -> str:
+    counts = f"{len(progress.accepted)} of {len(progress.attempts)} attempts accepted, {len(progress.kept)} kept"
+    rewards = f", rewards {listed}" if (listed := _list_rewards(progress)) else ""
+    failed = "".join(f", {len(found)} {name}" for name, found in _group_failures([progress]).items())
+    return f"task {progress.input.id}: {counts}, {_sum_tokens([progress])} tokens{rewards}{failed}"
+
+
+def summarize_failures(progress: Sequence[Progress]) -> list[str]:
+    """For each class of failure a line: how many, the last message, and where to look."""
+    lines = []
+    for name, found in _group_failures(progress).items():
+        count = f"{len(found)} {'attempt' if len(found) == 1 else 'attempts'} failed as {name}"
+        message = " ".join(found[-1]["message"].split())[:MAX_FAILURE_CHARACTERS]
+        lines.append(f"{count}: {message} (see {found[-1]['look']})")
+    return lines
+
+
+def _group_failures(progress: Sequence[Progress]) -> dict[str, list[dict[str, str]]]:
     found: dict[str, list[dict[str, str]]] = {}
-    for failure in (attempt.failure for way in ways for attempt in way.attempts):
+    for failure in (attempt.failure for each in progress for attempt in each.attempts):
         if failure is not None:
             found.setdefault(failure["failure"], []).append(failure)
     return found
 
 
-def failure_lines(ways: Sequence[Way]) -> list[str]:
-    """One for each class: how many, and of the last of them what it was and where to look."""
-    lines = []
-    for name, found in failures(ways).items():
-        count = f"{len(found)} {'attempt' if len(found) == 1 else 'attempts'} failed as {name}"
-        message = " ".join(found[-1]["message"].split())
-        lines.append(f"{count}: {message[:MOST_CHARACTERS]} (see {found[-1]['look']})")
-    return lines
-
-
-def rewards_of(way: Way) -> str:
-    rewards = [f"{attempt.values['reward']:g}" for attempt in way.attempts if attempt.values["reward"] is not None]
+def _list_rewards(progress: Progress) -> str:
+    rewards = [f"{reward:g}" for reward in _rewards(progress)]
     return " ".join(rewards if len(rewards) <= 8 else [*rewards[:8], "…"])
+
+
+def _rewards(progress: Progress) -> list[Any]:
+    return [attempt.values["reward"] for attempt in progress.attempts if attempt.values["reward"] is not None]
+
+
+def _sum_tokens(progress: Sequence[Progress]) -> int:
+    return sum(attempt.values["tokens"] or 0 for each in progress for attempt in each.attempts)

@@ -1,8 +1,8 @@
-"""One client's connection: how large the head of its requests may be, and how long it may take to say and to hear something.
+"""A client connection with limits on the size of a request's head and on the time to send a request and to read the reply.
 
-uvicorn waits for ever for a head that does not come, keeps in memory as much of it as is sent, and never gives up a client that
-does not read its answer. Any of these lets somebody without a key hold the service's memory or sockets. Nor does it tell whether an
-answer went out: its `send` is done when the last byte lies in memory.
+uvicorn waits forever for a head, buffers any amount of it, and never gives up a client that does not read its reply. Each of these
+lets a client without a key hold the service's memory or sockets. Nor does uvicorn tell whether a reply was sent: its `send` returns
+when the last byte is in memory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 BODY_GRACE_SECONDS = 15.0
-"""The application answers a body that takes too long; this long after, the connection is cut whatever the application does."""
+"""The application rejects a body that takes too long; this long after that, the connection is cut anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """What a client is allowed; seconds of 0 are for ever."""
+    """The limits. 0 seconds: no limit."""
 
     header_bytes: int
     headers: int
@@ -48,8 +48,8 @@ class Patience:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with its limits kept. What it waits for: a `request` that has not begun, its `head`, its `body`, or `nothing`
-    while it is answered and until the client sends something again."""
+    """uvicorn's protocol with limits. `_awaits` is what it waits for: a `request` that has not started, its `head`, its `body`, or
+    `nothing` while the reply is sent and until the client sends again."""
 
     def __init__(self, *args: Any, patience: Patience, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -61,13 +61,13 @@ class Connection(HttpToolsProtocol):
         self._refused = False
         self._lost = asyncio.Event()
         self._left = False
-        """Whether the client ended the connection, or was given up."""
+        """Whether the client closed the connection or was given up."""
         self._flushing: asyncio.Future[bool] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.transport = cast("asyncio.Transport", HeadFirst(transport, self.loop))
-        self._await_within(self._patience.header_seconds)
+        self._start_timer(self._patience.header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._awaiting)
@@ -88,19 +88,19 @@ class Connection(HttpToolsProtocol):
             self._awaits = "request"
         self._unread_bytes += len(data)
         super().data_received(data)
-        # Most requests come whole, and no timer is made for them.
+        # Most requests arrive whole and need no timer.
         if self._awaiting is None and self._awaits != "nothing" and not self._refused:
-            self._await_within(self._patience.body_seconds if self._awaits == "body" else self._patience.header_seconds)
+            self._start_timer(self._patience.body_seconds if self._awaits == "body" else self._patience.header_seconds)
         if self._unread_bytes <= self._patience.header_bytes:
             return
         if self._awaits == "head":
             self._refuse(431, f"the head of the request is larger than {self._patience.header_bytes} bytes")
         elif self._awaits == "body":
-            # No body: chunk extensions or trailers, of which the parser would keep any amount.
+            # Chunk extensions or trailers, which the parser would buffer without limit.
             self._refuse(431, f"the request has more than {self._patience.header_bytes} bytes beside head and body")
 
     def on_message_begin(self) -> None:
-        # What came with its first bytes may be the end of another request.
+        # The bytes before may belong to the previous request.
         self._awaits, self._unread_bytes = "head", 0
         super().on_message_begin()
         self.scope["extensions"] = {EXTENSION: {"flushed": self.flushed}}
@@ -113,11 +113,11 @@ class Connection(HttpToolsProtocol):
             self._refuse(431, f"the request has more than {self._patience.headers} headers")
         else:
             self._awaits, self._unread_bytes = "body", 0
-            self._await_no_more()
+            self._stop_timer()
             super().on_headers_complete()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # What comes after the body is no header, though the parser hands it over as one.
+        # The parser also reports trailers as headers.
         if self._awaits == "head":
             super().on_header(name, value)
 
@@ -128,7 +128,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._awaits, self._unread_bytes = "nothing", 0
-        self._await_no_more()
+        self._stop_timer()
         if not self._refused:
             super().on_message_complete()
 
@@ -143,17 +143,17 @@ class Connection(HttpToolsProtocol):
         self._settle(not self._left)
 
     async def flushed(self) -> bool:
-        """Whether everything written so far was taken from this process for a client that had not left; comes back when that is
-        known. What the operating system still holds for the client counts as taken, and under TLS what the encryption does."""
+        """Whether everything written so far has left this process while the client was connected; waits until that is known. Bytes
+        buffered by the operating system, or by TLS, count as sent."""
         if self._left or self._lost.is_set():
             return False
         if self.transport.get_write_buffer_size():
             self._flushing = self.loop.create_future()
-            # Paused at once and resumed when nothing is left; the client has the time it always has to take something.
+            # A limit of 0 pauses writing at once and resumes it when the buffer is empty. The usual write timeout applies.
             self.transport.set_write_buffer_limits(0)
             return await self._flushing
         if self.transport.is_closing():
-            # By this side, after the last answer, or because writing failed: how it ends says which.
+            # Closed by this side, or because writing failed: `connection_lost` tells which.
             await self._lost.wait()
         return not self._left
 
@@ -162,23 +162,23 @@ class Connection(HttpToolsProtocol):
             self._flushing.set_result(flushed)
 
     def _give_up(self) -> None:
-        """The client takes nothing of what is written, and its time is over."""
+        """The client did not read in time."""
         self._left = True
         self.transport.abort()
 
-    def _await_within(self, seconds: float) -> None:
+    def _start_timer(self, seconds: float) -> None:
         _cancel(self._awaiting)
-        self._awaiting = self.loop.call_later(seconds, self._waited) if seconds else None
+        self._awaiting = self.loop.call_later(seconds, self._time_out) if seconds else None
 
-    def _await_no_more(self) -> None:
+    def _stop_timer(self) -> None:
         _cancel(self._awaiting)
         self._awaiting = None
 
-    def _waited(self) -> None:
-        """The request is not whole, and its time is over."""
+    def _time_out(self) -> None:
+        """The request did not arrive in time."""
         if self.flow.read_paused:
-            # Not the client's fault: it is not being read.
-            self._await_within(self._patience.body_seconds or self._patience.header_seconds)
+            # Not the client's fault: this side does not read.
+            self._start_timer(self._patience.body_seconds or self._patience.header_seconds)
         elif self._awaits == "head":
             self._refuse(408, "the head of the request did not come in time")
         else:
@@ -186,7 +186,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, why: str) -> None:
-        """Answer what never becomes a request of the application, and close."""
+        """Reject a request that the application never sees, and close."""
         self._refused = True
         if self.transport.is_closing():
             return
@@ -202,24 +202,19 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
-# HeadFirst: a transport that sends the head of an answer together with what follows it.
-#
-# uvicorn writes the head by itself, and uvloop sends every write at once: two calls into the system where one will do, and a client
-# that is woken twice.
-
-
 _HEAD = b"HTTP/1."
 
 
 class HeadFirst:
-    """`transport` with a head held back until the next write, at most until the loop's next turn. Everything else is the transport's
-    own."""
+    """A transport that sends the head of a reply together with what follows it, at the latest in the loop's next iteration.
+
+    uvicorn writes the head separately and uvloop sends every write at once: two system calls, and a client woken twice."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
         self._loop = loop
         self._held = b""
-        # Asked for with every answer, and looked up through `__getattr__` at five times the cost.
+        # Called for every reply; through `__getattr__` it costs five times as much.
         self.is_closing = transport.is_closing
 
     def write(self, data: bytes) -> None:

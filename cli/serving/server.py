@@ -1,4 +1,4 @@
-"""One serving process: uvicorn on uvloop over sockets that are open already, and what signals mean to it."""
+"""One serving process: uvicorn on uvloop over open sockets, with a drain on SIGTERM and the first Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import uvicorn
 from cli.refusal import Refusal
 from cli.rollout_service import KNOWN, add_rollouts
 from cli.serving.connection import Connection, Patience
-from cli.serving.tls import Certificate, certificate
+from cli.serving.tls import Certificate, load_certificate
 from proxy.app import create_app
 
 if TYPE_CHECKING:
@@ -34,15 +34,15 @@ log = logging.getLogger(__name__)
 
 IDLE_CONNECTION_SECONDS = 75
 CUT_SECONDS = 10
-"""After the drain, the time for ending and recording the calls that were cut. Then uvicorn cancels what is left."""
+"""The time after the drain to end and record the calls that were cut. Then uvicorn cancels the rest."""
 FORCED_EXIT = 130
 
 
 class Server(uvicorn.Server):
-    """`on_ready` runs when calls are served, `on_force` at the second Ctrl-C, while the first still drains.
+    """`on_ready` runs when calls are served, `on_force` at a second Ctrl-C during the drain.
 
-    uvicorn raises the captured signal again after a clean stop, which would end the process before its Redis is stopped and
-    with another exit code than 0: here a signal only begins the drain.
+    uvicorn re-raises the captured signal after a clean stop, which would end the process before its Redis stops and with an exit
+    code other than 0. Here a signal only starts the drain.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class Server(uvicorn.Server):
             self._following = asyncio.create_task(self._certificate.follow())
         await super().startup(sockets)
         if self.started:
-            _keep_what_is_there()
+            _freeze_heap()
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # Beside uvicorn's own wait for open connections: the application ends the replies it cuts in their dialect's way,
-        # uvicorn would only break the connection.
+        # In parallel with uvicorn's wait for open connections: the application ends a cut reply as its dialect requires, uvicorn
+        # would only break the connection.
         if self._certificate is not None:
             self._following.cancel()
-        log.info("told to stop: takes no more calls")
+        log.info("stopping: no more calls are taken")
         drain = asyncio.create_task(self._drain())
         await super().shutdown(sockets)
         await drain
@@ -95,15 +95,14 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _keep_what_is_there() -> None:
-    """Takes modules and all else that stays for good out of later searches for reference cycles, of which a whole one would stop
-    every call for tens of milliseconds."""
+def _freeze_heap() -> None:
+    """Exclude long-lived objects from garbage collection, a full run of which would stall every call for tens of milliseconds."""
     gc.collect()
     gc.freeze()
 
 
 def exit_at_once() -> None:
-    """Leave without unwinding: open calls stay behind as intents without a result."""
+    """Exit without unwinding: open calls stay in the store as intents without a result."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(FORCED_EXIT)
@@ -114,13 +113,13 @@ def run_server(
 ) -> None:
     """Serve until a stop signal; calls in flight may finish for `drain_seconds`, then they are cut and recorded.
 
-    Raises `Refusal` when the application cannot start.
+    Raises `Refusal` if the application cannot start.
     """
     app = create_app(settings, partial(add_rollouts, KNOWN))
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        # uvicorn calls it as it would call the class.
+        # uvicorn calls it like the class.
         http=cast(Any, partial(Connection, patience=Patience.of(settings))),
         ws="none",
         lifespan="on",
@@ -131,7 +130,7 @@ def run_server(
         timeout_keep_alive=IDLE_CONNECTION_SECONDS,
         timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + CUT_SECONDS,
     )
-    server = Server(config, partial(app.drain, settings.drain_seconds), on_ready, on_force, certificate(settings))
+    server = Server(config, partial(app.drain, settings.drain_seconds), on_ready, on_force, load_certificate(settings))
     _run_until_stopped(server, listeners)
     if not server.started:
         raise Refusal("the service could not start; the log above says why")
@@ -141,13 +140,13 @@ def _run_until_stopped(server: Server, listeners: list[socket.socket]) -> None:
     try:
         server.run(sockets=listeners)
     except SystemExit as stopped:
-        # uvicorn ends the process when the lifespan fails; the caller still has a Redis to stop.
+        # uvicorn exits if the lifespan fails, but the caller still has a Redis to stop.
         if stopped.code != uvicorn.config.STARTUP_FAILURE:
             raise
 
 
 def raise_on_stop_signals() -> None:
-    """Until a server takes over, a stop signal unwinds the stack, so that what was started so far is stopped too."""
+    """Until a server takes over, let a stop signal unwind the stack, so that everything started so far is stopped."""
 
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(0)
@@ -156,14 +155,14 @@ def raise_on_stop_signals() -> None:
         signal.signal(number, leave)
 
 
-# The listening socket, opened before anything else so that a taken port is reported first and port 0 is known.
+# The listening socket, opened first: a taken port is reported early and port 0 is resolved
 
 
 BACKLOG = 2048
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A listening TCP socket on `host`:`port`, which `flag` named. Raises `Refusal` that says why the address cannot be had."""
+    """A listening TCP socket on `host`:`port`, which `flag` set. Raises `Refusal` if the address is not available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, OverflowError) as error:
@@ -172,43 +171,39 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # Two sockets with SO_REUSEADDR may both bind one port; only listening settles who has it.
+        # With SO_REUSEADDR two sockets can bind one port, but only one can listen.
         listener.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
-        raise Refusal(_why(host, port, flag, error)) from error
+        raise Refusal(_explain(host, port, flag, error)) from error
     listener.set_inheritable(False)
     return listener
 
 
-def _why(host: str, port: int, flag: str, error: Exception) -> str:
+def _explain(host: str, port: int, flag: str, error: Exception) -> str:
     match getattr(error, "errno", None):
         case errno.EADDRINUSE:
             return f"port {port} on {host} is taken by another process: choose another with {flag}, or {flag} 0 for a free one"
         case errno.EACCES:
             return f"port {port} needs more rights than this user has: choose one above 1023 with {flag}"
         case errno.EADDRNOTAVAIL:
-            return f"{host} is no address of this machine: choose another with --host"
+            return f"{host} is not an address of this machine: choose another with --host"
         case _:
             return f"cannot listen on {host}:{port}: {error}"
 
 
-def url_of(listener: socket.socket, *, tls: bool = False) -> str:
-    """How this machine reaches the listener: http://host:port, with a wildcard address shown as the loopback one."""
+def make_url(listener: socket.socket, *, tls: bool = False) -> str:
+    """The listener's URL as seen from this machine, with the loopback address for a wildcard one."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return f"https://{place}" if tls else f"http://{place}"
 
 
-# Open files: every stream holds one connection to its harness and one to its engine, and the usual limit of 1024 ends at five
-# hundred of them.
-
-
 def raise_descriptor_limit() -> None:
-    """Allow this process, and those it starts, as many open files as the system lets it have without asking anybody."""
+    """Raise the limit of open files to the hard limit: every stream holds two connections, so the usual 1024 allow only 500 streams."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # macOS names a hard limit that it then refuses: what was allowed before stays.
+    # macOS reports a hard limit that it then refuses.
     with contextlib.suppress(ValueError, OSError):
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""The certificate that a service shows, and its renewal without a restart."""
+"""The TLS certificate of a service, renewed without a restart."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 10.0
-"""How often the files are looked at."""
+"""How often the files are checked."""
 
 
 class Certificate:
-    """`context` serves what the two PEM files hold. Raises `Refusal` (exit code 2) when they hold no certificate with its key."""
+    """`context` serves the certificate of two PEM files. Raises `Refusal` (exit code 2) if they are not a certificate and its key."""
 
     def __init__(self, cert: Path, key: Path) -> None:
         self._cert, self._key = cert, key
@@ -29,28 +29,29 @@ class Certificate:
         try:
             self._load(self.context)
         except (OSError, ValueError) as error:
-            raise Refusal(f"--tls-cert {cert} and --tls-key {key} cannot be used: {_why(error)}", exit_code=2) from error
+            raise Refusal(f"--tls-cert {cert} and --tls-key {key} cannot be used: {_explain(error)}", exit_code=2) from error
         self._seen = self._stamp()
 
     async def follow(self) -> None:
-        """Show a renewed certificate to clients that come after it. Runs until it is cancelled."""
+        """Serve renewed certificates to new connections. Runs until cancelled."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             try:
                 self.renew()
             except (OSError, ValueError) as error:
-                log.error("the certificate stays as it was: %s cannot be used: %s", self._cert, _why(error))
+                log.error("keeping the previous certificate: %s cannot be used: %s", self._cert, _explain(error))
 
     def renew(self) -> bool:
-        """Whether there was another one. Raises OSError or ValueError for one that cannot be used, and keeps the one before."""
+        """Load the files if they changed; returns whether they did. Raises OSError or ValueError, and keeps the previous certificate, if
+        the new one cannot be used."""
         stamp = self._stamp()
         if stamp == self._seen:
             return False
         self._seen = stamp
-        # Half a renewal must not reach the context in use: certificate and key are tried together first.
+        # Try certificate and key together first: the context in use must not get half of a renewal.
         self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         self._load(self.context)
-        log.info("the certificate of %s is shown from now on", self._cert)
+        log.info("serving the renewed certificate of %s", self._cert)
         return True
 
     def _load(self, context: ssl.SSLContext) -> None:
@@ -61,8 +62,8 @@ class Certificate:
         return tuple(part for each in found for part in (each.st_mtime_ns, each.st_size, each.st_ino))
 
 
-def certificate(settings: Settings) -> Certificate | None:
-    """The one that the settings name; None for plain HTTP. Raises `Refusal`."""
+def load_certificate(settings: Settings) -> Certificate | None:
+    """The certificate of the settings; None for plain HTTP. Raises `Refusal`."""
     if settings.tls_cert is None and settings.tls_key is None:
         return None
     if settings.tls_cert is None or settings.tls_key is None:
@@ -71,12 +72,12 @@ def certificate(settings: Settings) -> Certificate | None:
 
 
 def _no_password() -> str:
-    # OpenSSL would ask for it on the terminal.
+    # OpenSSL would prompt on the terminal.
     raise ValueError("the key is encrypted")
 
 
-def _why(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         mismatch = "KEY_VALUES_MISMATCH" in str(error)
-        return "the key is not the certificate's" if mismatch else "there is no PEM certificate with a PEM key in them"
+        return "the key is not the certificate's" if mismatch else "they are not a PEM certificate and a PEM key"
     return f"{getattr(error, 'strerror', None) or error}"

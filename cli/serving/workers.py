@@ -1,7 +1,7 @@
-"""Several serving processes on the same listening sockets and one Redis, watched by the parent.
+"""Several serving processes on the same listening sockets and one Redis, supervised by their parent.
 
-A worker that dies is replaced: the proxies hold no state that is not in the store. A worker that ends by itself before it serves
-ends the whole service, since its successor would fail in the same way. Workers end when their parent is gone.
+A worker that dies is replaced; all state is in the store. A worker that exits before it serves ends the whole service, because its
+replacement would fail the same way. Workers stop when their parent dies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 30
-"""After the drain, the time a worker has for recording what it cut and for ending."""
+"""The time after the drain for a worker to record what it cut and exit."""
 
 _spawn = multiprocessing.get_context("spawn")
 
@@ -39,21 +39,21 @@ _spawn = multiprocessing.get_context("spawn")
 @dataclass(slots=True)
 class Worker:
     process: SpawnProcess
-    says: Connection
+    status: Connection
     ready: bool = False
 
-    def look(self) -> bool:
-        """Whether it serves by now."""
-        if not self.ready and self.says.poll():
+    def check_ready(self) -> bool:
+        """Whether it serves."""
+        if not self.ready and self.status.poll():
             try:
-                self.ready = self.says.recv() == "ready"
+                self.ready = self.status.recv() == "ready"
             except EOFError:
                 self.process.join(POLL_SECONDS)
         return self.ready
 
 
 class Workers:
-    """`run` returns after a stop signal, when all workers have drained."""
+    """`run` returns after a stop signal once all workers have drained."""
 
     def __init__(self, settings: Settings, listeners: list[socket.socket], count: int, log_level: str) -> None:
         self._settings = settings
@@ -65,7 +65,7 @@ class Workers:
         self._on_force: Callable[[], None] = lambda: None
 
     def run(self, on_ready: Callable[[], None], on_force: Callable[[], None]) -> None:
-        """Raises `Refusal` when a worker cannot start. A second Ctrl-C kills the workers, calls `on_force` and exits."""
+        """Raises `Refusal` if a worker cannot start. A second Ctrl-C kills the workers, calls `on_force` and exits."""
         self._on_force = on_force
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle_stop)
@@ -79,13 +79,12 @@ class Workers:
     def _start(self) -> Worker:
         ours, theirs = _spawn.Pipe(duplex=False)
         process = _spawn.Process(target=work, args=(self._settings, self._listeners, theirs, self._log_level))
-        # Ctrl-C in a terminal reaches the whole process group: only the parent is to act on it. The child inherits this
-        # from its first instruction on.
-        acting = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C in a terminal reaches the whole process group, but only the parent may act on it. The child inherits SIG_IGN.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             process.start()
         finally:
-            signal.signal(signal.SIGINT, acting)
+            signal.signal(signal.SIGINT, handler)
         theirs.close()
         return Worker(process, ours)
 
@@ -93,21 +92,21 @@ class Workers:
         announced = False
         while not self._stopping:
             wait([worker.process.sentinel for worker in self._workers], timeout=POLL_SECONDS)
-            if not announced and all(worker.look() for worker in self._workers):
+            if not announced and all(worker.check_ready() for worker in self._workers):
                 on_ready()
                 announced = True
             if not self._stopping:
-                self._replace_the_dead()
+                self._replace_dead_workers()
 
-    def _replace_the_dead(self) -> None:
+    def _replace_dead_workers(self) -> None:
         for place, worker in enumerate(self._workers):
             if worker.process.is_alive():
                 continue
-            # Killed from outside, by the kernel for want of memory say, it tells nothing of how its successor will fare.
-            if not worker.look() and worker.process.exitcode != -signal.SIGKILL:
+            # SIGKILL comes from outside, for example from the kernel's OOM killer: a replacement may work.
+            if not worker.check_ready() and worker.process.exitcode != -signal.SIGKILL:
                 raise Refusal("a worker process could not start; the log above says why")
             log.error("worker %s died (exit code %s): starting another", worker.process.pid, worker.process.exitcode)
-            worker.says.close()
+            worker.status.close()
             self._workers[place] = self._start()
 
     def _drain(self) -> None:
@@ -134,14 +133,14 @@ class Workers:
         self._stopping = True
 
 
-def work(settings: Settings, listeners: list[socket.socket], says: Connection, log_level: str) -> None:
-    """The life of one worker process."""
+def work(settings: Settings, listeners: list[socket.socket], status: Connection, log_level: str) -> None:
+    """The main function of a worker process."""
     from cli.serving.server import run_server
 
     logs.configure(log_level, settings.log_format)
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
-        run_server(settings, listeners, on_ready=lambda: says.send("ready"), on_force=lambda: None)
+        run_server(settings, listeners, on_ready=lambda: status.send("ready"), on_force=lambda: None)
     except Refusal as refusal:
         log.error("%s", refusal)
         raise SystemExit(refusal.exit_code) from refusal

@@ -117,7 +117,7 @@ def leased(
                 parts.append(leases.enter_context(part))
             else:
                 waiting()
-        yield Batch.joined(parts)
+        yield Batch.join(parts)
 
 
 def one_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, recipe: Recipe) -> dict[str, Any]:

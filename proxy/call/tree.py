@@ -30,8 +30,8 @@ from reconstruct.forest import Forest
 from reconstruct.messages import (
     Digests,
     chain,
+    describe_edits,
     digest_message,
-    edits,
     hash_bytes,
     minted_call_ids,
     projection,
@@ -213,7 +213,7 @@ class SessionTree:
         if call_id not in known:
             used = projection(self.reply(call_id), seen.message, schemas)
             if used is None and self._by_id and set(seen.minted) == {call_id}:
-                used = edits(self.reply(call_id), seen.message)
+                used = describe_edits(self.reply(call_id), seen.message)
             known[call_id] = used
         return known[call_id]
 

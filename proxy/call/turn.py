@@ -16,7 +16,7 @@ from proxy.engine.replica import Replica
 from proxy.errors import ContextTooLong, RequestError
 from proxy.timeline import CallClock
 from reconstruct.messages import plain_content
-from reconstruct.roles import Marks, Purpose, RoleRule, purpose_of
+from reconstruct.roles import Marks, Purpose, RoleRule, find_purpose
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Turn:
         """What the call is for, by rules that may search its texts when it is first asked."""
         if self._purpose is None:
             marks = _marks_of(self.request, self.headers)
-            self._purpose = purpose_of(marks, self.rules, self.tree.info.role_rules)
+            self._purpose = find_purpose(marks, self.rules, self.tree.info.role_rules)
         return self._purpose
 
     def go_to(self, replica: Replica) -> None:

@@ -45,7 +45,7 @@ from proxy.ui.messages import conversation, whole_text
 from proxy.ui.rendering import HEADERS, STATIC, home_of, page, static
 from proxy.ui.shown import Shown, Ui
 from proxy.ui.tokens import LARGEST, TokenSource, call_tokens, row_tokens, token_page
-from reconstruct.trajectory import accounting_as_wire, as_wire
+from reconstruct.trajectory import encode_accounting, encode_row
 
 log = logging.getLogger(__name__)
 
@@ -252,8 +252,8 @@ async def trajectories_file(ui: Ui, session_id: str) -> bytes:
     look = await ui.looks.at(session_id)
 
     def made() -> bytes:
-        trajectories = [as_wire(row, arrays="list") for row in look.built.rows]
-        accounting = accounting_as_wire(look.built.accounting)
+        trajectories = [encode_row(row, arrays="list") for row in look.built.rows]
+        accounting = encode_accounting(look.built.accounting)
         return msgspec.json.encode({"trajectories": trajectories, "accounting": accounting})
 
     return await asyncio.to_thread(made)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cli.service import misspelt
-from cli.tables import whole_table
+from cli.service import find_misspelt
+from cli.tables import make_table
 from tests.support.documents.settings_in_code import variables
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
@@ -119,9 +119,9 @@ def test_a_bad_engine_url_is_named(url: str) -> None:
 
 def test_an_engine_list_in_the_environment_that_is_no_json_is_explained() -> None:
     sentence = refused("serve", code=2, VERBATIM_ENGINE="http://127.0.0.1:9")
-    assert "VERBATIM_ENGINE is no JSON" in sentence and """'["http://host:8000"]'""" in sentence
+    assert "VERBATIM_ENGINE is not JSON" in sentence and """'["http://host:8000"]'""" in sentence
     rules = refused("serve", *ENGINE, code=2, VERBATIM_ROLE_RULES="[{")
-    assert "VERBATIM_ROLE_RULES is no JSON" in rules and "host:8000" not in rules
+    assert "VERBATIM_ROLE_RULES is not JSON" in rules and "host:8000" not in rules
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_value_that_a_flag_cannot_have_is_named_with_what_it_can_have(flag: st
 
 def test_a_port_that_there_is_not_is_refused() -> None:
     """A socket takes it modulo 65536, and the service would be somewhere else."""
-    assert "--port (or VERBATIM_PORT) cannot be '65537'" in refused("serve", *ENGINE, "--port", "65537", code=2)
+    assert "--port (or VERBATIM_PORT) '65537' is invalid" in refused("serve", *ENGINE, "--port", "65537", code=2)
 
 
 def test_a_bad_environment_variable_is_named() -> None:
@@ -143,10 +143,12 @@ def test_a_bad_environment_variable_is_named() -> None:
 
 
 def test_a_setting_that_is_misspelt_is_warned_of_and_no_variable_of_another_part_is_taken_for_one() -> None:
-    assert misspelt(variables()) == []
-    assert misspelt(["VERBATIM_DRAIN_SECOND", "VERBATIM_PROXY_PORT"]) == [("VERBATIM_DRAIN_SECOND", "VERBATIM_DRAIN_SECONDS")]
+    assert find_misspelt(variables()) == []
+    assert find_misspelt(["VERBATIM_DRAIN_SECOND", "VERBATIM_PROXY_PORT"]) == [
+        ("VERBATIM_DRAIN_SECOND", "VERBATIM_DRAIN_SECONDS")
+    ]
     args = ("serve", *ENGINE, "--tls-cert", "none.crt", "--tls-key", "none.key")
-    assert "VERBATIM_DRAIN_SECOND is no setting" in verbatim(*args, VERBATIM_DRAIN_SECOND="5").stderr
+    assert "VERBATIM_DRAIN_SECOND is not a setting" in verbatim(*args, VERBATIM_DRAIN_SECOND="5").stderr
 
 
 def test_a_taken_port_is_reported(tmp_path: Path) -> None:
@@ -230,7 +232,7 @@ def test_sessions_are_listed_and_shown(serving: RunningService) -> None:
 
 def test_what_has_no_room_in_a_table_goes_on_in_the_next_line() -> None:
     shown = StringIO()
-    table = whole_table("logs", "call", "continues")
+    table = make_table("logs", "call", "continues")
     table.add_row("/var/lib/verbatim-node/logs/a-task/0.1", "01a2012141381bfba3db7958", "01a20121424fbaeb929c8443")
     Console(file=shown, width=40).print(table)
     rows = [line[1:-1].split("│") for line in shown.getvalue().splitlines() if line.startswith("│")]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from cli.sessions import rows_by_role
+from cli.sessions import count_roles
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer
@@ -350,7 +350,7 @@ def test_a_service_that_cannot_be_used_is_told_in_one_sentence(service: Serving,
     ("args", "says"),
     [
         (("--harness", "codecs", "--", "x"), "there is no harness 'codecs'"),
-        (("--harness", "codex"), "codex needs a prompt: put it behind --"),
+        (("--harness", "codex"), "codex needs a prompt: put it after --"),
         (("--harness", "shell"), "shell needs a command"),
         (("--reward", "nan", "--harness", "shell", "--", "true"), "--reward"),
         (("--env", "NOT_SET_ANYWHERE", "--harness", "shell", "--", "true"), "'NOT_SET_ANYWHERE'"),
@@ -398,7 +398,7 @@ def held_back(service: RunningService) -> Iterator[subprocess.Popen[str]]:
         try:
             assert process.stderr is not None
             said = process.stderr.readline()
-            assert said.startswith("verbatim: waiting until the service takes a new session: 1 groups wait"), said
+            assert said.startswith("verbatim: waiting until the service accepts a new session: 1 groups wait"), said
             yield process
         finally:
             process.kill()
@@ -419,7 +419,7 @@ def test_a_run_that_waits_can_be_stopped(full: RunningService, number: int, code
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
         assert (process.returncode, stdout) == (code, "")
-        assert stderr == "verbatim: stopped while it waited: no session was opened\n"
+        assert stderr == "verbatim: stopped while waiting: no session was opened\n"
         assert full.request("GET", "/sessions/second").status_code == 404
 
 
@@ -502,7 +502,7 @@ def test_a_harness_of_another_version_than_the_tested_one_is_told(
     write_definition("mine", "\n".join([*lines, f"version_argv = {json.dumps(['echo', prints])}"]))
     done = run(service, "--harness", "mine", VERBATIM_HARNESSES=str(scratch))
     assert done.returncode == 0, done.stderr
-    assert ("mine is version 2.0.30 here, and its definition was tested with 1.2.3" in done.stderr) == warns
+    assert ("mine is version 2.0.30, but its definition was tested with 1.2.3" in done.stderr) == warns
     assert ("tested with" in done.stderr) == warns
 
 
@@ -515,7 +515,7 @@ def test_rows_are_told_by_role_and_by_who_says_so() -> None:
         ("side", "rule", 0),
     ]
     rows = [{"role": role, "role_source": source, "loss_mask": [0, mask]} for role, source, mask in made]
-    assert rows_by_role(rows) == "2 main, 1 side (inferred), 1 subagent, 1 side (not trained)"
+    assert count_roles(rows) == "2 main, 1 side (inferred), 1 subagent, 1 side (not trained)"
 
 
 def in_a_shell(script: str, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -576,4 +576,4 @@ def test_env_that_cannot_write_closes_its_session(service: Serving, scratch: Pat
 
 
 def test_env_refuses_a_format_it_does_not_know() -> None:
-    assert "--format cannot be 'yaml'" in refused("env", "--harness", "shell", "--format", "yaml", code=2)
+    assert "--format 'yaml' is invalid" in refused("env", "--harness", "shell", "--format", "yaml", code=2)

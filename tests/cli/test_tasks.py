@@ -192,7 +192,7 @@ def test_who_waits_may_stop_and_the_tasks_go_on(fresh: RunningService, tmp_path:
     waiting.send_signal(signal.SIGINT)
     _, stderr = waiting.communicate(timeout=SECONDS)
     assert waiting.returncode == 130
-    assert stderr.splitlines()[-1] == "verbatim: no longer waiting; the tasks go on (verbatim tasks cancel ends them)"
+    assert stderr.splitlines()[-1] == "verbatim: no longer waiting; the tasks continue (verbatim tasks cancel stops them)"
     assert "1 queued" in tasks(fresh, "ls").stdout
 
 
@@ -256,10 +256,10 @@ def test_a_task_is_shown_with_its_rollouts_and_their_failures(fresh: RunningServ
 
 def test_a_task_that_nothing_was_begun_of_says_what_it_waits_for(fresh: RunningService, redis_server: RedisServer) -> None:
     submit(fresh, task_id="a")
-    assert "waits: there is no node; verbatim node starts one" in tasks(fresh, "show", "a").stdout
+    assert "waiting: for a node; verbatim node starts one" in tasks(fresh, "show", "a").stdout
     submit(fresh, task_id="b", priority=100)
     work_off(redis_server, 1)
-    assert "waits: for a node with room" in tasks(fresh, "show", "a").stdout
+    assert "waiting: for a node with capacity" in tasks(fresh, "show", "a").stdout
     assert "waits:" not in tasks(fresh, "show", "b").stdout
 
 
@@ -267,9 +267,9 @@ def test_a_task_that_nothing_was_begun_of_says_what_it_waits_for(fresh: RunningS
     ("args", "code", "said"),
     [
         (("submit", "nowhere.jsonl"), 1, "nowhere.jsonl cannot be read: No such file"),
-        (("submit", "broken.jsonl"), 1, "line 2 of broken.jsonl is no JSON at character 2: "),
+        (("submit", "broken.jsonl"), 1, "line 2 of broken.jsonl is not JSON at character 2: "),
         (("submit", "empty.jsonl"), 1, "there are no tasks in empty.jsonl"),
-        (("submit", "list.jsonl"), 1, "line 1 of list.jsonl is no JSON object"),
+        (("submit", "list.jsonl"), 1, "line 1 of list.jsonl is not a JSON object"),
         (("watch", "none"), 1, "there is no task none"),
         (("show", "none"), 1, "there is no task none"),
         (("ls", "--status", "asleep"), 1, "status: "),

@@ -57,7 +57,15 @@ def calls_of(service: RunningService, session_id: str) -> list[dict[str, list[in
 def test_once_prints_every_part(service: RunningService) -> None:
     done = verbatim("top", "--once", VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN, COLUMNS="160")
     assert done.returncode == 0, done.stderr
-    for part in (service.url, "2 calls", "serving", "no call waits for an engine", "leased", "1 open sessions", "still-open"):
+    for part in (
+        service.url,
+        "2 calls",
+        "serving",
+        "no call is waiting for an engine",
+        "leased",
+        "1 open sessions",
+        "still-open",
+    ):
         assert part in done.stdout
 
 

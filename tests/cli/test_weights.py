@@ -60,10 +60,10 @@ def test_a_replica_that_fails_is_named_and_the_exit_code_says_so(
     done = weights(service, "push", version_folder(tmp_path, 1))
     assert done.returncode == 1
     assert "failed  " in done.stdout and "the checkpoint does not fit" in done.stdout
-    assert "1 of 2 replicas serve no one until they are repaired" in done.stderr
+    assert "1 of 2 replicas take no calls until the service has repaired them" in done.stderr
     done = weights(service, "push", "/nowhere")
     assert done.returncode == 1
-    assert "version 2 is served by none, nothing has changed" in done.stderr
+    assert "no replica serves version 2; nothing has changed" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_a_replica_that_fails_is_named_and_the_exit_code_says_so(
     [
         (("push", "/w", "--version", "1"), "version 1 is not greater than the current 1"),
         (("push", "/w", "--model", "judge"), "there is no model 'judge'"),
-        (("rollback",), "the history does not hold another checkpoint"),
-        (("rollback", "--to", "5"), "the history does not hold version 5"),
+        (("rollback",), "the history has no other checkpoint"),
+        (("rollback", "--to", "5"), "the history has no version 5"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_one_sentence(

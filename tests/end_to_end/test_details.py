@@ -16,7 +16,7 @@ from reconstruct.trajectory import Trajectory
 from tests.support.engine.vllm_server import running_vllm
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
-from trainer_client.wire import trajectory_of
+from trainer_client.wire import decode_trajectory
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -54,7 +54,7 @@ def talk(session: Session, *, stream: bool) -> list[Trajectory]:
     if stream:
         streamed_text(answer)
     assert [call["api"] for call in session.calls] == ["token"] * 2
-    return [trajectory_of(row) for row in session.trajectories()[0]]
+    return [decode_trajectory(row) for row in session.trajectories()[0]]
 
 
 def logprobs_after(model: Any, row: Trajectory, temperature: float = 1.0) -> NDArray[np.float32]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from reconstruct.roles import rule_as_wire
+from reconstruct.roles import encode_rule
 from rollout.harnesses.catalogue import load
 from tests.harnesses.agent_run import Cli, Ended, run
 from tests.harnesses.breaking_wire import BreakingWire
@@ -117,7 +117,7 @@ class Stage:
         prepare(workdir)
         player = Player(self.family, acts, cli.side, task=prompt, helper=helper)
         self._engine.reset().script = player
-        session = self._service.session(role_rules=[rule_as_wire(rule) for rule in load(cli.harness).roles])
+        session = self._service.session(role_rules=[encode_rule(rule) for rule in load(cli.harness).roles])
         address = session.base_url.removesuffix("/v1")
         with ExitStack() as stack:
             outside, unknown = stack.enter_context(Outside()), stack.enter_context(Unknown())

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from reconstruct.accounting import settle
-from reconstruct.builders import RowContext, merged
+from reconstruct.builders import RowContext, build_merged
 from reconstruct.codec import decode, encode
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import free_port
@@ -124,7 +124,7 @@ def test_a_row_never_runs_through_calls_of_two_policies_whatever_the_records_say
     talk.go_on("c2", "c1", [4], [5], version=8, **of_b)
     talk.go_on("c3", "c2", [6], [7], version=9, **of_b)
     calls = [decode(encode(call)) for call in talk.calls]
-    rows = merged(settle(calls), RowContext("s"))
+    rows = build_merged(settle(calls), RowContext("s"))
     assert [(row.policy, row.call_ids, row.loss_mask.tolist()) for row in rows] == [
         ("", ("c1",), [0, 0, 1]),
         ("b", ("c2", "c3"), [0, 0, 0, 0, 1, 0, 1]),
@@ -141,17 +141,17 @@ def test_two_trainers_train_two_policies_each_on_its_own_version_line(
     with serving(engines, redis_url) as service, trainer(service) as client:
         of_both(service, "g1")
         assert client.publish(tmp_path, 3, model="b").applied
-        with taken(client, policy="b", max_staleness=3) as batch:
+        with taken(client, model="b", max_staleness=3) as batch:
             assert (batch.weight_version, dict(batch.weight_versions)) == (0, {"": 0, "b": 3})
             assert [(row.policy, row.group_id) for row in batch.rows] == [("b", "g1")]
             assert (batch.staleness.tolist(), batch.row_versions.tolist()) == ([3], [3])
-            with taken(client, policy="", max_staleness=0) as rest:
+            with taken(client, model="", max_staleness=0) as rest:
                 assert [(row.policy, row.group_id) for row in rest.rows] == [("", "g1")]
                 assert (rest.staleness.tolist(), rest.columns.row_weight.tolist()) == ([0], [1.0])
         assert service.request("GET", "/batches", TRAINER).json()["groups"]["acked"] == 2
         of_both(service, "g2")
         assert client.publish(tmp_path, 4, model="b").applied
-        assert client.lease(policy="b", max_staleness=0) is None
+        assert client.lease(model="b", max_staleness=0) is None
         with taken(client) as both:
             assert sorted((row.policy, age) for row, age in zip(both.rows, both.staleness, strict=True)) == [("", 0), ("b", 1)]
 
@@ -168,7 +168,7 @@ def test_a_lease_of_a_model_that_there_is_not_is_refused(
 def test_rows_of_a_frozen_policy_are_nobodys_to_train(engines: tuple[ScriptedEngine, ScriptedEngine], redis_url: str) -> None:
     with serving(engines, redis_url, frozen_models=["b"]) as service, trainer(service) as client:
         of_both(service, "g")
-        assert client.lease(policy="b") is None
+        assert client.lease(model="b") is None
         with taken(client) as batch:
             assert [row.policy for row in batch.rows] == [""]
 
@@ -181,12 +181,12 @@ def test_sessions_are_held_back_by_the_policy_that_lies_furthest_behind(
         trainer(service) as client,
     ):
         of_both(service, "g1")
-        with taken(client, policy=""):
+        with taken(client, model=""):
             pass
         assert client.publish(tmp_path, 1).applied
         held = service.request("POST", "/sessions", json={"group_id": "g2"})
         assert (held.status_code, held.json()["error"]["code"]) == (429, "backpressure"), "b has not trained on the first yet"
-        with taken(client, policy="b"):
+        with taken(client, model="b"):
             pass
         assert client.publish(tmp_path, 1, model="b").applied
         assert service.request("POST", "/sessions", json={"group_id": "g2"}).status_code == 201

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reconstruct.accounting import Settled, account, check, count_reasons, lost_share, settle
-from reconstruct.builders import RowContext, merged
+from reconstruct.accounting import Settled, account, check, count_reasons, measure_lost_share, settle
+from reconstruct.builders import RowContext, build_merged
 from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, ReconstructError, RecordError, SpanError
 from reconstruct.records import Call, Span
-from reconstruct.trajectory import Accounting, Quarantined, Trajectory, accounting_as_wire
+from reconstruct.trajectory import Accounting, Quarantined, Trajectory, encode_accounting
 from tests.support.sessions.calls import Talk, call
 
 CONTEXT = RowContext("s")
@@ -23,7 +23,7 @@ CONTEXT = RowContext("s")
 
 def built(calls: Sequence[Call]) -> tuple[Settled, list[Trajectory], Accounting]:
     settled = settle(calls)
-    rows = merged(settled, CONTEXT)
+    rows = build_merged(settled, CONTEXT)
     return settled, rows, account(settled, rows)
 
 
@@ -140,9 +140,9 @@ def test_a_session_is_complete_where_what_it_rests_on_is_trained_or_left_out_by_
         if goes_on:
             talk.say("c3", [9], [6], parent="c2")
         settled = settle(talk.calls, train_roles=("main",))
-        accounting = account(settled, merged(settled, RowContext("s")))
+        accounting = account(settled, build_merged(settled, RowContext("s")))
         assert accounting.complete == complete, (goes_on, accounting)
-        assert lost_share(settled, accounting) == (0 if reason in ("frozen_model", "role_side") else 1 / (2 + goes_on))
+        assert measure_lost_share(settled, accounting) == (0 if reason in ("frozen_model", "role_side") else 1 / (2 + goes_on))
 
 
 def test_a_negative_id_quarantines_every_call_that_was_sampled_after_it() -> None:
@@ -252,7 +252,7 @@ def test_dangling_calls_are_listed_without_tokens() -> None:
     settled, rows, _ = built([call("c1", delta=[1], said=[2])])
     accounting = account(settled, rows, {"c2": "dangling"})
     assert accounting == Accounting(1, 1, (Quarantined("c2", 0, "dangling"),), 1, complete=False)
-    assert accounting_as_wire(accounting) == {
+    assert encode_accounting(accounting) == {
         "sampled_tokens": 1,
         "exported_tokens": 1,
         "quarantined": [{"call_id": "c2", "tokens": 0, "reason": "dangling"}],

@@ -27,17 +27,17 @@ from proxy.archive.folder import read_table, write_table
 from proxy.archive.tables import ArchivedSession
 from proxy.archive.tables import rows_of as archived_rows
 from reconstruct.accounting import account, settle
-from reconstruct.builders import Builder, merged, per_call
+from reconstruct.builders import Builder, build_merged, build_per_call
 from reconstruct.codec import decode, encode
 from reconstruct.errors import LengthMismatch
 from reconstruct.records import NO_LOGPROBS, Call, CallDetails, Sampling
-from reconstruct.trajectory import MIXED, NAMES, RowDetails, Trajectory, as_wire
+from reconstruct.trajectory import MIXED, NAMES, RowDetails, Trajectory, encode_row
 from tests.reconstruct.test_properties import CONTEXT, FEWER, Drawn, sessions
 from tests.support.sessions.calls import Talk, call
 from tests.support.sessions.training_rows import groups, trajectory
 from trainer_client.batch import Batch
 from trainer_client.errors import InvalidAnswer, MixedLogprobModes
-from trainer_client.wire import trajectory_of
+from trainer_client.wire import decode_trajectory
 
 K, LAYERS, PER_TOKEN = 2, 2, 3
 
@@ -85,7 +85,7 @@ def detailed(made: Call, prompt: Sequence[int], kinds: Sequence[str] = ("top", "
     return replace(made, node=replace(node, details=said.told_after(node.base_length, len(node.delta_ids))))
 
 
-def rows_of(calls: Sequence[Call], builder: Builder = merged) -> list[Trajectory]:
+def rows_of(calls: Sequence[Call], builder: Builder = build_merged) -> list[Trajectory]:
     """The rows of the calls as the store gives them back."""
     settled = settle([decode(encode(made)) for made in calls])
     rows = builder(settled, CONTEXT)
@@ -123,7 +123,7 @@ def prompts_of(drawn: Drawn) -> list[tuple[Call, list[int]]]:
 
 
 @FEWER
-@given(sessions(flawed=False), st.sampled_from([merged, per_call]))
+@given(sessions(flawed=False), st.sampled_from([build_merged, build_per_call]))
 def test_every_detail_stands_at_its_token_and_none_is_missing_that_was_told(drawn: Drawn, builder: Builder) -> None:
     calls = [detailed(made, prompt) for made, prompt in prompts_of(drawn)]
     for row in rows_of(calls, builder):
@@ -138,7 +138,7 @@ def test_every_detail_stands_at_its_token_and_none_is_missing_that_was_told(draw
 
 
 @FEWER
-@given(sessions(), st.sampled_from([merged, per_call]), st.data())
+@given(sessions(), st.sampled_from([build_merged, build_per_call]), st.data())
 def test_what_was_not_told_of_some_calls_is_missing_and_nothing_else_moves(
     drawn: Drawn, builder: Builder, data: st.DataObject
 ) -> None:
@@ -157,7 +157,7 @@ def test_what_was_not_told_of_some_calls_is_missing_and_nothing_else_moves(
 def test_details_change_nothing_of_what_is_trained(drawn: Drawn) -> None:
     plain = rows_of(drawn.talk.calls)
     rows = rows_of([detailed(made, prompt) for made, prompt in prompts_of(drawn)])
-    assert [as_wire(replace(row, details=None)) for row in rows] == [as_wire(row) for row in plain]
+    assert [encode_row(replace(row, details=None)) for row in rows] == [encode_row(row) for row in plain]
 
 
 def conversation() -> list[Call]:
@@ -218,9 +218,9 @@ def test_details_of_another_number_of_tokens_are_never_trained() -> None:
 def test_a_row_comes_back_with_its_details_in_every_encoding(arrays: str) -> None:
     (row,) = rows_of(conversation())
     if arrays == "json":
-        back = trajectory_of(json.loads(msgspec.json.encode(as_wire(row))))
+        back = decode_trajectory(json.loads(msgspec.json.encode(encode_row(row))))
     else:
-        back = trajectory_of(msgpack.unpackb(msgpack.packb(as_wire(row, arrays=arrays))))
+        back = decode_trajectory(msgpack.unpackb(msgpack.packb(encode_row(row, arrays=arrays))))
     assert row.details is not None and back.details is not None
     for name in ("top_token_ids", "top_logprobs", "prompt_logprobs", "routed_experts"):
         there, here = getattr(row.details, name), getattr(back.details, name)
@@ -231,8 +231,8 @@ def test_a_row_comes_back_with_its_details_in_every_encoding(arrays: str) -> Non
 def test_a_row_without_details_says_nothing_of_them() -> None:
     (row,) = rows_of([call("c1", delta=[1], said=[2])])
     assert row.details is None
-    assert not {"top_token_ids", "top_logprobs", "prompt_logprobs", "routed_experts"} & as_wire(row).keys()
-    assert trajectory_of(as_wire(row)).details is None
+    assert not {"top_token_ids", "top_logprobs", "prompt_logprobs", "routed_experts"} & encode_row(row).keys()
+    assert decode_trajectory(encode_row(row)).details is None
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_row_without_details_says_nothing_of_them() -> None:
 def test_details_that_do_not_fit_their_row_are_refused(name: str, value: Any) -> None:
     (row,) = rows_of(conversation())
     with pytest.raises(InvalidAnswer):
-        trajectory_of({**as_wire(row), name: value})
+        decode_trajectory({**encode_row(row), name: value})
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
@@ -257,12 +257,12 @@ def test_an_archive_has_them_as_columns_and_nothing_where_there_are_none(tmp_pat
     (row,) = rows_of(conversation())
     (bare,) = rows_of([call("c1", delta=[1], said=[2])])
     state: dict[str, Any] = defaultdict(lambda: None, session_id="s", status="completed", reward_metadata={})
-    session = ArchivedSession(state, [], trajectories=[as_wire(each, arrays="bytes") for each in (row, bare)])
+    session = ArchivedSession(state, [], trajectories=[encode_row(each, arrays="bytes") for each in (row, bare)])
     assert session.size_bytes > sum(getattr(row.details, name).nbytes for name in NAMES)
     path = tmp_path / f"trajectories.{suffix}"
     write_table(path, "trajectories", archived_rows(session)["trajectories"])
     told, untold = read_table(path, "trajectories")
-    wire = as_wire(row)
+    wire = encode_row(row)
     assert {name: told[name] for name in NAMES} == {name: wire[name] for name in NAMES}
     assert (told["logprob_mode"], untold["logprob_mode"]) == ("unknown", "unknown")
     assert [untold[name] for name in NAMES] == [None] * len(NAMES)
@@ -270,7 +270,7 @@ def test_an_archive_has_them_as_columns_and_nothing_where_there_are_none(tmp_pat
 
 def test_a_builder_whose_details_are_of_other_tokens_is_refused() -> None:
     settled = settle(conversation())
-    (row,) = merged(settled, CONTEXT)
+    (row,) = build_merged(settled, CONTEXT)
     assert row.details is not None and row.details.routed_experts is not None
     short = replace(row.details, routed_experts=row.details.routed_experts[:-1])
     with pytest.raises(LengthMismatch, match="routed_experts of 6 tokens for its 7"):
@@ -361,21 +361,21 @@ def test_a_row_says_the_mode_of_its_logprobs_or_that_it_has_several() -> None:
         talk.say("c1", [1], [2], fields={"sampling": Sampling(logprob_mode=modes[0])})
         talk.go_on("c2", "c1", [3], [4], fields={"sampling": Sampling(logprob_mode=modes[1])})
         (row,) = rows_of(talk.calls)
-        assert row.logprob_mode == expected == trajectory_of(as_wire(row)).logprob_mode
+        assert row.logprob_mode == expected == decode_trajectory(encode_row(row)).logprob_mode
 
 
 @pytest.mark.parametrize("mode", NO_LOGPROBS)
 def test_logits_are_never_trained_as_logprobs(mode: str) -> None:
     settled = settle([of_mode("c1", mode, delta=[1], said=[2])])
     assert settled.refused == {"c1": "logits_for_logprobs"}
-    assert merged(settled, CONTEXT) == []
+    assert build_merged(settled, CONTEXT) == []
 
 
 def test_only_the_wanted_modes_are_trained() -> None:
     calls = [of_mode("c1", "raw_logprobs", delta=[1], said=[2]), of_mode("c2", "processed_logprobs", delta=[1], said=[3])]
     settled = settle(calls, logprob_modes={"processed_logprobs"})
     assert settled.refused == {"c1": "logprob_mode_raw_logprobs"}
-    rows = merged(settled, CONTEXT)
+    rows = build_merged(settled, CONTEXT)
     accounting = account(settled, rows)
     assert [row.call_ids for row in rows] == [("c2",)]
     assert (accounting.sampled_tokens, accounting.exported_tokens) == (2, 1)

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from proxy.settings import Settings
 from reconstruct.forest import Forest
 from reconstruct.records import Call
-from reconstruct.roles import LABELS, Marks, RoleRule, infer_side_calls, purpose_of, small_letters, superseded
+from reconstruct.roles import LABELS, Marks, RoleRule, find_purpose, find_superseded, infer_side_calls, small_letters
 from tests.support.engine.scripted_engine import Fail, Generation, Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running
 from tests.support.service.redis_server import RedisServer
@@ -138,7 +138,7 @@ def trained(session: Session) -> set[str]:
 )
 def test_a_harness_names_its_sub_agents_in_its_headers(headers: dict[str, str], role: str, agent: str) -> None:
     source = "inferred" if role == "main" else "declared"
-    assert purpose_of(Marks(headers, tools=True)) == (role, agent, source)
+    assert find_purpose(Marks(headers, tools=True)) == (role, agent, source)
 
 
 COMPACTIONS = (
@@ -150,14 +150,14 @@ COMPACTIONS = (
 @pytest.mark.parametrize("text", [*COMPACTIONS, "You summarize internal chat history into a <state_snapshot>."])
 def test_a_prompt_that_reads_like_a_compaction_is_labelled_so_and_nobody_said_it(text: str) -> None:
     for marks in (Marks({}, False, SYSTEM, text), Marks({}, False, text, "go")):
-        assert purpose_of(marks) == ("compaction", "", "inferred")
-    assert purpose_of(Marks({}, True, SYSTEM, text)) == ("main", "", "inferred")
+        assert find_purpose(marks) == ("compaction", "", "inferred")
+    assert find_purpose(Marks({}, True, SYSTEM, text)) == ("main", "", "inferred")
 
 
 def test_claude_codes_compaction_offers_tools_and_is_known_by_its_first_words() -> None:
     asked = "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.\n\nYour task is to create a detailed summary of the conversation."
-    assert purpose_of(Marks({}, True, SYSTEM, asked)) == ("compaction", "", "inferred")
-    assert purpose_of(Marks({}, True, SYSTEM, f"The user wrote: {asked}")) == ("main", "", "inferred")
+    assert find_purpose(Marks({}, True, SYSTEM, asked)) == ("compaction", "", "inferred")
+    assert find_purpose(Marks({}, True, SYSTEM, f"The user wrote: {asked}")) == ("main", "", "inferred")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_claude_codes_compaction_offers_tools_and_is_known_by_its_first_words() 
 def test_no_prompt_makes_a_side_call(task: str) -> None:
     """A harness that speaks in text alone (aider, mini-swe-agent) never offers tools: its task must not decide the role."""
     for marks in (Marks({}, False, SYSTEM, task), Marks({}, False, task, "go")):
-        assert purpose_of(marks) == ("main", "", "inferred")
+        assert find_purpose(marks) == ("main", "", "inferred")
 
 
 PIECES = ("context checkpoint compaction", "detailed summary of ", "the conversation", "this conversation", "summarize the ")
@@ -189,7 +189,7 @@ texts = st.lists(
 @given(texts.map("".join), texts.map("".join), st.booleans())
 def test_looking_for_words_first_changes_no_role(system: str, last: str, tools: bool) -> None:
     marks = Marks({}, tools, system, last)
-    assert purpose_of(marks)[:2] == purpose_of(marks, WITHOUT_WORDS)[:2]
+    assert find_purpose(marks)[:2] == find_purpose(marks, WITHOUT_WORDS)[:2]
 
 
 def test_whatever_an_expression_takes_for_a_letter_counts_as_that_letter_in_a_word() -> None:
@@ -202,30 +202,30 @@ def test_whatever_an_expression_takes_for_a_letter_counts_as_that_letter_in_a_wo
 
 def test_the_first_rule_that_fits_decides() -> None:
     rules = (RoleRule("side", header="x-a"), RoleRule("subagent", header="x-a", value="^1$"))
-    assert purpose_of(Marks({"x-a": "1"}, True), rules) == ("side", "", "rule")
-    assert purpose_of(Marks({"x-a": "1"}, True), rules[1:]) == ("subagent", "", "rule")
-    assert purpose_of(Marks({"x-a": "2"}, True), rules[1:]) == ("main", "", "inferred")
+    assert find_purpose(Marks({"x-a": "1"}, True), rules) == ("side", "", "rule")
+    assert find_purpose(Marks({"x-a": "1"}, True), rules[1:]) == ("subagent", "", "rule")
+    assert find_purpose(Marks({"x-a": "2"}, True), rules[1:]) == ("main", "", "inferred")
 
 
 def test_the_operators_rules_come_before_those_of_the_harness_and_these_before_the_built_in_ones() -> None:
     marks = Marks({"x-openai-subagent": "compact"}, False, "", COMPACTIONS[0])
     rules, declared = [RoleRule("main", tools=False)], [RoleRule("side", tools=False)]
-    assert purpose_of(marks, rules, declared) == ("main", "", "rule")
-    assert purpose_of(marks, declared=declared) == ("side", "", "declared")
-    assert purpose_of(marks) == ("compaction", "", "declared")
-    assert purpose_of(replace(marks, headers={})) == ("compaction", "", "inferred")
+    assert find_purpose(marks, rules, declared) == ("main", "", "rule")
+    assert find_purpose(marks, declared=declared) == ("side", "", "declared")
+    assert find_purpose(marks) == ("compaction", "", "declared")
+    assert find_purpose(replace(marks, headers={})) == ("compaction", "", "inferred")
 
 
 def test_a_rule_may_ask_for_several_things_at_once() -> None:
     rule = RoleRule("side", header="X-Kind", value="^probe", tools=False, text="(?i)ping", agent_header="X-Who")
-    assert purpose_of(Marks({"x-kind": "probe-1", "x-who": "me"}, False, "", "PING"), (rule,)) == ("side", "me", "rule")
+    assert find_purpose(Marks({"x-kind": "probe-1", "x-who": "me"}, False, "", "PING"), (rule,)) == ("side", "me", "rule")
     for marks in (
         Marks({"x-kind": "a probe"}, False, "", "ping"),
         Marks({"x-kind": "probe"}, True, "", "ping"),
         Marks({"x-kind": "probe"}, False, "", "pong"),
         Marks({}, False, "", "ping"),
     ):
-        assert purpose_of(marks, (rule,)) == ("main", "", "inferred")
+        assert find_purpose(marks, (rule,)) == ("main", "", "inferred")
 
 
 def test_role_rules_and_volatile_lines_are_read_from_the_environment_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,49 +478,49 @@ EVERYTHING = {"c1", "c2", "c3", "c4"}
 
 
 def test_an_attempt_whose_reply_never_arrived_is_superseded_by_the_one_after_it() -> None:
-    assert superseded(Forest([attempt("c1"), attempt("c2")]), {"c2"}) == {"c1"}
+    assert find_superseded(Forest([attempt("c1"), attempt("c2")]), {"c2"}) == {"c1"}
 
 
 def test_no_mark_of_a_later_request_supersedes_a_reply_that_went_out_whole() -> None:
     """The old bug: of identical requests at once one failed and came again with its mark, and the replies that the harness had
     read were thrown away."""
     forest = Forest([attempt("c1"), attempt("c2", retry="1"), attempt("c3", retry="2")])
-    assert superseded(forest, EVERYTHING) == set()
-    assert superseded(forest, {"c1", "c3"}) == {"c2"}
+    assert find_superseded(forest, EVERYTHING) == set()
+    assert find_superseded(forest, {"c1", "c3"}) == {"c2"}
 
 
 def test_equal_requests_are_both_kept_without_proof() -> None:
-    assert superseded(Forest([attempt("c1"), attempt("c2"), attempt("c3")]), EVERYTHING) == set()
+    assert find_superseded(Forest([attempt("c1"), attempt("c2"), attempt("c3")]), EVERYTHING) == set()
 
 
 def test_the_last_attempt_stands_though_nothing_of_it_arrived() -> None:
-    assert superseded(Forest([attempt("c1"), attempt("c2", retry="1")]), set()) == {"c1"}
-    assert superseded(Forest([attempt("c1")]), set()) == set()
+    assert find_superseded(Forest([attempt("c1"), attempt("c2", retry="1")]), set()) == {"c1"}
+    assert find_superseded(Forest([attempt("c1")]), set()) == set()
 
 
 def test_a_call_that_something_continues_is_never_superseded() -> None:
     forest = Forest([attempt("c1"), attempt("c2", retry="1"), attempt("c3", "c1", digest=b"next")])
-    assert superseded(forest, set()) == set()
+    assert find_superseded(forest, set()) == set()
 
 
 @pytest.mark.parametrize("other", [{"digest": b"another body"}, {"parent": "c0"}], ids=["body", "parent"])
 def test_only_the_same_request_in_the_same_place_is_a_retry(other: dict[str, Any]) -> None:
     root = attempt("c0", digest=b"root")
-    assert superseded(Forest([root, attempt("c1"), attempt("c2", retry="1", **other)]), {"c0", "c2"}) == set()
+    assert find_superseded(Forest([root, attempt("c1"), attempt("c2", retry="1", **other)]), {"c0", "c2"}) == set()
 
 
 def test_choices_of_one_request_are_not_retries_of_each_other() -> None:
     """Two choices undelivered, asked again for two: both of the first are superseded, both of the second stay."""
     started = {"c1": 1.0, "c2": 1.0, "c3": 3.0, "c4": 3.0}
     calls = [attempt(name, started_at=at) for name, at in started.items()]
-    assert superseded(Forest(calls[:2]), set()) == set()
-    assert superseded(Forest(calls), {"c3", "c4"}) == {"c1", "c2"}
+    assert find_superseded(Forest(calls[:2]), set()) == set()
+    assert find_superseded(Forest(calls), {"c3", "c4"}) == {"c1", "c2"}
 
 
 def test_what_is_superseded_does_not_depend_on_the_order_of_arrival() -> None:
     calls = [attempt("c1"), attempt("c2", retry="1"), attempt("c3", digest=b"other"), attempt("c4", digest=b"other")]
     for order in itertools.permutations(calls):
-        assert superseded(Forest(order), {"c2", "c4"}) == {"c1", "c3"}
+        assert find_superseded(Forest(order), {"c2", "c4"}) == {"c1", "c3"}
 
 
 # Retries, through the service

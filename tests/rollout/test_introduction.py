@@ -13,7 +13,7 @@ import pytest
 
 from cli import control as token_of
 from cli.control import Control, Declined
-from cli.node import let_in, seen
+from cli.node import await_admission, await_listing
 from cli.refusal import Refusal
 from cli.rollout_service import RolloutConnection
 from proxy.store.connection import StoreConnection
@@ -53,7 +53,7 @@ async def test_a_node_is_let_in_with_a_token_of_its_own_or_the_admins(
     monkeypatch.setenv(variable, NODE if variable == token_of.NODE else ADMIN)
     with serving_tasks(redis_server.url) as service:
         control = Control(service.url, variables=(token_of.NODE, token_of.ADMIN))
-        await let_in(control)
+        await await_admission(control)
         if variable == token_of.NODE:
             for path in ("/tasks", "/sessions"):
                 with pytest.raises(Declined, match="the node token does not open this"):
@@ -93,15 +93,15 @@ async def test_a_service_that_is_away_is_waited_for(redis_server: RedisServer, c
     with serving_tasks(redis_server.url) as first:
         url, adding = first.url, first.adding
     port = int(url.rpartition(":")[2])
-    waiting = asyncio.create_task(let_in(Control(url, ADMIN)))
+    waiting = asyncio.create_task(await_admission(Control(url, ADMIN)))
     with kept(port):
         async with asyncio.timeout(SECONDS):
-            while "nothing is taken yet: no service at" not in caplog.text and not waiting.done():
+            while "no rollouts are taken yet: no service at" not in caplog.text and not waiting.done():
                 await asyncio.sleep(0.02)
             assert not waiting.done()
             with RunningService("http://127.0.0.1:9", redis_server.url, adding=adding, engine_api="chat").on(port):
                 await waiting
-    assert caplog.text.count("nothing is taken yet") == 1
+    assert caplog.text.count("no rollouts are taken yet") == 1
 
 
 def test_a_node_writes_its_log_as_json_where_it_is_told_to(redis_server: RedisServer, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_node_writes_its_log_as_json_where_it_is_told_to(redis_server: RedisSe
     variables = environment(VERBATIM_ADMIN_TOKEN=ADMIN, VERBATIM_LOCAL_SANDBOX="none", VERBATIM_LOG_FORMAT="json")
     with log.open("w") as written, subprocess.Popen([*COMMAND, "node", *flags], env=variables, stderr=written) as node:
         try:
-            wait_until(lambda: "nothing is taken yet" in log.read_text() or node.poll() is not None, SECONDS, "a line")
+            wait_until(lambda: "no rollouts are taken yet" in log.read_text() or node.poll() is not None, SECONDS, "a line")
         finally:
             node.kill()
     told = [json.loads(line) for line in log.read_text().splitlines()]
@@ -128,7 +128,7 @@ def test_a_node_writes_its_log_as_json_where_it_is_told_to(redis_server: RedisSe
 
 async def test_what_is_no_service_is_not_waited_for() -> None:
     with pytest.raises(Refusal):
-        await let_in(Control("ftp://127.0.0.1:9", ADMIN))
+        await await_admission(Control("ftp://127.0.0.1:9", ADMIN))
 
 
 async def test_a_node_that_the_service_does_not_see_says_so_once(
@@ -139,9 +139,9 @@ async def test_a_node_that_the_service_does_not_see_says_so_once(
     connection = StoreConnection(redis_server.url)
     try:
         with serving_tasks(redis_server.url) as service:
-            looking = asyncio.create_task(seen(Control(service.url, ADMIN), "n", patience_seconds=0))
+            looking = asyncio.create_task(await_listing(Control(service.url, ADMIN), "n", patience_seconds=0))
             async with asyncio.timeout(SECONDS):
-                while "does not see this node" not in caplog.text:
+                while "does not list this node" not in caplog.text:
                     await asyncio.sleep(0.02)
                 state = NodeState("n", {}, ["local"], cpus=1.0, memory_mb=256, lease_seconds=30.0, seen_at=time.time())
                 await WorkStore(RolloutConnection(connection)).beat(state, [], time.time())

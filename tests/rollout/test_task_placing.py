@@ -135,4 +135,4 @@ def test_a_task_that_waits_for_what_no_node_has_is_shown_with_it(
         submit(service, task_id="wide", runtime={"cpus": 16.0})
         wait_until(lambda: service.request("GET", "/tasks/wide").json()["lacks"] is not None, 120, "it is told")
         shown = verbatim("tasks", "show", "wide", VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN)
-    assert shown.returncode == 0 and "waits: a rollout takes 16 CPUs" in " ".join(shown.stdout.split()), shown.stderr
+    assert shown.returncode == 0 and "waiting: a rollout takes 16 CPUs" in " ".join(shown.stdout.split()), shown.stderr

@@ -282,11 +282,11 @@ BROKEN = {
     "lengths": {"logprobs": np.zeros(3, np.float32)},
     "no finite logprob": {"logprobs": np.array([0, 0, -1, np.nan], np.float32)},
     "has a logprob": {"logprobs": np.array([0, -2, -1, -1], np.float32)},
-    "something else than 0 and 1": {"loss_mask": np.array([0, 0, 1, 2], np.int8)},
+    "values other than 0 and 1": {"loss_mask": np.array([0, 0, 1, 2], np.int8)},
     "first token is sampled": {"loss_mask": np.array([1, 0, 1, 1], np.int8)},
     "outside 0 to": {"token_ids": np.array([1, -2, 101, 102], np.int32)},
     "do not cover exactly": {"weight_versions": (Span(5, 2, 3),)},
-    "is no span": {"weight_versions": (Span(5, 2, 9),)},
+    "is not a valid weight-version span": {"weight_versions": (Span(5, 2, 9),)},
     "Span\\(version=-1": {"weight_versions": (Span(-1, 2, 4),)},
     "the reward is": {"reward": float("inf")},
 }

@@ -47,14 +47,14 @@ def test_a_row_is_as_old_as_its_own_policy_says() -> None:
 
 def test_batches_that_are_joined_have_the_newest_version_of_each_policy() -> None:
     later = Batch(groups([trajectory("c", policy="c", versions=[1])]), 9, weight_versions={"b": 1, "c": 4})
-    joined = Batch.joined([both(), later])
+    joined = Batch.join([both(), later])
     assert (joined.weight_version, joined.weight_versions) == (9, {"": 9, "b": 2, "c": 4})
     assert [row.trajectory_id for row in joined.rows] == ["a", "b", "c"]
     assert joined.staleness.tolist() == [4, 1, 3]
 
 
 def test_rows_of_a_policy_whose_version_is_not_said_are_refused() -> None:
-    with pytest.raises(ValueError, match="there are rows of 'b', whose weight version is not said"):
+    with pytest.raises(ValueError, match="there is no weight version for the rows of 'b'"):
         Batch(groups(OF_BOTH), 7)
 
 
@@ -62,7 +62,7 @@ def test_rows_of_a_policy_whose_version_is_not_said_are_refused() -> None:
 def test_a_lease_of_one_policy_is_asked_for_and_read(encoding: str) -> None:
     answer = leased([OF_BOTH[1]], encoding=encoding, weight_versions={"": 7, "b": 2})
     with asked(answer) as (service, client):
-        batch = client.lease(policy="b")
+        batch = client.lease(model="b")
         assert batch is not None
         assert service.received[0].body["policy"] == "b"
         assert ([row.policy for row in batch.rows], batch.staleness.tolist()) == (["b"], [1])

@@ -134,7 +134,7 @@ def test_weights_tells_the_version(service: ScriptedService, client: TrainerClie
     ("weights", "kind", "sentence"),
     [
         ({}, "full", "empty"),
-        ({"step": 3}, "full", "'step' is int, not a torch tensor"),
+        ({"step": 3}, "full", "'step' is of type int, not a torch tensor"),
         ({"w": torch.empty(2, device="meta")}, "full", "meta device"),
         ({"w": torch.eye(2).to_sparse()}, "full", "sparse"),
         ({"w": torch.eye(2)}, "lora", "adapter_config.json"),

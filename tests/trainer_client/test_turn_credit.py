@@ -93,7 +93,7 @@ def test_a_reward_whose_tokens_are_not_known_is_refused(spans: Any) -> None:
 def test_values_of_turns_lie_on_their_tokens_padded(side: Any) -> None:
     batch = batch_of(talk("a", 1.0), trajectory("b", prompt=[7], versions=[5]))
     data = batch.padded(rows=[1, 0], side=side)
-    table = turns_of(batch.rows).laid_out([1.0, 2.0, 3.0], data)
+    table = turns_of(batch.rows).lay_out([1.0, 2.0, 3.0], data)
     assert table[1].tolist() == [0, 1, 1, 0, 2]
     assert table[0].tolist() == ([0, 0, 0, 0, 3] if side == "left" else [0, 3, 0, 0, 0])
     np.testing.assert_array_equal(table != 0, data.loss_mask)
@@ -103,10 +103,10 @@ def test_values_of_turns_lie_on_their_tokens_packed_and_cut() -> None:
     batch = batch_of(talk("a", 1.0), talk("b", 1.0))
     turns = turns_of(batch.rows)
     (data,) = batch.packed(10)
-    assert turns.laid_out([1, 2, 3, 4], data).tolist() == [0, 1, 1, 0, 2, 0, 3, 3, 0, 4]
+    assert turns.lay_out([1, 2, 3, 4], data).tolist() == [0, 1, 1, 0, 2, 0, 3, 3, 0, 4]
     first, second = batch.packed(2, truncate=True)
-    assert turns.laid_out([1, 2, 3, 4], first).tolist() == [0, 1]
-    assert turns.laid_out([1, 2, 3, 4], second).tolist() == [0, 3]
+    assert turns.lay_out([1, 2, 3, 4], first).tolist() == [0, 1]
+    assert turns.lay_out([1, 2, 3, 4], second).tolist() == [0, 3]
     assert first.cut_tokens.tolist() == [2]
     with pytest.raises(ValueError, match="3 values for 4 turns"):
-        turns.laid_out([1, 2, 3], data)
+        turns.lay_out([1, 2, 3], data)

@@ -1,7 +1,7 @@
-"""What a leased batch is cut into: single rows, padded rectangles or packed lines, as torch tensors.
+"""Ways to split a leased batch into microbatches of torch tensors: single rows, padded rectangles or packed sequences.
 
-Each is a small value, so that a DataLoader can send it to its workers, and a function from a batch to its parts. Rows that
-train nothing, or nothing any more once their end was cut, are left out of every part.
+Each is a small picklable callable from a batch to its parts, so that a DataLoader can send it to workers. Rows that train nothing, or
+nothing after truncation, are left out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trainer_client.arrays import PackedBatch, PaddedBatch, Side, kept_lengths
+from trainer_client.arrays import PackedBatch, PaddedBatch, Side, limit_lengths
 from trainer_client.batch import Batch
 
 Microbatch = PaddedBatch | PackedBatch
@@ -24,13 +24,13 @@ class Cut(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One part per row: a PackedBatch that holds this row alone, so its token fields have shape (tokens,)."""
+    """One part per row: a PackedBatch of this row alone, with token fields of shape (tokens,)."""
 
     max_length: int | None = None
     truncate: bool = False
 
     def __call__(self, batch: Batch, advantages: Any) -> list[PackedBatch]:
-        """The rows in the batch's order. One over `max_length` loses its end with `truncate`, otherwise RowTooLong is raised."""
+        """The rows in the batch's order. A row over `max_length` raises RowTooLong, or with `truncate` loses its end."""
         return [
             part
             for index in trained_rows(batch, self.max_length, truncate=self.truncate)
@@ -46,7 +46,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """Parts of at most `micro_rows` rows, each a PaddedBatch as `Batch.padded` makes it."""
+    """Parts of at most `micro_rows` rows, each a PaddedBatch; see `Batch.padded`."""
 
     micro_rows: int
     pad_id: int = 0
@@ -56,7 +56,7 @@ class Padded:
     truncate: bool = False
 
     def __call__(self, batch: Batch, advantages: Any) -> list[PaddedBatch]:
-        """Rows of similar length together: the rows by length, the longest first."""
+        """Parts of rows of similar length, the longest first."""
         rows = trained_rows(batch, self.max_length, truncate=self.truncate)
         rows.sort(key=lambda index: -len(batch.rows[index].token_ids))
         return [
@@ -76,7 +76,7 @@ class Padded:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Parts of at most `token_budget` tokens, each a PackedBatch as `Batch.packed` makes it."""
+    """Parts of at most `token_budget` tokens, each a PackedBatch; see `Batch.packed`."""
 
     token_budget: int
     truncate: bool = False
@@ -87,6 +87,6 @@ class Packed:
 
 
 def trained_rows(batch: Batch, max_length: int | None, *, truncate: bool) -> list[int]:
-    """The indexes of the rows in which a sampled token is left. Raises RowTooLong."""
-    lengths = kept_lengths(batch.rows, max_length, truncate=truncate)
+    """The indexes of the rows with a sampled token after truncation. Raises RowTooLong."""
+    lengths = limit_lengths(batch.rows, max_length, truncate=truncate)
     return [index for index, length in enumerate(lengths) if batch.rows[index].loss_mask[:length].any()]

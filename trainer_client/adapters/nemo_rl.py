@@ -8,9 +8,9 @@ Written against NeMo RL 0.6.0 (NVIDIA-NeMo/RL, commit 7ea279a).
     policy.train(data, loss_fn)
 
 **Baselines.** NeMo RL's estimators group rows by equal prompts and count every row. The rows of an agent's rollouts do not
-all begin with the same prompt, so advantages are handed over. Where each rollout became one row,
-`adv_estimator.compute_advantage(prompt_ids=rollout_batch["group"], …)` works as well: the estimators look at nothing but
-which rows are equal.
+all start with the same prompt, so advantages are passed in. If each rollout has one row,
+`adv_estimator.compute_advantage(prompt_ids=rollout_batch["group"], …)` works as well: the estimators only compare which
+rows are equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer_client.adapters.split_rows import per_row, rewards_of, sampled_runs, split_rows
+from trainer_client.adapters.split_rows import check_advantages, check_rewards, find_runs, split_rows
 from trainer_client.batch import Batch
 
 Message = dict[str, Any]
@@ -42,7 +42,7 @@ def message_logs(batch: Batch, *, max_length: int | None = None, truncate: bool 
         return found
 
     return [
-        [message(split.row, *run) for run in sampled_runs(split.row.loss_mask[: split.end])]
+        [message(split.row, *run) for run in find_runs(split.row.loss_mask[: split.end])]
         for split in split_rows(batch, max_length=max_length, truncate=truncate)
     ]
 
@@ -58,7 +58,7 @@ def rollout_batch(batch: Batch, dict_type: Any, *, max_length: int | None = None
     return dict_type(
         {
             "message_log": message_logs(batch, max_length=max_length, truncate=truncate),
-            "total_reward": torch.tensor(rewards_of(batch)),
+            "total_reward": torch.tensor(check_rewards(batch)),
             "loss_multiplier": torch.tensor([float(row.loss_mask.any()) for row in rows]),
             "length": torch.tensor([row.end for row in rows]),
             "truncated": torch.tensor([row.truncated for row in rows]),
@@ -88,7 +88,7 @@ def train_data(
     """
     import torch
 
-    values = torch.from_numpy(per_row(batch, advantages))
+    values = torch.from_numpy(check_advantages(batch, advantages))
     rows = batch.padded(
         pad_id, max_length=max_length, multiple_of=multiple_of, truncate=truncate, framework="torch", advantages=advantages
     )

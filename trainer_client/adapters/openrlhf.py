@@ -4,12 +4,12 @@
     rollout_samples = experiences(batch, Experience)
     made = experience_maker.make_experience_batch(rollout_samples)
 
-**Baselines.** The experience maker cuts the rewards, in their order, into rows of `n_samples_per_prompt` and knows neither
-groups nor rollouts: right when every group has that many rollouts of one row each. Otherwise hand `advantages` over: they are
-then the `rewards`, and also stand per token in `advantages` and `returns`. Through the experience maker with
+**Baselines.** The experience maker splits the rewards, in order, into rows of `n_samples_per_prompt` and ignores groups and
+rollouts, which is right only if every group has that many rollouts of one row each. Otherwise pass `advantages`: they
+become the `rewards`, and per token the `advantages` and `returns`. Through the experience maker with
 `--rollout.n_samples_per_prompt 1 --algo.advantage.estimator reinforce` (gamma 1, no KL in the reward) they become each
 token's return, from which that estimator subtracts the mean over the batch's tokens (and, without
-`--algo.advantage.no_std_norm`, divides by their deviation); to train on exactly what was handed over, restore `advantages`
+`--algo.advantage.no_std_norm`, divides by their deviation); to train on exactly those passed, restore `advantages`
 and `returns` afterwards.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer_client.adapters.split_rows import SplitRow, per_row, rewards_of, sampled_runs, split_rows
+from trainer_client.adapters.split_rows import SplitRow, check_advantages, check_rewards, find_runs, split_rows
 from trainer_client.batch import Batch
 
 
@@ -39,10 +39,10 @@ def experiences(
     token), `truncated`, `total_length`. `prompts` has the task id; `info` has `reward`, `staleness`, `group`, `rollout`,
     `cut_tokens` and `response_clip_ratio`, each of shape (1,).
 
-    A row over `max_length` tokens raises RowTooLong, or loses its end with `truncate`. Raises: RowTooLong, ValueError.
+    A row over `max_length` tokens raises RowTooLong, or with `truncate` loses its end. Raises: RowTooLong, ValueError.
     """
-    raw = rewards_of(batch)
-    values = None if advantages is None else per_row(batch, advantages)
+    raw = check_rewards(batch)
+    values = None if advantages is None else check_advantages(batch, advantages)
     rows = split_rows(batch, max_length=max_length, truncate=truncate)
     return [
         _experience(experience_type, batch, row, raw[row.index], None if values is None else values[row.index]) for row in rows
@@ -61,7 +61,7 @@ def agent_output(split: SplitRow) -> dict[str, Any]:
         "reward": split.row.reward,
         "scores": split.row.reward,
         "observation_tokens": split.row.token_ids[: split.end].tolist(),
-        "action_ranges": [run[:2] for run in sampled_runs(split.row.loss_mask[: split.end]) if run[2]],
+        "action_ranges": [run[:2] for run in find_runs(split.row.loss_mask[: split.end]) if run[2]],
         "rollout_log_probs": split.row.logprobs[: split.end].tolist(),
         "truncated": split.truncated,
         "extra_logs": {},

@@ -7,8 +7,8 @@ Written against prime-rl 0.8.0 (PrimeIntellect-ai/prime-rl, commit 559b447).
     rows = training_samples(batch, TrainingSample, batch.advantages(dr_grpo), env_name="swe")
     grid = prepare_batch(rows, seq_len, num_train_workers, build_bin_cost(None))     # for a MicroBatchSender
 
-**Baselines.** The trainer computes none: the producer stamps the advantage of every token, so they are handed over here and
-count each rollout once. prime-rl's loss is a mean over all trained tokens of the step; rollouts are not weighed.
+**Baselines.** The trainer computes none: the producer sets the advantage of every token, so they are passed in and count
+each rollout once. prime-rl's loss is a mean over all trained tokens of the step; rollouts are not weighed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer_client.adapters.split_rows import per_row
-from trainer_client.arrays import kept_lengths
+from trainer_client.adapters.split_rows import check_advantages
+from trainer_client.arrays import limit_lengths
 from trainer_client.batch import Batch
 
 
@@ -38,8 +38,8 @@ def training_samples(
     `advantages`: one per row of the batch. `temperature`: what the rollouts were sampled with; the rows do not say it.
     A row over `max_length` tokens raises RowTooLong, or loses its end with `truncate`. Raises: RowTooLong, ValueError.
     """
-    values = per_row(batch, advantages)
-    lengths = kept_lengths(batch.rows, max_length, truncate=truncate)
+    values = check_advantages(batch, advantages)
+    lengths = limit_lengths(batch.rows, max_length, truncate=truncate)
     return [
         sample_type(
             token_ids=row.token_ids[:length].tolist(),

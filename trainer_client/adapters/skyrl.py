@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trainer_client.adapters.split_rows import by_rollout, group_names, rewards_of, split_rows
+from trainer_client.adapters.split_rows import check_rewards, group_by_rollout, group_names, split_rows
 from trainer_client.batch import Batch
 
 
@@ -32,12 +32,12 @@ def generator_output(
 
     A row over `max_length` tokens raises RowTooLong, or loses its end with `truncate`. Raises: RowTooLong, ValueError.
     """
-    rewards = rewards_of(batch)
+    rewards = check_rewards(batch)
     rows, names = split_rows(batch, max_length=max_length, truncate=truncate), group_names(batch)
     order: list[int] = []
     trajectory_ids: list[Any] = []
     is_last_step: list[bool] = []
-    for rollouts in by_rollout(batch):
+    for rollouts in group_by_rollout(batch):
         for number, members in enumerate(rollouts):
             _check_one_reward(batch, members)
             order += members

@@ -6,10 +6,10 @@ have the fields used here in common.
     from slime.utils.types import Sample          # or miles.utils.types
     return RolloutFnTrainOutput(samples=samples(batch, Sample))
 
-**Baselines.** Every row of a rollout carries the same `rollout_id`, which both use to weigh the loss once per rollout.
-miles also counts a rollout once in the baseline, and refuses rows of one rollout that have different rewards. slime
-normalises by position and knows no rollouts there: give it `--custom-reward-post-process-path
-trainer_client.adapters.slime.post_process_rewards` (miles takes it too), or hand `advantages` over, which then are the
+**Baselines.** All rows of a rollout have the same `rollout_id`, by which both weigh the loss once per rollout.
+miles also counts a rollout once in the baseline, and rejects rows of one rollout with different rewards. slime
+normalises by position and ignores rollouts: pass `--custom-reward-post-process-path
+trainer_client.adapters.slime.post_process_rewards` (also for miles), or pass `advantages`, which then become the
 `reward`, together with `--disable-rewards-normalization`.
 """
 
@@ -20,9 +20,9 @@ from typing import Any
 
 from trainer_client.adapters.split_rows import (
     SplitRow,
-    by_rollout,
-    per_row,
-    rewards_of,
+    check_advantages,
+    check_rewards,
+    group_by_rollout,
     split_rows,
     weight_versions,
 )
@@ -33,32 +33,32 @@ from trainer_client.batch import Batch
 def samples(
     batch: Batch, sample_type: Any, *, max_length: int | None = None, truncate: bool = False, advantages: Any = None
 ) -> list[list[list[Any]]]:
-    """`sample_type`s nested as groups, their rollouts, and the rows of each: the shape both know for one rollout that became
+    """`sample_type`s nested as groups, their rollouts, and the rows of each: the shape that both use for a rollout with
     several samples.
 
     `tokens` is the row; `loss_mask` and `rollout_log_probs` have `response_length` entries, from the first sampled token on.
     `group_index`, `rollout_id` and `index` are counted over the batch, so make the samples of one step from one batch
     (`Batch([*a.groups, *b.groups], version)` joins two). `weight_versions` has one entry per span. `metadata` has
     `trajectory_id`, `session_id`, `task_id`, `role`, `staleness`, `weight_spans` ([version, start, end] in `tokens`),
-    `cut_tokens` and `raw_reward`. With `advantages` (one per row) they are the `reward`.
+    `cut_tokens` and `raw_reward`. `advantages` (one per row), if given, are the `reward`.
 
-    A row over `max_length` tokens raises RowTooLong, or loses its end with `truncate`. Raises: RowTooLong, ValueError.
+    A row over `max_length` tokens raises RowTooLong, or with `truncate` loses its end. Raises: RowTooLong, ValueError.
     """
-    raw = rewards_of(batch)
-    rewards = raw if advantages is None else per_row(batch, advantages)
+    raw = check_rewards(batch)
+    rewards = raw if advantages is None else check_advantages(batch, advantages)
     rows = split_rows(batch, max_length=max_length, truncate=truncate)
 
     def sample(index: int) -> Any:
         return _sample(sample_type, batch, rows[index], float(rewards[index]), float(raw[index]))
 
-    return [[[sample(index) for index in members] for members in rollouts] for rollouts in by_rollout(batch)]
+    return [[[sample(index) for index in members] for members in rollouts] for rollouts in group_by_rollout(batch)]
 
 
 def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """(rewards as they came, advantages), per sample: the hook `--custom-reward-post-process-path`.
+    """(raw rewards, advantages) per sample: the hook `--custom-reward-post-process-path`.
 
     trainer_client.advantages.grpo, or dr_grpo with `args.grpo_std_normalization` false, over `group_index` and `rollout_id`,
-    whatever the order and the number of samples.
+    for any order and number of samples.
     """
     estimator = grpo if args.grpo_std_normalization else dr_grpo
     raw = [float(sample.get_reward_value(args)) for sample in samples]

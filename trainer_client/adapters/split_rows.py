@@ -1,7 +1,7 @@
-"""Rows as a prompt and a response, which is how most trainers hold a sample.
+"""Rows split into a prompt and a response, the form of a sample in most trainers.
 
-The response begins at the row's first sampled token and goes on to its end: the tokens that tools, users and templates put
-between the sampled ones are in it with loss_mask 0. Nothing is moved, left out or made up, so that
+The response is the row from its first sampled token on; the tokens of tools, users and templates in between are in it with
+loss_mask 0. Nothing is moved, dropped or invented:
 
     prompt_ids + response_ids == token_ids            and every sampled token has loss_mask 1 in the response, once.
 
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.trajectory import Trajectory
-from trainer_client.arrays import kept_lengths, lost_tokens
+from trainer_client.arrays import count_lost_tokens, limit_lengths
 from trainer_client.batch import Batch
 from trainer_client.wire import versions_by_token
 
@@ -28,8 +28,8 @@ from trainer_client.wire import versions_by_token
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitRow:
     """`prompt_ids` is `row.token_ids[:start]`; `response_ids`, `loss_mask`, `logprobs` and `versions` are the row from `start`
-    to `end`, all of one length, at least 1. `versions` is -1 where nothing was sampled. `cut_tokens`: sampled tokens behind
-    `end`. `index`: the row's place in `batch.rows`."""
+    to `end`, all of one length, at least 1. `versions` is -1 for tokens that were not sampled. `cut_tokens`: sampled tokens after
+    `end`. `index`: the row's index in `batch.rows`."""
 
     row: Trajectory
     index: int
@@ -59,17 +59,17 @@ class SplitRow:
 
     @property
     def truncated(self) -> bool:
-        """The reply hit a limit, in the engine or here."""
+        """Whether a limit cut the row, in the engine or here."""
         return self.row.truncated or self.end < len(self.row.token_ids)
 
 
 def split_rows(batch: Batch, *, max_length: int | None = None, truncate: bool = False) -> list[SplitRow]:
-    """All rows in their order. One over `max_length` tokens raises RowTooLong, or loses its end with `truncate`.
+    """All rows in order. A row over `max_length` tokens raises RowTooLong, or with `truncate` loses its end.
 
     Raises: RowTooLong; ValueError for a row of a single token, which has no prompt.
     """
-    lengths = kept_lengths(batch.rows, max_length, truncate=truncate)
-    lost = lost_tokens(batch.rows, lengths)
+    lengths = limit_lengths(batch.rows, max_length, truncate=truncate)
+    lost = count_lost_tokens(batch.rows, lengths)
     return [
         SplitRow(row, index, _start(row, length), length, cut)
         for index, (row, length, cut) in enumerate(zip(batch.rows, lengths, lost, strict=True))
@@ -84,18 +84,18 @@ def _start(row: Trajectory, length: int) -> int:
 
 
 def weight_versions(row: Trajectory) -> list[int]:
-    """The versions the row was sampled under, in order, one per span."""
+    """The weight version of each span, in order."""
     return [span.version for span in row.weight_versions]
 
 
-def sampled_runs(mask: NDArray[Any]) -> list[tuple[int, int, bool]]:
-    """The runs of equal mask, as (start, end, sampled)."""
+def find_runs(mask: NDArray[Any]) -> list[tuple[int, int, bool]]:
+    """The runs of equal mask values, as (start, end, sampled)."""
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     return [(start, end, bool(mask[start])) for start, end in pairwise(borders)]
 
 
-def rewards_of(batch: Batch) -> NDArray[np.float32]:
-    """One finite reward per row. Raises ValueError for a row that has none."""
+def check_rewards(batch: Batch) -> NDArray[np.float32]:
+    """One finite reward per row. Raises ValueError for a row without one."""
     rewards: NDArray[np.float32] = batch.columns.rewards
     for row, reward in zip(batch.rows, rewards, strict=True):
         if not np.isfinite(reward):
@@ -103,7 +103,7 @@ def rewards_of(batch: Batch) -> NDArray[np.float32]:
     return rewards
 
 
-def per_row(batch: Batch, advantages: Any) -> NDArray[np.float32]:
+def check_advantages(batch: Batch, advantages: Any) -> NDArray[np.float32]:
     """`advantages` as one finite float32 per row of the batch. Raises ValueError."""
     values = np.asarray(advantages, dtype=np.float32)
     if values.shape != (len(batch.rows),):
@@ -114,11 +114,11 @@ def per_row(batch: Batch, advantages: Any) -> NDArray[np.float32]:
 
 
 def group_names(batch: Batch) -> list[str]:
-    """Per row, a name that only the rows of its group have: two groups of one batch may have the same group_id."""
+    """Per row, a name unique to its group: two groups of one batch may have the same group_id."""
     return [f"{batch.groups[at].group_id}:{at}" for at in batch.columns.group_index.tolist()]
 
 
-def by_rollout(batch: Batch) -> list[list[list[int]]]:
+def group_by_rollout(batch: Batch) -> list[list[list[int]]]:
     """Row indexes, nested as groups, their rollouts, and the rows of each, every level in order of appearance."""
     groups: dict[int, dict[int, list[int]]] = {}
     places: Iterable[Sequence[int]] = zip(batch.columns.group_index.tolist(), batch.columns.rollout_index.tolist(), strict=True)

@@ -1,7 +1,7 @@
-"""Whole steps for trainers that ask for data and never say when they are done with it.
+"""Whole steps for trainers that request data but never report that they have trained on it.
 
-slime's rollout function and SkyRL's generator are called once per step, want a fixed number of groups, and hear nothing of the
-training that follows. That they ask for another step is the only sign that an earlier one is over.
+slime's rollout function and SkyRL's generator are called once per step, need a fixed number of groups, and do not learn of the training
+that follows. The request for another step is the only sign that an earlier one is done.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from trainer_client.errors import ClientClosed, InvalidAnswer, TrainerClientErro
 
 
 class Steps:
-    """Batches of exactly `groups` groups, from as many leases as it takes; not thread-safe.
+    """Batches of exactly `groups` groups, from as many leases as needed. Not thread-safe.
 
-    `behind` is how many steps may be out at once. 1: a step is acknowledged when the next is asked for, right for a trainer
-    that trains between its requests. 2: when the one after that is asked for, right for one that asks one step ahead. `lease`
-    goes to `TrainerClient.batches` (max_staleness, lease_seconds, …). Leases are extended until they end.
+    `behind` is how many steps may be outstanding. 1: a step is acked when the next is requested, for a trainer that trains between
+    requests. 2: when the one after that is requested, for a trainer that requests one step ahead. `lease` goes to
+    `TrainerClient.batches` (max_staleness, lease_seconds, …). Leases are extended until acked or given back.
     """
 
     def __init__(self, client: TrainerClient, groups: int, *, behind: int = 1, **lease: Any) -> None:
@@ -29,48 +29,44 @@ class Steps:
         self._out: deque[list[Batch]] = deque()
 
     def take(self) -> Batch:
-        """The next step, waiting for it: a batch without a lease of its own, whose version is the newest of its parts.
+        """Wait for the next step: a batch without its own lease, with the newest version of its parts.
 
-        Raises LeaseLost when a step that is now over was not this trainer's any more (it may be learnt twice), ConnectionFailed
-        or Unavailable when it could not be acknowledged (likewise), ClientClosed when the client was closed, and what
-        `TrainerClient.lease` raises; groups leased for the new step are given back then.
+        Raises LeaseLost if the lease of a finished step was lost, ConnectionFailed or Unavailable if it could not be acked (in each
+        case its rows may be trained on twice), ClientClosed, and what `TrainerClient.lease` raises; the groups leased for the new
+        step are then given back.
         """
         while len(self._out) >= self._behind:
-            _acknowledge(self._out.popleft())
+            _end(self._out.popleft(), Batch.ack)
         parts: list[Batch] = []
         with ExitStack() as opened:
             while missing := self._groups - sum(len(part.groups) for part in parts):
                 parts.append(opened.enter_context(self._next(missing)))
             opened.pop_all()
         self._out.append(parts)
-        return Batch.joined(parts)
+        return Batch.join(parts)
 
     def finish(self) -> None:
-        """Acknowledges all that is out: the trainer has ended well. Raises LeaseLost, ConnectionFailed or Unavailable."""
+        """Ack every outstanding step after a successful end. Raises LeaseLost, ConnectionFailed or Unavailable."""
         while self._out:
-            _acknowledge(self._out.popleft())
+            _end(self._out.popleft(), Batch.ack)
 
     def give_back(self) -> None:
-        """Gives back all that is out: the trainer stops before it has learnt from it. Raises LeaseLost, ConnectionFailed or Unavailable."""
+        """Nack every outstanding step, which was not trained on. Raises LeaseLost, ConnectionFailed or Unavailable."""
         while self._out:
             _end(self._out.popleft(), Batch.nack)
 
     def _next(self, groups: int) -> Batch:
         batch = next(self._client.batches(max_groups=groups, **self._lease), None)
         if batch is None:
-            raise ClientClosed("the client was closed while a step was waited for")
+            raise ClientClosed("the client was closed while waiting for a step")
         if len(batch.groups) > groups:
             batch.nack()
             raise InvalidAnswer(f"a lease of at most {groups} groups has {len(batch.groups)}")
         return batch
 
 
-def _acknowledge(parts: list[Batch]) -> None:
-    _end(parts, Batch.ack)
-
-
 def _end(parts: list[Batch], action: Callable[[Batch], None]) -> None:
-    # One that fails must not keep the others from being ended: nobody would see them again, and they go on being extended.
+    # End every lease even if one fails: otherwise the rest would be extended forever.
     failed: list[TrainerClientError] = []
     for part in parts:
         try:

@@ -1,14 +1,14 @@
-"""Leased rows as a PyTorch dataset, for training loops of one's own.
+"""Leased rows as a PyTorch dataset, for custom training loops.
 
     with LeasedRows(url, token, Padded(micro_rows=8), max_groups=4) as rows:
         for micro in rows.loader(num_workers=2):        # PaddedBatch or PackedBatch, tensors
             loss(model, micro).backward()
             optimizer.step()
-            rows.ack()                                  # all that was handed out has been learnt from
+            rows.ack()                                  # everything yielded so far has been trained on
 
-Each DataLoader worker leases for itself, and extends its leases until they are acknowledged. A lease is acknowledged once all
-its parts are. What is not acknowledged when the `with` block ends or `loader` is called again is given back and will be delivered
-again, whole: rows are trained at least once. A `break` alone gives nothing back.
+Each DataLoader worker leases for itself and extends its leases until they are acknowledged. A lease is acknowledged once all its parts
+are. Leases still unacknowledged when the `with` block ends, or when `loader` is called again, are given back and delivered again,
+whole: rows are trained at least once. A `break` alone gives nothing back.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainer_client.adapters.microbatches import Cut, Microbatch
 from trainer_client.advantages import grpo
 from trainer_client.batch import Batch
-from trainer_client.client import TrainerClient
+from trainer_client.client import LeaseTerms, TrainerClient
 from trainer_client.errors import TrainerClientError
 from trainer_client.held_leases import HeldLeases
 
 log = logging.getLogger(__name__)
 
 AckWhen = Literal["call", "next"]
-Scored = Callable[[Batch], Any]
-"""The advantages of a whole batch, one per row. Workers that are spawned, not forked, need a function of a module."""
+AdvantageFunction = Callable[[Batch], Any]
+"""Computes the advantages of a whole batch, one per row. Spawned workers need a module-level function."""
 
 
 def by_grpo(batch: Batch) -> Any:
-    """Each row's advantage within its group, by `advantages.grpo`."""
     return batch.advantages(grpo)
 
 
@@ -59,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class _Desk:
-    """What one process needs to lease and to acknowledge."""
+    """The client and the leases of one process."""
 
     client: TrainerClient
     leases: HeldLeases
@@ -70,11 +69,11 @@ class _Desk:
 
 
 class LeasedRows(IterableDataset[Part]):
-    """`cut` makes parts of a leased batch (Rows, Padded or Packed of `microbatches`); `advantages` are computed over the whole
-    batch before that, and are left out with None. The lease's own arguments are those of `TrainerClient.lease`; `wait_seconds`
-    is how long one request waits, and so how long a worker may take to notice that the loop has ended.
+    """`cut` splits a leased batch into parts (Rows, Padded or Packed of `microbatches`); `advantages` are computed over the whole
+    batch first, None: not at all. `terms` as for `TrainerClient.lease`, with `max_groups` 1 by default. `wait_seconds` is how long
+    one request waits, and so how long a worker may take to notice that the loop has ended.
 
-    Iterating gives `Part`s, for a DataLoader of one's own with `batch_size=None`; `loader` is the loop that needs less care.
+    Iterate over `loader`. Iterating over the dataset itself yields `Part`s, for your own DataLoader with `batch_size=None`.
     Not thread-safe."""
 
     def __init__(
@@ -83,47 +82,37 @@ class LeasedRows(IterableDataset[Part]):
         token: str,
         cut: Cut,
         *,
-        advantages: Scored | None = by_grpo,
-        max_groups: int | None = 1,
-        max_trajectories: int | None = None,
-        max_staleness: int | None = None,
-        policy: str | None = None,
+        advantages: AdvantageFunction | None = by_grpo,
         wait_seconds: float = 2.0,
-        lease_seconds: float = 600.0,
         consumer: str | None = None,
         retry_seconds: float = 120.0,
+        **terms: Unpack[LeaseTerms],
     ) -> None:
         self._url, self._token, self._consumer, self._retry_seconds = url, token, consumer, retry_seconds
         self.cut, self.advantages = cut, advantages
-        self._lease_seconds = lease_seconds
-        self._wanted: dict[str, Any] = {
-            "max_groups": max_groups,
-            "max_trajectories": max_trajectories,
-            "max_staleness": max_staleness,
-            "policy": policy,
-            "wait_seconds": wait_seconds,
-            "lease_seconds": lease_seconds,
-        }
+        self._wait_seconds = wait_seconds
+        self._terms: LeaseTerms = {"max_groups": 1, "lease_seconds": 600.0, **terms}
         self._desk: _Desk | None = None
         self._stop: Any = None
         self._loop: Iterator[Microbatch] | None = None
-        self._handed: list[Share] = []
+        self._yielded: list[Share] = []
         self._acked: Counter[str] = Counter()
 
     def loader(self, num_workers: int = 0, *, ack: AckWhen = "call", **options: Any) -> Iterator[Microbatch]:
-        """Microbatches for ever, from `num_workers` processes or from this one; `options` are the DataLoader's.
+        """Microbatches without end, from `num_workers` processes or from this one; `options` are the DataLoader's.
 
-        `ack="call"`: `ack()` says when what was handed out has been learnt from, after the optimizer's step say. `ack="next"`:
-        asking for the next one says so. Raises what the loop's leases raise: see `TrainerClient.batches`.
+        `ack="call"`: call `ack()` once what was yielded has been trained on, for example after the optimizer's step. `ack="next"`:
+        requesting the next one acknowledges the one before. Raises what `TrainerClient.batches` raises.
         """
         self._end_loop()
         self._loop = self._microbatches(num_workers, ack, options)
         return self._loop
 
     def ack(self, *parts: Part) -> None:
-        """These parts, or everything `loader` has handed out, has been learnt from: leases of which that was the last part are
-        acknowledged. Raises LeaseLost, after the others were acknowledged: those rows are trained again by someone."""
-        shares, self._handed = ([part.share for part in parts], self._handed) if parts else (self._handed, [])
+        """Mark these parts, or everything `loader` has yielded, as trained on, and acknowledge leases whose parts all are.
+
+        Raises LeaseLost, after acknowledging the others: another trainer will train on those rows again."""
+        shares, self._yielded = ([part.share for part in parts], self._yielded) if parts else (self._yielded, [])
         self._acked.update(share.lease_id for share in shares)
         failures = []
         for lease_id in {share.lease_id: None for share in shares if self._acked[share.lease_id] >= share.parts}:
@@ -136,7 +125,7 @@ class LeasedRows(IterableDataset[Part]):
             raise failures[0]
 
     def close(self) -> None:
-        """Ends the loop; its workers and this process give back what was not acknowledged."""
+        """End the loop; its workers and this process give back what was not acknowledged."""
         self._end_loop()
         if self._desk:
             self._desk.close()
@@ -144,8 +133,8 @@ class LeasedRows(IterableDataset[Part]):
 
     def __iter__(self) -> Iterator[Part]:
         with self._leasing() as desk:
-            for batch in desk.client.batches(**self._wanted, keep=False, stop=self._stopped):
-                yield from self._parts(desk.leases, batch)
+            for batch in desk.client.batches(wait_seconds=self._wait_seconds, keep=False, stop=self._is_stopped, **self._terms):
+                yield from self._split(desk.leases, batch)
 
     def __enter__(self) -> Self:
         return self
@@ -154,17 +143,17 @@ class LeasedRows(IterableDataset[Part]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # What a worker is sent: connections, threads and acknowledgements belong to the process that made them.
-        return self.__dict__ | {"_desk": None, "_loop": None, "_handed": [], "_acked": Counter()}
+        # Sent to workers: connections, threads and acknowledgements belong to the process that made them.
+        return self.__dict__ | {"_desk": None, "_loop": None, "_yielded": [], "_acked": Counter()}
 
-    def _parts(self, leases: HeldLeases, batch: Batch) -> Iterator[Part]:
+    def _split(self, leases: HeldLeases, batch: Batch) -> Iterator[Part]:
         lease_id = str(batch.lease_id)
         leases.hold(lease_id)
         parts = self.cut(batch, None if self.advantages is None else self.advantages(batch))
         if not parts:
             leases.ack(lease_id)
         for data in parts:
-            if self._stopped():
+            if self._is_stopped():
                 return
             yield Part(data, Share(lease_id, len(parts)))
 
@@ -177,19 +166,19 @@ class LeasedRows(IterableDataset[Part]):
         )
         try:
             for part in parts:
-                self._handed.append(part.share)
+                self._yielded.append(part.share)
                 yield part.data
                 if ack == "next":
                     self.ack()
         finally:
             self._stop.set()
-            self._handed, self._acked = [], Counter()
-            _run_out(parts)
+            self._yielded, self._acked = [], Counter()
+            _drain(parts)
             self._stop = None
 
     @contextmanager
     def _leasing(self) -> Iterator[_Desk]:
-        """The desk of this process; in the end all it holds is given back."""
+        """The desk of this process. Whatever it still holds at the end is given back."""
         worker = get_worker_info()
         desk = self._own_desk() if worker is None else self._new_desk(f"/{worker.id}")
         try:
@@ -208,9 +197,9 @@ class LeasedRows(IterableDataset[Part]):
     def _new_desk(self, suffix: str = "") -> _Desk:
         consumer = self._consumer and self._consumer + suffix
         client = TrainerClient(self._url, self._token, consumer=consumer, retry_seconds=self._retry_seconds)
-        return _Desk(client, HeldLeases(client, self._lease_seconds))
+        return _Desk(client, HeldLeases(client, self._terms["lease_seconds"]))
 
-    def _stopped(self) -> bool:
+    def _is_stopped(self) -> bool:
         return self._stop is not None and bool(self._stop.is_set())
 
     def _end_loop(self) -> None:
@@ -219,10 +208,10 @@ class LeasedRows(IterableDataset[Part]):
             self._loop = None
 
 
-def _run_out(parts: Iterator[Part]) -> None:
-    """Waits until every worker has given back what it holds: the DataLoader alone would end them after five seconds."""
+def _drain(parts: Iterator[Part]) -> None:
+    """Wait until every worker has given back its leases: the DataLoader alone would terminate it after five seconds."""
     try:
         for _ in parts:
             pass
     except Exception as error:
-        log.warning("a worker has ended before it could give its leases back, which will expire: %s", error)
+        log.warning("a worker ended without giving back its leases, which will expire: %s", error)

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on leased rows: the agents act elsewhere, TRL computes the loss and takes the optimizer's steps.
+"""TRL's GRPOTrainer on leased rows: agents run elsewhere, TRL computes the loss and takes the optimizer steps.
 
     client = TrainerClient(url, token)
     trainer = LeasedGRPOTrainer(
@@ -10,9 +10,9 @@
     )
     trainer.train()
 
-What TRL is given for a row: the ids up to the first sampled token as prompt, all others as completion, the engine's logprobs, and
-the row's loss mask as `env_mask`, so that every sampled token of every turn is trained and no tool output or template token is.
-What TRL would get wrong of such rows is set right here: see LeasedGRPOTrainer. Written against TRL 1.16.
+For each row TRL gets the ids before the first sampled token as prompt, all others as completion, the engine's logprobs, and the row's
+loss mask as `env_mask`, so that it trains every sampled token of every turn and no tool output or template token. LeasedGRPOTrainer
+corrects what TRL would otherwise get wrong. Written against TRL 1.16.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from trainer_client.publish import version_folder
 
 
 class PublishWeights(TrainerCallback):
-    """After every `every_steps` optimizer steps, and at the end of the training, the model is written below `directory`, which the
-    engines can read, and pushed as the version after the one that is served. For any transformers Trainer.
+    """Writes the model below `directory`, which the engines can read, and pushes it as the next version, every `every_steps` optimizer
+    steps and at the end of the training. For any transformers Trainer.
 
-    `dtype`: what floating-point weights are written as, the model's own by default; the engine's saves bytes. `mode` and
-    `keep_last` as for `TrainerClient.publish`, whose errors end the training. Only the main process pushes.
-    Raises UnpublishableWeights for a model whose weights are spread over processes (FSDP, ZeRO-3) and for adapters."""
+    `dtype` of the written floating-point weights: default the model's; the engine's saves bytes. `mode` and `keep_last` as for
+    `TrainerClient.publish`, whose errors end the training. Only the main process pushes.
+    Raises UnpublishableWeights for sharded weights (FSDP, ZeRO-3) and for adapters."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class PublishWeights(TrainerCallback):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.version: int | None = None
-        """The version last seen or pushed; None before the training began."""
+        """The version last seen or pushed; None before the training starts."""
         self._client = client
         self._directory = directory
         self._every_steps, self._keep_last, self._mode, self._dtype = every_steps, keep_last, mode, dtype
@@ -64,11 +64,11 @@ class PublishWeights(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if args.fsdp or any(hasattr(weight, "ds_id") or hasattr(weight, "full_tensor") for weight in model.parameters()):
-            raise UnpublishableWeights("the weights are spread over processes: gather them and call TrainerClient.publish")
+            raise UnpublishableWeights("the weights are sharded over processes: gather them and call TrainerClient.publish")
         if hasattr(model, "peft_config"):
             raise UnpublishableWeights("the model has adapters: save them and call TrainerClient.publish with kind='lora'")
         if state.is_world_process_zero:
-            self.version = self._served()
+            self.version = self._fetch_version()
         self._pushed_step = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -81,15 +81,17 @@ class PublishWeights(TrainerCallback):
     def _publish(self, state: Any, model: Any) -> None:
         if not state.is_world_process_zero or self._pushed_step == state.global_step:
             return
-        # Someone else's version would be written over, and trained on without its weights being known here.
-        if (served := self._served()) != self.version:
-            raise VersionConflict(f"version {served} is being served, not {self.version}: someone else pushes too", status=409)
+        # Another publisher's version would be overwritten, and rows sampled under weights unknown here.
+        if (served := self._fetch_version()) != self.version:
+            raise VersionConflict(
+                f"version {served} is being served, not {self.version}: there is another publisher", status=409
+            )
         with version_folder(self._directory, served + 1) as folder:
             model.save_pretrained(folder.unfinished, state_dict=self._state(model))
         self._client.publish(folder.path, served + 1, mode=self._mode, directory=self._directory, keep_last=self._keep_last)
         self.version, self._pushed_step = served + 1, state.global_step
 
-    def _served(self) -> int:
+    def _fetch_version(self) -> int:
         return int(self._client.weights()["current"]["version"])
 
     def _state(self, model: Any) -> dict[str, torch.Tensor] | None:
@@ -102,25 +104,25 @@ class PublishWeights(TrainerCallback):
 
 
 class LeasedGRPOTrainer(GRPOTrainer):
-    """`rows` are leased rows cut into `Rows`, with advantages. One generation batch of TRL's (`per_device_train_batch_size` times
-    `steps_per_generation`) is so many rows, whatever groups they are of; rows that are left over are in the next.
+    """`rows` are leased rows split by `Rows`, with advantages. A generation batch of TRL (`per_device_train_batch_size` times
+    `steps_per_generation`) is that many rows, regardless of groups; left-over rows are in the next one.
 
-    Their leases are acknowledged after the optimizer step in which the last of their rows was trained, and after `publish`; all
-    others are given back when `train` ends, well or with an error. Each process leases for itself.
+    Leases are acked after the optimizer step that trained the last of their rows, and after `publish`; all others are given back when
+    `train` ends, also with an error. Each process leases for itself.
 
-    Three things differ from a GRPOTrainer with a rollout function. Advantages are those of `rows`, computed over whole groups,
-    because TRL would take each `num_generations` neighbouring rows for a group, while a rollout may be several rows. The ratio
-    between the trained policy and the one that sampled is taken against the recorded logprobs, as the `vllm_importance_sampling_…`
-    settings say, although `use_vllm` is off: TRL would otherwise ignore them. And there is no dataset: the prompts are in the rows.
+    Three things differ from a GRPOTrainer with a rollout function. Advantages are those of `rows`, computed over whole groups: TRL
+    would treat every `num_generations` consecutive rows as a group, but a rollout may have several rows. The importance ratio uses the
+    recorded logprobs, as the `vllm_importance_sampling_…` settings say, although `use_vllm` is off, where TRL would ignore them. And
+    there is no dataset: the prompts are in the rows.
     """
 
     def __init__(
         self, model: Any, rows: LeasedRows, args: GRPOConfig, *, publish: PublishWeights | None = None, **options: Any
     ) -> None:
         if args.use_vllm:
-            raise ValueError("use_vllm is set: the engine is the service's, not TRL's")
+            raise ValueError("use_vllm is set, but the engine belongs to the service")
         if not isinstance(rows.cut, Rows) or rows.advantages is None:
-            raise ValueError("the rows must be cut into `Rows` and have advantages")
+            raise ValueError("the rows must be split by `Rows` and have advantages")
         self._rows = rows
         self._leased: Iterator[Part] = iter(())
         self._batch: list[Part] = []
@@ -135,14 +137,14 @@ class LeasedGRPOTrainer(GRPOTrainer):
             callbacks=callbacks,
             **options,
         )
-        # TRL uses the engine's logprobs only where it takes vLLM for the source; told after its __init__, it starts no client.
+        # TRL uses the engine's logprobs only with use_vllm; set after __init__, it starts no client.
         self.use_vllm = True
         self.vllm_generation = _PushedByCallback()
         self._last_loaded_step = -1
         self.add_callback(_AckAfterStep(self))
 
     def train(self, *args: Any, **options: Any) -> Any:
-        """As GRPOTrainer's; leases that are open at its end are given back."""
+        """As GRPOTrainer's; gives back open leases at the end."""
         self._leased = leased = iter(self._rows)
         try:
             return super().train(*args, **options)
@@ -151,11 +153,11 @@ class LeasedGRPOTrainer(GRPOTrainer):
             leased.close()  # type: ignore[attr-defined]
 
     def ack_trained(self) -> None:
-        """Acknowledges the rows whose last use was before now. Raises LeaseLost."""
+        """Ack the rows whose last use has passed. Raises LeaseLost."""
         trained: list[Part] = []
         while self._untrained and self._untrained[0][0] <= self._step:
             trained += self._untrained.popleft()[1]
-        # No process is done before the first one has published.
+        # No process may ack before the main one has published.
         self.accelerator.wait_for_everyone()
         if trained:
             self._rows.ack(*trained)
@@ -163,7 +165,7 @@ class LeasedGRPOTrainer(GRPOTrainer):
     def _lease_rows(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         self._batch = list(islice(self._leased, len(prompts)))
         if len(self._batch) < len(prompts):
-            raise ClientClosed("the rows were closed while the training went on")
+            raise ClientClosed("the rows were closed during the training")
         uses = self.args.steps_per_generation * self.num_iterations
         self._untrained.append((self._step + uses, self._batch))
         return rollouts_of(_rows(self._batch))
@@ -172,15 +174,15 @@ class LeasedGRPOTrainer(GRPOTrainer):
         scored: dict[str, Any] = super()._generate_and_score_completions(inputs)
         advantages = torch.cat([row.advantages for row in _rows(self._batch)])  # type: ignore[misc]
         scored["advantages"] = advantages.to(scored["advantages"])
-        # As wide as a generation batch: TRL's own fall out.
+        # The log keeps one generation batch: these push out TRL's own.
         self._logs["advantages"].extend(gather_object(advantages.tolist()))
         self._metrics["train"].pop("frac_reward_zero_std", None)
         return scored
 
 
 def rollouts_of(rows: Sequence[PackedBatch]) -> dict[str, list[Any]]:
-    """What a rollout function of TRL returns, for rows that hold one trajectory each: `prompt_ids`, `completion_ids`, `logprobs`
-    and `env_mask` as long as the completion, and `reward` for the reward function, None where there is none."""
+    """The result of a TRL rollout function for rows of one trajectory each: `prompt_ids`, `completion_ids`, `logprobs` and `env_mask` as
+    long as the completion, and `reward` for the reward function, None if there is none."""
     starts = [int(row.loss_mask.int().argmax()) for row in rows]
     pairs = list(zip(rows, starts, strict=True))
     return {
@@ -197,26 +199,26 @@ def _rows(parts: Sequence[Part]) -> list[PackedBatch]:
 
 
 def stored_reward(reward: list[float | None], **_: Any) -> list[float | None]:
-    """The rewards the sessions were closed with, as a reward function of TRL: for its metrics."""
+    """The sessions' rewards, as a TRL reward function for its metrics."""
     return reward
 
 
 def _placeholders(args: GRPOConfig) -> Dataset:
-    """A dataset that is as long as one generation batch, for a loop that goes by `max_steps`."""
+    """A dataset as long as one generation batch, for a loop that runs to `max_steps`."""
     if args.max_steps <= 0:
         raise ValueError("max_steps is not set: leased rows have no epochs")
     return Dataset.from_dict({"prompt": [""] * (args.generation_batch_size // args.num_generations)})
 
 
 class _PushedByCallback:
-    """What TRL calls before it generates: PublishWeights has pushed already, after the step."""
+    """Called by TRL before it generates; PublishWeights has already pushed after the step."""
 
     def sync_weights(self) -> None:
         return
 
 
 class _AckAfterStep(TrainerCallback):
-    """The last callback of a step, so that what is acknowledged has been trained and published."""
+    """The last callback of a step, so that acked rows have been trained on and published."""
 
     def __init__(self, trainer: LeasedGRPOTrainer) -> None:
         self._trainer = trainer

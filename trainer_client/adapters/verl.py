@@ -4,13 +4,13 @@
     with batch:
         data = data_proto(batch, DataProto, pad_id=tokenizer.pad_token_id, advantages=batch.advantages(grpo))
 
-**Baselines.** `compute_advantage` groups rows by `uid` and counts every row: when each rollout became one row, it may be
-called on the result and gives what trainer_client.advantages gives (except for a rollout alone in its group, where verl
-keeps the reward itself). When a rollout became several rows, hand `advantages` over and leave `compute_advantage` out, or
+**Baselines.** `compute_advantage` groups rows by `uid` and counts every row: if each rollout has one row, it gives the same as
+trainer_client.advantages (except for a rollout alone in its group, where verl keeps the reward itself). If a rollout has
+several rows, pass `advantages` and skip `compute_advantage`, or
 call verl's `compute_advantage_for_multi_trajectories` with `batch_keys(batch, data.batch["response_mask"])`, which takes the
 reward of one row per rollout.
 
-**Old logprobs.** `rollout_log_probs` is what the engine said. `old_log_probs` is for the trainer to set: to the same tensor
+**Old logprobs.** `rollout_log_probs` are the engine's. `old_log_probs` is for the trainer to set: to the same tensor
 (`algorithm.rollout_correction.bypass_mode`) or to the actor's own, with rollout correction between the two.
 """
 
@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from trainer_client.adapters.split_rows import (
     SplitRow,
-    by_rollout,
+    check_advantages,
+    check_rewards,
+    find_runs,
+    group_by_rollout,
     group_names,
-    per_row,
-    rewards_of,
-    sampled_runs,
     split_rows,
     weight_versions,
 )
@@ -63,15 +63,15 @@ def data_proto(
     A row over `max_length` tokens, or with a response over `response_length`, raises RowTooLong or loses its end with
     `truncate`; a prompt over `prompt_length` always raises it. Raises: RowTooLong, ValueError.
     """
-    rewards = rewards_of(batch)
+    rewards = check_rewards(batch)
     rows = split_rows(batch, max_length=max_length, truncate=truncate)
     if response_length is not None:
-        rows = [_shortened(row, response_length, truncate=truncate) for row in rows]
+        rows = [_shorten(row, response_length, truncate=truncate) for row in rows]
     prompts = _Rectangle(rows, "left", _width("prompt", [len(row.prompt_ids) for row in rows], prompt_length))
     responses = _Rectangle(rows, "right", _width("response", [len(row.response_ids) for row in rows], response_length))
     tensors = _tensors(prompts, responses, pad_id, rewards)
     if advantages is not None:
-        values = per_row(batch, advantages)
+        values = check_advantages(batch, advantages)
         tensors["advantages"] = responses.fill(0, np.float32, lambda row: values[row.index] * row.loss_mask)
         tensors["returns"] = tensors["advantages"].copy()
     return proto_type.from_dict(
@@ -88,7 +88,7 @@ def batch_keys(batch: Batch, response_mask: Any = None) -> list[str]:
     """
     trains = _train(batch, response_mask)
     uids, keys = group_names(batch), [""] * len(batch.rows)
-    for rollouts in by_rollout(batch):
+    for rollouts in group_by_rollout(batch):
         for number, members in enumerate(rollouts):
             for at, index in enumerate(sorted(members, key=lambda index: trains[index])):
                 keys[index] = f"{uids[index]}_{number}_{at}"
@@ -104,7 +104,7 @@ def _train(batch: Batch, response_mask: Any) -> list[bool]:
 
 
 class _Rectangle:
-    """Tables of one line per row, `width` wide, with the row's values at `side` (padding stands on that side)."""
+    """Builds tables of one line per row, `width` wide, padded on `side`."""
 
     def __init__(self, rows: Sequence[SplitRow], side: Literal["left", "right"], width: int) -> None:
         self._rows, self._side, self._width = rows, side, width
@@ -123,7 +123,7 @@ def _tensors(prompts: _Rectangle, responses: _Rectangle, pad_id: int, rewards: N
     prompt_there = prompts.fill(0, np.int64, lambda row: np.ones(len(row.prompt_ids)))
     response_there = responses.fill(0, np.int64, lambda row: np.ones(len(row.response_ids)))
     attention_mask = np.concatenate([prompt_there, response_there], axis=1)
-    scores = responses.fill(0, np.float32, lambda row: _at_the_end(float(rewards[row.index]), len(row.response_ids)))
+    scores = responses.fill(0, np.float32, lambda row: _place_last(float(rewards[row.index]), len(row.response_ids)))
     return {
         "prompts": prompt_ids,
         "responses": response_ids,
@@ -147,11 +147,11 @@ def _non_tensors(batch: Batch, rows: Sequence[SplitRow]) -> dict[str, NDArray[An
         "staleness": _objects(batch.staleness.tolist()),
         "min_global_steps": _objects([min(spans, default=None) for spans in versions]),
         "max_global_steps": _objects([max(spans, default=None) for spans in versions]),
-        "__num_turns__": np.array([sum(run[2] for run in sampled_runs(row.loss_mask)) for row in rows], dtype=np.int32),
+        "__num_turns__": np.array([sum(run[2] for run in find_runs(row.loss_mask)) for row in rows], dtype=np.int32),
     }
 
 
-def _shortened(row: SplitRow, limit: int, *, truncate: bool) -> SplitRow:
+def _shorten(row: SplitRow, limit: int, *, truncate: bool) -> SplitRow:
     length = row.end - row.start
     if length <= limit:
         return row
@@ -168,7 +168,7 @@ def _width(what: str, lengths: Sequence[int], fixed: int | None) -> int:
     return longest if fixed is None else fixed
 
 
-def _at_the_end(value: float, length: int) -> NDArray[np.float32]:
+def _place_last(value: float, length: int) -> NDArray[np.float32]:
     line = np.zeros(length, dtype=np.float32)
     line[-1] = value
     return line

@@ -1,10 +1,9 @@
 """Advantages of rows from the rewards of their group: pure functions on numpy arrays.
 
-An estimator takes `rewards`, `group_index` and `rollout_index`, all of shape (rows,), as `Batch.advantages` hands them over, and
-returns float32 of shape (rows,). A rollout that became several rows counts once in its group's baseline and spread, with
-the mean of its rows' rewards; each row's advantage is measured from its own reward. A rollout alone in its group has
-nothing to be compared with: 0. A reward that is not finite raises ValueError: a row without a reward must be left out by
-whoever knows why it has none.
+An estimator takes `rewards`, `group_index` and `rollout_index`, all of shape (rows,), as `Batch.advantages` passes them, and returns
+float32 of shape (rows,). A rollout with several rows counts once in its group's baseline and spread, with the mean of its rows'
+rewards; each row's advantage uses its own reward. A rollout alone in its group gets 0. A reward that is not finite raises
+ValueError: the caller must leave out rows without a reward.
 
     batch.advantages(grpo)
     batch.advantages(agent_wise(grpo, agent_names(batch.rows)))                     # Dr. MAS

@@ -73,8 +73,8 @@ def agent_wise(estimator: Estimator, agents: Sequence[Hashable], *, each_row: bo
         groups, rollouts = np.asarray(group_index), np.asarray(rollout_index)
         if not groups.shape == rollouts.shape == agent_index.shape:
             raise ValueError(f"{agent_index.size} agents for {groups.size} rows")
-        compared = np.arange(rollouts.size) if each_row else pairs(rollouts, agent_index)
-        return estimator(rewards, pairs(groups, agent_index), compared)
+        compared = np.arange(rollouts.size) if each_row else number_pairs(rollouts, agent_index)
+        return estimator(rewards, number_pairs(groups, agent_index), compared)
 
     return within_agents
 
@@ -84,7 +84,7 @@ def _numbered(keys: Sequence[Hashable]) -> NDArray[np.int64]:
     return np.array([seen.setdefault(key, len(seen)) for key in keys], dtype=np.int64)
 
 
-def pairs(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
+def number_pairs(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
     """One number per distinct pair."""
     if not first.size:
         return first

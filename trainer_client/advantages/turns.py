@@ -1,13 +1,13 @@
-"""Turn-level credit: every turn of a rollout gets an advantage of its own, from rewards given per call.
+"""Turn-level credit: an advantage for every turn of a rollout, from rewards per call.
 
-A turn is what one call sampled, where it is trained: over the rows of a rollout each once. Rewards per call are those of
+A turn is the tokens sampled by one call, in the row that trains them. Rewards per call are those of
 `POST /sessions/{id}/reward {"per_call": …}`.
 
     turns = turns_of(batch.rows)
     columns = batch.columns
     advantages = turn_level(columns.rewards, columns.group_index, columns.rollout_index, turns)
     data = batch.packed(token_budget)[0]
-    per_token = turns.laid_out(advantages, data)      # beside data.token_ids
+    per_token = turns.lay_out(advantages, data)      # beside data.token_ids
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from reconstruct.trajectory import Trajectory
-from trainer_client.advantages.outcome import Advantages, Estimator, grpo, pairs
+from trainer_client.advantages.outcome import Advantages, Estimator, grpo, number_pairs
 from trainer_client.arrays import PackedBatch, PaddedBatch
 
 
@@ -37,7 +37,7 @@ class Turns:
     number: NDArray[np.int64]
     reward: NDArray[np.float64]
 
-    def laid_out(self, per_turn: ArrayLike, data: PackedBatch | PaddedBatch) -> NDArray[np.float32]:
+    def lay_out(self, per_turn: ArrayLike, data: PackedBatch | PaddedBatch) -> NDArray[np.float32]:
         """`per_turn` on the tokens of each turn, float32 of the shape of `data.token_ids` (numpy); 0 on tokens that are not
         sampled. Turns behind a cut are left out, as their tokens are."""
         values = np.asarray(per_turn, dtype=np.float32)
@@ -119,7 +119,7 @@ def _peers(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Group and rollout of each turn, where turns of one number in one group are a group."""
     groups, rollouts = np.asarray(group_index)[turns.row][which], np.asarray(rollout_index)[turns.row][which]
-    return pairs(groups, turns.number[which]), pairs(rollouts, turns.number[which])
+    return number_pairs(groups, turns.number[which]), number_pairs(rollouts, turns.number[which])
 
 
 def _rewarded(row: Trajectory) -> list[tuple[int, int, float]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cli.benching.measurement import Asked, Cost, Door, Round, Tally, Told, cost, quantile
+from cli.benching.measurement import Cost, Counters, Endpoint, Request, Round, Tally, compute_cost, quantile
 from tests.support.engine.scripted_engine import Generation, Say, ScriptedEngine
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer
@@ -131,18 +131,20 @@ def test_ctrl_c_ends_it_with_what_was_measured(shared: tuple[ScriptedEngine, Run
 
 
 def test_only_what_one_process_tells_of_just_these_calls_is_believed() -> None:
-    before = Told(1.0, 5.0, 10, {("plan", "own"): 1.0})
-    after = Told(1.0, 6.0, 30, {("plan", "own"): 1.5, ("commit", "store"): 0.2})
-    assert cost(before, after, 20) == Cost(20, 50.0, {"plan": {"own": 25.0}, "commit": {"store": 10.0}})
-    assert cost(before, after, 19) is None
-    assert cost(before, Told(2.0, 6.0, 30), 20) is None
-    assert cost(before, before, 0) is None
+    before = Counters(1.0, 5.0, 10, {("plan", "own"): 1.0})
+    after = Counters(1.0, 6.0, 30, {("plan", "own"): 1.5, ("commit", "store"): 0.2})
+    assert compute_cost(before, after, 20) == Cost(20, 50.0, {"plan": {"own": 25.0}, "commit": {"store": 10.0}})
+    assert compute_cost(before, after, 19) is None
+    assert compute_cost(before, Counters(2.0, 6.0, 30), 20) is None
+    assert compute_cost(before, before, 0) is None
 
 
 async def test_a_fault_of_the_measurement_itself_is_raised() -> None:
     """Here the numbers of its calls come to an end."""
     with pytest.raises(RuntimeError, match="StopIteration"):
-        await Round(Asked("m", 1, 1, True), 1, SECONDS, lambda: False).run([Door("http://127.0.0.1:9")], iter(()), Tally())
+        await Round(Request("m", 1, 1, True), 1, SECONDS, lambda: False).run(
+            [Endpoint("http://127.0.0.1:9")], iter(()), Tally()
+        )
 
 
 def test_a_quantile_is_a_call_that_was_measured() -> None:

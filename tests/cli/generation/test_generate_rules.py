@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.generation.attempts import NAMES, Accept, Attempt, Decision, Input, Limits, Way, best, worked_seconds
+from cli.generation.attempts import NAMES, Accept, Attempt, Decision, Input, Limits, Progress, measure_seconds
 from cli.generation.folder import GenerationFolder
-from cli.generation.screen import Totals, failure_lines, sentence_of, table
+from cli.generation.screen import make_table, summarize, summarize_failures, summarize_input
 from cli.refusal import Refusal
 from proxy.archive.folder import ArchiveWriter
 
@@ -57,7 +57,7 @@ def test_an_expression_is_evaluated_over_what_is_known_of_an_attempt(text: str, 
         ("(lambda: 1)()", "only abs"),
         ("reward = 1", "invalid syntax"),
         ("reward > 0; reward", "invalid syntax"),
-        ("(reward := 1)", "NamedExpr is nothing"),
+        ("(reward := 1)", "NamedExpr is not allowed"),
         ("-" * 100_000 + "1", "--accept"),
     ],
 )
@@ -92,7 +92,7 @@ def test_an_attempt_that_lacks_what_is_asked_says_so() -> None:
 def test_a_round_follows_while_too_few_are_accepted_and_more_may_be_made(
     limits: Limits, made: int, accepted: int, following: int
 ) -> None:
-    assert limits.following(made, accepted) == following
+    assert limits.next_round(made, accepted) == following
 
 
 def test_the_best_are_kept_and_of_equal_ones_the_earlier() -> None:
@@ -103,10 +103,10 @@ def test_the_best_are_kept_and_of_equal_ones_the_earlier() -> None:
 
     made = [attempt(0, 0.5), attempt(1, 1.0), attempt(2, 0.5), attempt(3, 1.0)]
     for ended in (made, made[::-1]):
-        assert [kept.index for kept in best(ended, 3, lambda attempt: True)] == [1, 3, 0]
-    assert [kept.index for kept in best(made, None, lambda attempt: True)] == [0, 1, 2, 3]
+        assert [kept.index for kept in Limits(4, 4, 3).select(ended, lambda attempt: True)] == [1, 3, 0]
+    assert [kept.index for kept in Limits(4, 4, None).select(made, lambda attempt: True)] == [0, 1, 2, 3]
     # A session that is gone makes place for the next best.
-    assert [kept.index for kept in best(made, 2, lambda attempt: attempt.index != 1)] == [3, 0]
+    assert [kept.index for kept in Limits(4, 4, 2).select(made, lambda attempt: attempt.index != 1)] == [3, 0]
 
 
 def test_a_run_that_was_broken_off_takes_nothing_back_of_what_was_decided(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_run_that_was_broken_off_takes_nothing_back_of_what_was_decided(tmp_pa
     other = replace(made, index=1, session_id="t")
     for done in (True, False):
         with GenerationFolder(tmp_path, {}) as folder:
-            way = Way(Input("a", 1, {}), 1, "g.a.r1", {}, [made, other], [made] if done else [], done=done)
+            way = Progress(Input("a", 1, {}), 1, "g.a.r1", {}, [made, other], [made] if done else [], done=done)
             folder.settle([way], complete=False)
         told = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
         assert [line["kept"] for line in told] == [True, False]
@@ -133,8 +133,8 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_reason(tmp_path: Path) -
 
 
 def test_the_seconds_of_an_attempt_are_those_of_its_harness() -> None:
-    assert worked_seconds({"queued": 1.0, "preparing": 2.0, "running": 5.0, "evaluating": 7.5, "completed": 9.0}) == 2.5
-    assert worked_seconds({"queued": 1.0, "preparing": 2.0, "failed": 9.0}) is None
+    assert measure_seconds({"queued": 1.0, "preparing": 2.0, "running": 5.0, "evaluating": 7.5, "completed": 9.0}) == 2.5
+    assert measure_seconds({"queued": 1.0, "preparing": 2.0, "failed": 9.0}) is None
 
 
 def test_the_table_shows_each_task_its_rewards_and_its_tokens() -> None:
@@ -142,23 +142,23 @@ def test_the_table_shows_each_task_its_rewards_and_its_tokens() -> None:
     lost = Attempt(
         "g.b.r1", 0, None, None, None, {**VALUES, "reward": None, "tokens": None}, Decision(False, "there is no reward")
     )
-    way = Way(Input("a", 1, {}), 1, "g.a.r1", {"completed": 1}, [made], [made], done=True)
-    other = Way(Input("b", 2, {}), 2, "g.b.r2", {"running": 1}, [lost])
+    way = Progress(Input("a", 1, {}), 1, "g.a.r1", {"completed": 1}, [made], [made], done=True)
+    other = Progress(Input("b", 2, {}), 2, "g.b.r2", {"running": 1}, [lost])
     shown = io.StringIO()
-    Console(file=shown, width=120).print(table([way, other]))
+    Console(file=shown, width=120).print(make_table([way, other]))
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.getvalue().splitlines() if "│" in line]
     assert cells == [["b", "2", "1 running", "1", "0", "", "0"], ["a", "1", "", "1", "1", "0.5", "40"]]
-    assert sentence_of(way) == "task a: 1 of 1 attempts accepted, 1 kept, 40 tokens, rewards 0.5"
-    told = Totals([way, other]).sentence()
+    assert summarize_input(way) == "task a: 1 of 1 attempts accepted, 1 kept, 40 tokens, rewards 0.5"
+    told = summarize([way, other])
     assert told == (
         "1 of 2 tasks ended, 1 with an accepted attempt; 2 attempts, 1 accepted, 1 kept, mean reward 0.5, 40 tokens"
     )
 
 
 def test_in_a_narrow_terminal_each_task_has_one_whole_line() -> None:
-    ways = [Way(Input(f"t-{n:03}", n, {}), 1, "", {"queued": 2, "preparing": 1, "running": 1}) for n in range(9)]
+    ways = [Progress(Input(f"t-{n:03}", n, {}), 1, "", {"queued": 2, "preparing": 1, "running": 1}) for n in range(9)]
     shown = io.StringIO()
-    Console(file=shown, width=80).print(table(ways, rows=4, wide=False))
+    Console(file=shown, width=80).print(make_table(ways, rows=4, wide=False))
     lines = [line for line in shown.getvalue().splitlines() if "t-" in line]
     assert len(lines) == 4 and all("2 queued 1 preparing 1 running" in line for line in lines)
     assert "…" not in shown.getvalue()
@@ -169,8 +169,8 @@ def test_what_failed_is_told_with_its_class_and_where_to_look() -> None:
     failure = {"failure": "harness_missing", "message": "pi is not there\nand cannot be installed", "look": "n:/logs/a/0.1"}
     values = {**VALUES, "reward": None}
     made = [Attempt("g.a.r1", index, None, failure, None, values, Decision(False, "there is no reward")) for index in (0, 1)]
-    way = Way(Input("a", 1, {}), 1, "g.a.r1", {}, made, done=True)
-    assert sentence_of(way) == "task a: 0 of 2 attempts accepted, 0 kept, 80 tokens, 2 harness_missing"
-    assert failure_lines([way]) == [
+    way = Progress(Input("a", 1, {}), 1, "g.a.r1", {}, made, done=True)
+    assert summarize_input(way) == "task a: 0 of 2 attempts accepted, 0 kept, 80 tokens, 2 harness_missing"
+    assert summarize_failures([way]) == [
         "2 attempts failed as harness_missing: pi is not there and cannot be installed (see n:/logs/a/0.1)"
     ]

@@ -9,7 +9,7 @@ from typing import Any
 from datasets import load_dataset
 from transformers import PreTrainedTokenizerFast
 
-from cli.generation.folder import plain
+from cli.generation.folder import simplify_message
 from tests import ROOT
 from tests.support.engine.template_families import FAMILIES
 
@@ -33,7 +33,7 @@ def conversation(name: str, arguments: str, content: Any) -> dict[str, Any]:
         },
         {"role": "assistant", "content": "It is 42.", "reasoning_content": "41 or 42"},
     ]
-    return {"messages": [plain(message) for message in said], "metadata": {name: 1}}
+    return {"messages": [simplify_message(message) for message in said], "metadata": {name: 1}}
 
 
 def test_the_messages_load_as_a_dataset_and_are_rendered_as_they_were_said(tmp_path: Path) -> None:
@@ -56,11 +56,11 @@ def test_the_messages_load_as_a_dataset_and_are_rendered_as_they_were_said(tmp_p
 
 def test_what_is_no_text_and_no_object_stays_as_it_is() -> None:
     image = [{"type": "text", "text": "what is it?"}, {"type": "image_url", "image_url": {"url": "data:,x"}}]
-    assert plain({"role": "user", "content": image})["content"] == image
+    assert simplify_message({"role": "user", "content": image})["content"] == image
     broken = [call("open", "{oops"), call("list", "[1]")]
-    assert plain({"role": "assistant", "content": "", "tool_calls": broken})["tool_calls"] == broken
+    assert simplify_message({"role": "assistant", "content": "", "tool_calls": broken})["tool_calls"] == broken
 
 
 def test_a_prompt_of_token_ids_stays_as_it_is() -> None:
     """It used to end the command, which looked for a text in each id, after all had been attempted."""
-    assert plain({"role": "prompt", "content": [11, 12]}) == {"role": "prompt", "content": [11, 12]}
+    assert simplify_message({"role": "prompt", "content": [11, 12]}) == {"role": "prompt", "content": [11, 12]}

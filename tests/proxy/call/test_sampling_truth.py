@@ -25,7 +25,7 @@ from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, streamed_text
 from trainer_client import TrainerClient
-from trainer_client.wire import trajectory_of
+from trainer_client.wire import decode_trajectory
 
 TOP = 2
 EVERYTHING = {"top_logprobs": TOP, "prompt_logprobs": True, "routed_experts": True}
@@ -46,7 +46,7 @@ def engine(running: Running) -> ScriptedEngine:
 
 
 def rows_of(session: Session, builder: str = "merged") -> list[Trajectory]:
-    return [trajectory_of(row) for row in session.trajectories(builder)[0]]
+    return [decode_trajectory(row) for row in session.trajectories(builder)[0]]
 
 
 def tool_turns(session: Session, engine: ScriptedEngine, **fields: Any) -> None:

@@ -24,7 +24,7 @@ from tests.support.crashes.trainer import digest
 from tests.support.engine.scripted_engine import Generation, logprobs_of
 from tests.support.service.redis_server import Store
 from tests.support.service.verbatim_process import ADMIN
-from trainer_client.wire import trajectory_of
+from trainer_client.wire import decode_trajectory
 
 PAGE = 3
 """Calls to a page: small, so that cursors are used."""
@@ -83,7 +83,7 @@ def _kept(control: httpx.Client, session_id: str) -> Kept:
         calls += page["calls"]
         cursor = page["cursor"]
     built = _get(control, f"/sessions/{session_id}/trajectories")
-    rows = [trajectory_of(row) for row in built["trajectories"]]
+    rows = [decode_trajectory(row) for row in built["trajectories"]]
     return Kept(session_id, state["status"], calls, rows, built["accounting"])
 
 

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from reconstruct.records import Span, pack_ids, pack_logprobs
-from reconstruct.trajectory import Trajectory, weighed
+from reconstruct.trajectory import Trajectory, weigh_rows
 from tests.support.sessions.training_rows import groups, trajectory
 from trainer_client.batch import Batch
 from trainer_client.wire import Group
@@ -92,7 +92,7 @@ def batches(draw: st.DrawFn, *, rows_per_rollout: int = 3) -> Batch:
             reward, session = float(draw(st.integers(-4, 4))), f"s{group}.{rollout}"
             count = draw(st.integers(1, rows_per_rollout))
             members += [draw(rows(f"t{group}.{rollout}.{at}", session, reward)) for at in range(count)]
-        found.append(Group(f"g{group}", tuple(weighed(members))))
+        found.append(Group(f"g{group}", tuple(weigh_rows(members))))
     return Batch(found, 9)
 
 

@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 
 from reconstruct.records import Span, pack_ids, pack_logprobs
-from reconstruct.trajectory import Trajectory, as_wire, weighed
+from reconstruct.trajectory import Trajectory, encode_row, weigh_rows
 from tests.support.service.scripted_service import Answer, json_answer
 from trainer_client.wire import Group
 
@@ -51,12 +51,12 @@ def spans(start: int, versions: Sequence[int]) -> tuple[Span, ...]:
 
 
 def groups(*members: Sequence[Trajectory]) -> tuple[Group, ...]:
-    return tuple(Group(f"g{at}", tuple(weighed(rows))) for at, rows in enumerate(members, start=1))
+    return tuple(Group(f"g{at}", tuple(weigh_rows(rows))) for at, rows in enumerate(members, start=1))
 
 
 def lease_body(*members: Sequence[Trajectory], arrays: str = "list", **changes: Any) -> dict[str, Any]:
     leased = [
-        {"group_id": group.group_id, "trajectories": [as_wire(row, arrays=arrays) for row in group.trajectories]}
+        {"group_id": group.group_id, "trajectories": [encode_row(row, arrays=arrays) for row in group.trajectories]}
         for group in groups(*members)
     ]
     return {"lease_id": "lease-1", "expires_at": 2000.0, "weight_version": 7, "groups": leased, **changes}
