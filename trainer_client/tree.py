@@ -1,7 +1,7 @@
 """Rows as trees: every prefix that rows share is computed once.
 
-Rows of one session share the history of their branches, rollouts of one group the prompt of their task. A sequence lists the distinct
-tokens of its rows depth first, so that all tokens below token j follow it without a gap, up to `subtree_end[j]`. Token i attends to
+Rows of one session share the history of their branches; rollouts of one group share the task's prompt. A sequence lists the distinct
+tokens of its rows depth first, so that the descendants of token j follow it directly, up to `subtree_end[j]`. Token i attends to
 token j exactly when j is i or an ancestor of i:
 
     j <= i < subtree_end[j]
@@ -10,11 +10,11 @@ token j exactly when j is i or an ancestor of i:
     7 8 9 4         7 ─ 8 ─┬─ 9 ─ 4      position_ids  0  1  2  3  2  3
     7 8 5 6                └─ 5 ─ 6      subtree_end   6  6  4  4  6  6
 
-`position_ids` is the depth. With this mask and these positions a token sees what it sees in its row, so logits, loss and gradients are
-those of the rows laid flat, up to the order in which floats are added. That holds for every layer that mixes tokens by attention alone;
-models with convolutions or recurrent states over the sequence need `Batch.packed`.
+`position_ids` is the depth. With this mask and these positions a token sees what it sees in its row, so logits, loss and gradients equal
+those of the flat rows, up to the order of float additions. This holds for layers that mix tokens by attention only; models with
+convolutions or recurrent states over the sequence need `Batch.packed`.
 
-Nothing is shared that is not the same: rows part where their ids differ, or where the experts recorded for a token differ.
+Rows branch where their ids differ, or where the experts recorded for a token differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ from numpy.typing import NDArray
 
 from reconstruct.records import NO_EXPERT
 from reconstruct.trajectory import Trajectory
-from trainer_client.arrays import Array, Framework, RowColumns, kept_lengths, lost_tokens, one_mode, selected
+from trainer_client.arrays import (
+    Array,
+    Framework,
+    RowColumns,
+    count_lost_tokens,
+    limit_lengths,
+    require_one_mode,
+    select_columns,
+)
 from trainer_client.wire import versions_by_token
 
 if TYPE_CHECKING:
@@ -41,15 +49,15 @@ class TreeBatch(RowColumns):
     """One sequence of trees.
 
     Fields of shape (tokens,), int64, one value per distinct token: `token_ids`; `position_ids`, the token's depth; `subtree_end`, the
-    index behind the last token below it.
+    index after its last descendant.
 
     Fields of shape (trained,), one value per trained token of every row, in the order of the rows: `trained_index` int64, where the
     token is in `token_ids`; `logit_index` int64, where the token before it is, whose logits predict it; `segment_index` int64, its row,
     so that `advantages[segment_index]` is per trained token; `loss_mask` bool, all true; `inference_logprobs` float32 and
-    `weight_versions` int32 as in PaddedBatch. Where rows share a trained token, each has an entry of its own for it.
+    `weight_versions` int32 as in PaddedBatch. A trained token that rows share has one entry per row.
 
     The fields of RowColumns have shape (rows,). `flat_tokens`: the tokens of the rows laid flat. `routed_experts` int16 of shape
-    (tokens, layers, experts per token), -1 where not known; None when no row has any.
+    (tokens, layers, experts per token), -1 if unknown; None if no row has any.
     """
 
     token_ids: Array
@@ -66,8 +74,8 @@ class TreeBatch(RowColumns):
     flat_tokens: int
 
     def dense_mask(self, window: int | None = None) -> Array:
-        """Bool of shape (tokens, tokens), true where the token of the row attends to that of the column; `window`: only to the last
-        so many positions, itself included, as layers with sliding windows do."""
+        """Bool of shape (tokens, tokens), true where the row's token attends to the column's; `window`: only to the last `window`
+        positions, itself included, as in layers with sliding windows."""
         count = len(self.token_ids)
         index = self.subtree_end.new_tensor(range(count)) if hasattr(self.subtree_end, "new_tensor") else np.arange(count)
         mask = (index[None, :] <= index[:, None]) & (index[:, None] < self.subtree_end[None, :])
@@ -91,7 +99,7 @@ class TreeBatch(RowColumns):
         ends = torch.as_tensor(self.subtree_end)
         device = ends.device if device is None else device
         partial, full = _blocks(ends.cpu().numpy(), block_size)
-        # Kernels look behind the end of a last block that is not full.
+        # Kernels read past the end of a partial last block.
         last = torch.zeros(len(partial) * block_size, dtype=ends.dtype, device=device)
         last[: len(ends)] = ends.to(device)
 
@@ -99,7 +107,7 @@ class TreeBatch(RowColumns):
             return (key <= query) & (query < last[key])
 
         (counts, indexes), (full_counts, full_indexes) = (
-            tuple(torch.as_tensor(array, device=device)[None, None] for array in _listed(table)) for table in (partial, full)
+            tuple(torch.as_tensor(array, device=device)[None, None] for array in _compress(table)) for table in (partial, full)
         )
         length = len(self.token_ids)
         return BlockMask.from_kv_blocks(
@@ -113,7 +121,7 @@ class TreeBatch(RowColumns):
         table = logits[0] if logits.dim() == 3 else logits
         before = torch.as_tensor(self.logit_index, device=table.device)
         chosen = torch.as_tensor(self.token_ids, device=table.device)[torch.as_tensor(self.trained_index, device=table.device)]
-        # Each source once: siblings are often predicted by one and the same token.
+        # Compute each source once: siblings are often predicted by the same token.
         sources, place = torch.unique(before, return_inverse=True)
         return torch.log_softmax(table[sources], dim=-1)[place, chosen]
 
@@ -130,8 +138,8 @@ def trees(
 ) -> list[TreeBatch]:
     """The rows at `indexes` as sequences of trees; see `Batch.tree`."""
     chosen = [rows[index] for index in indexes]
-    lengths = kept_lengths(chosen, token_budget, truncate=truncate)
-    mode = one_mode(chosen)
+    lengths = limit_lengths(chosen, token_budget, truncate=truncate)
+    mode = require_one_mode(chosen)
     return [
         _sequence(
             rows, columns, [indexes[at] for at, _ in part], [(lengths[at], shared) for at, shared in part], advantages, mode
@@ -141,10 +149,9 @@ def trees(
 
 
 def _parts(rows: Sequence[Trajectory], lengths: Sequence[int], budget: int) -> list[list[tuple[int, int]]]:
-    """The places of the rows in sequences of at most `budget` distinct tokens. Each row comes with the number of its first tokens that
-    the row before it in the sequence has, too.
+    """Sequences of at most `budget` distinct tokens, each a list of (row, length of the prefix that it shares with the row before).
 
-    In the order of their ids a row shares the longest prefix with its neighbours, so that a sequence is a stretch of that order."""
+    Sorted by ids, rows share their longest prefixes with their neighbours, so a sequence is a slice of that order."""
     order = sorted(range(len(rows)), key=lambda at: np.asarray(rows[at].token_ids[: lengths[at]], dtype=">u4").tobytes())
     parts: list[list[tuple[int, int]]] = []
     room = 0
@@ -159,7 +166,7 @@ def _parts(rows: Sequence[Trajectory], lengths: Sequence[int], budget: int) -> l
 
 
 def _shared(left: Trajectory, right: Trajectory, length: int) -> int:
-    """How many tokens both begin with, among the first `length`."""
+    """The length of the common prefix within the first `length` tokens."""
     differs = np.asarray(left.token_ids[:length]) != np.asarray(right.token_ids[:length])
     ours, theirs = _experts(left), _experts(right)
     if (ours is None) != (theirs is None):
@@ -183,7 +190,7 @@ def _sequence(
     advantages: Any,
     mode: str,
 ) -> TreeBatch:
-    """`places`: of each row its length, and how much of it is a prefix of the row before it as well."""
+    """`places`: for each row its length and the length of the prefix that it shares with the row before."""
     chosen = [rows[index] for index in indexes]
     ids, depths, paths = [], [], []
     path = np.zeros(0, dtype=np.int64)
@@ -197,28 +204,28 @@ def _sequence(
         depths.append(np.arange(shared, length, dtype=np.int64))
     end = np.zeros(count, dtype=np.int64)
     for path in paths:
-        # A token's last descendant is the end of the last row that goes through it.
+        # A token's last descendant is the end of the last row through it.
         end[path] = path[-1] + 1
     trained = [np.flatnonzero(np.asarray(row.loss_mask[:length])) for row, (length, _) in zip(chosen, places, strict=True)]
 
-    def listed(dtype: Any, values: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    def concatenate(dtype: Any, values: Sequence[NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate([np.zeros(0, dtype), *values], dtype=dtype, casting="unsafe")
 
     lengths = [length for length, _ in places]
     return TreeBatch(
-        token_ids=listed(np.int64, ids),
-        position_ids=listed(np.int64, depths),
+        token_ids=concatenate(np.int64, ids),
+        position_ids=concatenate(np.int64, depths),
         subtree_end=end,
-        trained_index=listed(np.int64, [path[at] for path, at in zip(paths, trained, strict=True)]),
-        logit_index=listed(np.int64, [path[at - 1] for path, at in zip(paths, trained, strict=True)]),
+        trained_index=concatenate(np.int64, [path[at] for path, at in zip(paths, trained, strict=True)]),
+        logit_index=concatenate(np.int64, [path[at - 1] for path, at in zip(paths, trained, strict=True)]),
         segment_index=np.repeat(np.arange(len(chosen), dtype=np.int64), [len(at) for at in trained]),
         loss_mask=np.ones(sum(len(at) for at in trained), dtype=np.bool_),
-        inference_logprobs=listed(np.float32, [row.logprobs[at] for row, at in zip(chosen, trained, strict=True)]),
-        weight_versions=listed(np.int32, [versions_by_token(row)[at] for row, at in zip(chosen, trained, strict=True)]),
+        inference_logprobs=concatenate(np.float32, [row.logprobs[at] for row, at in zip(chosen, trained, strict=True)]),
+        weight_versions=concatenate(np.int32, [versions_by_token(row)[at] for row, at in zip(chosen, trained, strict=True)]),
         routed_experts=_routed(chosen, places),
         logprob_mode=mode,
         flat_tokens=sum(lengths),
-        **selected(columns, indexes, advantages, lost_tokens(chosen, lengths)),
+        **select_columns(columns, indexes, advantages, count_lost_tokens(chosen, lengths)),
     )
 
 
@@ -227,7 +234,7 @@ def _routed(rows: Sequence[Trajectory], places: Sequence[tuple[int, int]]) -> ND
     if not shapes:
         return None
     if len(shapes) > 1:
-        raise ValueError(f"routed experts of these rows are of different models: {sorted(shapes)}")
+        raise ValueError(f"the routed experts of these rows come from different models: {sorted(shapes)}")
     (behind,) = shapes
     missing = [np.full((length, *behind), NO_EXPERT, dtype=np.int16) for length, _ in places]
     tables = [blank if (experts := _experts(row)) is None else experts for row, blank in zip(rows, missing, strict=True)]
@@ -235,13 +242,13 @@ def _routed(rows: Sequence[Trajectory], places: Sequence[tuple[int, int]]) -> ND
 
 
 def _blocks(ends: NDArray[np.int64], size: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which key blocks (columns) each query block (row) attends to in part, and which as a whole; each bool of shape (blocks, blocks)."""
+    """The key blocks (columns) that each query block (row) attends to partially, and fully; each bool of shape (blocks, blocks)."""
     count = -(-len(ends) // size)
     padded = np.zeros(count * size, dtype=np.int64)
     padded[: len(ends)] = ends
     blocks = padded.reshape(count, size)
     starts = np.arange(count) * size
-    # The last block may reach over the end; what is there asks for nothing and is asked for by nothing.
+    # Positions past the end in the last block attend to nothing and nothing attends to them.
     stops = np.minimum(starts + size, len(ends))
     earlier = np.tril(np.ones((count, count), dtype=np.bool_), -1)
     some = earlier & (blocks.max(axis=1)[None, :] > starts[:, None])
@@ -249,6 +256,6 @@ def _blocks(ends: NDArray[np.int64], size: int) -> tuple[NDArray[np.bool_], NDAr
     return (some & ~full) | np.eye(count, dtype=np.bool_), full
 
 
-def _listed(table: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Per row how many columns are true, and the columns with those first; int32 of shape (rows,) and (rows, columns)."""
+def _compress(table: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Per row the number of true columns, and the columns with the true ones first; int32 of shape (rows,) and (rows, columns)."""
     return table.sum(axis=1, dtype=np.int32), np.argsort(~table, axis=1, kind="stable").astype(np.int32)

@@ -224,7 +224,7 @@ FAULTS = (
     ),
     Fault(
         "An edited reply passes for the one that was sampled.",
-        "            if reencoded(content.strip()) != reencoded(sent_content.strip()):\n                return None\n",
+        "            if normalize(content.strip()) != normalize(sent_content.strip()):\n                return None\n",
         "",
         _MESSAGES,
     ),
