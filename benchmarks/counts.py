@@ -26,7 +26,7 @@ from benchmarks.processes import ROOT, redis_server
 from benchmarks.reconstruction import CONTEXT, Shape, records
 from benchmarks.sessions import TOOLS, recorded
 from reconstruct.accounting import account, settle
-from reconstruct.builders import build_merged
+from reconstruct.builders import merged
 from reconstruct.codec import decode
 
 BASELINE = ROOT / "benchmarks" / "baseline.json"
@@ -146,7 +146,7 @@ def reconstructed() -> Counts:
     def rebuild() -> None:
         calls = [decode(record) for record in stored]
         settled = settle(calls, delivered={call.call_id for call in calls})
-        rows = build_merged(settled, CONTEXT)
+        rows = merged(settled, CONTEXT)
         assert account(settled, rows).sampled_tokens == SESSION.calls * SESSION.sampled
 
     rebuild()

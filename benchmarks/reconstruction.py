@@ -19,7 +19,7 @@ from benchmarks.merging import merge_seconds, skyrl_version
 from benchmarks.results import Grid, main, rounded, times, track
 from benchmarks.results import number as told
 from reconstruct.accounting import account, settle
-from reconstruct.builders import RowContext, build_merged
+from reconstruct.builders import RowContext, merged
 from reconstruct.codec import decode, encode
 from reconstruct.records import Call, Node, Sampling, Span, pack_ids, pack_logprobs
 
@@ -137,7 +137,7 @@ def _run(shape: Shape, stored: list[bytes]) -> Reconstructed:
     clock.append(time.process_time())
     settled = settle(calls, delivered={call.call_id for call in calls})
     clock.append(time.process_time())
-    rows = build_merged(settled, CONTEXT)
+    rows = merged(settled, CONTEXT)
     clock.append(time.process_time())
     accounting = account(settled, rows)
     clock.append(time.process_time())

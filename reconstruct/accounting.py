@@ -1,8 +1,8 @@
-"""What becomes of every sampled token: exported once, or quarantined with a reason.
+"""Accounts for every sampled token: exported once, or quarantined with a reason.
 
-`settle` takes a session's calls as they came from the store and says which may be trained. `verify` holds the promises on the
-rows of any builder: every id before a trained token is one it was sampled after, and each sampled token is trained exactly once
-or not at all and quarantined. `check` holds sampled == exported + quarantined.
+`settle` takes a session's calls in any order and decides which may be trained. `verify` checks the rows of any builder: the ids before
+a trained token are those it was sampled after, and each sampled token is either trained exactly once or quarantined. `check` asserts
+sampled == exported + quarantined.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from reconstruct.trajectory import Accounting, Quarantined, Trajectory
 from reconstruct.verification import verify
 
 DANGLING = "dangling"
-"""Why a call without a record is quarantined whose process died while the engine sampled."""
+"""The reason of a call without a record: its process died while the engine sampled."""
 FROZEN = "frozen_model"
-"""Why a call of a model that is never trained is quarantined."""
+"""The reason of a call of a model that is never trained."""
 _ATTEMPTS = (SUPERSEDED, "aborted", "not_answered")
-"""Reasons of calls whose reply nobody used."""
+"""The reasons of calls whose reply was not used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The session's forest, and the reason for each call (by id) that must not be trained. `stray` calls lean on a call that
-    is missing, or on more ids than it holds: they are not in the forest. `shown` calls are sound, but of a role that is not
-    trained: they get rows all the same, with nothing to train."""
+    """The session's forest, and by call id the reason of each call that must not be trained. `stray` calls are not in the forest because
+    their parent or base is missing or too short. `shown` calls are sound but of a role that is not trained: they get rows with nothing
+    to train."""
 
     forest: Forest
     refused: Mapping[str, str]
@@ -49,11 +49,11 @@ def settle(
     train_inferred: bool = True,
     logprob_modes: Container[str] | None = None,
 ) -> Settled:
-    """Plant the forest from calls in any order and find what must not be trained. Never raises for one bad record.
+    """Build the forest from calls in any order and find the calls that must not be trained. A bad record never raises.
 
-    `delivered` holds the ids of calls whose answer went out whole (None: all of them); `train_roles` the roles that are
-    trained (None: every role), and `train_inferred` says whether calls are that are side calls by inference alone (see
-    `reconstruct.roles`); `logprob_modes` the modes in which a call's logprobs may be (None: all but logits).
+    `delivered` has the ids of calls whose reply was sent completely (None: all). `train_roles` are the roles to train (None: all);
+    `train_inferred`: also train side calls that are only inferred to be ones (see `reconstruct.roles`). `logprob_modes` are the
+    accepted logprob modes (None: all but logits).
     """
     ordered = infer_side_calls(sorted({call.call_id: call for call in calls}.values(), key=order_key))
     forest, refused = _plant(ordered)
@@ -77,7 +77,7 @@ def settle(
 def _not_trained(
     forest: Forest, refused: Mapping[str, str], train_roles: Container[str], train_inferred: bool
 ) -> dict[str, str]:
-    """Sound calls of roles that are not trained, and the reason."""
+    """The sound calls of roles that are not trained, with the reason."""
     credited = {
         call_id: credited_role(call, train_inferred=train_inferred)
         for call_id, call in forest.calls.items()
@@ -99,7 +99,7 @@ def _refusal(call: Call, forest: Forest) -> str:
 
 
 def _wrong_mode(call: Call, wanted: Container[str] | None) -> str:
-    """Why the call's logprobs are not what is trained on; a call that sampled nothing has none."""
+    """The reason if the call's logprobs have an unwanted mode; empty for a call without sampled tokens."""
     mode = call.sampling.logprob_mode
     if not len(call.node.completion_ids):
         return ""
@@ -109,10 +109,10 @@ def _wrong_mode(call: Call, wanted: Container[str] | None) -> str:
 
 
 def _plant(ordered: Sequence[Call]) -> tuple[Forest, dict[str, str]]:
-    """The forest of all calls that find their parent and base, and the reason for each that does not. Each call is looked at a
-    bounded number of times: it waits on one missing call at a time."""
+    """The forest of all calls whose parent and base exist, and the reason of each other call. Each call is visited a bounded number of
+    times because it waits for one missing call at a time."""
     forest = Forest()
-    homeless: dict[str, str] = {}
+    rejected: dict[str, str] = {}
     waiting: dict[str, list[Call]] = {}
     ready = list(reversed(ordered))
     while ready:
@@ -124,11 +124,11 @@ def _plant(ordered: Sequence[Call]) -> tuple[Forest, dict[str, str]]:
         try:
             forest.add(call)
         except RecordError as error:
-            homeless[call.call_id] = error.reason
+            rejected[call.call_id] = error.reason
             continue
         ready.extend(reversed(waiting.pop(call.call_id, ())))
-    homeless.update((call.call_id, UnknownParent.reason) for calls in waiting.values() for call in calls)
-    return forest, homeless
+    rejected.update((call.call_id, UnknownParent.reason) for calls in waiting.values() for call in calls)
+    return forest, rejected
 
 
 def _missing(call: Call, forest: Forest) -> str | None:
@@ -139,9 +139,9 @@ def _missing(call: Call, forest: Forest) -> str | None:
 
 
 def _out_of_range(forest: Forest) -> set[str]:
-    """The calls with a negative id anywhere in their context: no row may run through it, whoever sampled or rendered it."""
+    """The calls with a negative id anywhere in their context, through which no row may run."""
     own_ids = [ids for call in forest.calls.values() for ids in (call.node.delta_ids, call.node.completion_ids)]
-    # Hardly a session has one: they are looked for in all ids at once.
+    # Rare, so search all ids at once first.
     if not own_ids or not np.count_nonzero(np.concatenate(own_ids) < 0):
         return set()
     first: dict[str, int] = {}
@@ -158,10 +158,10 @@ def _out_of_range(forest: Forest) -> set[str]:
 
 
 def account(settled: Settled, rows: Sequence[Trajectory], untold: Mapping[str, str] | None = None) -> Accounting:
-    """The session's three numbers. `untold` names calls without a record (dangling intents) and why.
+    """The session's accounting. `untold` has the ids of calls without a record (dangling intents) and their reasons.
 
-    Raises RecordError, with the session, call and token, when a row's context is not true or a sampled token is trained twice
-    or is in neither list.
+    Raises RecordError with the session, call and token if a row's context is wrong, or if a sampled token is trained twice or neither
+    trained nor quarantined.
     """
     verify(settled.forest, settled.refused, rows)
     trained = sum(int(row.loss_mask.sum()) for row in rows)
@@ -179,7 +179,7 @@ def account(settled: Settled, rows: Sequence[Trajectory], untold: Mapping[str, s
 
 
 def _is_complete(settled: Settled) -> bool:
-    """Whether every call that the session's outcome rests on can be trained, or is left out by choice."""
+    """Whether every call that the outcome depends on can be trained or is left out by choice."""
     return not settled.stray and all(
         call_id in settled.shown or reason == FROZEN or (reason in _ATTEMPTS and not settled.forest.children(call_id))
         for call_id, reason in settled.refused.items()
@@ -187,8 +187,7 @@ def _is_complete(settled: Settled) -> bool:
 
 
 def measure_lost_share(settled: Settled, accounting: Accounting) -> float:
-    """How much of what was sampled is in quarantine, 0 to 1, but for what is left out by choice: of roles and models that are not
-    trained."""
+    """The share of sampled tokens in quarantine, 0 to 1, without those left out by choice: of roles and models that are not trained."""
     chosen = [item for item in accounting.quarantined if item.call_id in settled.shown or item.reason == FROZEN]
     lost = accounting.sampled_tokens - accounting.exported_tokens - sum(item.tokens for item in chosen)
     return lost / accounting.sampled_tokens if accounting.sampled_tokens else 0.0

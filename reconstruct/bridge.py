@@ -1,25 +1,25 @@
-"""The bridge: what the template puts between a sampled reply and the next generation, proven from the engine's renderings.
+"""The bridge: the ids that the template puts between a sampled reply and the next generation, proven from the engine's renderings.
 
-A call that continues its parent is sampled after `parent.prompt_ids + parent.completion_ids + bridge`. Sampled ids are never
-decoded and encoded again; only what stands between them is taken from a rendering, and only with proof:
+A call that continues its parent is sampled after `parent.prompt_ids + parent.completion_ids + bridge`. Sampled ids are never decoded
+and re-encoded; only the ids between them come from a rendering, and only with proof:
 
 - First proof. P is the rendering the parent was asked with, X renders history + reply without a generation prompt, Y renders
   history + reply + tail with one. X begins with P and ends in the template's turn end, and Y begins with X: then the turn end and
   Y[len(X):] are the suffix that follows the reply.
-- Second proof, for templates that show the last turn otherwise than earlier ones. Y and Y*, the same with another reply, share
+- Second proof, for templates that render the last turn differently from earlier ones. Y and Y*, the same with another reply, share
   a suffix that starts with the turn end, and Y begins with the rendering of the history alone.
 
-What the template drops is not bridged over: if changing the reply's reasoning alone changes nothing, the thinking is gone from the
-deployed model's view, and if Y does not begin with the history, the history is. With `retain_thinking` both are bridged all the
-same when thinking is all that is gone: when it holds with every message's reasoning left out.
+What the template drops is not bridged: if changing only the reply's reasoning changes nothing, the template hides the thinking from
+the deployed model, and if Y does not begin with the history, the history was rewritten. With `retain_thinking` both are still bridged
+if only thinking is missing: if the proof holds with every message's reasoning left out.
 
-The suffix is then joined to the sampled ids: what the model sampled of the turn end is not repeated (also where the stop token
-doubles as the opener of the next turn, or ends this kind of turn alone); a reply cut short gets the rest of it, and one cut while
-it was thinking the template's end of the thinking before that. Everything else is a Refusal with its reason, and the caller renders
-afresh and branches.
+The suffix is then joined to the sampled ids. Ids of the turn end that the model sampled are not repeated (also if the stop token
+doubles as the opener of the next turn, or ends only this kind of turn); a truncated reply gets the rest of the turn end, and one
+truncated while thinking first gets the template's end of thinking. Everything else is a Refusal with its reason, and the caller
+renders from scratch and branches.
 
-`derive` and `turn_end` are generators: they yield the renderings they want and are sent the ids; the caller does the I/O. After
-its first step `derive` wants messages made up for the proof: for those that the template does not take, it is sent no ids.
+`derive` and `turn_end` are generators: they yield the renderings they need and are sent the ids; the caller does the I/O. After its
+first step `derive` yields made-up messages for the proof; for those that the template rejects, it is sent no ids.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from reconstruct.records import Ids
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """A rendering wanted of the engine: these messages under the call's tools and template kwargs."""
+    """A requested rendering: these messages with the call's tools and template kwargs."""
 
     messages: Sequence[Message]
     add_generation_prompt: bool
@@ -52,15 +52,15 @@ class Bridge:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why no bridge could be proven: history_rewritten, thinking_dropped, turn_end_unknown or turn_end_differs."""
+    """Why no bridge is proven: history_rewritten, thinking_dropped, turn_end_unknown or turn_end_differs."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
-    """The parent's reply: its message as it was sent, its sampled ids, and whether the model ended the turn itself (a stop
-    token is the last id) or was cut by length, abort or a stop string."""
+    """The parent's reply: its message as sent, its sampled ids, and whether the model ended the turn itself (the last id is a stop
+    token) or was cut by length, abort or a stop string."""
 
     message: Message
     completion_ids: Ids
@@ -72,7 +72,7 @@ Rendered = Sequence[Ids]
 
 
 def turn_end() -> Generator[Wanted, Rendered, Ids]:
-    """The ids with which the template ends an assistant turn (may be none): the common suffix of two short dialogues."""
+    """The ids, possibly none, with which the template ends an assistant turn: the common suffix of two short dialogues."""
     opening = {"role": "user", "content": "?"}
     dialogues = [(opening, {"role": "assistant", "content": content}) for content in ("x", "7")]
     left, right = yield tuple(Rendering(dialogue, False) for dialogue in dialogues)
@@ -93,8 +93,8 @@ def derive(
 ) -> Steps:
     """The bridge from `reply` to the generation after `tail`.
 
-    `asked` is the rendering of `history` with a generation prompt, where it is known. The second rendering of the first step is
-    that of the whole request.
+    `asked` is the rendering of `history` with a generation prompt, if known. The second rendering of the first step is the whole
+    request's.
     """
     head = [*history, reply.message]
     first = (Rendering(head, False), Rendering([*head, *tail], True))
@@ -114,26 +114,26 @@ def derive(
 
 
 def _cut_in_thinking(reply: Reply) -> bool:
-    """Whether nothing of the reply but its thinking, or its start, was sampled when it was cut."""
-    said_more = reply.message.get("content") or reply.message.get("tool_calls")
-    return not reply.closed and bool(reasoning_of(reply.message)) and not said_more
+    """Whether the reply was cut before anything but thinking was sampled."""
+    has_more = reply.message.get("content") or reply.message.get("tool_calls")
+    return not reply.closed and bool(reasoning_of(reply.message)) and not has_more
 
 
 def _thinking_end(history: Sequence[Message], reply: Reply, close: Ids) -> Generator[Wanted, Rendered, Ids | None]:
-    """The ids with which the template ends a turn that has thinking alone, `close` among them; None where it never shows it."""
+    """The ids with which the template ends a turn that only has thinking, including `close`; None if it hides thinking."""
     this, other = yield tuple(Rendering([*history, one], False) for one in (reply.message, _rethought(reply.message)))
     end = _common_suffix(this, other)
     return end if len(end) < len(this) and _ends_with(end, close) else None
 
 
 def _shows_sampled(ended: Ids, reply: Reply, close: Ids) -> bool:
-    """Whether a rendering that ends with the reply shows it to the very id, thinking included: then nothing is hidden."""
+    """Whether a rendering that ends with the reply contains all its ids, thinking included, so that nothing is hidden."""
     sampled = reply.completion_ids[:-1] if reply.closed and len(close) else reply.completion_ids
     return not reasoning_of(reply.message) or _ends_with(ended, np.concatenate((sampled, close)))
 
 
 def _hides_thinking(history: Sequence[Message], reply: Reply, ended: Ids) -> Generator[Wanted, Rendered, bool]:
-    """Whether other reasoning would leave the rendering of history + reply as it is."""
+    """Whether other reasoning would not change the rendering of history + reply."""
     (other,) = yield (Rendering([*history, _rethought(reply.message)], False),)
     return np.array_equal(other, ended)
 
@@ -169,14 +169,14 @@ def _derive_by_substitution(
 def _only_thinking_is_gone(
     history: Sequence[Message], reply: Reply, tail: Sequence[Message], suffix: Ids
 ) -> Generator[Wanted, Rendered, bool]:
-    """Whether, with all reasoning left out, the request's rendering begins with the history's and ends in the same suffix."""
+    """Whether, without any reasoning, the request's rendering begins with the history's and ends in the same suffix."""
     bare = [_bare(message) for message in history]
     alone, whole = yield (Rendering(bare, False), Rendering([*bare, _bare(reply.message), *tail], True))
     return _starts_with(whole, alone) and _ends_with(whole, suffix)
 
 
 def _rethought(message: Message) -> dict[str, Any]:
-    """The message with another reasoning."""
+    """The message with other reasoning."""
     return {**_bare(message), "reasoning_content": _unlike(reasoning_of(message))}
 
 
@@ -185,37 +185,37 @@ def _bare(message: Message) -> dict[str, Any]:
 
 
 def _join(reply: Reply, shown: Ids, close: Ids, rest: Ids) -> Bridge | Refusal:
-    """`shown` is what the template shows up to the end of the reply's turn, or as much of its end as is known; `rest` follows."""
-    said = reply.completion_ids
+    """`shown` is the rendering up to the end of the reply's turn, or its known end; `rest` follows it."""
+    sampled = reply.completion_ids
     usual = _ends_with(shown, close)
     if not reply.closed and usual:
-        return Bridge(np.concatenate((close[_overlap(said, close) :], rest)))
-    between = _after_stop(said, shown, close if usual else None, rest) if reply.closed and len(said) else None
+        return Bridge(np.concatenate((close[_overlap(sampled, close) :], rest)))
+    between = _after_stop(sampled, shown, close if usual else None, rest) if reply.closed and len(sampled) else None
     if between is None:
         return Refusal("turn_end_differs" if usual else "turn_end_unknown")
     return Bridge(between)
 
 
-def _after_stop(said: Ids, shown: Ids, close: Ids | None, rest: Ids) -> Ids | None:
-    """What follows the stop token, the last of `said`; None where the template does not have it there."""
-    stop = said[-1]
+def _after_stop(sampled: Ids, shown: Ids, close: Ids | None, rest: Ids) -> Ids | None:
+    """The ids after the stop token, the last of `sampled`; None if the template has no such token there."""
+    stop = sampled[-1]
     if close is not None and len(close):
         for at in np.flatnonzero(close == stop).tolist():
             after = len(shown) - len(close) + at + 1
-            # What stands between the reply and its stop token must have been said as well.
-            if len(_common_suffix(said, shown[:after])) > at:
+            # Ids between the reply and its stop token must have been sampled too.
+            if len(_common_suffix(sampled, shown[:after])) > at:
                 return np.concatenate((shown[after:], rest))
         return None
     if close is not None and len(rest) and rest[0] == stop:
         return rest[1:]
-    # A turn of its own kind, such as one with tool calls, may end in the very token that the model ended it with.
+    # Another kind of turn, such as one with tool calls, may end in the token that the model sampled.
     return rest if len(shown) and shown[-1] == stop else None
 
 
-def _overlap(said: Ids, end: Ids) -> int:
-    """How many of the first ids of `end` are the last of `said`."""
-    longest = min(len(said), len(end))
-    return next((length for length in range(longest, 0, -1) if _ends_with(said, end[:length])), 0)
+def _overlap(sampled: Ids, end: Ids) -> int:
+    """How many of the first ids of `end` are the last of `sampled`."""
+    longest = min(len(sampled), len(end))
+    return next((length for length in range(longest, 0, -1) if _ends_with(sampled, end[:length])), 0)
 
 
 def _other_reply(message: Message) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """Builders: from a settled session to training rows.
 
-`merged` gives one row per branch: the longest runs of calls in which each extends the one before. Where branches share calls,
-the first branch in canonical order trains them and the others carry them masked, so that every sampled token is trained exactly
-once. `per_call` gives one row per call. Both train the same tokens.
+`merged` gives one row per branch: the longest runs of calls in which each extends the one before. Calls shared by several branches
+are trained in the first branch in canonical order and masked in the others, so that every sampled token is trained exactly once.
+`per_call` gives one row per call. Both train the same tokens.
 
-A builder is a function `(Settled, RowContext) -> list[Trajectory]`; others are found by name under the entry-point group
-`verbatim.builders`.
+A builder is a function `(Settled, RowContext) -> list[Trajectory]`; the entry-point group `verbatim.builders` adds others by name.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +24,10 @@ from reconstruct.forest import Forest, order_key
 from reconstruct.records import CONTROL_TOKENS, NO_EXPERT, NO_TOKEN, Call, Span
 from reconstruct.trajectory import MIXED, RowDetails, Trajectory
 
-if TYPE_CHECKING:
-    from reconstruct.forest import Forest
-
 
 @dataclass(frozen=True, slots=True)
 class RowContext:
-    """What the rows of one session have in common, and the rewards it was given."""
+    """What the rows of a session share, and its rewards."""
 
     session_id: str
     group_id: str | None = None
@@ -41,16 +37,16 @@ class RowContext:
     per_branch: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     budget_cut: str | None = None
-    """The call after which the session's budget was spent, and the harness could not go on."""
+    """The call that spent the session's budget, after which the harness was stopped."""
 
 
 BUDGET = "budget"
-"""The finish reason of a row that ended there."""
+"""The finish reason of a row that ends with that call."""
 
 Builder = Callable[[Settled, RowContext], list[Trajectory]]
 
 
-def build_merged(settled: Settled, context: RowContext) -> list[Trajectory]:
+def merged(settled: Settled, context: RowContext) -> list[Trajectory]:
     """One row per branch that trains or shows anything, in canonical order of the branches' last calls."""
     forest = settled.forest
     owned: set[str] = set()
@@ -65,7 +61,7 @@ def build_merged(settled: Settled, context: RowContext) -> list[Trajectory]:
     return rows
 
 
-def build_per_call(settled: Settled, context: RowContext) -> list[Trajectory]:
+def per_call(settled: Settled, context: RowContext) -> list[Trajectory]:
     """One row per trainable call: its prompt, masked, and what it sampled."""
     forest = settled.forest
     called = [call.call_id for call in forest.in_order() if _has_row(settled, call.call_id)]
@@ -73,14 +69,14 @@ def build_per_call(settled: Settled, context: RowContext) -> list[Trajectory]:
 
 
 def _has_row(settled: Settled, call_id: str) -> bool:
-    """Whether the call says something that is trained, or shown as what it is."""
+    """Whether the call has sampled tokens to train or to show."""
     known = call_id not in settled.refused or call_id in settled.shown
     return known and len(settled.forest.calls[call_id].node.completion_ids) > 0
 
 
 def _leaves(settled: Settled) -> list[Call]:
-    """Calls to be trained that no such call extends, and calls to be shown that no call with a row extends; directly or through
-    others. So the work before a compaction ends in a row of its own, and never in that of the compaction."""
+    """The trained calls that no trained call extends, and the shown calls that no call with a row extends, directly or indirectly. So
+    the work before a compaction ends in its own row, not in the compaction's."""
     forest = settled.forest
     in_trained_rows: set[str] = set()
     in_rows: set[str] = set()
@@ -144,15 +140,14 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
 
 
 def _logprob_mode(forest: Forest, call_ids: Sequence[str]) -> str:
-    """The one mode of those of the calls that sampled anything."""
+    """The common mode of the calls with sampled tokens, or MIXED."""
     calls = [forest.calls[call_id] for call_id in call_ids]
     modes = {call.sampling.logprob_mode for call in calls if len(call.node.completion_ids)}
     return modes.pop() if len(modes) == 1 else MIXED if modes else calls[-1].sampling.logprob_mode
 
 
 def _reward(builder: str, context: RowContext, trajectory_id: str, last_call_id: str) -> float | None:
-    """The branch's own reward where it was given one (by trajectory or last call); for a row that is one call, that call's;
-    else the session's."""
+    """The branch's own reward if it has one (by trajectory or last call); for a row of one call, that call's; otherwise the session's."""
     for name in (trajectory_id, last_call_id):
         if name in context.per_branch:
             return context.per_branch[name]
@@ -164,9 +159,9 @@ def _reward(builder: str, context: RowContext, trajectory_id: str, last_call_id:
 def _metadata(
     forest: Forest, context: RowContext, places: Mapping[str, tuple[int, int]], last_call_id: str
 ) -> Mapping[str, Any]:
-    """The session's; with the control tokens that stand in texts of the row's history. With rewards per call, also those of the calls that
-    this row trains: where rows share a call, one of them has its reward. With the calls it trains whose reply has a tool call that could
-    not be read. With either of the last two, where each of its trained calls starts and ends."""
+    """The session's metadata, with the control tokens in the texts of the row's history; the per-call rewards of the calls that this row
+    trains (of rows that share a call, one has its reward); those of them with an unreadable tool call; and, with either of the last
+    two, the spans of its trained calls."""
     told: dict[str, Any] = {}
     if given := {call_id: context.per_call[call_id] for call_id in places if call_id in context.per_call}:
         told["per_call_rewards"] = given
@@ -180,31 +175,31 @@ def _metadata(
 
 
 def _trajectory_id(builder: str, session_id: str, path: Sequence[str]) -> str:
-    """Stable: the same calls of the same session always give the same id."""
+    """The same for the same calls of the same session."""
     return blake2b("\0".join((builder, session_id, *path)).encode(), digest_size=12).hexdigest()
 
 
-_BUILT_IN: dict[str, Builder] = {"merged": build_merged, "per_call": build_per_call}
+_BUILT_IN: dict[str, Builder] = {"merged": merged, "per_call": per_call}
 
 
 def load_builder(name: str) -> Builder:
-    """The builder of that name, built in or from the entry-point group `verbatim.builders`. Of the latter whatever goes wrong is a
-    ReconstructError that names it.
+    """The builder with this name, built in or from the entry-point group `verbatim.builders`. Any error of the latter becomes a
+    ReconstructError that names the builder.
 
-    Raises ReconstructError naming the known ones, or for one that cannot be loaded.
+    Raises ReconstructError that names the known builders, or for one that cannot be loaded.
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     added = {entry.name: entry for entry in entry_points(group="verbatim.builders")}
     if name in added:
         try:
-            return _named(name, added[name].load())
+            return _wrap(name, added[name].load())
         except Exception as error:
             raise ReconstructError(f"the builder {name!r} cannot be loaded: {error!r}") from error
     raise ReconstructError(f"no builder is named {name!r}; known: {', '.join(sorted([*_BUILT_IN, *added]))}")
 
 
-def _named(name: str, build: Builder) -> Builder:
+def _wrap(name: str, build: Builder) -> Builder:
     def built(settled: Settled, context: RowContext) -> list[Trajectory]:
         try:
             return build(settled, context)
@@ -217,13 +212,13 @@ def _named(name: str, build: Builder) -> Builder:
 
 
 def row_details(forest: Forest, last: str, trained: Sequence[str]) -> RowDetails | None:
-    """What is known of the tokens of the row that ends with the call `last` and trains the calls `trained`."""
+    """The details of the row that ends with the call `last` and trains the calls `trained`."""
     if not forest.detailed:
         return None
     length = forest.full_length(last)
     pieces = list(forest.pieces(last, length))
     top = _top(forest, length, trained)
-    prompt_logprobs = _given(forest, length, pieces, trained)
+    prompt_logprobs = _lay_out_prompt_logprobs(forest, length, pieces, trained)
     routed = _routed(forest, length, pieces)
     if top is None and prompt_logprobs is None and routed is None:
         return None
@@ -248,10 +243,10 @@ def _top(forest: Forest, length: int, trained: Iterable[str]) -> tuple[NDArray[n
     return token_ids, logprobs
 
 
-def _given(
+def _lay_out_prompt_logprobs(
     forest: Forest, length: int, pieces: Iterable[tuple[str, int, int]], trained: Iterable[str]
 ) -> NDArray[np.float32] | None:
-    """The logprobs of the tokens that a call of the row stores as given."""
+    """The logprobs of the row's prompt tokens, from the calls that store them."""
     values = np.full(length, np.nan, dtype=np.float32)
     said = False
     for owner, start, end in pieces:
@@ -263,14 +258,14 @@ def _given(
             values[start:end] = node.details.prompt_logprobs[start - node.base_length : end - node.base_length]
             said = True
     for name in trained:
-        # Where another call stores as given what this one sampled, that is the logprob to go by.
+        # Another call may store these tokens as prompt; the sampled logprob counts.
         start = forest.prompt_length(name)
         values[start : start + len(forest.calls[name].node.completion_ids)] = np.nan
     return values if said else None
 
 
 def _routed(forest: Forest, length: int, pieces: Iterable[tuple[str, int, int]]) -> NDArray[np.int16] | None:
-    """The experts of every position, from the last call to the first: whose ids they are has the last word on them."""
+    """The experts of every position, from the last call to the first: the call that owns an id overrides the others."""
     table: NDArray[np.int16] | None = None
     for owner, _, end in pieces:
         details = forest.calls[owner].node.details
@@ -280,7 +275,7 @@ def _routed(forest: Forest, length: int, pieces: Iterable[tuple[str, int, int]])
         if table is None:
             table = np.full((length, *rows.shape[1:]), NO_EXPERT, dtype=np.int16)
         stop = min(details.routed_from + len(rows), end)
-        # Of another shape are those of another model, whose ids happen to be shared.
+        # Another shape is from another model that happens to share ids.
         if table.shape[1:] == rows.shape[1:] and details.routed_from < stop:
             table[details.routed_from : stop] = rows[: stop - details.routed_from]
     return table

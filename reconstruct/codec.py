@@ -1,13 +1,13 @@
 """Records as bytes: one `encode`, one `decode`, one `DecodeError`.
 
-A record is a msgpack array whose first item is the schema version, and the CRC-32 of it: a flipped bit in an id or a logprob
-would otherwise be trained unseen. Ids are little-endian int32, logprobs little-endian float32, message texts zlib-compressed
-JSON where that is shorter. A version once released stays readable: a new field means a new version and a branch in `decode`;
-the golden bytes in tests/reconstruct/golden hold that.
+A record is a msgpack array that starts with the schema version, followed by its CRC-32: otherwise a flipped bit in an id or a logprob
+would be trained unnoticed. Ids are little-endian int32, logprobs little-endian float32, message texts JSON, zlib-compressed if that
+is shorter. A released version stays readable: a new field needs a new version and a branch in `decode`; the golden bytes in
+tests/reconstruct/golden test this.
 
-Version 2 is version 1 with the call's details behind it, version 3 is version 2, its details or null, with the source of its role
-behind them. A call is written as the earliest version that tells all of it, which earlier builds read as well: as version 1 where it
-has no details, and as 1 or 2 where its role's source is what those versions meant: inferred for main, else declared.
+Version 2 appends the call's details to version 1; version 3 appends the source of its role to version 2, whose details may be null. A
+call is written in the earliest version that can represent it, so that earlier builds can read it: version 1 without details, and 1 or
+2 if the source of its role is the one those versions imply: inferred for main, declared for other roles.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from reconstruct.errors import DecodeError
 from reconstruct.records import DECLARED, INFERRED, Call, CallDetails, Ids, Logprobs, Node, Sampling, Span
 
 SCHEMA_VERSION = 3
-"""The newest that this build reads; it reads all before, too."""
+"""The newest version that this build reads; it also reads all earlier ones."""
 
 _COMPRESS_FROM_BYTES = 128
-"""Below this zlib's header eats the gain."""
+"""Shorter texts gain nothing from zlib."""
 
 _CRC_BYTES = 4
 
 _SURROGATES = "surrogatepass"
-"""Texts of a harness may hold lone surrogates, which plain UTF-8 refuses."""
+"""Texts of harnesses may contain lone surrogates, which strict UTF-8 rejects."""
 
 
 def encode(call: Call) -> bytes:
-    """`call` as the bytes of one record."""
-    version, behind = _version_of(call)
+    """The call as a record."""
+    version, extra = _choose_version(call)
     packed: bytes = msgpack.packb(
         (
             version,
@@ -60,9 +60,9 @@ def encode(call: Call) -> bytes:
             call.reply_fingerprint,
             call.message_count,
             call.messages_from,
-            _squeeze(call.messages),
-            _squeeze(call.reply),
-            _squeeze(call.preamble),
+            _compress(call.messages),
+            _compress(call.reply),
+            _compress(call.preamble),
             call.digest,
             call.projection,
             call.replica,
@@ -72,15 +72,15 @@ def encode(call: Call) -> bytes:
             call.trainable,
             call.quarantine_reason,
             dict(call.marks),
-            *behind,
+            *extra,
         ),
         unicode_errors=_SURROGATES,
     )
     return packed + _crc(packed)
 
 
-def _version_of(call: Call) -> tuple[int, tuple[Any, ...]]:
-    """The earliest version that tells all of the call, and what that has behind the fields of version 1."""
+def _choose_version(call: Call) -> tuple[int, tuple[Any, ...]]:
+    """The earliest version that represents the call, and its fields after those of version 1."""
     details = None if call.node.details is None else encode_details(call.node.details)
     if call.role_source != _source_before_3(call.role):
         return 3, (details, call.role_source)
@@ -88,13 +88,13 @@ def _version_of(call: Call) -> tuple[int, tuple[Any, ...]]:
 
 
 def decode(data: bytes) -> Call:
-    """The call that `encode` packed.
+    """The call of a record.
 
     Raises DecodeError for anything else: truncated or changed bytes, another format, a schema version of a newer build.
     """
     packed = data[:-_CRC_BYTES]
     if _crc(packed) != data[-_CRC_BYTES:]:
-        raise DecodeError(f"a record of {len(data)} bytes is damaged: its checksum is not that of its bytes")
+        raise DecodeError(f"a record of {len(data)} bytes is damaged: its checksum does not match")
     try:
         fields = msgpack.unpackb(packed, use_list=True, strict_map_key=False, unicode_errors=_SURROGATES)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -103,7 +103,7 @@ def decode(data: bytes) -> Call:
         raise DecodeError(f"a record is a msgpack array, not {type(fields).__name__}")
     version = fields[0]
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
-        raise DecodeError(f"schema version {version!r} is unknown to this build (it reads up to {SCHEMA_VERSION})")
+        raise DecodeError(f"schema version {version!r} is unknown to this build, which reads up to {SCHEMA_VERSION}")
     try:
         return _DECODERS[version](fields)
     except DecodeError:
@@ -183,9 +183,9 @@ def _decode_v1(fields: list[Any]) -> Call:
         reply_fingerprint=reply_fingerprint,
         message_count=message_count,
         messages_from=messages_from,
-        messages=_swell(messages),
-        reply=_swell(reply),
-        preamble=_swell(preamble),
+        messages=_decompress(messages),
+        reply=_decompress(reply),
+        preamble=_decompress(preamble),
         digest=digest,
         projection=projection,
         replica=replica,
@@ -203,12 +203,12 @@ _DECODERS = {1: _decode_v1, 2: _decode_v2, 3: _decode_v3}
 
 
 def _source_before_3(role: str) -> str:
-    """A role other than main left its call out of training, or named an agent: those of earlier builds are taken at their word."""
+    """The implied source: earlier builds used a role other than main to exclude a call from training or to name an agent."""
     return INFERRED if role == "main" else DECLARED
 
 
 def _require(values: Iterable[Any], *types: type) -> None:
-    """Raise TypeError for a value of another type: a call must not come back that breaks whoever sorts or adds it up."""
+    """Raise TypeError for a value of another type, which would break later sorting or arithmetic."""
     for value in values:
         if type(value) not in types:
             raise TypeError(f"{value!r} is not {' or '.join(kind.__name__ for kind in types)}")
@@ -273,8 +273,8 @@ def _crc(packed: bytes) -> bytes:
     return zlib.crc32(packed).to_bytes(_CRC_BYTES, "little")
 
 
-def _squeeze(text: bytes) -> bytes:
-    """A marker byte and the text, deflated where that is shorter."""
+def _compress(text: bytes) -> bytes:
+    """A marker byte and the text, deflated if that is shorter."""
     if len(text) >= _COMPRESS_FROM_BYTES:
         deflated = zlib.compress(text, 1)
         if len(deflated) < len(text):
@@ -282,7 +282,7 @@ def _squeeze(text: bytes) -> bytes:
     return b"r" + text
 
 
-def _swell(data: bytes) -> bytes:
+def _decompress(data: bytes) -> bytes:
     marker, body = data[:1], data[1:]
     if marker == b"z":
         return zlib.decompress(body)
@@ -291,11 +291,11 @@ def _swell(data: bytes) -> bytes:
     raise DecodeError(f"unknown text encoding {marker!r}")
 
 
-# A call's details as the fields of a record: each array as its shape and its little-endian bytes, None for one that there is not.
+# Details: each array as its shape and its little-endian bytes, or None
 
 
 _TOP_IDS, _LOGPROBS, _EXPERTS = ("<i4",), ("<f4",), ("<u1", "<u2")
-"""The types that an array may have: the number of its bytes tells which."""
+"""The possible dtypes of an array, told apart by its number of bytes."""
 
 
 def encode_details(details: CallDetails) -> tuple[Any, ...]:
@@ -309,10 +309,10 @@ def encode_details(details: CallDetails) -> tuple[Any, ...]:
 
 
 def decode_details(fields: Any) -> CallDetails:
-    """The details that `details_fields` wrote. Raises TypeError or ValueError for anything else."""
+    """Raises TypeError or ValueError for fields that `encode_details` did not write."""
     top_token_ids, top_logprobs, prompt_logprobs, routed_experts, routed_from = fields
     if type(routed_from) is not int or routed_from < 0:
-        raise TypeError(f"{routed_from!r} is no position")
+        raise TypeError(f"{routed_from!r} is not a position")
     return CallDetails(
         _array(top_token_ids, 2, _TOP_IDS),
         _array(top_logprobs, 2, _LOGPROBS),
@@ -333,8 +333,8 @@ def _array(packed: Any, dimensions: int, types: tuple[str, ...]) -> NDArray[Any]
         return None
     shape, data = packed
     if type(data) is not bytes or len(shape) != dimensions or any(type(size) is not int or size < 0 for size in shape):
-        raise TypeError(f"{packed!r} is no array of {dimensions} dimensions")
+        raise TypeError(f"{packed!r} is not an array of {dimensions} dimensions")
     for dtype in types:
         if len(data) == math.prod(shape) * np.dtype(dtype).itemsize:
             return np.frombuffer(data, dtype=dtype).reshape(shape)
-    raise ValueError(f"{len(data)} bytes are no array of the shape {shape}")
+    raise ValueError(f"{len(data)} bytes are not an array of shape {shape}")

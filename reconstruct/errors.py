@@ -1,9 +1,9 @@
-"""What can be wrong with records, one class per rule.
+"""The errors of this package, one class per rule that a record can break.
 
 ReconstructError
-├── DecodeError        bytes that are no record of a known schema
+├── DecodeError        bytes that are not a record of a known schema
 └── RecordError        a record that breaks an invariant, with session, call and token position
-    ├── LengthMismatch     arrays that must be of one length are not
+    ├── LengthMismatch     arrays of unequal length
     ├── MissingLogprob     a sampled token without a finite logprob
     ├── SpanError          weight-version spans that do not tile the sampled tokens
     ├── UnknownParent      a parent or base that is not in the session
@@ -14,15 +14,15 @@ from __future__ import annotations
 
 
 class ReconstructError(Exception):
-    """Base of everything this package raises."""
+    """Base of every error of this package."""
 
 
 class DecodeError(ReconstructError):
-    """Bytes that are not a record of a schema version this build reads."""
+    """Bytes that are not a record of a schema version that this build reads."""
 
 
 class RecordError(ReconstructError):
-    """A record broke an invariant; `reason` is the word the quarantine list shows."""
+    """A record breaks an invariant; `reason` is its word in the quarantine list."""
 
     reason = "invalid_record"
 

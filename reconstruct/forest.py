@@ -2,8 +2,8 @@
 
 Invariant, of calls whose ids are known:
 `full_ids(c) == prompt_ids(c) + completion_ids(c)` and `prompt_ids(c) == full_ids(base)[:base_length] + delta_ids`;
-a base stands in the forest before the calls that lean on it. All walks are loops: a session of any depth works. A prompt is put
-together once per request for it; the forest itself holds deltas alone.
+a base is added before the calls that refer to it. All walks are loops, so any depth works. The forest holds only deltas; a prompt is
+assembled on request.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from reconstruct.records import CONTROL_TOKENS, Call, Ids, Node
 
 
 def order_key(call: Call) -> tuple[float, str]:
-    """The canonical order of calls: by start, then id. It does not depend on the order of arrival."""
+    """The canonical order of calls, independent of arrival: by start, then id."""
     return (call.started_at, call.call_id)
 
 
 class Forest:
-    """The calls of one session in the order they were added, with the indexes that find a parent. `detailed`: one has details;
-    `controlled`: one has control tokens in its messages."""
+    """The calls of one session in insertion order, with indexes to find a parent. `detailed`: a call has details; `controlled`: a call
+    has control tokens in its messages."""
 
     def __init__(self, calls: Iterable[Call] = ()) -> None:
         self.calls: dict[str, Call] = {}
@@ -47,7 +47,7 @@ class Forest:
     def add(self, call: Call) -> None:
         """Add one call; adding it again is a no-op.
 
-        Raises UnknownParent when its parent or base is not here, LengthMismatch when its base is shorter than it says.
+        Raises UnknownParent if its parent or base is missing, LengthMismatch if its base is shorter than `base_length`.
         """
         if call.call_id in self.calls:
             return
@@ -58,7 +58,7 @@ class Forest:
         available = self._lengths[node.base_id] if node.base_id is not None else 0
         if not 0 <= node.base_length <= available:
             raise LengthMismatch(
-                f"the base holds {available} ids, {node.base_length} were asked of it",
+                f"the base has {available} ids, fewer than the {node.base_length} referred to",
                 session_id=call.session_id,
                 call_id=call.call_id,
             )
@@ -77,11 +77,11 @@ class Forest:
         return self._children.get(call_id, ())
 
     def answered(self, fingerprint: bytes) -> Sequence[str]:
-        """Calls after whose reply the history hashes to `fingerprint`, oldest first."""
+        """The calls whose history including the reply hashes to `fingerprint`, oldest first."""
         return self._by_reply.get(fingerprint, ())
 
     def asked(self, fingerprint: bytes) -> Sequence[str]:
-        """Calls whose request hashes to `fingerprint`, oldest first."""
+        """The calls whose request hashes to `fingerprint`, oldest first."""
         return self._by_prompt.get(fingerprint, ())
 
     def full_length(self, call_id: str) -> int:
@@ -94,7 +94,7 @@ class Forest:
         return self.prefix(call_id, self._lengths[call_id])
 
     def known_ids(self, call_id: str) -> Ids | None:
-        """All ids of the call's prompt and completion, to go on from; None where its engine did not tell them."""
+        """All ids of the call's prompt and completion; None if its engine did not report them."""
         return self.full_ids(call_id) if self.calls[call_id].ids_known else None
 
     def prompt_ids(self, call_id: str) -> Ids:
@@ -114,7 +114,7 @@ class Forest:
         return ids
 
     def pieces(self, call_id: str, length: int) -> Iterator[tuple[str, int, int]]:
-        """Who stores the first `length` ids of the call's prompt and completion: the call and its positions, the last ones first."""
+        """The calls that store the first `length` ids of the call's prompt and completion, each as (call, start, end), last first."""
         current = self._owner(call_id, length)
         while current is not None:
             start = self.calls[current].node.base_length
@@ -123,14 +123,14 @@ class Forest:
             current = self._owners[current]
 
     def extends(self, call_id: str) -> bool:
-        """Whether the call's prompt is all of its parent's ids and then its own: one row may run through both.
+        """Whether the call's prompt is all of its parent's ids followed by its own, so that one row may contain both.
 
-        It does not matter on which call those ids are stored: the choices of one call lean on the first of them.
+        Those ids may be stored elsewhere: the choices of one request refer to the first of them.
         """
         return call_id in self._extending
 
     def branch(self, call_id: str) -> list[str]:
-        """The calls a row ending at `call_id` runs through, first to last: back while each extends its parent."""
+        """The calls of the row that ends at `call_id`, first to last: back while each extends its parent."""
         path = [call_id]
         while self.extends(path[-1]):
             parent_id = self.calls[path[-1]].node.parent_id
@@ -140,7 +140,7 @@ class Forest:
         return path
 
     def lineage(self, call_id: str | None) -> Iterator[Call]:
-        """The call, its parent, its parent's parent and so on, whether or not tokens were shared."""
+        """The call and its ancestors, whether or not they share tokens."""
         while call_id is not None:
             call = self.calls[call_id]
             yield call
@@ -150,10 +150,10 @@ class Forest:
         return sorted(self.calls.values(), key=order_key)
 
     def _owner(self, call_id: str | None, length: int) -> str | None:
-        """Which of the call and its bases holds the last of its first `length` ids as its own; None for no ids.
+        """The call, or the base of it, that stores the last of its first `length` ids; None for no ids.
 
-        The owner of each call's base is remembered: a walk takes one step per call that holds ids of the prompt, however many
-        calls lean on each other for the same few.
+        The owner of each call's base is cached, so a walk takes one step per call that stores ids of the prompt, however long the
+        chain of references.
         """
         if length <= 0:
             return None
@@ -167,14 +167,14 @@ class Forest:
             return False
         if not self.calls[parent_id].ids_known:
             return False
-        # One row is one policy's, whoever made the records: its versions are counted on one line.
+        # A row belongs to one policy: its weight versions are that policy's.
         if self.calls[parent_id].policy != call.policy:
             return False
         return self._agree(call.call_id, parent_id, self._lengths[parent_id])
 
     def _agree(self, left_id: str, right_id: str, length: int) -> bool:
-        """Whether both calls have the same first `length` ids. Compared is only what they do not share by their bases: for a
-        call that leans on all of its parent, and for its choices, nothing."""
+        """Whether both calls have the same first `length` ids. Only ids not shared through bases are compared: none for a call whose
+        base is all of its parent."""
         left, right = self._owner(left_id, length), self._owner(right_id, length)
         while left != right:
             assert left is not None
@@ -189,7 +189,7 @@ class Forest:
 
 
 def _own_ids(node: Node, start: int, end: int) -> Ids:
-    """The node's own ids (delta, then completion) at positions `start:end` of its full ids; `start` is not in its base."""
+    """The node's own ids (delta, then completion) at positions `start:end`, which are after its base."""
     start, end, delta = start - node.base_length, end - node.base_length, len(node.delta_ids)
     if end <= delta:
         return node.delta_ids[start:end]
@@ -199,7 +199,7 @@ def _own_ids(node: Node, start: int, end: int) -> Ids:
 
 
 def shared_length(left: Ids, right: Ids) -> int:
-    """Length of the common prefix of two id arrays."""
+    """The length of the common prefix."""
     length = min(len(left), len(right))
     different = left[:length] != right[:length]
     return int(different.argmax()) if np.count_nonzero(different) else length

@@ -1,13 +1,13 @@
-"""Canonical messages and the fingerprint chain: when does a request continue a call that was answered before?
+"""Canonical messages and the fingerprint chain: decides whether a request continues an earlier call.
 
-Messages here are OpenAI chat messages (every dialect is translated to them). A message's digest says what must be equal for a
-history to be the same. Canonical: parsed tool arguments with sorted keys; a string equals one text part; `cache_control`,
-`index`, null and empty optional fields are ignored. An assistant message leaves out its reasoning and outer white space, because
-harnesses drop and trim them; what was dropped is checked against the call (`projection`) and recorded.
+Messages are OpenAI chat messages, to which every dialect is translated. A message's digest covers what must be equal for a history to
+be the same. Canonical form: tool arguments are parsed and their keys sorted; a string equals one text part; `cache_control`, `index`,
+and null and empty optional fields are ignored. The reasoning and outer white space of an assistant message are left out, because
+harnesses drop and trim them; what was dropped is compared with the call (`projection`) and recorded.
 
-The chain is h[0] = root key, h[i] = H(h[i-1], digest of message i, which call of its turn it answers): tool-call ids count by
-their position in the turn. Equal chains mean equal histories under equal tools and model. Whether template kwargs, or the
-names of messages, make another prompt of them only a rendering can tell: they are the call's `dress`.
+The chain is h[0] = root key, h[i] = H(h[i-1], digest of message i, which call of its turn it answers): tool-call ids count by their
+position in the turn. Equal chains mean equal histories under equal tools and model. Template kwargs and message names may change the
+prompt, which only a rendering can tell: they are the call's `dress`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 DIGEST_BYTES = 16
 
-DEEPEST = 100
-"""Levels of nesting that are followed."""
+MAX_DEPTH = 100
+"""The deepest nesting that is parsed."""
 
 _IGNORED_FIELDS = frozenset({"cache_control", "index", "role", "content", "tool_calls", "tool_call_id", "name"})
-"""Not part of a message's digest by themselves: they count in a way of their own, or not at all."""
+"""Fields that are digested in their own way or not at all."""
 
 Message = Mapping[str, Any]
 
@@ -34,7 +34,7 @@ _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_asci
 
 
 def hash_bytes(*parts: bytes) -> bytes:
-    """A 16-byte digest of the parts; lengths are hashed too, so that no two lists of parts collide."""
+    """A 16-byte digest of the parts, including their lengths so that different splits do not collide."""
     state = blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         state.update(len(part).to_bytes(8, "little"))
@@ -43,41 +43,40 @@ def hash_bytes(*parts: bytes) -> bytes:
 
 
 def canonical_json(value: Any) -> bytes:
-    """`value` as JSON with sorted keys, no spaces, null fields and volatile keys dropped; lone surrogates survive."""
+    """`value` as JSON with sorted keys and without spaces, null fields and volatile keys; lone surrogates are kept."""
     return _canonical(_without_volatile(value)).encode("ascii")
 
 
 def _without_volatile(value: Any) -> Any:
     if type(value) is str:
         return value
-    # Asking whether something is a Mapping costs more than all the rest; it mostly is a dict.
+    # The Mapping check costs more than all the rest, and most values are dicts.
     if type(value) is dict or isinstance(value, Mapping):
         return {k: _without_volatile(v) for k, v in value.items() if k != "cache_control" and v is not None}
     if isinstance(value, (list, tuple)):
         return [_without_volatile(item) for item in value]
-    # JSON has one kind of number: a JavaScript harness reads the model's 1.0 and writes 1.
+    # JSON has one number type: a JavaScript harness reads 1.0 and writes 1.
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def root_key(model: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any], policy: str = "") -> bytes:
-    """The identity of a tree's root: calls under other tools or model never share one, nor calls that one name took to two policies,
-    whose tokens need not even be of one vocabulary. Without template kwargs: the root of the chain, which calls that are rendered
-    alike share."""
+    """The identity of a tree's root. Calls with different tools, models or policies never share one; policies may even have different
+    vocabularies. Without template kwargs it is the root of the chain, shared by calls that are rendered alike."""
     parts = [model.encode(), canonical_json(list(tools or ())), canonical_json(dict(template_kwargs or {}))]
     return hash_bytes(*parts, *([policy.encode()] if policy else []))
 
 
 def dress(root: bytes, names: Sequence[tuple[int, str]]) -> bytes:
-    """What a template may show of a request beside its canonical messages: the root's key, tools and template kwargs in it, and the
-    `names` of messages by their position. Calls of equal history and dress are rendered alike; of another dress they may be."""
+    """What a template may render besides the canonical messages: the root key (with tools and template kwargs) and the `names` of
+    messages by position. Calls of equal history and dress are rendered alike; of different dress they may be."""
     return hash_bytes(root, canonical_json([list(name) for name in names])) if names else root
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """What the chain needs of one message, whatever stands around it. `call_ids` are the ids of the tool calls it makes,
-    `answers` the id of the one it answers ("" for none): the chain turns them into positions. `name` is that of a message which is
-    not the assistant's: hardly a template shows it, so it is no part of the digest, and of the call's dress (see `dress`)."""
+    """What the chain needs of a message, independent of its context. `call_ids` are the ids of its tool calls, `answers` the id of the
+    call it answers ("" for none); the chain turns them into positions. `name` is a non-assistant message's: few templates render it,
+    so it is part of the call's dress instead of the digest (see `dress`)."""
 
     digest: bytes
     is_assistant: bool
@@ -87,7 +86,7 @@ class Digests:
 
 
 def plain_content(content: Any) -> Any:
-    """A string for absent content, a string, or text parts alone; a list of parts (None fields dropped) otherwise."""
+    """A string if the content is absent, a string, or a single text part; otherwise a list of parts without None fields."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -109,9 +108,9 @@ def _part(part: Any) -> Any:
 
 
 def plain_arguments(arguments: Any) -> Any:
-    """Tool arguments parsed where they are JSON, the raw string where they are not; "" and {} are alike.
+    """Tool arguments, parsed if they are JSON and otherwise the raw string; "" equals {}.
 
-    A model that repeats itself nests them without end: what is deeper than `DEEPEST` stays a string, too.
+    A model that repeats itself may nest them endlessly: arguments deeper than `MAX_DEPTH` also stay a string.
     """
     if not isinstance(arguments, str):
         return arguments if arguments is not None else {}
@@ -119,14 +118,14 @@ def plain_arguments(arguments: Any) -> Any:
         parsed = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         return arguments
-    shallow = arguments.count("[") + arguments.count("{") <= DEEPEST
+    shallow = arguments.count("[") + arguments.count("{") <= MAX_DEPTH
     return parsed if shallow or is_shallow(parsed) else arguments
 
 
 def is_shallow(value: Any) -> bool:
-    """Whether JSON is nested at most `DEEPEST` levels deep; measured without recursion."""
+    """Whether JSON is nested at most `MAX_DEPTH` levels deep; without recursion."""
     level = [value]
-    for _ in range(DEEPEST + 1):
+    for _ in range(MAX_DEPTH + 1):
         inner: list[Any] = []
         for holder in level:
             if isinstance(holder, dict):
@@ -140,15 +139,15 @@ def is_shallow(value: Any) -> bool:
 
 
 def reasoning_of(message: Message) -> str:
-    """The reasoning text of an assistant message under either of its two field names."""
+    """The reasoning of an assistant message, under either field name."""
     text = message.get("reasoning_content") or message.get("reasoning") or ""
     return text if isinstance(text, str) else ""
 
 
 def without_lines(message: Message, volatile: Pattern[str]) -> Message:
-    """A system or developer message without the lines that `volatile` matches; any other message as it is.
+    """A system or developer message without the lines that `volatile` matches; any other message unchanged.
 
-    Parts that held nothing else go, too: a harness may put its volatile line into a part of its own.
+    Parts that become empty are dropped: a harness may put its volatile line into its own part.
     """
     if message.get("role") not in ("system", "developer"):
         return message
@@ -174,7 +173,7 @@ def _without(text: str, volatile: Pattern[str]) -> str:
 
 
 def call_names(message: Message) -> list[tuple[str, Any]]:
-    """(name, plain arguments) of the message's tool calls, in order."""
+    """(name, plain arguments) of each tool call, in order."""
     names = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
@@ -183,7 +182,6 @@ def call_names(message: Message) -> list[tuple[str, Any]]:
 
 
 def digest_message(message: Message) -> Digests:
-    """The digests of one message."""
     role = str(message.get("role") or "")
     if role == "assistant":
         content = plain_content(message.get("content"))
@@ -191,7 +189,7 @@ def digest_message(message: Message) -> Digests:
         digest = hash_bytes(b"assistant", canonical_json([trimmed, call_names(message)]))
         return Digests(digest, True, tuple(str(call.get("id") or "") for call in message.get("tool_calls") or ()))
     if role == "prompt":
-        # Text or token ids that a model is to go on from: exactly those, and as many as a history has.
+        # Text or token ids to complete: compared exactly.
         return Digests(hash_bytes(b"prompt", json.dumps(message.get("content")).encode()), False)
     rest = {key: value for key, value in message.items() if key not in _IGNORED_FIELDS and value not in (None, "", [])}
     digest = hash_bytes(b"message", canonical_json([role, plain_content(message.get("content")), rest]))
@@ -203,14 +201,14 @@ def digest_messages(messages: Iterable[Message]) -> list[Digests]:
 
 
 Counts = Callable[[int, bytes], Digests]
-"""What counts as the message at a position, after the fingerprint of those before it."""
+"""Returns the digests to use at a position, given the fingerprint of the messages before it."""
 
 
 def chain(root: bytes, digests: list[Digests], known: Sequence[bytes] = (), counts: Counts | None = None) -> list[bytes]:
     """h[0..n]: the fingerprint before the first message and after each of the n, tool-call ids resolved turn by turn.
 
-    `known` is the beginning of the result, where it was made before for the same root and the same first digests. `counts` may put
-    others into the place of those after it, in `digests` itself.
+    `known` is a prefix of the result, computed before for the same root and digests. `counts` may replace later digests, in `digests`
+    itself.
     """
     fingerprints = list(known) or [root]
     start = len(fingerprints) - 1
@@ -234,7 +232,7 @@ def _positions(call_ids: Sequence[str]) -> dict[str, int]:
 
 
 def minted_call_ids(message: Message, prefix: str = "call_") -> list[str]:
-    """Call ids that the service minted into the message's tool-call ids (`call_<call id>_<position>`)."""
+    """The call ids that the service minted into the message's tool-call ids (`call_<call id>_<position>`)."""
     named = []
     for call in message.get("tool_calls") or ():
         identifier = call.get("id") or ""
@@ -244,12 +242,11 @@ def minted_call_ids(message: Message, prefix: str = "call_") -> list[str]:
 
 
 def projection(sent: Message, replayed: Message, schemas: Mapping[str, Any] | None = None) -> str | None:
-    """How `replayed` shows the reply that was `sent`: "exact", a comma-separated list of declared losses, or None when it
-    is an edit.
+    """How `replayed` differs from the reply that was `sent`: "exact", a comma-separated list of known losses, or None for an edit.
 
-    Declared: "arguments" (order or spacing of tool arguments), "defaults" (arguments left out by the model are filled in with the
-    defaults of their tool's JSON schema, `schemas` by tool name), "trimmed" (outer white space), "reencoded" (see `reencoded`),
-    "reasoning_dropped", "reasoning_trimmed", "fields" (added provider fields are not compared at all and need no name).
+    Losses: "arguments" (order or spacing of tool arguments), "defaults" (arguments omitted by the model are filled in from the tool's
+    JSON schema, `schemas` by tool name), "trimmed" (outer white space), "reencoded" (see `normalize`), "reasoning_dropped",
+    "reasoning_trimmed". Added provider fields are not compared.
     """
     losses = []
     sent_content, content = plain_content(sent.get("content")), plain_content(replayed.get("content"))
@@ -284,7 +281,7 @@ def projection(sent: Message, replayed: Message, schemas: Mapping[str, Any] | No
 def _calls_projection(
     sent: list[tuple[str, Any]], replayed: list[tuple[str, Any]], schemas: Mapping[str, Any]
 ) -> list[str] | None:
-    """How tool calls that are not the same as those sent show them all the same."""
+    """The losses that explain the difference between the tool calls; None if they do not."""
     if _filled_in(sent, replayed, schemas):
         return ["defaults"]
     sent, replayed = [(name, normalize(told)) for name, told in sent], [(name, normalize(told)) for name, told in replayed]
@@ -294,9 +291,8 @@ def _calls_projection(
 
 
 def normalize(value: Any) -> Any:
-    """One value for all that a text's or a number's own standard calls the same: texts of one canonical form (Unicode's NFC) and with
-    line feeds alone for line ends; integers as a double holds them, which is all that JSON promises of them (RFC 8259, 6) and all
-    that JavaScript reads."""
+    """A canonical value: texts in Unicode's NFC with line feeds as line ends; integers rounded to doubles, the only precision that JSON
+    guarantees (RFC 8259, 6) and JavaScript reads."""
     if isinstance(value, str):
         return unicodedata.normalize("NFC", value.replace("\r\n", "\n"))
     if isinstance(value, Mapping):
@@ -310,11 +306,11 @@ def normalize(value: Any) -> Any:
 
 _EXACT = 2**53
 _BEYOND_DOUBLES = 2**1023
-"""Integers between the two have a neighbour among the doubles."""
+"""Integers between the two are rounded to a double."""
 
 
 def describe_edits(sent: Message, replayed: Message) -> str:
-    """What of a reply that was `sent` the `replayed` message changes, as the names of a projection that only an id proves."""
+    """The parts of the reply that `replayed` changes, as a projection that only a minted id proves."""
     changed = {
         "minted_content": plain_content(sent.get("content")) != plain_content(replayed.get("content")),
         "minted_calls": canonical_json(call_names(sent)) != canonical_json(call_names(replayed)),
@@ -324,7 +320,7 @@ def describe_edits(sent: Message, replayed: Message) -> str:
 
 
 def _filled_in(sent: list[tuple[str, Any]], replayed: list[tuple[str, Any]], schemas: Mapping[str, Any]) -> bool:
-    """Whether the replayed calls are those sent, with nothing but defaults of their schemas added."""
+    """Whether the replayed calls are those sent plus defaults of their schemas."""
     if [name for name, _ in sent] != [name for name, _ in replayed]:
         return False
     pairs = zip(sent, replayed, strict=True)
@@ -332,7 +328,7 @@ def _filled_in(sent: list[tuple[str, Any]], replayed: list[tuple[str, Any]], sch
 
 
 def _only_defaults(sent: Any, replayed: Any, schema: Any) -> bool:
-    """Whether `replayed` is `sent` with nothing but defaults of the JSON schema added to its objects, at any depth."""
+    """Whether `replayed` is `sent` plus defaults of the JSON schema, at any depth."""
     schema = schema if isinstance(schema, Mapping) else {}
     if isinstance(sent, Mapping) and isinstance(replayed, Mapping):
         properties = schema.get("properties")

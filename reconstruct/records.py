@@ -1,4 +1,4 @@
-"""The records: what one call put before the model and what the model said.
+"""The records: the tokens that one call gave to the model and those it sampled.
 
 A session is a forest of nodes. A node does not hold its whole prompt; it names a *base* it shares a prefix with:
 
@@ -8,7 +8,7 @@ so storage grows with the new tokens, not with the history. `parent_id` says wha
 continues), `base_id` only where its first ids are stored. A node *extends* its parent when the base is the parent and
 `base_length` is all of it: only then does one training row run through both.
 
-Arrays are packed once: ids int32, logprobs float32, both read-only and of the engine's own order.
+Arrays are packed once: ids int32, logprobs float32, both read-only and in the engine's order.
 """
 
 from __future__ import annotations
@@ -17,41 +17,37 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, SpanError
 
-if TYPE_CHECKING:
-    pass
-
-
 RAW, PROCESSED, UNKNOWN_MODE = "raw_logprobs", "processed_logprobs", "unknown"
 NO_LOGPROBS = ("raw_logits", "processed_logits")
-"""Logprob modes of vLLM under which an engine reports logits in the place of logprobs."""
+"""Logprob modes of vLLM in which an engine reports logits instead of logprobs."""
 
 NO_TOKEN_IDS = "no_token_ids"
-"""Why a call is not trained whose engine did not tell the ids of its prompt and of its reply."""
+"""The quarantine reason of a call whose engine did not report the ids of its prompt and reply."""
 
 DECLARED, RULE, INFERRED = "declared", "rule", "inferred"
-"""Who says what role a call has: the harness or its definition, a rule of the operator, or nobody."""
+"""The source of a call's role: the harness or its definition, a rule of the operator, or inference."""
 
 CONTROL_TOKENS = "control_tokens"
-"""The mark of a call whose new messages hold control tokens in their text, and a row's metadata of them."""
+"""The mark of a call whose new messages contain control tokens in their text; also a key of a row's metadata."""
 
 INVALID_TOOL_CALL = "invalid_tool_call"
-"""The mark of a call whose reply has a tool call that the engine's parser could not read."""
+"""The mark of a call whose reply has a tool call that the engine's parser could not parse."""
 
 Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 
 
 def pack_ids(ids: Any) -> Ids:
-    """`ids` as a read-only int32 array of shape (n,). Raises IdOutOfRange for one that int32 cannot hold."""
+    """`ids` as a read-only int32 array of shape (n,). Raises IdOutOfRange for an id beyond int32."""
     if type(ids) is list:
-        return _packed_ids(ids)
+        return _pack_list(ids)
     try:
         array = np.array(ids, dtype=np.int32).reshape(-1)
     except OverflowError as error:
@@ -60,8 +56,8 @@ def pack_ids(ids: Any) -> Ids:
     return array
 
 
-def _packed_ids(ids: list[int]) -> Ids:
-    """`struct` takes a list of integers in half of numpy's time, and takes nothing else for one."""
+def _pack_list(ids: list[int]) -> Ids:
+    """`struct` packs a list of integers in half of numpy's time and accepts nothing else."""
     try:
         return np.frombuffer(struct.pack(f"={len(ids)}i", *ids), dtype=np.int32)
     except struct.error as error:
@@ -69,12 +65,12 @@ def _packed_ids(ids: list[int]) -> Ids:
 
 
 def pack_logprobs(logprobs: Any) -> Logprobs:
-    """`logprobs` as a read-only float32 array of shape (n,); a None becomes NaN and is refused by `Node.check`."""
+    """`logprobs` as a read-only float32 array of shape (n,); None becomes NaN, which `Node.check` rejects."""
     if type(logprobs) is list:
         try:
             return np.frombuffer(struct.pack(f"={len(logprobs)}f", *logprobs), dtype=np.float32)
         except (struct.error, OverflowError):
-            # A None, or a number that is infinite as a float32.
+            # A None, or a number too large for float32.
             pass
     array = np.array(logprobs, dtype=np.float32).reshape(-1)
     array.flags.writeable = False
@@ -83,7 +79,7 @@ def pack_logprobs(logprobs: Any) -> Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Sampled tokens `start:end` of one call were sampled under weights `version`."""
+    """The sampled tokens `start:end` of a call were sampled under weights `version`."""
 
     version: int
     start: int
@@ -92,11 +88,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sampling parameters that were in effect for a call, after session overrides and clamping.
+    """The effective sampling parameters of a call, after session overrides and clamping.
 
-    None means that neither the harness nor the session set it and the engine's own default applied.
-    `logprob_mode` is the engine's: "raw_logprobs" ignores temperature and truncation, "processed_logprobs" does not; "unknown" when
-    neither the engine nor its operator says. What is reported under one of NO_LOGPROBS is never trained.
+    None: neither the harness nor the session set it, so the engine's default applied. `logprob_mode` is the engine's: "raw_logprobs"
+    ignores temperature and truncation, "processed_logprobs" does not; "unknown" if neither the engine nor its operator says. Calls
+    with one of NO_LOGPROBS are never trained.
     """
 
     temperature: float | None = None
@@ -109,11 +105,9 @@ class Sampling:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-# Details: what an engine says of tokens beside the logprob of each sampled one, kept where it was asked for.
-#
-# A call keeps only what is new: the most probable tokens at its sampled positions, the logprobs of its delta, and the experts of the
-# positions that its base does not know. `row_details` lays the details of a row's calls out by the row's own positions. Nothing here
-# decides what is trained: a detail that is missing is marked as missing.
+# Details: what an engine reports of tokens besides the logprobs of sampled ones, if requested. A call stores only what is new: the
+# top tokens at its sampled positions, the logprobs of its delta, and the experts of positions that its base lacks. `row_details`
+# aligns them with a row. Details never decide what is trained; missing ones are marked as missing.
 
 
 Experts: TypeAlias = NDArray[np.uint8] | NDArray[np.uint16]
@@ -121,13 +115,12 @@ Experts: TypeAlias = NDArray[np.uint8] | NDArray[np.uint16]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallDetails:
-    """Of one call with d delta ids and m sampled ones; None: the engine did not say.
+    """The details of a call with d delta ids and m sampled ones; None: not reported.
 
-    `top_token_ids` int32 and `top_logprobs` float32, both (m, k): the k most probable tokens where each token was sampled, the most
-    probable first; NO_TOKEN and NaN where there are fewer. `prompt_logprobs` float32 (d,): of the delta's tokens as they were given;
-    NaN for a session's very first. `routed_experts` uint8 or uint16 (r, layers, experts per token): of the r positions from
-    `routed_from` on, counted in the call's prompt and reply. An engine computes none for the last sampled token of a call: the call
-    that continues it brings them.
+    `top_token_ids` int32 and `top_logprobs` float32, both (m, k): the k most probable tokens at each sampled position, the most
+    probable first; NO_TOKEN and NaN if there are fewer. `prompt_logprobs` float32 (d,): of the delta's tokens; NaN for a session's
+    first. `routed_experts` uint8 or uint16 (r, layers, experts per token): of the r positions from `routed_from` on, counted in the
+    call's prompt and reply. An engine computes none for the last sampled token; the call that continues it has them.
     """
 
     top_token_ids: NDArray[np.int32] | None = None
@@ -146,7 +139,7 @@ class CallDetails:
         return sum(array.nbytes for array in arrays if array is not None)
 
     def check(self, delta: int, sampled: int, where: dict[str, Any]) -> None:
-        """Raise LengthMismatch when they are not of `delta` given and `sampled` sampled tokens."""
+        """Raise LengthMismatch unless they fit `delta` prompt tokens and `sampled` sampled ones."""
         if not of_one_shape(self.top_token_ids, self.top_logprobs):
             raise LengthMismatch("top_token_ids and top_logprobs differ in shape", **where)
         for name, array, length in (
@@ -155,12 +148,12 @@ class CallDetails:
             ("prompt_logprobs", self.prompt_logprobs, delta),
         ):
             if array is not None and len(array) != length:
-                raise LengthMismatch(f"{name} is of {len(array)} tokens, not of {length}", **where)
+                raise LengthMismatch(f"{name} has {len(array)} tokens, not {length}", **where)
 
-    def told_after(self, base_length: int, delta: int) -> CallDetails | None:
-        """The same of a whole prompt, cut to what a call stores that leans on `base_length` ids and has `delta` ids of its own.
+    def cut_to_delta(self, base_length: int, delta: int) -> CallDetails | None:
+        """These details of a whole prompt, cut to those that a call with `base_length` ids of its base and `delta` own ids stores.
 
-        One position of routing stays that the base may lack, its last token's."""
+        Keeps the routing of the base's last position, which the base may lack."""
         prompt_logprobs, routed, first = self.prompt_logprobs, self.routed_experts, self.routed_from
         if prompt_logprobs is not None:
             prompt_logprobs = prompt_logprobs[base_length : base_length + delta] if delta else None
@@ -173,7 +166,7 @@ class CallDetails:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One call's place in the session tree and its tokens. Lengths: m sampled ids, m logprobs, spans tile 0..m."""
+    """A call's place in the session tree, and its tokens: m sampled ids, m logprobs, and spans that tile 0..m."""
 
     parent_id: str | None
     branch_reason: str | None
@@ -186,7 +179,7 @@ class Node:
     details: CallDetails | None = None
 
     def check(self, *, session_id: str = "", call_id: str = "") -> None:
-        """Raise a RecordError when lengths, logprobs, spans or ids break the rules; never repair."""
+        """Raise a RecordError if lengths, logprobs, spans or ids break a rule; nothing is repaired."""
         where: dict[str, Any] = {"session_id": session_id, "call_id": call_id}
         sampled = len(self.completion_ids)
         if len(self.logprobs) != sampled:
@@ -215,13 +208,12 @@ class Node:
 class Call:
     """One LLM request and its reply, as written to the store in one piece.
 
-    `messages` is the JSON array of the request's messages from index `messages_from` on; the ones before are the
-    parent's messages and its reply. `root_key` is what its rendering depends on beside its canonical messages (messages.dress).
-    `fingerprint` is the hash chain over the request's canonical messages,
-    `reply_fingerprint` the chain after the reply: what a continuing call's history hashes to (see messages.py).
-    `preamble` (roots only) is the JSON object of model, tools and template kwargs. `marks` are what the harness itself said of the
-    call in its headers: "retry" (the attempt's number); the "policy" that sampled it, unless it was the default one; INVALID_TOOL_CALL;
-    and CONTROL_TOKENS, a JSON list (see proxy/call/record.py). `role_source` says who says so of the role: DECLARED, RULE or INFERRED.
+    `messages` is the JSON array of the request's messages from index `messages_from` on; the earlier ones are the parent's messages
+    and its reply. `root_key` identifies what the rendering depends on besides the canonical messages (messages.dress). `fingerprint`
+    is the hash chain over the request's canonical messages, `reply_fingerprint` the chain including the reply: the hash of a
+    continuing call's history (see messages.py). `preamble` (roots only) is the JSON object of model, tools and template kwargs.
+    `marks`: "retry" (the attempt's number, from the harness's headers); the "policy" that sampled it unless it is the default one;
+    INVALID_TOOL_CALL; and CONTROL_TOKENS, a JSON list (see proxy/call/record.py). `role_source`: DECLARED, RULE or INFERRED.
     """
 
     call_id: str
@@ -256,29 +248,29 @@ class Call:
 
     @property
     def ids_known(self) -> bool:
-        """Whether the engine told the ids of the prompt and of the reply. Where it did not, the node's arrays hold what it told, and
-        say nothing of what the model saw or said: see Forest.known_ids."""
+        """Whether the engine reported the ids of the prompt and the reply. If not, the node's arrays are not what the model saw and
+        sampled: see Forest.known_ids."""
         return self.quarantine_reason != NO_TOKEN_IDS
 
     @property
     def invalid_tool_call(self) -> bool:
-        """Whether the engine's parser could not read a tool call of the reply."""
+        """Whether the engine's parser could not parse a tool call of the reply."""
         return INVALID_TOOL_CALL in self.marks
 
     @property
     def policy(self) -> str:
-        """The named model that sampled the call, whose weights its spans count; "" is the default one."""
+        """The model that sampled the call, whose weight versions its spans have; "" is the default one."""
         return self.marks.get("policy", "")
 
     @property
     def control_tokens(self) -> list[str]:
-        """Those that stand in its new messages, where any do."""
+        """The control tokens in its new messages."""
         found: list[str] = json.loads(self.marks.get(CONTROL_TOKENS, "[]"))
         return found
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the arrays and texts, as they are decoded: a record may be far smaller, for its texts are compressed."""
+        """Bytes of the decoded arrays and texts; the record may be far smaller because texts are compressed."""
         node = self.node
         arrays = node.delta_ids.nbytes + node.completion_ids.nbytes + node.logprobs.nbytes
         details = 0 if node.details is None else node.details.size_bytes
@@ -290,5 +282,5 @@ NO_EXPERT = -1
 
 
 def of_one_shape(left: NDArray[Any] | None, right: NDArray[Any] | None) -> bool:
-    """Whether both are there with the same shape, or neither is there."""
+    """Whether both have the same shape, or both are None."""
     return (None if left is None else left.shape) == (None if right is None else right.shape)

@@ -4,15 +4,15 @@
 sampled tokens only, in the row's own positions. `trajectory_id` depends on the session and the calls in the row alone, so
 that a redelivered row has the id it had before.
 
-`role` is its last call's, and `role_source` says who says so: declared, rule or inferred (see `reconstruct.roles`).
+`role` is its last call's; `role_source` is where the role comes from: declared, rule or inferred (see `reconstruct.roles`).
 
-`policy` is the named model that sampled the row, "" the default one: the versions of the row's spans are that policy's.
+`policy` is the model that sampled the row, "" being the default one; the versions in its spans are that model's.
 
-One rollout may become several rows. `rollout_id` says which belong together, and `row_weight` is 1 / the number of rows of the
-rollout and the policy that train anything (0 for a row that trains nothing), so that what a rollout has for a policy adds up to 1.
+A rollout may have several rows, which share a `rollout_id`. `row_weight` is 1 / the number of rows of that rollout and policy that train
+anything (0 for a row that trains nothing), so that the rows of a rollout add up to 1 for each policy.
 
-`logprob_mode` is the mode of all its logprobs (see `reconstruct.records.Sampling`), or MIXED where its calls differ in it: then
-the row has no one meaning of a ratio. `details` are None unless they were asked for and the engine gave them.
+`logprob_mode` is the mode of all its logprobs (see `reconstruct.records.Sampling`), or MIXED if its calls differ: its importance
+ratios then have no single meaning. `details` are None unless they were requested and the engine sent them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.records import INFERRED, UNKNOWN_MODE, Ids, Logprobs, Span
-
-if TYPE_CHECKING:
-    pass
-
 
 Mask = NDArray[np.int8]
 
@@ -39,12 +35,12 @@ MIXED = "mixed"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowDetails:
-    """Of a row of n tokens, aligned with its `token_ids`; None: of no token.
+    """Arrays aligned with the n `token_ids` of a row; None if no token has the detail.
 
     `top_token_ids` int32 and `top_logprobs` float32, both (n, k): at trained tokens, the most probable first; NO_TOKEN and NaN
-    elsewhere. `prompt_logprobs` float32 (n,): of tokens that were given, under the weights of the call that brought them; NaN for
-    sampled tokens and wherever the engine did not say. `routed_experts` int16 (n, layers, experts per token): NO_EXPERT where the
-    engine did not say, as for the row's last token, which was sampled and never fed back.
+    elsewhere. `prompt_logprobs` float32 (n,): of prompt tokens, under the weights of the call that added them; NaN for sampled tokens
+    and if unknown. `routed_experts` int16 (n, layers, experts per token): NO_EXPERT if unknown, as for the row's last token, which was
+    sampled but never fed back.
     """
 
     top_token_ids: NDArray[np.int32] | None = None
@@ -78,19 +74,19 @@ class Trajectory:
 
     @property
     def rollout_id(self) -> str:
-        """The session is the rollout: one harness run is one attempt at the task."""
+        """The session's id: one harness run is one rollout."""
         return self.session_id
 
 
 def weigh_rows(rows: Sequence[Trajectory]) -> list[Trajectory]:
-    """The rows, in their order, each with its weight among the trained rows of its rollout and policy."""
+    """The rows with their `row_weight` set."""
     trained = Counter((row.rollout_id, row.policy) for row in rows if row.loss_mask.any())
     return [replace(row, row_weight=1 / trained[row.rollout_id, row.policy] if row.loss_mask.any() else 0.0) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """Sampled tokens of one call that no row trains, and why."""
+    """Sampled tokens of a call that no row trains, and the reason."""
 
     call_id: str
     tokens: int
@@ -101,9 +97,9 @@ class Quarantined:
 class Accounting:
     """sampled_tokens == exported_tokens + the quarantined tokens, always.
 
-    `dangling_calls` are those whose process died while the engine sampled: what they said is not known. `complete`: none dangles, no
-    record is damaged or missing, and no call is in quarantine that something went on from or that is unsound. What is left out because its
-    role or model is not trained, and an attempt that nothing went on from, leaves a session complete."""
+    `dangling_calls`: their process died while the engine sampled, so their reply is unknown. `complete`: none dangles, no record is
+    damaged or missing, and no quarantined call is unsound or has a continuation. Calls of roles or models that are not trained, and
+    abandoned attempts, leave a session complete."""
 
     sampled_tokens: int
     exported_tokens: int
@@ -113,10 +109,9 @@ class Accounting:
 
 
 def encode_row(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
-    """The row as the HTTP contract has it. `arrays="list"` for JSON; "bytes" for msgpack: token_ids as little-endian int32,
-    loss_mask as int8, logprobs as little-endian float32, each in a bytes field. Details, where there are any, come beside them under
-    their own names: as lists, nested where they have more dimensions, with null for NaN; or as `{"shape", "data"}`, of which
-    top_token_ids is int32, routed_experts int16 and the others float32."""
+    """The row in the shape of the HTTP contract. `arrays="list"` for JSON; "bytes" for msgpack: token_ids as little-endian int32,
+    loss_mask as int8, logprobs as little-endian float32, each a bytes field. Details are further fields: nested lists with null for
+    NaN, or `{"shape", "data"}` with top_token_ids in int32, routed_experts in int16 and the others in float32."""
     return {
         "trajectory_id": row.trajectory_id,
         "session_id": row.session_id,
@@ -150,7 +145,7 @@ def _details(details: RowDetails, arrays: str) -> dict[str, Any]:
 
 
 def convert_to_lists(array: NDArray[Any]) -> list[Any]:
-    """As lists, with None for NaN, which JSON does not have."""
+    """Nested lists with None for NaN, which JSON lacks."""
     known = array.astype(object)
     if array.dtype.kind == "f":
         known[np.isnan(array)] = None
@@ -175,4 +170,4 @@ def encode_accounting(accounting: Accounting) -> dict[str, Any]:
 
 
 NAMES = ("top_token_ids", "top_logprobs", "prompt_logprobs", "routed_experts")
-"""The arrays of a row's details, by the names they have on the wire."""
+"""The fields of RowDetails, which are also their wire names."""

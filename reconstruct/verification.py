@@ -1,8 +1,8 @@
-"""The promises on training rows, checked whoever built them.
+"""Checks on training rows, whichever builder made them.
 
-Context is true: a row's calls extend one another and its ids are those of the last of them, prompt and reply, so the ids before
-a trained token are the ones it was sampled after. Each once: over all rows every token of a call that may be trained has
-`loss_mask` 1 exactly once, with the logprob and the weight version it was sampled with; a refused call's tokens never have.
+Context is true: a row's calls extend one another and its ids are the prompt and reply of the last one, so the ids before a trained
+token are those it was sampled after. Each once: over all rows, every token of a trainable call has `loss_mask` 1 exactly once, with its
+own logprob and weight version; tokens of refused calls never have.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _NO_VERSION = -1
 
 
 def verify(forest: Forest, refused: Mapping[str, str], rows: Sequence[Trajectory]) -> None:
-    """Raise RecordError for the first token, by row or by call, that breaks a promise."""
-    of_all, trained = _no_counts(forest)
+    """Raise RecordError for the first token that breaks a rule."""
+    totals, trained = _make_counts(forest)
     for row in rows:
         _check_context(forest, row)
         _count_trained(forest, row, refused, trained)
-    if not np.count_nonzero(of_all != 1):
+    if not np.count_nonzero(totals != 1):
         return
     for call_id, counts in trained.items():
         _refuse_first(counts > 1, forest.calls[call_id], "a sampled token is trained more than once")
@@ -37,8 +37,8 @@ def verify(forest: Forest, refused: Mapping[str, str], rows: Sequence[Trajectory
             _refuse_first(counts == 0, forest.calls[call_id], "a sampled token is neither trained nor quarantined")
 
 
-def _no_counts(forest: Forest) -> tuple[Counts, dict[str, Counts]]:
-    """A zero for each sampled token of the session, and by call its part of the same array."""
+def _make_counts(forest: Forest) -> tuple[Counts, dict[str, Counts]]:
+    """A zero per sampled token of the session, and for each call a view of its part."""
     ends = list(accumulate((len(call.node.completion_ids) for call in forest.calls.values()), initial=0))
     counts = np.zeros(ends[-1], np.int64)
     return counts, {call_id: counts[start:end] for call_id, (start, end) in zip(forest.calls, pairwise(ends), strict=True)}
@@ -46,10 +46,14 @@ def _no_counts(forest: Forest) -> tuple[Counts, dict[str, Counts]]:
 
 def _check_context(forest: Forest, row: Trajectory) -> None:
     if not row.call_ids or any(call_id not in forest for call_id in row.call_ids):
-        raise RecordError(f"row {row.trajectory_id} runs through calls that are not in the session", session_id=row.session_id)
+        raise RecordError(f"row {row.trajectory_id} contains calls that are not in the session", session_id=row.session_id)
     for before, after in pairwise(row.call_ids):
         if not forest.extends(after) or forest.calls[after].node.parent_id != before:
-            raise RecordError(f"row {row.trajectory_id} runs on from call {before}", session_id=row.session_id, call_id=after)
+            raise RecordError(
+                f"row {row.trajectory_id} wrongly continues call {before}",
+                session_id=row.session_id,
+                call_id=after,
+            )
     last = forest.calls[row.call_ids[-1]]
     length = len(row.token_ids)
     if not length == len(row.loss_mask) == len(row.logprobs) == forest.full_length(last.call_id):
@@ -63,17 +67,17 @@ def _check_context(forest: Forest, row: Trajectory) -> None:
         array = getattr(row.details, name)
         if array is not None and len(array) != length:
             raise LengthMismatch(
-                f"row {row.trajectory_id} has {name} of {len(array)} tokens for its {length}",
+                f"row {row.trajectory_id} has {name} for {len(array)} tokens, not {length}",
                 session_id=row.session_id,
                 call_id=last.call_id,
             )
     shared = shared_length(forest.full_ids(last.call_id), row.token_ids)
     if shared < length:
-        raise RecordError("an id is not the one of the call", session_id=row.session_id, call_id=last.call_id, position=shared)
+        raise RecordError("an id differs from the call's", session_id=row.session_id, call_id=last.call_id, position=shared)
 
 
 def _count_trained(forest: Forest, row: Trajectory, refused: Mapping[str, str], trained: Mapping[str, Counts]) -> None:
-    """Add the row's mask to the counts of its calls, whose logprobs and versions it must carry."""
+    """Add the row's mask to the counts of its calls, and check their logprobs and versions."""
     mask = row.loss_mask != 0
     logprobs = np.zeros(len(mask), dtype=np.float32)
     versions = np.full(len(mask), _NO_VERSION, dtype=np.int64)
@@ -83,17 +87,17 @@ def _count_trained(forest: Forest, row: Trajectory, refused: Mapping[str, str], 
         if not np.count_nonzero(mask[start:end]):
             continue
         if call_id in refused:
-            _refuse_first(mask[start:end], call, f"a token is trained that is quarantined as {refused[call_id]}")
+            _refuse_first(mask[start:end], call, f"a token is trained but quarantined as {refused[call_id]}")
         trained[call_id][:] += row.loss_mask[start:end]
         unsampled[start:end] = False
         logprobs[start:end] = call.node.logprobs
         _lay(versions, call.node.spans, start)
     last = forest.calls[row.call_ids[-1]]
-    _refuse_first(unsampled, last, f"row {row.trajectory_id} trains a token that no call of it sampled")
-    _refuse_first(np.where(mask, logprobs, 0) != row.logprobs, last, f"row {row.trajectory_id} has another logprob")
+    _refuse_first(unsampled, last, f"row {row.trajectory_id} trains a token that none of its calls sampled")
+    _refuse_first(np.where(mask, logprobs, 0) != row.logprobs, last, f"row {row.trajectory_id} has a wrong logprob")
     claimed = np.full(len(mask), _NO_VERSION, dtype=np.int64)
     _lay(claimed, row.weight_versions, 0)
-    _refuse_first(np.where(mask, versions, _NO_VERSION) != claimed, last, f"row {row.trajectory_id} has another weight version")
+    _refuse_first(np.where(mask, versions, _NO_VERSION) != claimed, last, f"row {row.trajectory_id} has a wrong weight version")
 
 
 def _lay(versions: NDArray[np.int64], spans: Iterable[Span], start: int) -> None:
@@ -102,6 +106,6 @@ def _lay(versions: NDArray[np.int64], spans: Iterable[Span], start: int) -> None
 
 
 def _refuse_first(wrong: NDArray[np.bool_], call: Call, message: str) -> None:
-    # `any` takes four times as long for the few tokens of most calls.
+    # Four times as fast as `any` for the few tokens of most calls.
     if np.count_nonzero(wrong):
         raise RecordError(message, session_id=call.session_id, call_id=call.call_id, position=int(wrong.argmax()))

@@ -124,19 +124,19 @@ class Keeper(threading.Thread):
     def __init__(self, lease: Lease) -> None:
         super().__init__(name=f"lease-keeper-{lease.lease_id}", daemon=True)
         self._lease = lease
-        self._stop = threading.Event()
+        self._finished = threading.Event()
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
+        self._finished.set()
         self.join()
 
     def run(self) -> None:
         wait = self._lease.due_seconds()
-        while not self._stop.wait(wait):
+        while not self._finished.wait(wait):
             try:
                 self._lease.renew()
                 wait = self._lease.due_seconds()

@@ -169,7 +169,7 @@ def _node(where: Place, sibling: Call | None, sampled: Sampled) -> Node:
         completion_ids=pack_ids(sampled.token_ids or ()),
         logprobs=pack_logprobs(sampled.logprobs),
         spans=sampled.spans,
-        details=sampled.details and sampled.details.told_after(base_length, len(delta_ids)),
+        details=sampled.details and sampled.details.cut_to_delta(base_length, len(delta_ids)),
     )
 
 

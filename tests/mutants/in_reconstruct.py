@@ -175,13 +175,13 @@ FAULTS = (
     # The bridge
     Fault(
         "The newline that the template puts after a turn is dropped from the bridge.",
-        "            if len(_common_suffix(said, shown[:after])) > at:\n                return np.concatenate((shown[after:], rest))\n",
-        "            if len(_common_suffix(said, shown[:after])) > at:\n                return rest\n",
+        "            if len(_common_suffix(sampled, shown[:after])) > at:\n                return np.concatenate((shown[after:], rest))\n",
+        "            if len(_common_suffix(sampled, shown[:after])) > at:\n                return rest\n",
         _BRIDGE,
     ),
     Fault(
         "A reply that was cut goes on without the template's end of its turn.",
-        "        return Bridge(np.concatenate((close[_overlap(said, close) :], rest)))\n",
+        "        return Bridge(np.concatenate((close[_overlap(sampled, close) :], rest)))\n",
         "        return Bridge(rest)\n",
         _BRIDGE,
     ),

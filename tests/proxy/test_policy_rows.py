@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from reconstruct.accounting import settle
-from reconstruct.builders import RowContext, build_merged
+from reconstruct.builders import RowContext, merged
 from reconstruct.codec import decode, encode
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import free_port
@@ -124,7 +124,7 @@ def test_a_row_never_runs_through_calls_of_two_policies_whatever_the_records_say
     talk.go_on("c2", "c1", [4], [5], version=8, **of_b)
     talk.go_on("c3", "c2", [6], [7], version=9, **of_b)
     calls = [decode(encode(call)) for call in talk.calls]
-    rows = build_merged(settle(calls), RowContext("s"))
+    rows = merged(settle(calls), RowContext("s"))
     assert [(row.policy, row.call_ids, row.loss_mask.tolist()) for row in rows] == [
         ("", ("c1",), [0, 0, 1]),
         ("b", ("c2", "c3"), [0, 0, 0, 0, 1, 0, 1]),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from reconstruct.accounting import Settled, account, check, count_reasons, measure_lost_share, settle
-from reconstruct.builders import RowContext, build_merged
+from reconstruct.builders import RowContext, merged
 from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, ReconstructError, RecordError, SpanError
 from reconstruct.records import Call, Span
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory, encode_accounting
@@ -23,7 +23,7 @@ CONTEXT = RowContext("s")
 
 def built(calls: Sequence[Call]) -> tuple[Settled, list[Trajectory], Accounting]:
     settled = settle(calls)
-    rows = build_merged(settled, CONTEXT)
+    rows = merged(settled, CONTEXT)
     return settled, rows, account(settled, rows)
 
 
@@ -140,7 +140,7 @@ def test_a_session_is_complete_where_what_it_rests_on_is_trained_or_left_out_by_
         if goes_on:
             talk.say("c3", [9], [6], parent="c2")
         settled = settle(talk.calls, train_roles=("main",))
-        accounting = account(settled, build_merged(settled, RowContext("s")))
+        accounting = account(settled, merged(settled, RowContext("s")))
         assert accounting.complete == complete, (goes_on, accounting)
         assert measure_lost_share(settled, accounting) == (0 if reason in ("frozen_model", "role_side") else 1 / (2 + goes_on))
 
@@ -303,29 +303,33 @@ def broken_rows() -> list[tuple[str, Any, str]]:
         (
             "a prompt is trained",
             in_first(loss_mask=with_value("loss_mask", 1, 1)),
-            r"no call of it sampled .* call c2, token 1\)",
+            r"none of its calls sampled .* call c2, token 1\)",
         ),
         ("an id differs", in_first(token_ids=with_value("token_ids", 4, 9)), r"not the one of the call .* call c2, token 4\)"),
-        ("a logprob differs", in_first(logprobs=with_value("logprobs", 5, -9)), r"another logprob .* call c2, token 5\)"),
+        ("a logprob differs", in_first(logprobs=with_value("logprobs", 5, -9)), r"a wrong logprob .* call c2, token 5\)"),
         (
             "a masked logprob is not 0",
             in_first(logprobs=with_value("logprobs", 0, -1)),
-            r"another logprob .* call c2, token 0\)",
+            r"a wrong logprob .* call c2, token 0\)",
         ),
         (
             "a version differs",
             in_first(weight_versions=lambda row: (Span(7, 2, 4), Span(0, 5, 6))),
-            r"another weight version .* call c2, token 2\)",
+            r"a wrong weight version .* call c2, token 2\)",
         ),
         (
             "a version is missing",
             in_first(weight_versions=lambda row: row.weight_versions[:1]),
-            r"another weight version .* call c2, token 5\)",
+            r"a wrong weight version .* call c2, token 5\)",
         ),
         ("a row is short", in_first(token_ids=lambda row: row.token_ids[:-1]), r"has 5 ids, 6 mask values and 6 logprobs"),
         ("a call is unknown", in_first(call_ids=lambda row: ("c1", "c9")), r"calls that are not in the session"),
         ("no call is named", in_first(call_ids=lambda row: ()), r"calls that are not in the session"),
-        ("calls do not extend", in_first(call_ids=lambda row: ("c3", "c2")), r"runs on from call c3 \(session s, call c2\)"),
+        (
+            "calls do not extend",
+            in_first(call_ids=lambda row: ("c3", "c2")),
+            r"wrongly continues call c3 \(session s, call c2\)",
+        ),
     ]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from reconstruct import builders
 from reconstruct.accounting import account, settle
-from reconstruct.builders import RowContext, build_merged, build_per_call, load_builder
+from reconstruct.builders import RowContext, load_builder, merged, per_call
 from reconstruct.errors import ReconstructError
 from reconstruct.records import Call, Span
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
@@ -21,7 +21,7 @@ SUPERSEDED: dict[str, Any] = {"trainable": False, "quarantine_reason": "supersed
 
 
 def rows_of(
-    calls: Sequence[Call], builder: builders.Builder = build_merged, train_roles: Sequence[str] | None = None, **context: Any
+    calls: Sequence[Call], builder: builders.Builder = merged, train_roles: Sequence[str] | None = None, **context: Any
 ) -> list[Trajectory]:
     """The rows, their accounting checked."""
     settled = settle(calls, train_roles=train_roles)
@@ -42,7 +42,7 @@ def pictured(rows: Sequence[Trajectory]) -> list[str]:
 
 def accounted(calls: Sequence[Call]) -> Accounting:
     settled = settle(calls)
-    return account(settled, build_merged(settled, RowContext("s")))
+    return account(settled, merged(settled, RowContext("s")))
 
 
 # One branch
@@ -271,7 +271,7 @@ def test_a_call_of_a_role_that_is_not_trained_has_a_row_of_its_own_with_nothing_
         ("main", "c1: 1 [2]"),
         ("side", "c2: 8 9"),
     ]
-    assert pictured(rows_of(talk.calls, build_per_call, train_roles=WORK)) == ["c1: 1 [2]", "c2: 8 9"]
+    assert pictured(rows_of(talk.calls, per_call, train_roles=WORK)) == ["c1: 1 [2]", "c2: 8 9"]
 
 
 def test_the_work_before_a_compaction_is_a_row_of_the_work_and_not_of_the_compaction() -> None:
@@ -319,7 +319,7 @@ def test_per_call_gives_one_row_per_trainable_call() -> None:
     talk.go_on("c2", "c1", [3], [4], fields=SUPERSEDED)
     talk.go_on("c3", "c2", [5], [6, 7])
     talk.go_on("c4", "c3", [8], [])
-    assert pictured(rows_of(talk.calls, build_per_call)) == ["c1: 1 [2]", "c3: 1 2 3 4 5 [6] [7]"]
+    assert pictured(rows_of(talk.calls, per_call)) == ["c1: 1 [2]", "c3: 1 2 3 4 5 [6] [7]"]
 
 
 def test_merged_and_per_call_train_the_same_tokens() -> None:
@@ -330,7 +330,7 @@ def test_merged_and_per_call_train_the_same_tokens() -> None:
     talk.say("c3", [1, 2, 3, 4], [6], parent="c1", base="c2", version=2)
     talk.go_on("c4", "c3", [7], [8, 9], spans=[Span(2, 0, 1), Span(3, 1, 2)])
     talk.say("c5", [1, 9], [2], parent="c4", version=3)
-    assert trained(rows_of(talk.calls)) == trained(rows_of(talk.calls, build_per_call))
+    assert trained(rows_of(talk.calls)) == trained(rows_of(talk.calls, per_call))
 
 
 def trained(rows: Sequence[Trajectory]) -> list[tuple[Any, ...]]:
@@ -372,8 +372,8 @@ def test_trajectory_ids_are_stable_and_differ_by_builder_session_and_calls() -> 
     talk.go_on("c3", "c1", [5], [6])
     first, second = rows_of(talk.calls)
     assert (first.trajectory_id, second.trajectory_id) == (FIRST_ID, SECOND_ID)
-    others = [row.trajectory_id for row in (*rows_of(talk.calls, build_per_call), *rows_of(talk.calls[:1]))]
-    elsewhere = [row.trajectory_id for row in build_merged(settle(talk.calls), RowContext("another"))]
+    others = [row.trajectory_id for row in (*rows_of(talk.calls, per_call), *rows_of(talk.calls[:1]))]
+    elsewhere = [row.trajectory_id for row in merged(settle(talk.calls), RowContext("another"))]
     assert len({FIRST_ID, SECOND_ID, *others, *elsewhere}) == 8
 
 
@@ -415,8 +415,8 @@ def test_rewards_of_single_calls_travel_with_the_rows_that_hold_them() -> None:
 
 
 def test_builders_are_found_by_name() -> None:
-    assert load_builder("merged") is build_merged
-    assert load_builder("per_call") is build_per_call
+    assert load_builder("merged") is merged
+    assert load_builder("per_call") is per_call
 
 
 def test_a_builder_is_added_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

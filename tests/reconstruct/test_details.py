@@ -27,7 +27,7 @@ from proxy.archive.folder import read_table, write_table
 from proxy.archive.tables import ArchivedSession
 from proxy.archive.tables import rows_of as archived_rows
 from reconstruct.accounting import account, settle
-from reconstruct.builders import Builder, build_merged, build_per_call
+from reconstruct.builders import Builder, merged, per_call
 from reconstruct.codec import decode, encode
 from reconstruct.errors import LengthMismatch
 from reconstruct.records import NO_LOGPROBS, Call, CallDetails, Sampling
@@ -82,10 +82,10 @@ def detailed(made: Call, prompt: Sequence[int], kinds: Sequence[str] = ("top", "
         said = replace(said, prompt_logprobs=None)
     if "routed" not in kinds:
         said = replace(said, routed_experts=None, routed_from=0)
-    return replace(made, node=replace(node, details=said.told_after(node.base_length, len(node.delta_ids))))
+    return replace(made, node=replace(node, details=said.cut_to_delta(node.base_length, len(node.delta_ids))))
 
 
-def rows_of(calls: Sequence[Call], builder: Builder = build_merged) -> list[Trajectory]:
+def rows_of(calls: Sequence[Call], builder: Builder = merged) -> list[Trajectory]:
     """The rows of the calls as the store gives them back."""
     settled = settle([decode(encode(made)) for made in calls])
     rows = builder(settled, CONTEXT)
@@ -123,7 +123,7 @@ def prompts_of(drawn: Drawn) -> list[tuple[Call, list[int]]]:
 
 
 @FEWER
-@given(sessions(flawed=False), st.sampled_from([build_merged, build_per_call]))
+@given(sessions(flawed=False), st.sampled_from([merged, per_call]))
 def test_every_detail_stands_at_its_token_and_none_is_missing_that_was_told(drawn: Drawn, builder: Builder) -> None:
     calls = [detailed(made, prompt) for made, prompt in prompts_of(drawn)]
     for row in rows_of(calls, builder):
@@ -138,7 +138,7 @@ def test_every_detail_stands_at_its_token_and_none_is_missing_that_was_told(draw
 
 
 @FEWER
-@given(sessions(), st.sampled_from([build_merged, build_per_call]), st.data())
+@given(sessions(), st.sampled_from([merged, per_call]), st.data())
 def test_what_was_not_told_of_some_calls_is_missing_and_nothing_else_moves(
     drawn: Drawn, builder: Builder, data: st.DataObject
 ) -> None:
@@ -270,7 +270,7 @@ def test_an_archive_has_them_as_columns_and_nothing_where_there_are_none(tmp_pat
 
 def test_a_builder_whose_details_are_of_other_tokens_is_refused() -> None:
     settled = settle(conversation())
-    (row,) = build_merged(settled, CONTEXT)
+    (row,) = merged(settled, CONTEXT)
     assert row.details is not None and row.details.routed_experts is not None
     short = replace(row.details, routed_experts=row.details.routed_experts[:-1])
     with pytest.raises(LengthMismatch, match="routed_experts of 6 tokens for its 7"):
@@ -368,14 +368,14 @@ def test_a_row_says_the_mode_of_its_logprobs_or_that_it_has_several() -> None:
 def test_logits_are_never_trained_as_logprobs(mode: str) -> None:
     settled = settle([of_mode("c1", mode, delta=[1], said=[2])])
     assert settled.refused == {"c1": "logits_for_logprobs"}
-    assert build_merged(settled, CONTEXT) == []
+    assert merged(settled, CONTEXT) == []
 
 
 def test_only_the_wanted_modes_are_trained() -> None:
     calls = [of_mode("c1", "raw_logprobs", delta=[1], said=[2]), of_mode("c2", "processed_logprobs", delta=[1], said=[3])]
     settled = settle(calls, logprob_modes={"processed_logprobs"})
     assert settled.refused == {"c1": "logprob_mode_raw_logprobs"}
-    rows = build_merged(settled, CONTEXT)
+    rows = merged(settled, CONTEXT)
     accounting = account(settled, rows)
     assert [row.call_ids for row in rows] == [("c2",)]
     assert (accounting.sampled_tokens, accounting.exported_tokens) == (2, 1)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reconstruct.accounting import Settled, account, settle
-from reconstruct.builders import Builder, RowContext, build_merged, build_per_call
+from reconstruct.builders import Builder, RowContext, merged, per_call
 from reconstruct.codec import decode, encode
 from reconstruct.errors import RecordError
 from reconstruct.forest import Forest
@@ -140,7 +140,7 @@ def as_spans(versions: Sequence[int]) -> list[Span]:
     return spans
 
 
-def built(records: Sequence[Call], builder: Builder = build_merged) -> tuple[Settled, list[Trajectory], Accounting]:
+def built(records: Sequence[Call], builder: Builder = merged) -> tuple[Settled, list[Trajectory], Accounting]:
     settled = settle(records, train_roles=TRAINED)
     rows = builder(settled, CONTEXT)
     return settled, rows, account(settled, rows)
@@ -190,7 +190,7 @@ def test_every_prompt_is_the_one_the_model_saw_and_extends_its_parent_exactly_wh
 
 @given(sessions())
 def test_merged_and_per_call_rows_are_the_oracles_and_train_the_same_tokens(drawn: Drawn) -> None:
-    by_branch, by_call = (as_oracle_rows(built(drawn.records, builder)[1]) for builder in (build_merged, build_per_call))
+    by_branch, by_call = (as_oracle_rows(built(drawn.records, builder)[1]) for builder in (merged, per_call))
     assert by_branch == drawn.oracle.merged()
     assert by_call == drawn.oracle.per_call()
     assert trained_tokens(by_branch) == trained_tokens(by_call)
@@ -207,7 +207,7 @@ def trained_tokens(rows: Sequence[Row]) -> Counter[Any]:
 
 
 @FEWER
-@given(sessions(), st.sampled_from([build_merged, build_per_call]))
+@given(sessions(), st.sampled_from([merged, per_call]))
 def test_the_ids_before_every_trained_token_are_those_it_was_sampled_after(drawn: Drawn, builder: Builder) -> None:
     """P2. Each trained token must be one that a call of the row sampled after just these ids, with this logprob and version."""
     told = {item.call_id: item for item in drawn.told}
@@ -226,7 +226,7 @@ def test_the_ids_before_every_trained_token_are_those_it_was_sampled_after(drawn
 
 
 @FEWER
-@given(sessions(), st.sampled_from([build_merged, build_per_call]))
+@given(sessions(), st.sampled_from([merged, per_call]))
 def test_every_sampled_token_is_trained_once_or_quarantined_with_a_reason(drawn: Drawn, builder: Builder) -> None:
     """P3. By call, so that one token too many here cannot make up for one too few there."""
     oracle = drawn.oracle
@@ -247,7 +247,7 @@ def test_every_sampled_token_is_trained_once_or_quarantined_with_a_reason(drawn:
 
 
 @FEWER
-@given(sessions(), st.randoms(), st.sampled_from([build_merged, build_per_call]))
+@given(sessions(), st.randoms(), st.sampled_from([merged, per_call]))
 def test_the_result_does_not_depend_on_the_order_of_arrival_nor_on_the_way_through_the_store(
     drawn: Drawn, random: Any, builder: Builder
 ) -> None:
@@ -258,7 +258,7 @@ def test_the_result_does_not_depend_on_the_order_of_arrival_nor_on_the_way_throu
 
 
 @FEWER
-@given(sessions(), st.data(), st.sampled_from([build_merged, build_per_call]))
+@given(sessions(), st.data(), st.sampled_from([merged, per_call]))
 def test_superseded_attempts_are_accounted_for_in_any_order(drawn: Drawn, data: st.DataObject, builder: Builder) -> None:
     """Every call has the same digest here, so that any two below one parent are attempts at the same."""
     records = drawn.records
@@ -283,7 +283,7 @@ def flawed(drawn: Drawn, call_id: str) -> bool:
 
 
 @FEWER
-@given(sessions(), st.sampled_from([build_merged, build_per_call]))
+@given(sessions(), st.sampled_from([merged, per_call]))
 def test_trajectory_ids_are_unique_and_those_of_the_same_calls_stay(drawn: Drawn, builder: Builder) -> None:
     """What arrives later may add rows or lengthen them, but a row of the same calls keeps its id."""
     whole = built(drawn.records, builder)[1]

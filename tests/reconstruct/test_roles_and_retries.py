@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from proxy.settings import Settings
 from reconstruct.forest import Forest
 from reconstruct.records import Call
-from reconstruct.roles import LABELS, Marks, RoleRule, find_purpose, find_superseded, infer_side_calls, small_letters
+from reconstruct.roles import LABELS, Marks, RoleRule, find_purpose, find_superseded, infer_side_calls, lower_case
 from tests.support.engine.scripted_engine import Fail, Generation, Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running
 from tests.support.service.redis_server import RedisServer
@@ -196,8 +196,8 @@ def test_whatever_an_expression_takes_for_a_letter_counts_as_that_letter_in_a_wo
     everything = "".join(chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000)
     found = re.findall("(?i)[a-z]", everything)
     assert len(found) > 52
-    assert all(re.fullmatch(f"(?i){small_letters(letter)}", letter) for letter in found)
-    assert {small_letters(f"\u00e9{letter}")[1:] for letter in found} == set(string.ascii_lowercase)
+    assert all(re.fullmatch(f"(?i){lower_case(letter)}", letter) for letter in found)
+    assert {lower_case(f"\u00e9{letter}")[1:] for letter in found} == set(string.ascii_lowercase)
 
 
 def test_the_first_rule_that_fits_decides() -> None:

@@ -70,7 +70,7 @@ def test_a_path_is_pushed_as_it_is(service: ScriptedService, client: TrainerClie
 
 def test_a_failed_replica_raises_with_every_result(service: ScriptedService, client: TrainerClient) -> None:
     service.script(PUSH, pushed(one=GOOD, two=BAD))
-    with pytest.raises(ReplicaFailed, match="1 of 2 replicas and is served by the others: two: no such file") as error:
+    with pytest.raises(ReplicaFailed, match="1 of 2 replicas, the others serve it: two: no such file") as error:
         client.publish("/weights/4", 4)
     assert error.value.push.failed == {"two": "no such file"} and error.value.push.applied
     assert len(pushes(service)) == 1
@@ -231,6 +231,6 @@ def test_weights_of_a_model_that_the_service_does_not_have_are_not_written(
     """It used to be a bare KeyError."""
     line = {"current": {"version": 7}, "replicas": {}}
     service.script(CURRENT, json_answer({"current": {"version": 3}, "replicas": {}, "models": {"critic": line}}))
-    with pytest.raises(UnpublishableWeights, match="no model 'critik': it has critic"):
+    with pytest.raises(UnpublishableWeights, match="no model 'critik': known: critic"):
         client.publish(small_state(), 8, directory=tmp_path, model="critik")
     assert not pushes(service) and not list(tmp_path.iterdir())

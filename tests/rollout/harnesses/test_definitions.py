@@ -254,7 +254,7 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
         ({"files": {"": ""}}, OutsideHome, "''"),
         ({"files": {"folder/": ""}}, OutsideHome, "folder/"),
         ({"roles": {"role": "side"}}, BadDefinition, "roles must be a list of tables"),
-        ({"roles": [{"role": "aside"}]}, BadDefinition, "'aside' is none of main"),
+        ({"roles": [{"role": "aside"}]}, BadDefinition, "'aside' is not one of main"),
         ({"roles": [{"role": "side", "words": "x"}]}, BadDefinition, "'words'.*any of role, header"),
         ({"roles": [{"role": "side", "system": "("}]}, BadDefinition, "is broken"),
         ({"roles": [{"role": "side", "header": 1}]}, BadDefinition, "roles:"),

@@ -289,7 +289,7 @@ def test_settings_that_cannot_be_right_are_refused(folder: Path, rows: LeasedRow
         trainer_of(folder, rows, tmp_path, use_vllm=True)
     with pytest.raises(ValueError, match="max_steps is not set"):
         trainer_of(folder, rows, tmp_path, max_steps=-1)
-    with pytest.raises(ValueError, match="cut into `Rows`"):
+    with pytest.raises(ValueError, match="split by `Rows`"):
         trainer_of(folder, LeasedRows("http://127.0.0.1:1", "t", Padded(micro_rows=2)), tmp_path)
     with pytest.raises(ValueError, match="have advantages"):
         trainer_of(folder, LeasedRows("http://127.0.0.1:1", "t", Rows(), advantages=None), tmp_path)
@@ -312,7 +312,7 @@ class Adapted(torch.nn.Linear):
 
 def test_weights_that_are_not_whole_are_refused_before_the_training(client: TrainerClient, tmp_path: Path) -> None:
     publish, settings = PublishWeights(client, tmp_path), GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    with pytest.raises(UnpublishableWeights, match="spread over processes"):
+    with pytest.raises(UnpublishableWeights, match="sharded over processes"):
         publish.on_train_begin(settings, TrainerState(), None, model=Sharded())
     with pytest.raises(UnpublishableWeights, match="has adapters"):
         publish.on_train_begin(settings, TrainerState(), None, model=Adapted(1, 1))
