@@ -222,7 +222,7 @@ def _override(number: int, line: dict[str, Any], overrides: Overrides, harness: 
 # The rule of --accept, such as `reward > 0 and calls < 30`
 
 NAMES = ("reward", "status", "calls", "tokens", "seconds", "attempt", "metadata")
-"""The variables of the rule: docs/rollouts.md describes them."""
+"""The variables of the rule: docs/tasks.md describes them."""
 FUNCTIONS = {"abs": abs, "len": len, "max": max, "min": min, "round": round}
 EVALUATION_ERRORS = (
     InvalidExpression,
