@@ -152,7 +152,7 @@ def recompute_logprobs(rows: list[Trajectory], models: list[str]) -> dict[str, D
 
     differences = {}
     for given in models:
-        version, path = _versioned(given)
+        version, path = _split_version(given)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
         except (OSError, ValueError) as error:
@@ -165,7 +165,7 @@ def recompute_logprobs(rows: list[Trajectory], models: list[str]) -> dict[str, D
     return differences
 
 
-def _versioned(given: str) -> tuple[int | None, str]:
+def _split_version(given: str) -> tuple[int | None, str]:
     version, separator, path = given.partition("=")
     return (int(version), path) if separator and version.isdecimal() else (None, given)
 

@@ -123,8 +123,10 @@ class Control:
         try:
             yield
         except ConnectionFailed as error:
-            place = "the connection broke to" if error.sent else "no service at"
-            raise NoAnswer(f"{place} {self.url} (set VERBATIM_URL to where it is): {error.__cause__ or error}") from error
+            cause = error.__cause__ or error
+            if error.sent:
+                raise NoAnswer(f"the connection to {self.url} broke: {cause}") from error
+            raise NoAnswer(f"no service at {self.url} (set VERBATIM_URL to where it is): {cause}") from error
         except ServiceError as error:
             sentence = self._explain(path, error)
             if error.status == httpx.codes.TOO_MANY_REQUESTS:

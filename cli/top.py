@@ -91,11 +91,15 @@ def render(now: Snapshot, before: Snapshot | None, trouble: str = "") -> Rendera
     parts: list[RenderableType] = [_head(now, before)]
     if trouble:
         parts.append(Text(trouble, style="bold red"))
-    parts += [_titled("engines", replicas_table(now.engines)), Text(_waiting(now)), _titled("groups", _groups(now))]
+    parts += [
+        _set_title("engines", replicas_table(now.engines)),
+        Text(_describe_waiting(now)),
+        _set_title("groups", _groups(now)),
+    ]
     if now.nodes or now.queues:
-        parts += [_titled("nodes", _nodes(now)), Text(_queued(now))]
+        parts += [_set_title("nodes", _nodes(now)), Text(_describe_queues(now))]
     more = ", the newest of more" if now.more else ""
-    return Group(*parts, _titled(f"{len(now.sessions)} open sessions{more}", sessions_table(now.sessions)))
+    return Group(*parts, _set_title(f"{len(now.sessions)} open sessions{more}", sessions_table(now.sessions)))
 
 
 def _head(now: Snapshot, before: Snapshot | None) -> Text:
@@ -110,7 +114,7 @@ def _head(now: Snapshot, before: Snapshot | None) -> Text:
     return Text("  |  ".join(parts), style="bold")
 
 
-def _waiting(now: Snapshot) -> str:
+def _describe_waiting(now: Snapshot) -> str:
     waiting = {policy: calls for policy, calls in now.waiting.items() if calls}
     if not waiting:
         return "no call is waiting for an engine"
@@ -136,7 +140,7 @@ def _nodes(now: Snapshot) -> Table:
     return table
 
 
-def _queued(now: Snapshot) -> str:
+def _describe_queues(now: Snapshot) -> str:
     queues = [queue for queue in now.queues if queue["waiting"]]
     if not queues:
         return "no rollout is waiting for a node"
@@ -144,7 +148,7 @@ def _queued(now: Snapshot) -> str:
     return f"{sum(queue['waiting'] for queue in queues)} rollouts are waiting for a node: {'; '.join(wants)}"
 
 
-def _titled(title: str, table: Table) -> Table:
+def _set_title(title: str, table: Table) -> Table:
     table.title, table.title_justify, table.title_style = title, "left", "dim"
     return table
 

@@ -70,11 +70,11 @@ def settle(
     if delivered is not None:
         for call_id in find_superseded(forest, delivered):
             refused.setdefault(call_id, SUPERSEDED)
-    shown = {} if train_roles is None else _not_trained(forest, refused, train_roles, train_inferred)
+    shown = {} if train_roles is None else _find_untrained(forest, refused, train_roles, train_inferred)
     return Settled(forest, {**refused, **shown}, stray, frozenset(shown))
 
 
-def _not_trained(
+def _find_untrained(
     forest: Forest, refused: Mapping[str, str], train_roles: Container[str], train_inferred: bool
 ) -> dict[str, str]:
     """The sound calls of roles that are not trained, with the reason."""

@@ -219,7 +219,7 @@ def row_details(forest: Forest, last: str, trained: Sequence[str]) -> RowDetails
     pieces = list(forest.pieces(last, length))
     top = _top(forest, length, trained)
     prompt_logprobs = _lay_out_prompt_logprobs(forest, length, pieces, trained)
-    routed = _routed(forest, length, pieces)
+    routed = _lay_out_experts(forest, length, pieces)
     if top is None and prompt_logprobs is None and routed is None:
         return None
     top_token_ids, top_logprobs = top or (None, None)
@@ -264,7 +264,7 @@ def _lay_out_prompt_logprobs(
     return values if said else None
 
 
-def _routed(forest: Forest, length: int, pieces: Iterable[tuple[str, int, int]]) -> NDArray[np.int16] | None:
+def _lay_out_experts(forest: Forest, length: int, pieces: Iterable[tuple[str, int, int]]) -> NDArray[np.int16] | None:
     """The experts of every position, from the last call to the first: the call that owns an id overrides the others."""
     table: NDArray[np.int16] | None = None
     for owner, _, end in pieces:

@@ -300,10 +300,10 @@ _TOP_IDS, _LOGPROBS, _EXPERTS = ("<i4",), ("<f4",), ("<u1", "<u2")
 
 def encode_details(details: CallDetails) -> tuple[Any, ...]:
     return (
-        _packed(details.top_token_ids),
-        _packed(details.top_logprobs),
-        _packed(details.prompt_logprobs),
-        _packed(details.routed_experts),
+        _pack(details.top_token_ids),
+        _pack(details.top_logprobs),
+        _pack(details.prompt_logprobs),
+        _pack(details.routed_experts),
         details.routed_from,
     )
 
@@ -322,7 +322,7 @@ def decode_details(fields: Any) -> CallDetails:
     )
 
 
-def _packed(array: NDArray[Any] | None) -> tuple[tuple[int, ...], bytes] | None:
+def _pack(array: NDArray[Any] | None) -> tuple[tuple[int, ...], bytes] | None:
     if array is None:
         return None
     return array.shape, array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()

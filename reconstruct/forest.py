@@ -76,11 +76,11 @@ class Forest:
     def children(self, call_id: str | None) -> Sequence[str]:
         return self._children.get(call_id, ())
 
-    def answered(self, fingerprint: bytes) -> Sequence[str]:
+    def find_by_reply(self, fingerprint: bytes) -> Sequence[str]:
         """The calls whose history including the reply hashes to `fingerprint`, oldest first."""
         return self._by_reply.get(fingerprint, ())
 
-    def asked(self, fingerprint: bytes) -> Sequence[str]:
+    def find_by_prompt(self, fingerprint: bytes) -> Sequence[str]:
         """The calls whose request hashes to `fingerprint`, oldest first."""
         return self._by_prompt.get(fingerprint, ())
 

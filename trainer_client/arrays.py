@@ -252,7 +252,7 @@ def row_columns(groups: Sequence[Group], versions: Mapping[str, int]) -> RowColu
         rewards=np.array([np.nan if row.reward is None else row.reward for row in rows], dtype=np.float32),
         advantages=None,
         group_index=np.array([at for at, group in enumerate(groups) for _ in group.trajectories], dtype=np.int64),
-        rollout_index=_numbered(row.rollout_id for row in rows),
+        rollout_index=_number(row.rollout_id for row in rows),
         row_weight=np.array([row.row_weight for row in rows], dtype=np.float32),
         staleness=np.array([_staleness(row, versions[row.policy]) for row in rows], dtype=np.int64),
         cut_tokens=np.zeros(len(rows), dtype=np.int64),
@@ -272,7 +272,7 @@ def select_columns(columns: RowColumns, indexes: Sequence[int], advantages: Any,
     return taken
 
 
-def _numbered(keys: Iterable[Hashable]) -> NDArray[np.int64]:
+def _number(keys: Iterable[Hashable]) -> NDArray[np.int64]:
     seen: dict[Hashable, int] = {}
     return np.array([seen.setdefault(key, len(seen)) for key in keys], dtype=np.int64)
 

@@ -111,10 +111,10 @@ def prune_versions(directory: str | os.PathLike[str], version: int, keep_last: i
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}: the version just published must stay")
     folder = Path(directory)
-    numbers = _numbered(folder, _VERSION_FOLDER)
+    numbers = _list_numbered(folder, _VERSION_FOLDER)
     kept = set(sorted(number for number in numbers.values() if number <= version)[-keep_last:])
     old = [path for path, number in numbers.items() if number <= version and number not in kept]
-    old += [path for path, number in _numbered(folder, _UNFINISHED_FOLDER).items() if number <= version]
+    old += [path for path, number in _list_numbered(folder, _UNFINISHED_FOLDER).items() if number <= version]
     for path in old:
         shutil.rmtree(path)
     return old
@@ -195,7 +195,7 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[Path, int]:
+def _list_numbered(folder: Path, pattern: re.Pattern[str]) -> dict[Path, int]:
     found = ((path, pattern.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir())
     return {path: int(match[1]) for path, match in found if match}
 

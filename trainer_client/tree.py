@@ -156,7 +156,7 @@ def _parts(rows: Sequence[Trajectory], lengths: Sequence[int], budget: int) -> l
     parts: list[list[tuple[int, int]]] = []
     room = 0
     for before, at in zip([None, *order[:-1]], order, strict=True):
-        shared = 0 if before is None else _shared(rows[before], rows[at], min(lengths[before], lengths[at]))
+        shared = 0 if before is None else _measure_shared(rows[before], rows[at], min(lengths[before], lengths[at]))
         if not parts or lengths[at] - shared > room:
             parts.append([])
             shared, room = 0, budget
@@ -165,7 +165,7 @@ def _parts(rows: Sequence[Trajectory], lengths: Sequence[int], budget: int) -> l
     return parts
 
 
-def _shared(left: Trajectory, right: Trajectory, length: int) -> int:
+def _measure_shared(left: Trajectory, right: Trajectory, length: int) -> int:
     """The length of the common prefix within the first `length` tokens."""
     differs = np.asarray(left.token_ids[:length]) != np.asarray(right.token_ids[:length])
     ours, theirs = _experts(left), _experts(right)
@@ -222,14 +222,14 @@ def _sequence(
         loss_mask=np.ones(sum(len(at) for at in trained), dtype=np.bool_),
         inference_logprobs=concatenate(np.float32, [row.logprobs[at] for row, at in zip(chosen, trained, strict=True)]),
         weight_versions=concatenate(np.int32, [versions_by_token(row)[at] for row, at in zip(chosen, trained, strict=True)]),
-        routed_experts=_routed(chosen, places),
+        routed_experts=_lay_out_experts(chosen, places),
         logprob_mode=mode,
         flat_tokens=sum(lengths),
         **select_columns(columns, indexes, advantages, count_lost_tokens(chosen, lengths)),
     )
 
 
-def _routed(rows: Sequence[Trajectory], places: Sequence[tuple[int, int]]) -> NDArray[np.int16] | None:
+def _lay_out_experts(rows: Sequence[Trajectory], places: Sequence[tuple[int, int]]) -> NDArray[np.int16] | None:
     shapes = {experts.shape[1:] for row in rows if (experts := _experts(row)) is not None}
     if not shapes:
         return None

@@ -108,7 +108,7 @@ def continuation(tree: SessionTree, request: Request, policy: str = "") -> Conti
 
     near, near_at, whole = None, 0, dress_of(len(history))
     for position in range(len(history) - 1, -1, -1):
-        asked = tree.forest.asked(fingerprints[position + 1])
+        asked = tree.forest.find_by_prompt(fingerprints[position + 1])
         if asked and near is None:
             near = _dressed_so(tree, asked, dress_of(position + 1))
             near_at = position + 1 if near is not None else 0
@@ -139,10 +139,10 @@ def _answered(
     by a declared projection that the chain does not leave out.
     """
     replayed = request.history[position]
-    candidates = tree.forest.answered(fingerprints[position + 1])
+    candidates = tree.forest.find_by_reply(fingerprints[position + 1])
     named: Iterable[str] = [call_id for call_id in replayed.minted if call_id in candidates]
     if not named:
-        asked_here = tree.forest.asked(fingerprints[position])
+        asked_here = tree.forest.find_by_prompt(fingerprints[position])
         by_id = [call_id for call_id in replayed.minted if call_id in asked_here]
         latest = _latest_first(tree, candidates)
         alike = _dressed_so(tree, latest, dressed)
@@ -339,7 +339,7 @@ def _root_reason(tree: SessionTree, found: Continuation) -> str | None:
 
 def _asked_before(tree: SessionTree, found: Continuation, parent_id: str | None) -> bool:
     """Whether the same request stands below the same parent by now: its twin may have been recorded while this one was sampled."""
-    asked = (tree.forest.calls[call_id] for call_id in reversed(tree.forest.asked(found.fingerprint)))
+    asked = (tree.forest.calls[call_id] for call_id in reversed(tree.forest.find_by_prompt(found.fingerprint)))
     # The chain leaves reasoning out: a request of the same fingerprint below another parent is of an edited history.
     return any(call.node.parent_id == parent_id and call.root_key == found.dress for call in asked)
 

@@ -41,7 +41,7 @@ def prompt_continuation(tree: SessionTree, request: Request, policy: str = "") -
     request.replace_history([*before, HistoryMessage(message, digest_message(message))])
     chained = tree.chained(root, request.history)
     chain = chained.fingerprints
-    asked = tree.forest.asked(chain[-1])
+    asked = tree.forest.find_by_prompt(chain[-1])
     near, near_at = (asked[0], len(chain) - 1) if asked else (None, 0)
     used = "exact" if parent else ""
     return Continuation(root, chain, parent, len(before) - 1, used, near, near_at, root, chained=chained)

@@ -214,9 +214,9 @@ def test_calls_are_found_by_what_they_asked_and_answered() -> None:
         call(name, delta=[1], said=[2], fields={"fingerprint": b"f", "reply_fingerprint": b"g"}) for name in ("c1", "c2")
     )
     forest = Forest([first, again])
-    assert list(forest.asked(b"f")) == ["c1", "c2"]
-    assert list(forest.answered(b"g")) == ["c1", "c2"]
-    assert list(forest.answered(b"f")) == []
+    assert list(forest.find_by_prompt(b"f")) == ["c1", "c2"]
+    assert list(forest.find_by_reply(b"g")) == ["c1", "c2"]
+    assert list(forest.find_by_reply(b"f")) == []
     assert list(forest.children(None)) == ["c1", "c2"]
     assert list(forest.children("c1")) == []
 

@@ -67,7 +67,7 @@ def agent_wise(estimator: Estimator, agents: Sequence[Hashable], *, each_row: bo
     Source: Feng et al., "Dr. MAS: Stable Reinforcement Learning for Multi-Agent LLM Systems", arXiv:2602.08847, equation 5;
     grouping by (question, agent) as in the authors' code.
     """
-    agent_index = _numbered(agents)
+    agent_index = _number(agents)
 
     def within_agents(rewards: ArrayLike, group_index: ArrayLike, rollout_index: ArrayLike) -> Advantages:
         groups, rollouts = np.asarray(group_index), np.asarray(rollout_index)
@@ -79,7 +79,7 @@ def agent_wise(estimator: Estimator, agents: Sequence[Hashable], *, each_row: bo
     return within_agents
 
 
-def _numbered(keys: Sequence[Hashable]) -> NDArray[np.int64]:
+def _number(keys: Sequence[Hashable]) -> NDArray[np.int64]:
     seen: dict[Hashable, int] = {}
     return np.array([seen.setdefault(key, len(seen)) for key in keys], dtype=np.int64)
 

@@ -58,7 +58,7 @@ def turns_of(rows: Sequence[Trajectory]) -> Turns:
     found: list[tuple[int, int, int, int, float]] = []
     before: Counter[str] = Counter()
     for index, row in enumerate(rows):
-        for start, end, reward in _rewarded(row):
+        for start, end, reward in _find_turns(row):
             found.append((index, start, end, before[row.rollout_id], reward))
             before[row.rollout_id] += 1
     table = np.array(found, dtype=np.float64).reshape(-1, 5)
@@ -122,7 +122,7 @@ def _peers(
     return number_pairs(groups, turns.number[which]), number_pairs(rollouts, turns.number[which])
 
 
-def _rewarded(row: Trajectory) -> list[tuple[int, int, float]]:
+def _find_turns(row: Trajectory) -> list[tuple[int, int, float]]:
     """Start, end and reward (NaN: none) of each turn."""
     rewards, spans = row.metadata.get("per_call_rewards"), row.metadata.get("per_call_spans")
     if not rewards:
