@@ -25,7 +25,7 @@ from proxy.api.requests import (
 )
 from proxy.rows import CallsCursor
 from proxy.settings import Role
-from reconstruct.trajectory import accounting_as_wire, as_wire
+from reconstruct.trajectory import encode_accounting, encode_row
 
 router = APIRouter(prefix="/sessions/{session_id}", tags=["sessions"], default_response_class=Response)
 
@@ -207,5 +207,5 @@ async def get_trajectories(
     state = await load_session(services, session_id)
     built = await rows.session_rows(services, state, builder)
     form = choose_form(request)
-    wire = [as_wire(row, arrays=form.arrays) for row in built.rows]
-    return encode_response({"trajectories": wire, "accounting": accounting_as_wire(built.accounting)}, form)
+    wire = [encode_row(row, arrays=form.arrays) for row in built.rows]
+    return encode_response({"trajectories": wire, "accounting": encode_accounting(built.accounting)}, form)

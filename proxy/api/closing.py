@@ -21,7 +21,7 @@ from proxy.store.delivery import Announced, CloseRequest
 from proxy.store.groups import GroupPolicy, Member, PolicyRows
 from proxy.store.keys import StoredValueError
 from proxy.store.sessions import SessionInfo, SessionState
-from reconstruct.accounting import lost_share
+from reconstruct.accounting import measure_lost_share
 from reconstruct.errors import ReconstructError
 from reconstruct.trajectory import Trajectory
 
@@ -202,7 +202,7 @@ def _keeps_enough(services: Services, state: SessionState, built: rows.Built) ->
     """Whether no more of the sampled tokens is quarantined than the session's group allows."""
     own = state.info.group_rule.max_quarantined_share if state.info.group_rule else None
     limit = services.settings.max_quarantined_share if own is None else own
-    lost = lost_share(built.settled, built.accounting)
+    lost = measure_lost_share(built.settled, built.accounting)
     if limit is None or lost <= limit:
         return True
     log.warning(

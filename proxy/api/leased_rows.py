@@ -25,7 +25,7 @@ from proxy.store.groups import Lease, LeasedGroup
 from proxy.store.keys import StoredValueError
 from reconstruct.errors import ReconstructError
 from reconstruct.roles import is_wanted
-from reconstruct.trajectory import Trajectory, accounting_as_wire, as_wire, weighed
+from reconstruct.trajectory import Trajectory, encode_accounting, encode_row, weigh_rows
 
 log = logging.getLogger(__name__)
 
@@ -128,20 +128,20 @@ async def _encode_member(
     built = await rows.session_rows(services, state, terms.builder)
     if terms.complete_only and not built.accounting.complete:
         raise ReconstructError(f"session {session_id} was complete when it was closed, and no longer is")
-    session = {"session_id": session_id, **accounting_as_wire(built.accounting)}
+    session = {"session_id": session_id, **encode_accounting(built.accounting)}
     return session, await asyncio.to_thread(_encode_rows, _select(built.rows, policies, terms.roles), terms.form)
 
 
 def _select(built: Sequence[Trajectory], policies: Container[str], roles: Container[str] | None) -> list[Trajectory]:
     """The rows to deliver, with weights shared among them. Rows of roles that are not trained are only ever shown."""
     trained = [row for row in built if row.loss_mask.any() and row.policy in policies]
-    return weighed([row for row in trained if roles is None or is_wanted(row.role, row.role_source, roles)])
+    return weigh_rows([row for row in trained if roles is None or is_wanted(row.role, row.role_source, roles)])
 
 
 def _encode_rows(selected: Sequence[Trajectory], form: Form) -> list[bytes]:
     """Row by row: an encoder holds the GIL until it returns."""
     encode: Callable[[Any], bytes] = msgspec.json.encode if form is Form.JSON else msgspec.msgpack.encode
-    return [encode(as_wire(row, arrays=form.arrays)) for row in selected]
+    return [encode(encode_row(row, arrays=form.arrays)) for row in selected]
 
 
 def _open_map(head: dict[str, Any], key: str, items: int) -> bytes:

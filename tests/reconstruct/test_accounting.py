@@ -305,7 +305,7 @@ def broken_rows() -> list[tuple[str, Any, str]]:
             in_first(loss_mask=with_value("loss_mask", 1, 1)),
             r"none of its calls sampled .* call c2, token 1\)",
         ),
-        ("an id differs", in_first(token_ids=with_value("token_ids", 4, 9)), r"not the one of the call .* call c2, token 4\)"),
+        ("an id differs", in_first(token_ids=with_value("token_ids", 4, 9)), r"differs from the call's .* call c2, token 4\)"),
         ("a logprob differs", in_first(logprobs=with_value("logprobs", 5, -9)), r"a wrong logprob .* call c2, token 5\)"),
         (
             "a masked logprob is not 0",

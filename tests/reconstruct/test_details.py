@@ -273,7 +273,7 @@ def test_a_builder_whose_details_are_of_other_tokens_is_refused() -> None:
     (row,) = merged(settled, CONTEXT)
     assert row.details is not None and row.details.routed_experts is not None
     short = replace(row.details, routed_experts=row.details.routed_experts[:-1])
-    with pytest.raises(LengthMismatch, match="routed_experts of 6 tokens for its 7"):
+    with pytest.raises(LengthMismatch, match="routed_experts for 6 tokens, not 7"):
         account(settled, [replace(row, details=short)])
 
 
