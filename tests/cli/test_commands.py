@@ -160,7 +160,7 @@ def test_a_taken_port_is_reported(tmp_path: Path) -> None:
 
 
 def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
-    assert "no address of this machine" in refused("serve", *ENGINE, "--host", "192.0.2.1", "--data-dir", str(tmp_path))
+    assert "not an address of this machine" in refused("serve", *ENGINE, "--host", "192.0.2.1", "--data-dir", str(tmp_path))
 
 
 def test_a_data_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:

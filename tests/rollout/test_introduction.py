@@ -148,4 +148,4 @@ async def test_a_node_that_the_service_does_not_see_says_so_once(
                 await looking
     finally:
         await connection.close()
-    assert [each.levelno for each in caplog.records if "does not see" in each.getMessage()] == [logging.WARNING]
+    assert [each.levelno for each in caplog.records if "does not list" in each.getMessage()] == [logging.WARNING]
