@@ -198,7 +198,7 @@ async def _run(parts: NodeParts, settings: NodeSettings, control: Control) -> No
         err=True,
     )
     for kind in parts.kinds.values():
-        log.info("runtimes of kind %s: %s", kind.name, kind.limits())
+        log.info("runtimes of kind %s: %s", kind.name, kind.describe_limits())
     looking = asyncio.create_task(await_listing(control, parts.name))
     try:
         await node.run()
@@ -214,12 +214,12 @@ async def find_kinds(wanted: list[str]) -> dict[str, RuntimeKind]:
 
     kinds: dict[str, RuntimeKind] = {}
     lacking = []
-    for name in wanted or catalogue.names():
+    for name in wanted or catalogue.list_names():
         try:
             kind = catalogue.load(name)
         except BadRuntime as error:
             raise Refusal(str(error), exit_code=2) from error
-        if (why := await kind.missing()) is None:
+        if (why := await kind.probe()) is None:
             kinds[name] = kind
         else:
             lacking.append(f"{name}: {why}")
