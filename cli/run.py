@@ -144,12 +144,12 @@ def check_words(definition: Harness, words: list[str]) -> None:
 def check_executable(definition: Harness, words: list[str], env: Mapping[str, str]) -> None:
     """Raises `Refusal` (exit code 127) if the harness is not installed, before a session is opened."""
     from rollout.harnesses.prepared import MissingExecutable
-    from rollout.harnesses.process import executable
+    from rollout.harnesses.process import find_executable
 
     command = (definition.argv or words)[0]
     try:
         if "{" not in command:
-            executable(command, env)
+            find_executable(command, env)
     except MissingExecutable as error:
         raise Refusal(explain_missing(definition, str(error)), exit_code=NOT_FOUND) from error
 
@@ -171,17 +171,17 @@ def attempt(
     stop: StopSignals,
 ) -> Outcome:
     """Run the harness to its end."""
-    from rollout.harnesses.prepared import CannotStart, HarnessError, MissingExecutable, surroundings
+    from rollout.harnesses.prepared import CannotStart, HarnessError, MissingExecutable, build_environment
     from rollout.harnesses.process import HarnessProcess
 
     workdir = Path.cwd()
     try:
         model = model or (session.first_model() if definition.takes_model else "")
         prompt = words if definition.takes_command else " ".join(words)
-        prepared = definition.prepared(session.endpoint, model, prompt, home, workdir=workdir)
+        prepared = definition.prepare(session.endpoint, model, prompt, home, workdir=workdir)
         prepared.write(home)
         tell(f"session {session.session_id}: {definition.name}" + (f" with model {model}" if model else ""))
-        env = surroundings(os.environ, prepared, home, passed)
+        env = build_environment(os.environ, prepared, home, passed)
         if stop.number is not None:
             return make_outcome(definition.name, 0, None, stop.number)
         process = HarnessProcess(prepared.argv, env, workdir, stdin=definition.stdin, given=prepared.stdin)
@@ -199,9 +199,9 @@ def attempt(
 
 def check_version(definition: Harness, env: Mapping[str, str], workdir: Path) -> str | None:
     """A warning if the harness's version is not the one its definition was tested with."""
-    from rollout.harnesses.process import version_there
+    from rollout.harnesses.process import read_version
 
-    there = version_there(definition.version_argv, env, workdir) if definition.version_argv else None
+    there = read_version(definition.version_argv, env, workdir) if definition.version_argv else None
     if there is None or there == definition.version:
         return None
     return (
@@ -459,7 +459,7 @@ def describe(definition: Harness, session: OpenedSession, model: str | None, hom
 
     model = model or (session.first_model() if definition.takes_model else "")
     place = home.absolute() if home is not None else Path.home()
-    prepared = definition.prepared(session.endpoint, model, ["{prompt}"], place)
+    prepared = definition.prepare(session.endpoint, model, ["{prompt}"], place)
     if home is not None:
         try:
             prepared.write(place)

@@ -225,10 +225,10 @@ def _explain(problem: Any) -> str:
 
 def engine_url(text: str) -> str:
     """`text` without a trailing slash or /v1. Raises `Refusal` (exit code 2) if it is not an engine's URL."""
-    from proxy.engine.pool.membership import engine_spec
+    from proxy.engine.pool.membership import parse_engine
 
     try:
-        return str(engine_spec(text))
+        return str(parse_engine(text))
     except ValueError as error:
         named = "" if "@" in text else f" {text!r}"
         hint = ": VERBATIM_ENGINE_API_KEY is sent to the engines" if "@" in text else ""

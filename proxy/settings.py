@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from proxy.auth import GivenTokens, check_token, is_loopback, tokens_in
 from proxy.auth import Role as TokenRole
 from proxy.engine.kinds import find_kind, load_kind
-from reconstruct.builders import builder_named
+from reconstruct.builders import load_builder
 from reconstruct.errors import ReconstructError
 from reconstruct.roles import RoleRule
 
@@ -299,7 +299,7 @@ class Settings(BaseSettings):
     @classmethod
     def _check_builder(cls, name: str) -> str:
         try:
-            builder_named(name)
+            load_builder(name)
         except ReconstructError as error:
             raise ValueError(str(error)) from error
         return name

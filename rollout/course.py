@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, Literal, TypeVar
 
-from reconstruct.roles import RoleRule, rule_as_wire
+from reconstruct.roles import RoleRule, encode_rule
 from rollout.attempts import (
     RETRIED,
     AttemptId,
@@ -320,7 +320,7 @@ async def open_member(
         # Other sessions may not replace failed members.
         group_replacements=False,
         echo_policy=task.echo_policy,
-        role_rules=[rule_as_wire(rule) for rule in roles] or None,
+        role_rules=[encode_rule(rule) for rule in roles] or None,
         **task.budgets.of_session,
     )
 

@@ -18,9 +18,9 @@ from cli.run import load_harness
 from rollout.evaluators import catalogue as evaluators
 from rollout.runtimes import catalogue as runtimes
 from rollout.task import Task
-from rollout.task_body import BadTask, Known, submitted
+from rollout.task_body import BadTask, Known, read_task
 
-KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.names, evaluators.kind)
+KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.names, evaluators.load)
 ID_CHARACTERS = 12
 OWN_FIELDS = ("task_id", "num_samples", "early_stop_usable_samples")
 """Task fields that the generation sets itself."""
@@ -41,7 +41,7 @@ class Input:
     def parse(self) -> Task:
         """The task as a service parses it. Raises `BadTask`."""
         # The longest task_id that a generation makes of this input.
-        return submitted(json.dumps(self.make_task("0" * 8, 1000, 1)).encode(), KNOWN)[0]
+        return read_task(json.dumps(self.make_task("0" * 8, 1000, 1)).encode(), KNOWN)[0]
 
 
 def input_id_of(task_id: str) -> str:

@@ -13,8 +13,9 @@ from cli.generation.attempts import Input
 from cli.node import find_kinds
 from cli.refusal import Refusal
 from rollout.attempts import AttemptId, RolloutFailed
+from rollout.harnesses.catalogue import find_definition
 from rollout.runtimes.base import Route, RuntimeFailed, RuntimeKind
-from rollout.steps import AttemptLogs, HarnessRun, definition_of, removed, with_harness
+from rollout.steps import AttemptLogs, HarnessRun, install_harness, remove
 from rollout.task import Task
 
 NOWHERE = Route("127.0.0.1", 9)
@@ -29,7 +30,7 @@ async def try_harnesses(inputs: Sequence[Input], kinds: Sequence[str], logs: Pat
     for each in inputs:
         task = each.parse()
         key = (repr(task.harness), task.runtime.kind)
-        if key in tried or task.prepare or definition_of(task.harness).takes_command:
+        if key in tried or task.prepare or find_definition(task.harness).takes_command:
             continue
         tried.add(key)
         say(f"looking for {task.harness.name} in a runtime of kind {task.runtime.kind}")
@@ -41,7 +42,7 @@ async def try_harnesses(inputs: Sequence[Input], kinds: Sequence[str], logs: Pat
 
 def _advise(task: Task) -> str:
     """What to do if the harness is on this machine but invisible in its sandbox."""
-    found = shutil.which(definition_of(task.harness).argv[0])
+    found = shutil.which(find_definition(task.harness).argv[0])
     if found is None or task.runtime.kind != "local":
         return ""
     return f"; this machine has {found}: name what it needs in VERBATIM_LOCAL_READABLE, and its folder in VERBATIM_LOCAL_PATH"
@@ -51,11 +52,11 @@ async def _try(task: Task, kind: RuntimeKind, folder: Path) -> None:
     name = f"trial-{uuid4().hex[:12]}"
     logs = AttemptLogs("generate", folder, AttemptId(name, 0, 1))
     logs.make()
-    definition = definition_of(task.harness)
-    installed = await with_harness(kind, task, definition, f"{name}-i", NOWHERE, logs)
+    definition = find_definition(task.harness)
+    installed = await install_harness(kind, task, definition, f"{name}-i", NOWHERE, logs)
     runtime = kind.make(installed.spec, f"{name}-r", NOWHERE)
     await runtime.start()
     try:
         await HarnessRun(definition, task, runtime, logs, installed.failure).install()
     finally:
-        await removed(runtime)
+        await remove(runtime)
