@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reconstruct.roles import RoleRule, rule_as_wire
+from reconstruct.roles import RoleRule, encode_rule
 from rollout.harnesses.catalogue import BUILT_IN, VARIABLE, load, names
 from rollout.harnesses.definition import Harness, check_accepted, parse
 from rollout.harnesses.prepared import (
@@ -256,7 +256,7 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
         ({"roles": {"role": "side"}}, BadDefinition, "roles must be a list of tables"),
         ({"roles": [{"role": "aside"}]}, BadDefinition, "'aside' is not one of main"),
         ({"roles": [{"role": "side", "words": "x"}]}, BadDefinition, "'words'.*any of role, header"),
-        ({"roles": [{"role": "side", "system": "("}]}, BadDefinition, "is broken"),
+        ({"roles": [{"role": "side", "system": "("}]}, BadDefinition, "is invalid"),
         ({"roles": [{"role": "side", "header": 1}]}, BadDefinition, "roles:"),
     ],
 )
@@ -278,7 +278,7 @@ def test_the_roles_of_a_definition_are_rules_of_the_service() -> None:
     roles = [{"role": "side", "tools": False}, {"role": "subagent", "header": "X-Agent", "agent_header": "X-Agent"}]
     rules = (RoleRule("side", tools=False), RoleRule("subagent", header="x-agent", agent_header="x-agent"))
     assert parse({**LEAST, "roles": roles}, "mine").roles == rules
-    assert [RoleRule(**rule_as_wire(rule)) for rule in rules] == list(rules)
+    assert [RoleRule(**encode_rule(rule)) for rule in rules] == list(rules)
 
 
 def test_braces_that_are_no_placeholder_stay() -> None:
