@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from reconstruct.trajectory import listed
+from reconstruct.trajectory import convert_to_lists
 
 Row = dict[str, Any]
 
@@ -214,7 +214,7 @@ def _detail(packed: Mapping[str, Any] | None, dtype: str) -> list[Any] | None:
     if packed is None:
         return None
     array = np.frombuffer(packed["data"], dtype=dtype).reshape(packed["shape"])
-    return listed(array)
+    return convert_to_lists(array)
 
 
 def _dump(value: Any) -> str:
