@@ -155,7 +155,7 @@ async def _serve(
     data_dir: Path,
     wanted: list[str],
 ) -> None:
-    from cli.rollout_service import RolloutConnection
+    from cli.rollout_store import RolloutConnection
     from rollout.sessions import Judge, Sessions
     from rollout.stages import Capacity, Stages
     from rollout.steps import NodeParts

@@ -5,28 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
 
 import httpx
 
-from proxy import errors
+from cli.rollout_store import RolloutConnection
 from proxy.api.requests import JsonBody, require_admin, require_node
 from proxy.app import Addition
 from proxy.auth import tokens_in
 from proxy.call.http import Application
 from proxy.services import Services
 from proxy.settings import Settings
-from proxy.store import connection as wire
 from proxy.store.connection import StoreConnection
 from rollout.api import build_task_router
 from rollout.evaluators import catalogue as evaluators
 from rollout.metrics import RolloutNumbers
 from rollout.runtimes import catalogue as runtimes
 from rollout.sessions import Sessions
-from rollout.store.base import StoreUnavailable
-from rollout.store.keys import Argument, Script
 from rollout.store.tasks import TaskStore
 from rollout.store.work import WorkStore
 from rollout.sweeper import Callbacks, RolloutSettings, Sweeper
@@ -84,23 +80,3 @@ def read_admin_token(settings: Settings) -> str:
         return given[0].get_secret_value()
     found = tokens_in(settings.admin_token_file) if settings.admin_token_file else []
     return found[0] if found else ""
-
-
-class RolloutConnection:
-    """The service's Redis connection as the rollout package's `Connection`. Its owner closes it."""
-
-    def __init__(self, connection: StoreConnection) -> None:
-        self._redis = connection
-        self.timeout_seconds = connection.timeout_seconds
-
-    async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument], *, durable: bool) -> Any:
-        try:
-            return await self._redis.run(wire.Script(script.source, script.sha), keys, args, durable=durable, patient=durable)
-        except errors.StoreUnavailable as error:
-            raise StoreUnavailable(error.message) from error
-
-    async def execute(self, *command: Argument, key: str | None = None) -> Any:
-        try:
-            return await self._redis.execute(*command, key=key)
-        except errors.StoreUnavailable as error:
-            raise StoreUnavailable(error.message) from error

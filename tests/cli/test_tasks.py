@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.rollout_service import RolloutConnection
+from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.attempts import Failure, FailureRecord, Verdict
 from rollout.store.tasks import TaskStore

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-from cli.rollout_service import RolloutConnection
+from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.store.base import NodeState
 from rollout.store.work import WorkStore

@@ -15,7 +15,7 @@ from cli import control as token_of
 from cli.control import Control, Declined
 from cli.node import await_admission, await_listing
 from cli.refusal import Refusal
-from cli.rollout_service import RolloutConnection
+from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.sessions import Sessions

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from cli.rollout_service import KNOWN, RolloutConnection
+from cli.rollout_service import KNOWN
+from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.store import keys
 from rollout.store.base import NodeState

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.rollout_service import RolloutConnection
+from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
 from proxy.store.sessions import SessionStore
 from rollout.attempts import AttemptId, Verdict

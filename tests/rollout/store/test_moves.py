@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from redis.crc import key_slot
 
-from cli.rollout_service import RolloutConnection
+from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.store import keys
 from rollout.store.base import StoreUnavailable

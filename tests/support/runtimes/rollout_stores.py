@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cli.rollout_service import RolloutConnection
+from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.attempts import AttemptId, RolloutState, Verdict
 from rollout.store import keys
