@@ -6,9 +6,11 @@ docs/observability.md has the table of them all. Those of weight updates are in 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CollectorRegistry,
@@ -19,12 +21,16 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from proxy.engine.replica import Replica
-from proxy.timeline import StepSeconds
+from proxy.timeline import PARTS, STEPS, CallClock
 from reconstruct.records import Call
+
+if TYPE_CHECKING:
+    pass
+
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
@@ -186,3 +192,42 @@ class Metrics:
 
     def page(self) -> bytes:
         return generate_latest(self.registry)
+
+
+SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
+"""Upper ends of the histogram's buckets."""
+
+
+class StepSeconds(Collector):
+    """`verbatim_step_seconds`: histograms by step and part. Only those that were ever seen are shown.
+
+    Counted in lists instead of metric objects, whose locks would cost a call more than all its marks: one thread writes here."""
+
+    def __init__(self) -> None:
+        cells = len(STEPS) * len(PARTS)
+        self._counts = [[0] * (len(SECONDS) + 1) for _ in range(cells)]
+        self._sums = [0.0] * cells
+
+    def took(self, clock: CallClock) -> None:
+        """A call was recorded and its answer has gone out."""
+        for cell, seconds in clock.taken():
+            self._counts[cell][bisect_left(SECONDS, seconds)] += 1
+            self._sums[cell] += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        shown = HistogramMetricFamily("verbatim_step_seconds", "Seconds of a call by step and part.", labels=["step", "part"])
+        for cell, counts in enumerate(self._counts):
+            if any(counts):
+                step, part = divmod(cell, len(PARTS))
+                shown.add_metric([STEPS[step], PARTS[part]], _buckets(counts), self._sums[cell])
+        yield shown
+
+
+def _buckets(counts: list[int]) -> list[tuple[str, float]]:
+    """(upper end, calls up to it), the whole last."""
+    buckets: list[tuple[str, float]] = []
+    total = 0
+    for end, count in zip((*map(str, SECONDS), "+Inf"), counts, strict=True):
+        total += count
+        buckets.append((end, total))
+    return buckets

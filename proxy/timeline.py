@@ -21,16 +21,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import compress
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
-
-from prometheus_client.core import HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from proxy.settings import Settings
 
@@ -46,9 +42,6 @@ PARTS = ("own", "engine", "store", "harness")
 OWN, ENGINE, STORE, HARNESS = range(len(PARTS))
 
 _CELLS = range(len(STEPS) * len(PARTS))
-
-SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
-"""Upper ends of the histogram's buckets."""
 
 
 class CallClock:
@@ -127,41 +120,6 @@ class Within:
     def __exit__(self, *_: object) -> None:
         if self._clock is not None:
             self._clock.begin(self._before)
-
-
-class StepSeconds(Collector):
-    """`verbatim_step_seconds`: histograms by step and part. Only those that were ever seen are shown.
-
-    Counted in lists instead of metric objects, whose locks would cost a call more than all its marks: one thread writes here."""
-
-    def __init__(self) -> None:
-        cells = len(STEPS) * len(PARTS)
-        self._counts = [[0] * (len(SECONDS) + 1) for _ in range(cells)]
-        self._sums = [0.0] * cells
-
-    def took(self, clock: CallClock) -> None:
-        """A call was recorded and its answer has gone out."""
-        for cell, seconds in clock.taken():
-            self._counts[cell][bisect_left(SECONDS, seconds)] += 1
-            self._sums[cell] += seconds
-
-    def collect(self) -> Iterator[Metric]:
-        shown = HistogramMetricFamily("verbatim_step_seconds", "Seconds of a call by step and part.", labels=["step", "part"])
-        for cell, counts in enumerate(self._counts):
-            if any(counts):
-                step, part = divmod(cell, len(PARTS))
-                shown.add_metric([STEPS[step], PARTS[part]], _buckets(counts), self._sums[cell])
-        yield shown
-
-
-def _buckets(counts: list[int]) -> list[tuple[str, float]]:
-    """(upper end, calls up to it), the whole last."""
-    buckets: list[tuple[str, float]] = []
-    total = 0
-    for end, count in zip((*map(str, SECONDS), "+Inf"), counts, strict=True):
-        total += count
-        buckets.append((end, total))
-    return buckets
 
 
 # What is noted of one call while it is answered, for its log line and its trace. Only where either is wanted.

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from proxy.timeline import COMMIT, ENGINE, OWN, PARTS, SAMPLE, STEPS, CallClock, StepSeconds
+from proxy.metrics import StepSeconds
+from proxy.timeline import COMMIT, ENGINE, OWN, PARTS, SAMPLE, STEPS, CallClock
 from tests import ROOT
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths

@@ -186,7 +186,7 @@ def test_what_is_no_certificate_with_its_key_is_refused_in_one_sentence(tmp_path
         "belong together": [("--tls-cert", str(cert)), ("--tls-key", str(key))],
         "not the certificate's": [flags(cert, other)],
         "encrypted": [flags(cert, hidden)],
-        "no PEM certificate": [flags(empty, key), flags(cert, empty)],
+        "not a PEM certificate": [flags(empty, key), flags(cert, empty)],
         "No such file": [flags(nowhere, key), flags(cert, nowhere)],
     }
     for words, cases in refused.items():

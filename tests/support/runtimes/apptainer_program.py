@@ -134,6 +134,10 @@ def main() -> int:
 
 def _run(what: Coroutine[Any, Any, int]) -> int:
     import asyncio
+    import site
+
+    # Left out at the start (-S) for the calls that run a command.
+    site.main()
 
     return asyncio.run(what)
 
