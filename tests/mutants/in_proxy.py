@@ -12,8 +12,8 @@ FAULTS = (
     # What is sampled
     Fault(
         "The first id of every later chunk of a stream is dropped.",
-        "        new = piece.token_ids or []\n        self.token_ids.extend(new)\n",
-        "        new = piece.token_ids or []\n        self.token_ids.extend(new[1:] if self.token_ids else new)\n",
+        "        self.token_ids.extend(piece.token_ids or ())\n",
+        "        self.token_ids.extend((piece.token_ids or [])[1 if self.token_ids else 0 :])\n",
         _FLOW + "'streamed_capture'",
     ),
     Fault(
@@ -255,7 +255,7 @@ FAULTS = (
         '        if state.status != "open":\n            raise Conflict(f"session \'{session_id}\' is {state.status}; '
         'its key opens nothing any more")\n',
         "",
-        _SECURITY + "'opens_nothing_any_more'",
+        "tests/proxy/call/test_lifecycle.py -k 'opens_nothing_once'",
     ),
     Fault(
         "A key stands in the log in plain text.",
@@ -302,8 +302,8 @@ FAULTS = (
     # Pushes
     Fault(
         "After a push the service goes on counting a replica's tokens as those of the old weights.",
-        "        replica.weight_version = push.version\n        self._keeper.repaired(replica)\n",
-        "        self._keeper.repaired(replica)\n",
+        "        replica.weight_version = push.version\n        self._keeper.forget_failure(replica)\n",
+        "        self._keeper.forget_failure(replica)\n",
         "tests/proxy/engine/pool/test_pool.py -k 'torn'",
     ),
     Fault(
@@ -332,8 +332,8 @@ FAULTS = (
     ),
     Fault(
         "A frozen model takes new weights.",
-        '        if frozen := self._frozen(policy):\n            raise Conflict(f"model',
-        '        if (frozen := self._frozen(policy)) and policy == "?":\n            raise Conflict(f"model',
+        '        if frozen := self._find_frozen(policy):\n            raise Conflict(f"model',
+        '        if (frozen := self._find_frozen(policy)) and policy == "?":\n            raise Conflict(f"model',
         "tests/proxy/engine/weights/test_weight_policies.py -k 'frozen'",
     ),
     Fault(

@@ -30,6 +30,7 @@ from proxy.store.connection import StoreConnection
 from proxy.store.service import RedisClock
 from proxy.store.sessions import Intent, SessionInfo, SessionState, SessionStore
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
+from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisKind, RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
 from tests.support.service.verbatim_process import Serving
@@ -136,6 +137,22 @@ def test_a_call_under_way_is_in_flight_for_every_process_and_not_quarantined(
             assert shown(service, session, "trajectories")["accounting"]["quarantined"] == []
         close(there, session)
         answer.result()
+
+
+def test_a_key_opens_nothing_once_another_process_has_closed_its_session(
+    engine: ScriptedEngine, both: tuple[RunningService, RunningService]
+) -> None:
+    """This process still has the session's tree in memory, which says that it is open."""
+    here, there = both
+    engine.reset().say("hello")
+    session = here.session()
+    session.ask("q")
+    assert close(there, session).status_code == 200
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    body = {"model": "policy", "max_tokens": 8, "messages": [{"role": "user", "content": "q"}]}
+    for method, path, content in (("GET", "/v1/models", None), ("POST", "/v1/messages/count_tokens", body)):
+        answer = plain_http.request(method, f"{here.url}/s/{session.session_id}{path}", headers=headers, json=content)
+        assert answer.status_code == 409, answer.text
 
 
 # Processes that die
