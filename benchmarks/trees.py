@@ -28,7 +28,7 @@ from trainer_client.wire import Group
 VOCABULARY = 8192
 
 
-def rollout(name: str, ids: list[int], mask: list[int]) -> Trajectory:
+def make_row(name: str, ids: list[int], mask: list[int]) -> Trajectory:
     sampled = np.array(mask, dtype=np.int8)
     spans = tuple(Span(1, int(at), int(at) + 1) for at in np.flatnonzero(sampled))
     return Trajectory(
@@ -49,27 +49,27 @@ def rollout(name: str, ids: list[int], mask: list[int]) -> Trajectory:
     )
 
 
-def group(scale: int, siblings: int, seed: int = 0) -> Batch:
+def make_group(scale: int, siblings: int, seed: int = 0) -> Batch:
     """Rollouts of one task: a prompt of 256 tokens, then 6 turns of 16 sampled tokens and 48 of a tool's answer, all times `scale`.
     Half of the rollouts part at once, the others after a turn or two that they share."""
     numbers = np.random.default_rng(seed)
 
-    def drawn(count: int) -> list[int]:
+    def draw(count: int) -> list[int]:
         return numbers.integers(0, VOCABULARY, count * scale).tolist()  # type: ignore[no-any-return]
 
-    def turn() -> tuple[list[int], list[int]]:
-        return drawn(16) + drawn(48), [1] * (16 * scale) + [0] * (48 * scale)
+    def make_turn() -> tuple[list[int], list[int]]:
+        return draw(16) + draw(48), [1] * (16 * scale) + [0] * (48 * scale)
 
-    prompt, shared = drawn(256), [turn(), turn()]
+    prompt, shared = draw(256), [make_turn(), make_turn()]
     rows = []
     for at in range(siblings):
         begun = shared[: max(0, at - siblings // 2) % 3]
-        turns = begun + [turn() for _ in range(6 - len(begun))]
+        turns = begun + [make_turn() for _ in range(6 - len(begun))]
         ids, mask = list(prompt), [0] * len(prompt)
         for more, marks in turns:
             ids += more
             mask += marks
-        rows.append(rollout(f"r{at}", ids, mask))
+        rows.append(make_row(f"r{at}", ids, mask))
     return Batch([Group("g", tuple(rows))], weight_version=1)
 
 
@@ -107,7 +107,7 @@ def step_trees(model: Any, parts: Iterable[TreeBatch], flex: bool, dtype: Any) -
     return total
 
 
-def measured(model: Any, step: Callable[[], float], rounds: int) -> tuple[float, float, list[torch.Tensor]]:
+def measure(model: Any, step: Callable[[], float], rounds: int) -> tuple[float, float, list[torch.Tensor]]:
     """The loss, the shortest time of a step in seconds after one that is not counted, and the gradients."""
     times, loss = [], 0.0
     for _ in range(rounds + 1):
@@ -143,15 +143,15 @@ def main() -> None:
         max_position_embeddings=2**17,
     )
     model = LlamaForCausalLM(config).to(device=args.device, dtype=dtype)
-    batch = group(args.scale, args.siblings)
+    batch = make_group(args.scale, args.siblings)
     advantages = np.random.default_rng(1).normal(size=len(batch.rows)).astype(np.float32)
     parts = batch.tree(args.budget, framework="torch", advantages=advantages)
     tokens = sum(len(data.token_ids) for data in parts)
     model.set_attn_implementation("sdpa")
-    flat_loss, flat_seconds, flat_gradients = measured(model, lambda: step_flat(model, batch, advantages), args.rounds)
+    flat_loss, flat_seconds, flat_gradients = measure(model, lambda: step_flat(model, batch, advantages), args.rounds)
     if flex:
         model.set_attn_implementation("flex_attention")
-    loss, seconds, gradients = measured(model, lambda: step_trees(model, parts, flex, dtype), args.rounds)
+    loss, seconds, gradients = measure(model, lambda: step_trees(model, parts, flex, dtype), args.rounds)
     scale = max(float(each.abs().max()) for each in flat_gradients)
     apart = max(float((one - other).abs().max()) for one, other in zip(gradients, flat_gradients, strict=True))
     norm = sum(float(((one - other) ** 2).sum()) for one, other in zip(gradients, flat_gradients, strict=True)) ** 0.5

@@ -94,10 +94,9 @@ def named_session(path_session: str | None, key: str | None, *, keyless: bool = 
     return session_id
 
 
-# The tokens of the control side. A trainer's opens batches and weights, a node's the sessions of rollouts, an admin's everything there.
-#
-# Of each role any number is valid at once, and a file of them is read again when it changes, so that a token is exchanged for
-# another without a restart: add the new one, give it to the clients, take the old one away.
+# Tokens of the control side. A trainer's opens batches and weights, a node's the sessions of rollouts, an admin's everything.
+# Each role may have several valid tokens at once, and token files are reread when they change, so a token can be rotated without a
+# restart: add the new one, switch the clients, remove the old one.
 
 
 class Role(StrEnum):
@@ -160,7 +159,7 @@ def _digests(tokens: Sequence[SecretStr | None]) -> list[bytes]:
     return [hash_key(token.get_secret_value()) for token in tokens if token]
 
 
-# A file of tokens: read when the service starts, and again when it changes.
+# Token files.
 
 
 log = logging.getLogger(__name__)
@@ -220,7 +219,7 @@ def check_token(token: str) -> None:
         raise ValueError("a token is made of ASCII letters, digits and signs, without blanks")
 
 
-# What is this machine and no other: the addresses an open service may listen on, and whom it then answers without a secret.
+# Loopback: where an open service may listen, and which requests it then accepts without a secret.
 
 
 def is_loopback(host: str) -> bool:

@@ -265,10 +265,10 @@ async def session_rows(services: Services, state: SessionState, builder: str | N
     return await asyncio.to_thread(build_rows, services.settings, state, records, left, delivered, builder)
 
 
-# Where a listing of calls goes on: the same place however many calls are recorded meanwhile.
+# CallsCursor: a position in a listing of calls that stays valid while further calls are recorded.
 #
-# Recorded calls are counted, for they are only ever appended. Unfinished calls come behind them, in the order in which they began;
-# one that is recorded between two pages comes again, as a record.
+# Recorded calls are counted, since they are only ever appended. Unfinished calls follow in the order in which they started; one that is
+# recorded between two pages appears again, as a record.
 
 
 @dataclass(frozen=True, slots=True)

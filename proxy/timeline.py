@@ -122,9 +122,7 @@ class Within:
             self._clock.begin(self._before)
 
 
-# What is noted of one call while it is answered, for its log line and its trace. Only where either is wanted.
-#
-# The notes are the call's own: set when its request arrives, and found again by whatever works for it, in whichever task.
+# Traces of calls.
 
 
 class CallTrace(Protocol):
@@ -154,20 +152,20 @@ class Traced:
 
 TRACED: ContextVar[Traced | None] = ContextVar("traced", default=None)
 
-# OpenTelemetry traces: a span of each call, a child of the harness's own where it sends a traceparent, and one of each step in it.
+# OpenTelemetry: a span per call, a child of the harness's own if it sends a traceparent, and a span per step:
 #
 #     call
-#     ├── admit      path, key and session, and the body as it comes in
-#     ├── parse      the body becomes a canonical request
-#     ├── queue      a replica that serves and has room is found
-#     ├── plan       the parent is found, the prompt's ids are made and proven
-#     ├── intent     what is about to be sampled is written down
-#     ├── sample     the engine samples; event first_token
-#     ├── commit     the records are stored
-#     └── reply      the rest of the answer goes out
+#     ├── admit      path, key and session, reading the body
+#     ├── parse      body to canonical request
+#     ├── queue      finding a replica that serves and has room
+#     ├── plan       finding the parent, making and proving the prompt's ids
+#     ├── intent     recording what is about to be sampled
+#     ├── sample     sampling; event first_token
+#     ├── commit     storing the records
+#     └── reply      sending the rest of the answer
 #
-# A call that another replica is tried for has the middle steps once more. What the engine is asked carries the step's context, so
-# the engine's own spans are children of it. Made by the official SDK, which is loaded only where traces are asked for.
+# A call that moves to another replica has the middle steps twice. Requests to the engine carry the step's context, so the engine's spans
+# are its children. The official SDK is loaded only if traces are configured.
 
 
 EXPORT_SECONDS = 5.0
@@ -252,10 +250,9 @@ def carried() -> Mapping[str, str]:
     return headers
 
 
-# Deadline: `async with Deadline(seconds):` as `asyncio.timeout`, in a third of its instructions: every call runs under several.
+# Deadline: `async with Deadline(seconds):` works as `asyncio.timeout` at a third of its instructions; every call runs under several.
 #
-# After so many seconds the task is cancelled where it waits, and the block raises TimeoutError. A cancellation by somebody else
-# stays one.
+# After that time the task is cancelled where it waits, and the block raises TimeoutError. A cancellation from elsewhere stays one.
 
 
 class Deadline:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from reconstruct.trajectory import Trajectory
 from trainer_client.arrays import Framework, PackedBatch, PaddedBatch, RowColumns, Side, pack_rows, pad_rows, row_columns
 from trainer_client.lease import Lease
-from trainer_client.tree import TreeBatch, trees
+from trainer_client.tree import TreeBatch, build_trees
 from trainer_client.wire import Group
 
 Estimator = Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
@@ -160,7 +160,7 @@ class Batch:
 
         A row over the budget raises RowTooLong, or loses its end with `truncate` (counted in `cut_tokens`). Raises MixedLogprobModes.
         """
-        return trees(
+        return build_trees(
             self.rows,
             self.columns,
             self._indexes(rows),

@@ -98,7 +98,7 @@ class TreeBatch(RowColumns):
 
         ends = torch.as_tensor(self.subtree_end)
         device = ends.device if device is None else device
-        partial, full = _blocks(ends.cpu().numpy(), block_size)
+        partial, full = _find_blocks(ends.cpu().numpy(), block_size)
         # Kernels read past the end of a partial last block.
         last = torch.zeros(len(partial) * block_size, dtype=ends.dtype, device=device)
         last[: len(ends)] = ends.to(device)
@@ -126,7 +126,7 @@ class TreeBatch(RowColumns):
         return torch.log_softmax(table[sources], dim=-1)[place, chosen]
 
 
-def trees(
+def build_trees(
     rows: Sequence[Trajectory],
     columns: RowColumns,
     indexes: Sequence[int],
@@ -141,14 +141,14 @@ def trees(
     lengths = limit_lengths(chosen, token_budget, truncate=truncate)
     mode = require_one_mode(chosen)
     return [
-        _sequence(
+        _lay_out_sequence(
             rows, columns, [indexes[at] for at, _ in part], [(lengths[at], shared) for at, shared in part], advantages, mode
         ).in_framework(framework)
-        for part in _parts(chosen, lengths, token_budget)
+        for part in _fill_sequences(chosen, lengths, token_budget)
     ]
 
 
-def _parts(rows: Sequence[Trajectory], lengths: Sequence[int], budget: int) -> list[list[tuple[int, int]]]:
+def _fill_sequences(rows: Sequence[Trajectory], lengths: Sequence[int], budget: int) -> list[list[tuple[int, int]]]:
     """Sequences of at most `budget` distinct tokens, each a list of (row, length of the prefix that it shares with the row before).
 
     Sorted by ids, rows share their longest prefixes with their neighbours, so a sequence is a slice of that order."""
@@ -168,7 +168,7 @@ def _parts(rows: Sequence[Trajectory], lengths: Sequence[int], budget: int) -> l
 def _measure_shared(left: Trajectory, right: Trajectory, length: int) -> int:
     """The length of the common prefix within the first `length` tokens."""
     differs = np.asarray(left.token_ids[:length]) != np.asarray(right.token_ids[:length])
-    ours, theirs = _experts(left), _experts(right)
+    ours, theirs = _get_experts(left), _get_experts(right)
     if (ours is None) != (theirs is None):
         return 0
     if ours is not None and theirs is not None:
@@ -178,11 +178,11 @@ def _measure_shared(left: Trajectory, right: Trajectory, length: int) -> int:
     return int(np.argmax(differs)) if differs.any() else length
 
 
-def _experts(row: Trajectory) -> NDArray[np.int16] | None:
+def _get_experts(row: Trajectory) -> NDArray[np.int16] | None:
     return None if row.details is None else row.details.routed_experts
 
 
-def _sequence(
+def _lay_out_sequence(
     rows: Sequence[Trajectory],
     columns: RowColumns,
     indexes: Sequence[int],
@@ -230,18 +230,18 @@ def _sequence(
 
 
 def _lay_out_experts(rows: Sequence[Trajectory], places: Sequence[tuple[int, int]]) -> NDArray[np.int16] | None:
-    shapes = {experts.shape[1:] for row in rows if (experts := _experts(row)) is not None}
+    shapes = {experts.shape[1:] for row in rows if (experts := _get_experts(row)) is not None}
     if not shapes:
         return None
     if len(shapes) > 1:
         raise ValueError(f"the routed experts of these rows come from different models: {sorted(shapes)}")
     (behind,) = shapes
     missing = [np.full((length, *behind), NO_EXPERT, dtype=np.int16) for length, _ in places]
-    tables = [blank if (experts := _experts(row)) is None else experts for row, blank in zip(rows, missing, strict=True)]
+    tables = [blank if (experts := _get_experts(row)) is None else experts for row, blank in zip(rows, missing, strict=True)]
     return np.concatenate([table[shared:length] for table, (length, shared) in zip(tables, places, strict=True)])
 
 
-def _blocks(ends: NDArray[np.int64], size: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def _find_blocks(ends: NDArray[np.int64], size: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """The key blocks (columns) that each query block (row) attends to partially, and fully; each bool of shape (blocks, blocks)."""
     count = -(-len(ends) // size)
     padded = np.zeros(count * size, dtype=np.int64)

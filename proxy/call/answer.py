@@ -224,7 +224,7 @@ def _opened(dialect: Dialect, turn: Turn) -> StreamRenderer:
     return dialect.open_stream(turn.request, turn.call_ids[0], int(turn.started_at), prompt_tokens)
 
 
-# Handoff: things from one task to another, in their order: `asyncio.Queue` for one reader, in a third of its instructions.
+# Handoff: an `asyncio.Queue` for a single reader, at a third of its instructions.
 
 
 T = TypeVar("T")

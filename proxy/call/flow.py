@@ -297,7 +297,7 @@ def _encoded(calls: Sequence[Call]) -> dict[str, bytes]:
     return {call.call_id: encode(call) for call in calls}
 
 
-# A call's intent on its way into the store: written while the call does other things, and taken back when nothing is sampled.
+# The call's intent: written to the store while the call goes on, and withdrawn if nothing is sampled.
 
 
 _TRIES = 50
@@ -363,10 +363,10 @@ def _full(session_id: str, most_bytes: int) -> SessionFull:
     )
 
 
-# Planner: what a call continues, and what its replica samples after.
+# Planner: finds the call that this one continues, and the prompt to sample after.
 #
-# `find` looks for the call's parent; `plan` decides what to ask: where the replica takes ids, it makes the prompt's ids and the
-# sampling that fits its window; how ids are proven is `proxy.call.plan`'s and `proxy.call.prompts`' to know. Both leave it on the turn.
+# `find` looks for the parent. For a replica that takes ids, `plan` makes the prompt's ids and sampling that fits the window;
+# `proxy.call.plan` and `proxy.call.prompts` prove the ids. Both leave their result on the turn.
 
 
 class Planner:
@@ -431,10 +431,8 @@ def _found(turn: Turn) -> Continuation:
     return find(turn.tree, turn.request, turn.replica.policy)
 
 
-# What a session's calls are asked for beside what they need, and where their logprobs come from.
-#
-# `POST /sessions {"sampling"}` holds two kinds of fields: parameters that win over the harness's own, and what the service keeps for the
-# trainer, which no harness sees: `top_logprobs`, `prompt_logprobs`, `routed_experts`. The settings hold where a session says nothing.
+# A session's `sampling` (`POST /sessions`) holds two kinds of fields: parameters that override the harness's own, and what to record for
+# the trainer, which no harness sees: `top_logprobs`, `prompt_logprobs`, `routed_experts`. Otherwise the settings apply.
 
 
 _KEPT = ("top_logprobs", "prompt_logprobs", "routed_experts")

@@ -206,7 +206,7 @@ class CallRate:
         self._buckets = {each: bucket for each, bucket in self._buckets.items() if self._tokens(each, now) < self._most}
 
 
-# The little of ASGI that the path of a call needs: its types, and how a body is sent whole or in parts.
+# ASGI: the types, and sending a body whole or in parts.
 
 
 Scope = MutableMapping[str, Any]

@@ -137,7 +137,7 @@ def _kept_going(what: str) -> Iterator[None]:
         log.exception("cannot %s", what)
 
 
-# The calls in flight in this process, so that closing a session or the service can cut them and wait until they are recorded.
+# The calls in flight in this process. Closing a session, or stopping the service, cuts them and waits until they are recorded.
 
 
 @dataclass(slots=True, eq=False)

@@ -190,10 +190,10 @@ def _notes() -> CallNotes:
     return notes
 
 
-# One line in the log for each call: who, what became of it and how long it took. Never a word or token of what was said.
+# One log line per call: who called, the outcome, the times. Never content.
 #
-# Every field is bounded, also where a harness chose it, so the line is. The fields are the record's `fields`, for a formatter that
-# writes them apart; its message says the most important ones.
+# Every field is bounded, including those a harness chooses. A formatter finds the fields in the record's `fields`; the message has the
+# most important ones.
 
 
 log = logging.getLogger(__name__)

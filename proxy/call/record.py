@@ -213,12 +213,12 @@ def minted_choice(sampled: Sampled, call_ids: Sequence[str], *, forced_tool: boo
     )
 
 
-# Control tokens that stand in text: what opens and closes turns for a chat template, written by a user, a tool or an agent.
+# Control tokens in text: what opens and closes turns for a chat template, but written by a user, a tool or an agent.
 #
-# An engine renders messages to one text and tokenises that, so that `<|im_end|>` within a message becomes the same id as the end of
-# that message: whoever writes a tool's answer can close the turn and open another one under any role. No engine that is spoken
-# to here renders messages with their text kept apart (vLLM 0.32: neither render nor tokenize can be told). What the model sees is
-# then what it is, and the ids are true; the call and the rows that hold it say so.
+# An engine renders the messages to one text and tokenizes it, so `<|im_end|>` inside a message becomes the same id as the end of that
+# message: whoever writes a tool's output can close the turn and open another under any role. No supported engine keeps message text
+# apart when it renders (vLLM 0.32 has no option for it in render or tokenize). The recorded ids are what the model saw; the call and its
+# rows are marked.
 
 
 _MOST = 16

@@ -365,10 +365,10 @@ def _keep_recent(kept: OrderedDict[str, Ids], call_id: str, ids: Ids) -> None:
         kept.popitem(last=False)
 
 
-# SessionTrees: the sessions this process has in memory, read from the store when they are not.
+# SessionTrees: a cache of sessions in this process; the store is the only state.
 #
-# The store is the only state; this is a cache. Trees beyond `session_cache` of them or `session_cache_bytes` in all are not kept, least
-# recently used first, nor is one that would fill a quarter of it alone. All calls under way of a session share one tree, kept or not.
+# Beyond `session_cache` trees or `session_cache_bytes` the least recently used go, and a tree that would fill a quarter of the bytes by
+# itself is never kept. All calls of a session that are in flight share one tree, cached or not.
 
 
 LONG_BYTES = 2**20

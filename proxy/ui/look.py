@@ -157,7 +157,7 @@ class Looks:
             self._kept.popitem(last=False)
 
 
-# CallLine: one call in a list, and the filters of that list.
+# The list of calls and its filters.
 
 
 SAID_CHARACTERS = 160

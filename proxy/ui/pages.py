@@ -222,7 +222,7 @@ def _number(text: str) -> float | None:
         return None
 
 
-# Two sessions beside each other: where their main branches part, in messages and in tokens, and what each said from there on.
+# Two sessions side by side, from where their main branches diverge.
 
 
 COMPARED = 400
@@ -292,7 +292,7 @@ def _said(message: Any) -> bytes:
     return canonical_json({**message, "tool_call_id": None, "tool_calls": calls or None})
 
 
-# A session's figures in one place.
+# Totals of a session.
 
 
 def totals(look: Look) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def totals(look: Look) -> dict[str, Any]:
     }
 
 
-# Lists of sessions, searched and filtered, and the groups among the newest ones.
+# Lists of sessions and groups, with search and filters.
 
 
 PAGE = 50

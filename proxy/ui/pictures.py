@@ -126,7 +126,7 @@ def _line(parent: Box, child: Box) -> str:
     return f"M{x} {parent.y}C{turn} {parent.y} {x} {child.y} {end} {child.y}"
 
 
-# Rewards of a group as numbers and as pictures: a strip of dots and a histogram.
+# Rewards of a group: statistics, a strip of dots and a histogram.
 
 
 BARS = 12

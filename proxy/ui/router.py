@@ -93,10 +93,10 @@ async def front_door(request: Request) -> Response:
     return RedirectResponse(home_of(request), 307, headers=HEADERS)
 
 
-# Who may see the pages: the admin, by token in a header as everywhere, or by a cookie that the log-in page gives for a token.
+# Access: an admin, by token in a header or by the cookie that the login page sets.
 #
-# The cookie does not hold the token. It is a time and a seal over it, made with the token's digest: any process can check it, it ends
-# by itself, and it opens nothing any more once its token is taken away.
+# The cookie does not hold the token. It is a timestamp sealed with the token's digest: any process can check it, it expires by itself, and
+# it stops working once its token is removed.
 
 
 COOKIE = "verbatim_ui"
@@ -171,7 +171,7 @@ def refused_for(request: Request, error: RequestError) -> str:
     return error.message if tried or not isinstance(error, Unauthorized) else ""
 
 
-# Logging in and out, and the files that every page loads.
+# Login, logout and static files.
 
 
 LARGEST_FORM = 16_384
@@ -216,7 +216,7 @@ async def static_file(name: str) -> Response:
     return Response(static(name), media_type=STATIC[name], headers={**HEADERS, "cache-control": KEEP_STATIC})
 
 
-# A session to take along: its calls and trajectories as the API gives them, its record as it is stored, or one page.
+# Downloads of a session: calls and trajectories as the API returns them, the stored record, or a single page.
 
 
 for_programs = APIRouter(prefix="/ui")
@@ -276,7 +276,7 @@ FILES: Mapping[str, tuple[Callable[[Ui, str], Awaitable[bytes | Iterator[bytes]]
     "page.html": (page_file, "text/html; charset=utf-8"),
 }
 
-# What the pages fetch: tokens in pages, the next token of interest, whole messages.
+# Data that the pages fetch: pages of tokens, the next token of interest, whole messages.
 
 
 Start = Annotated[int, Query(ge=0, le=2**31)]

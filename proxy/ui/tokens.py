@@ -178,11 +178,11 @@ def _last_known(versions: NDArray[np.int64], position: int) -> int:
     return int(versions[known[-1]]) if len(known) else NO_VERSION
 
 
-# TokenTexts: what token ids say, asked of the engine's own tokenizer.
+# TokenTexts: the text of token ids, from the engine's own tokenizer, cached, since a text depends on its ids alone.
 #
-# vLLM's token path spells many groups of ids in one request. Where prompts are rendered in this process its tokenizer is used; other
-# engines are asked at `/detokenize`, group by group. What they say is remembered: a text depends on its ids alone. A token that is a part
-# of a character has no text of its own; up to four in a row that make one are spelled together.
+# vLLM's token path spells many groups of ids in one request; a local renderer's tokenizer is used if there is one; other engines are asked
+# at `/detokenize`, group by group. A token that is part of a character has no text of its own; up to four in a row that make one are
+# spelled together.
 
 
 REMEMBERED = 400_000
@@ -299,7 +299,7 @@ def _whole(told: Mapping[Group, str], ids: Sequence[int], at: int) -> int:
     return 1
 
 
-# Pages of tokens with their texts, as the token view asks for them.
+# Pages of tokens with their texts, for the token view.
 
 
 LARGEST = 1000
