@@ -26,7 +26,6 @@ from proxy.auth import Tokens
 from proxy.call.door import Harness
 from proxy.call.http import Application, BodyRoom, CallRate, CallSlots
 from proxy.call.inflight import Inflight, Peers
-from proxy.call.observe import harness_of
 from proxy.call.tree import SessionTrees
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.pool.pool import EnginePool
@@ -68,7 +67,7 @@ def create_app(settings: Settings, *adding: Adding) -> Harness:
     services = build_services(settings, store)
     # FastAPI's own documentation pages load scripts from elsewhere and ask for a token.
     control = FastAPI(title="Verbatim", docs_url=None, redoc_url=None)
-    harness = harness_of(services, control)
+    harness = Harness(services, control)
     additions = [add(services, control) for add in adding]
     control.router.lifespan_context = lambda _: _lifespan(services, store, harness, additions)
     control.state.services = services

@@ -25,7 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from proxy.engine.replica import Replica
-from proxy.timeline import PARTS, STEPS, CallClock
+from proxy.timeline import PARTS, STEPS, Timeline
 from reconstruct.records import Call
 
 if TYPE_CHECKING:
@@ -208,9 +208,9 @@ class StepSeconds(Collector):
         self._counts = [[0] * (len(SECONDS) + 1) for _ in range(cells)]
         self._sums = [0.0] * cells
 
-    def took(self, clock: CallClock) -> None:
+    def took(self, timeline: Timeline) -> None:
         """A call was recorded and its answer has gone out."""
-        for cell, seconds in clock.taken():
+        for cell, seconds in timeline.taken():
             self._counts[cell][bisect_left(SECONDS, seconds)] += 1
             self._sums[cell] += seconds
 

@@ -1,20 +1,22 @@
-"""Where the time of a call goes: its steps, and within each the service's own time and the time it waits for somebody else.
+"""Timeline: where the time of a call goes. Metrics, the log's line per call and its trace are all read from it.
+
+Each step has the service's own time, and the time it waits for somebody else.
 
 | step | what happens | waits for |
 |---|---|---|
-| admit | path, key and session, and the body as it comes in | store (a session that is not in memory), harness |
+| admit | path, key and session are checked, the body arrives | store (a session that is not in memory), harness |
 | parse | the body becomes a canonical request | |
 | queue | a replica that serves and has room is found | engine |
-| plan | the parent is found, the prompt's ids are made and proven | engine (renderings; token path) |
-| intent | what is about to be sampled is written down; only what that takes longer than what is done meanwhile | store |
-| sample | the engine is asked for a reply, which is put together | engine |
-| interpret | what the sampled ids say, by the engine's own parsers (token path) | engine |
+| intent | the parent is found, and what is about to be sampled recorded | store |
+| plan | the prompt's ids are made and proven (token path) | engine (renderings) |
+| sample | the engine samples, and the reply is put together | engine |
+| interpret | the engine's parsers read the sampled ids (token path) | engine |
 | commit | the records are made and stored | store |
 | reply | the answer is rendered and sent | harness |
 
-The clock of a call runs through: everything between two marks belongs to one step and one part, so that all parts together are the
-time from the first look at the request to the answer that went out. Waiting is measured where it happens, at the wire; what a client
-library does there counts as waiting, and so does what else the event loop does meanwhile.
+Everything between two marks belongs to one step and one part, so all parts together are the time from the first look at the request
+to the answer that went out. Waiting is measured at the wire; what a client library does there counts as waiting, and so does whatever
+else the event loop does meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import compress
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
@@ -35,94 +36,14 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
 
-STEPS = ("admit", "parse", "queue", "plan", "intent", "sample", "interpret", "commit", "reply")
-ADMIT, PARSE, QUEUE, PLAN, INTENT, SAMPLE, INTERPRET, COMMIT, REPLY = range(len(STEPS))
+STEPS = ("admit", "parse", "queue", "intent", "plan", "sample", "interpret", "commit", "reply")
+ADMIT, PARSE, QUEUE, INTENT, PLAN, SAMPLE, INTERPRET, COMMIT, REPLY = range(len(STEPS))
 
 PARTS = ("own", "engine", "store", "harness")
 OWN, ENGINE, STORE, HARNESS = range(len(PARTS))
 
 _CELLS = range(len(STEPS) * len(PARTS))
-
-
-class CallClock:
-    """One call's time so far, by step and part. It starts in `admit`."""
-
-    __slots__ = ("_at", "_first", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds = [0.0] * len(_CELLS)
-        self._first = ADMIT * len(PARTS)
-        self._at = time.perf_counter()
-
-    def begin(self, step: int) -> None:
-        """The step that was under way is over, and this one begins."""
-        self.wait()
-        self._first = step * len(PARTS)
-
-    def wait(self) -> None:
-        """From here on somebody else is waited for."""
-        now = time.perf_counter()
-        self.seconds[self._first] += now - self._at
-        self._at = now
-
-    def waited(self, part: int) -> None:
-        """It is over; `part` is who was waited for."""
-        now = time.perf_counter()
-        self.seconds[self._first + part] += now - self._at
-        self._at = now
-
-    def taken(self) -> Iterator[tuple[int, float]]:
-        """(place in `seconds`, seconds) where there are any."""
-        return zip(compress(_CELLS, self.seconds), filter(None, self.seconds), strict=True)
-
-    @property
-    def step(self) -> int:
-        return self._first // len(PARTS)
-
-
-CLOCK: ContextVar[CallClock | None] = ContextVar("clock", default=None)
-"""The clock of the call that the running task works for, so that the wire needs not be told."""
-
-
-class Waiting:
-    """`with Waiting(STORE):` around an await; counts for the running task's call, where it works for one."""
-
-    __slots__ = ("_clock", "_part")
-
-    def __init__(self, part: int) -> None:
-        self._clock = CLOCK.get()
-        self._part = part
-
-    def __enter__(self) -> None:
-        if self._clock is not None:
-            self._clock.wait()
-
-    def __exit__(self, *_: object) -> None:
-        if self._clock is not None:
-            self._clock.waited(self._part)
-
-
-class Within:
-    """`with Within(INTERPRET):` around what is a step of its own in the middle of another one."""
-
-    __slots__ = ("_before", "_clock", "_step")
-
-    def __init__(self, step: int) -> None:
-        self._clock = CLOCK.get()
-        self._step = step
-        self._before = step
-
-    def __enter__(self) -> None:
-        if self._clock is not None:
-            self._before = self._clock.step
-            self._clock.begin(self._step)
-
-    def __exit__(self, *_: object) -> None:
-        if self._clock is not None:
-            self._clock.begin(self._before)
-
-
-# Traces of calls.
+_AT_REPLICA = (INTENT, PLAN, SAMPLE)
 
 
 class CallTrace(Protocol):
@@ -143,14 +64,106 @@ class CallTrace(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class Traced:
-    """What a call is traced by, until it is forgotten: tasks that outlive the call hold this too."""
+class Timeline:
+    """One call's time so far, by step and part, in seconds. It starts in `admit`."""
 
-    trace: CallTrace | None = None
+    __slots__ = ("_at", "_first", "_traced", "api", "first_token_at", "replica", "seconds", "started_at", "trace")
+
+    def __init__(self, trace: CallTrace | None = None) -> None:
+        self.seconds = [0.0] * len(_CELLS)
+        self.trace = trace
+        """None: not traced, or the call is over, though tasks that it started may still hold its timeline."""
+        self.first_token_at: float | None = None
+        self.replica = self.api = ""
+        """Where the call is sampled, or was last tried."""
+        self.started_at = self._at = time.perf_counter()
+        self._first = ADMIT * len(PARTS)
+        self._traced = ADMIT
+        if trace is not None:
+            trace.step(STEPS[ADMIT])
+
+    def begin(self, step: int) -> None:
+        """The current step is over and this one begins."""
+        self.wait()
+        self._first = step * len(PARTS)
+        # In a trace, interpreting is part of sampling.
+        if self.trace is not None and step not in (self._traced, INTERPRET):
+            self._traced = step
+            self.trace.step(STEPS[step], {"verbatim.replica": self.replica} if step in _AT_REPLICA else None)
+
+    def wait(self) -> None:
+        """From here on somebody else is waited for."""
+        now = time.perf_counter()
+        self.seconds[self._first] += now - self._at
+        self._at = now
+
+    def waited(self, part: int) -> None:
+        """The wait for `part` is over."""
+        now = time.perf_counter()
+        self.seconds[self._first + part] += now - self._at
+        self._at = now
+
+    def mark_first_token(self) -> None:
+        """The engine sampled the first token."""
+        self.first_token_at = time.perf_counter()
+        if self.trace is not None:
+            self.trace.event("first_token")
+
+    def taken(self) -> Iterator[tuple[int, float]]:
+        """(index in `seconds`, seconds) of every cell that took any."""
+        return zip(compress(_CELLS, self.seconds), filter(None, self.seconds), strict=True)
+
+    @property
+    def step(self) -> int:
+        return self._first // len(PARTS)
+
+    @property
+    def engine_seconds(self) -> float:
+        """How long the call waited for its engine to render, sample and interpret."""
+        return sum(self.seconds[step * len(PARTS) + ENGINE] for step in (PLAN, SAMPLE, INTERPRET))
 
 
-TRACED: ContextVar[Traced | None] = ContextVar("traced", default=None)
+TIMELINE: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
+"""The timeline of the call that the running task works for, so that the wire need not be told."""
+
+
+class Waiting:
+    """`with Waiting(STORE):` around an await; counts for the running task's call, where it works for one."""
+
+    __slots__ = ("_part", "_timeline")
+
+    def __init__(self, part: int) -> None:
+        self._timeline = TIMELINE.get()
+        self._part = part
+
+    def __enter__(self) -> None:
+        if self._timeline is not None:
+            self._timeline.wait()
+
+    def __exit__(self, *_: object) -> None:
+        if self._timeline is not None:
+            self._timeline.waited(self._part)
+
+
+class Within:
+    """`with Within(INTERPRET):` around what is a step of its own in the middle of another one."""
+
+    __slots__ = ("_before", "_step", "_timeline")
+
+    def __init__(self, step: int) -> None:
+        self._timeline = TIMELINE.get()
+        self._step = step
+        self._before = step
+
+    def __enter__(self) -> None:
+        if self._timeline is not None:
+            self._before = self._timeline.step
+            self._timeline.begin(self._step)
+
+    def __exit__(self, *_: object) -> None:
+        if self._timeline is not None:
+            self._timeline.begin(self._before)
+
 
 # OpenTelemetry: a span per call, a child of the harness's own if it sends a traceparent, and a span per step:
 #
@@ -158,8 +171,8 @@ TRACED: ContextVar[Traced | None] = ContextVar("traced", default=None)
 #     ├── admit      path, key and session, reading the body
 #     ├── parse      body to canonical request
 #     ├── queue      finding a replica that serves and has room
-#     ├── plan       finding the parent, making and proving the prompt's ids
-#     ├── intent     recording what is about to be sampled
+#     ├── intent     finding the parent, recording what is about to be sampled
+#     ├── plan       making and proving the prompt's ids
 #     ├── sample     sampling; event first_token
 #     ├── commit     storing the records
 #     └── reply      sending the rest of the answer
@@ -244,9 +257,9 @@ class Spans:
 
 def carried() -> Mapping[str, str]:
     """The headers that let what an engine does for a call be a part of the call's step."""
-    traced, headers = TRACED.get(), dict[str, str]()
-    if traced is not None and traced.trace is not None:
-        traced.trace.carry(headers)
+    timeline, headers = TIMELINE.get(), dict[str, str]()
+    if timeline is not None and timeline.trace is not None:
+        timeline.trace.carry(headers)
     return headers
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import http
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from proxy.call.http import EXTENSION
 
@@ -59,6 +60,7 @@ class Connection(HttpToolsProtocol):
         self._writing: asyncio.TimerHandle | None = None
         self._unread_bytes = 0
         self._refused = False
+        self._watchers: dict[RequestResponseCycle, Callable[[], None]] = {}
         self._lost = asyncio.Event()
         self._left = False
         """Whether the client closed the connection or was given up."""
@@ -76,6 +78,8 @@ class Connection(HttpToolsProtocol):
         self._lost.set()
         self._settle(False)
         super().connection_lost(exc)
+        for leave in self._watchers.values():
+            leave()
 
     def eof_received(self) -> None:
         self._left = True
@@ -103,7 +107,6 @@ class Connection(HttpToolsProtocol):
         # The bytes before may belong to the previous request.
         self._awaits, self._unread_bytes = "head", 0
         super().on_message_begin()
-        self.scope["extensions"] = {EXTENSION: {"flushed": self.flushed}}
 
     def on_headers_complete(self) -> None:
         size = sum(map(len, chain.from_iterable(self.headers))) + len(self.url)
@@ -114,7 +117,9 @@ class Connection(HttpToolsProtocol):
         else:
             self._awaits, self._unread_bytes = "body", 0
             self._stop_timer()
+            # Its task, which starts later, finds what this sets.
             super().on_headers_complete()
+            self.scope["extensions"] = {EXTENSION: cast(Any, _Direct(self, self.cycle))}
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # The parser also reports trailers as headers.
@@ -141,6 +146,18 @@ class Connection(HttpToolsProtocol):
         _cancel(self._writing)
         super().resume_writing()
         self._settle(not self._left)
+
+    def on_response_complete(self) -> None:
+        # Requests may be pipelined: others may still be answered.
+        self._watchers = {cycle: leave for cycle, leave in self._watchers.items() if not cycle.response_complete}
+        super().on_response_complete()
+
+    def watch(self, cycle: RequestResponseCycle, leave: Callable[[], None]) -> None:
+        """Call `leave` when the client disconnects before the request is answered, at once if it has."""
+        if self._lost.is_set():
+            leave()
+        else:
+            self._watchers[cycle] = leave
 
     async def flushed(self) -> bool:
         """Whether everything written so far has left this process while the client was connected; waits until that is known. Bytes
@@ -195,6 +212,31 @@ class Connection(HttpToolsProtocol):
             head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: text/plain; charset=utf-8\r\n"
             self.transport.write(f"{head}content-length: {len(why)}\r\nconnection: close\r\n\r\n{why}".encode())
         self.transport.close()
+
+
+class _Direct:
+    """What `proxy.call.http.Direct` promises, for one request."""
+
+    __slots__ = ("_connection", "_cycle", "flushed")
+
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+        self._connection = connection
+        self._cycle = cycle
+        self.flushed = connection.flushed
+
+    def on_leave(self, leave: Callable[[], None]) -> None:
+        self._connection.watch(self._cycle, leave)
+
+    def send(self, message: MutableMapping[str, Any]) -> None:
+        """uvicorn's `send` waits only for a client that reads slowly, which the write timeout ends."""
+        flow = self._connection.flow
+        paused, flow.write_paused = flow.write_paused, False
+        try:
+            self._cycle.send(cast(Any, message)).send(None)
+        except StopIteration:
+            pass
+        finally:
+            flow.write_paused = paused or flow.write_paused
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from proxy.call.turn import Turn
 from proxy.errors import BudgetExhausted
@@ -67,7 +68,7 @@ def check_budget(turn: Turn, under_way: Collection[str]) -> None:
         raise _exhausted(info, left.spent)
 
 
-def fit_budget(turn: Turn, prompt_length: int = 0) -> None:
+def fit_budget(turn: Turn, sampling: dict[str, Any], prompt_length: int = 0) -> None:
     """Clamp max_tokens to what the budget leaves beside the prompt. Raises BudgetExhausted where that is nothing."""
     info = turn.tree.info
     if info.max_completion_tokens is None and info.max_total_tokens is None:
@@ -80,7 +81,7 @@ def fit_budget(turn: Turn, prompt_length: int = 0) -> None:
             if room < turn.request.n:
                 raise _exhausted(info, name)
             share = room // turn.request.n
-            turn.sampling["max_tokens"] = min(turn.sampling.get("max_tokens") or share, share)
+            sampling["max_tokens"] = min(sampling.get("max_tokens") or share, share)
 
 
 def cut_call(info: SessionInfo, forest: Forest, refused: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""The harness side as plain ASGI: route, authenticate, parse, then the flow; the answer is streamed or whole.
+"""The harness side as plain ASGI: route, authenticate, parse, run the call, answer it.
 
 No framework stands in the path of a call. Paths that are not of the harness side go to the control side, unless that has its own port:
 then the port that took the request decides.
@@ -14,18 +14,29 @@ from typing import Any, cast
 from urllib.parse import parse_qsl
 
 from proxy.auth import check_local, check_once, credential, key_opens, named_session, session_of_key
-from proxy.call.answer import TOO_DEEP, Answering
+from proxy.call.answer import Afterwork, Answer, Exchange
 from proxy.call.flow import Flow
-from proxy.call.http import JSON, Client, Receive, Scope, Send, headers_of, read_body, send_whole
+from proxy.call.http import JSON, Client, Place, Receive, Scope, Send, headers_of, read_body
+from proxy.call.observe import Observer
 from proxy.call.routes import Route, Routes
 from proxy.call.tree import Draft, ParseTurn, SessionTree
-from proxy.dialects.base import Counts, Incoming, Lists, Past, Request, Stores
+from proxy.call.turn import Turn
+from proxy.dialects.base import Counts, Incoming, Lists, Past, Reply, Request, Stores
 from proxy.dialects.catalogue import dialects
 from proxy.dialects.fields import check_recordable, check_tools
-from proxy.errors import Conflict, NotFound, RequestError, Unauthorized, UnknownCall, VerbatimError
+from proxy.errors import (
+    BudgetExhausted,
+    Conflict,
+    EngineFailed,
+    NotFound,
+    RequestError,
+    Unauthorized,
+    UnknownCall,
+    VerbatimError,
+)
 from proxy.services import Services
 from proxy.store.sessions import SessionInfo
-from proxy.timeline import CLOCK, HARNESS, PARSE, CallClock, Waiting
+from proxy.timeline import HARNESS, PARSE, REPLY, TIMELINE, Timeline, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -33,21 +44,26 @@ log = logging.getLogger(__name__)
 _PROBES = ("/healthz", "/readyz")
 """Control-side paths that the harness side's own port serves too."""
 
+TOO_DEEP = "the body is nested too deeply"
+
 
 class Harness:
     """The outermost ASGI application: answers harness calls and passes everything else to `control`."""
 
-    def __init__(self, services: Services, control: Callable[[Scope, Receive, Send], Awaitable[None]], flow: Flow) -> None:
+    def __init__(self, services: Services, control: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._services = services
         self._control = control
-        self._control_port = services.settings.control_port
+        self._settings = services.settings
         self.description: Callable[[], dict[str, Any]] = dict
         """Returns the service's OpenAPI document; set by whoever makes the application."""
-        self._flow = flow
+        self._flow = Flow(
+            services.settings, services.pool, services.sessions, services.trees, services.inflight, services.metrics
+        )
+        self._afterwork = Afterwork(services.sessions, services.stopping)
+        self._observer = Observer(services.settings)
         self._dialects = dialects()
         self._routes = Routes(self._dialects.values())
         self._parsing = Parsing(remote_media=services.settings.remote_media)
-        self._answering = Answering(services, self._flow)
         self._since = int(time.time())
         """`created` of every listed model: fixed, since a model must not seem to change between two requests."""
 
@@ -55,78 +71,165 @@ class Harness:
         if not self._is_ours(scope):
             await self._control(scope, receive, send)
             return
+        client, headers = Client(scope, receive, send), headers_of(scope)
+        timeline = Timeline(self._observer.begin_trace(headers))
+        TIMELINE.set(timeline)
+        exchange = Exchange(client, headers, self._dialects[self._routes.guess_dialect(scope["path"])], timeline)
         try:
-            await self._route(scope, receive, send)
+            await self._serve(scope, exchange)
         except VerbatimError as error:
-            refusal = error
+            exchange.refuse(error, self._services.metrics)
         except RecursionError:
-            refusal = RequestError(TOO_DEEP)
+            exchange.refuse(RequestError(TOO_DEEP), self._services.metrics)
         except Exception:
             log.exception("a harness call failed inside the service")
-            refusal = VerbatimError("the service failed inside; its log says where")
-        else:
-            return
-        await self._answering.refuse(send, self._dialects[self._routes.guess_dialect(scope["path"])], refusal)
+            exchange.refuse(VerbatimError("the service failed inside; its log says where"), self._services.metrics)
+        finally:
+            self._observer.end(exchange)
+        await client.close()
+
+    async def drain(self, seconds: float) -> None:
+        """Let calls in flight finish for `seconds`; then cut the rest: they are recorded, and their replies ended as their dialects do."""
+        self._services.stopping.set()
+        await self._services.inflight.drain(seconds)
+
+    async def settle(self) -> None:
+        """Wait for what answered calls have left to store."""
+        await self._afterwork.settle()
+        await self._observer.close()
 
     def _is_ours(self, scope: Scope) -> bool:
         """Whether the harness side answers."""
         if scope["type"] != "http":
             return False
-        if self._control_port is None:
+        if self._settings.control_port is None:
             return self._routes.is_harness(scope["method"], scope["path"])
         # The socket's own port: what is not known to have come in at the control side's is a harness's.
         _, port = scope.get("server") or ("", None)
-        return port != self._control_port and scope["path"] not in _PROBES
+        return port != self._settings.control_port and scope["path"] not in _PROBES
 
-    def _clock(self) -> CallClock:
-        """Overridden by the harness side that observes its calls."""
-        return CallClock()
-
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        clock = self._clock()
-        headers = headers_of(scope)
-        if len(headers) < len(scope["headers"]):
+    async def _serve(self, scope: Scope, exchange: Exchange) -> None:
+        if len(exchange.headers) < len(scope["headers"]):
             check_once(scope["headers"])
+        route = self._find_route(scope, exchange.headers)
+        if route.action is None:
+            exchange.client.send_whole(200, JSON, b"{}" if scope["method"] == "GET" else b"")
+            return
+        raw_query = scope.get("query_string", b"")
+        query = _query(raw_query) if raw_query else {}
+        tree = await self._open_session(route, exchange.headers, query)
+        self._services.rate.admit(tree.info.session_id)
+        with self._services.slots.take(tree.info.session_id):
+            if route.action not in ("call", "count"):
+                await self._check_life(tree)
+                exchange.client.send_whole(200, JSON, await self._look_up(tree, route))
+                return
+            with self._services.body_room.place(tree.info.session_id) as place:
+                with Waiting(HARNESS):
+                    body = await self._read_body(exchange, place)
+                incoming = Incoming(body, route.path, query, self._settings.later_system_role)
+                if route.action == "call":
+                    await self._call(exchange, tree, route, incoming)
+                else:
+                    await self._check_life(tree)
+                    await self._count(exchange, tree, route, incoming)
+
+    def _find_route(self, scope: Scope, headers: Mapping[str, str]) -> Route:
         try:
-            if self._control_port is not None and not self._routes.is_harness(scope["method"], scope["path"]):
+            if self._settings.control_port is not None and not self._routes.is_harness(scope["method"], scope["path"]):
                 raise NotFound(f"{scope['path']} is nothing that harnesses are served; the control side has a port of its own")
-            route = self._routes.find(scope["method"], scope["path"], headers)
+            return self._routes.find(scope["method"], scope["path"], headers)
         except RequestError as error:
             # A harness that asks for a missing endpoint may work worse without saying why.
             log.warning("%d %s: %s", error.status, error.code, error.message)
             raise
-        if route.action is None:
-            await send_whole(send, 200, JSON, b"{}" if scope["method"] == "GET" else b"")
-            return
-        if route.action == "call":
-            CLOCK.set(clock)
-        asked = scope.get("query_string", b"")
-        query = _query(asked) if asked else {}
-        tree = await self._session(route, headers, query)
-        self._services.rate.admit(tree.info.session_id)
-        with self._services.slots.take(tree.info.session_id):
-            await self._act(Client.of(scope, receive, send), tree, route, query, headers)
 
-    async def _act(
-        self, client: Client, tree: SessionTree, route: Route, query: Mapping[str, str], headers: Mapping[str, str]
-    ) -> None:
-        """Serve the route to a caller who is authenticated."""
-        if route.action != "call":
-            await self._check_life(tree)
-        if route.action not in ("call", "count"):
-            await send_whole(client.send, 200, JSON, await self._look_up(tree, route))
-            return
-        settings = self._services.settings
-        declared = headers.get("content-length", "")
+    async def _open_session(self, route: Route, headers: Mapping[str, str], query: Mapping[str, str]) -> SessionTree:
+        """The tree of the session that the request names and may use. Raises Unauthorized, Forbidden or NotFound."""
+        key = credential(headers, query)
+        session_id = named_session(route.session, key, keyless=self._settings.open)
+        if key is None or session_of_key(key) is None:
+            check_local(headers)
+            return await self._services.trees.open(session_id)
+
+        def admits(info: SessionInfo) -> None:
+            if not key_opens(key, info.key_hash):
+                raise Unauthorized(f"the API key does not open session {session_id}")
+
+        return await self._services.trees.open(session_id, admits)
+
+    async def _read_body(self, exchange: Exchange, place: Place) -> bytes:
+        declared = exchange.headers.get("content-length", "")
         length = int(declared) if declared.isdecimal() else None
-        with self._services.body_room.place(tree.info.session_id) as place:
-            with Waiting(HARNESS):
-                body = await read_body(client.receive, settings.max_body_bytes, settings.body_timeout_seconds, place, length)
-            incoming = Incoming(body, route.path, query, settings.later_system_role)
-            if route.action == "call":
-                await self._answer(client, tree, route, incoming, headers)
-            else:
-                await self._count(client.send, tree, route, incoming)
+        most, seconds = self._settings.max_body_bytes, self._settings.body_timeout_seconds
+        return await read_body(exchange.client.receive, most, seconds, place, length)
+
+    # Model calls.
+
+    async def _call(self, exchange: Exchange, tree: SessionTree, route: Route, incoming: Incoming) -> None:
+        """Parse, admit, run and answer. The call runs in a task of its own: a server that gives up on the answer cuts the engine and not
+        the recording."""
+        exchange.timeline.begin(PARSE)
+        exchange.dialect = self._dialects[route.dialect]
+        draft = Draft(tree)
+        request = await self._parse(draft, exchange.dialect.parse, incoming)
+        self._services.metrics.dropped(request.dialect, request.dropped_tools)
+        turn = exchange.turn = self._flow.admit(draft, request, incoming.body, exchange.headers, exchange.timeline)
+        work = asyncio.create_task(self._run(exchange, turn))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            turn.scope.cancel()
+            await asyncio.wait((work,))
+            raise
+
+    async def _run(self, exchange: Exchange, turn: Turn) -> None:
+        answer = Answer(exchange, turn, self._services.metrics, self._settings.keepalive_seconds)
+        exchange.client.on_leave(turn.scope.cancel)
+        try:
+            reply = await self._flow.run(turn, answer.emit)
+        except VerbatimError as error:
+            await self._fail(turn, answer, error)
+        except RecursionError:
+            answer.fail(RequestError(TOO_DEEP))
+        except asyncio.CancelledError:
+            # Whoever waits for the answer must not wait for ever.
+            answer.fail(EngineFailed("the call was cut"))
+            raise
+        except Exception:
+            log.exception("session %s: call %s failed inside the service", turn.session_id, turn.call_id)
+            failed = VerbatimError("the service failed inside; its log says where")
+            await self._afterwork.note_unserved(turn, failed)
+            answer.fail(failed)
+        else:
+            await self._deliver(exchange, turn, answer, reply)
+
+    async def _fail(self, turn: Turn, answer: Answer, error: VerbatimError) -> None:
+        if isinstance(error, (NotFound, Conflict)):
+            self._services.trees.forget(turn.session_id)
+        if error.status >= 500 or isinstance(error, BudgetExhausted):
+            log.warning("session %s: call %s failed: %s", turn.session_id, turn.call_id, error.message)
+            await self._afterwork.note_unserved(turn, error)
+        answer.fail(error)
+
+    async def _deliver(self, exchange: Exchange, turn: Turn, answer: Answer, reply: Reply) -> None:
+        if turn.scope.cancelled:
+            await self._afterwork.note_unserved(turn, EngineFailed("the service stopped in the middle of the reply"))
+        delivered = await answer.finish(reply)
+        if exchange.timeline.step == REPLY:
+            self._services.metrics.steps.took(exchange.timeline)
+        if delivered and not turn.scope.cancelled:
+            self._afterwork.mark_delivered(turn)
+
+    async def _parse(self, draft: Draft, parse: Parse, incoming: Incoming) -> Request:
+        """Parse with what this process knows of the session, and if that is not enough, once more with what the store knows."""
+        try:
+            return await self._parsing.parse(draft, parse, incoming)
+        except UnknownCall:
+            await self._services.trees.refresh(draft.tree)
+            return await self._parsing.parse(draft, parse, incoming, again=True)
+
+    # Everything else, which records nothing.
 
     async def _check_life(self, tree: SessionTree) -> None:
         """Refuse a key whose session is gone or closed, also where nothing else is read from the store. Raises NotFound and Conflict."""
@@ -138,11 +241,17 @@ class Harness:
         if state.status != "open":
             raise Conflict(f"session '{session_id}' is {state.status}; its key opens nothing any more")
 
+    async def _count(self, exchange: Exchange, tree: SessionTree, route: Route, incoming: Incoming) -> None:
+        dialect = self._dialects[route.dialect]
+        request = await self._parse(Draft(tree), dialect.parse_count, incoming)
+        tokens = await self._flow.count(tree, request)
+        exchange.client.send_whole(200, JSON, cast(Counts, dialect).render_count(tokens))
+
     async def _look_up(self, tree: SessionTree, route: Route) -> bytes:
         """The body for a model, the list of models, or a stored reply."""
         dialect = self._dialects[route.dialect]
         if route.action in ("stored", "items"):
-            return await self._stored(tree, cast(Stores, dialect), route)
+            return await self._find_stored(tree, cast(Stores, dialect), route)
         lists, created = cast(Lists, dialect), self._since
         models = self._services.pool.catalogue()
         if route.action == "models":
@@ -152,7 +261,7 @@ class Harness:
         window = models[name] if name in models else self._services.pool.pick(tree.info.session_id, name).max_model_len
         return lists.render_model(name, window, created)
 
-    async def _stored(self, tree: SessionTree, stores: Stores, route: Route) -> bytes:
+    async def _find_stored(self, tree: SessionTree, stores: Stores, route: Route) -> bytes:
         assert route.action is not None
         response_id = route.path["response_id"]
         try:
@@ -160,55 +269,6 @@ class Harness:
         except UnknownCall:
             await self._services.trees.refresh(tree)
             return stores.render_stored(response_id, route.action, Draft(tree))
-
-    async def _parse(self, draft: Draft, parse: Parse, incoming: Incoming) -> Request:
-        """Parse with what this process knows of the session, and if that is not enough, once more with what the store knows."""
-        try:
-            return await self._parsing.parse(draft, parse, incoming)
-        except UnknownCall:
-            await self._services.trees.refresh(draft.tree)
-            return await self._parsing.parse(draft, parse, incoming, again=True)
-
-    async def _count(self, send: Send, tree: SessionTree, route: Route, incoming: Incoming) -> None:
-        dialect = self._dialects[route.dialect]
-        request = await self._parse(Draft(tree), dialect.parse_count, incoming)
-        tokens = await self._flow.count(tree, request)
-        await send_whole(send, 200, JSON, cast(Counts, dialect).render_count(tokens))
-
-    async def _session(self, route: Route, headers: Mapping[str, str], query: Mapping[str, str]) -> SessionTree:
-        """The tree of the session that the request names and may use. Raises Unauthorized, Forbidden or NotFound."""
-        key = credential(headers, query)
-        session_id = named_session(route.session, key, keyless=self._services.settings.open)
-        if key is None or session_of_key(key) is None:
-            check_local(headers)
-            return await self._services.trees.open(session_id)
-
-        def admits(info: SessionInfo) -> None:
-            if not key_opens(key, info.key_hash):
-                raise Unauthorized(f"the API key does not open session {session_id}")
-
-        return await self._services.trees.open(session_id, admits)
-
-    async def _answer(
-        self, client: Client, tree: SessionTree, route: Route, incoming: Incoming, headers: Mapping[str, str]
-    ) -> None:
-        """Answer one model call."""
-        if (clock := CLOCK.get()) is not None:
-            clock.begin(PARSE)
-        dialect, draft = self._dialects[route.dialect], Draft(tree)
-        request = await self._parse(draft, dialect.parse, incoming)
-        self._services.metrics.dropped(request.dialect, request.dropped_tools)
-        turn = self._flow.admit(draft, request, incoming.body, headers)
-        await self._answering.answer(client, dialect, turn)
-
-    async def drain(self, seconds: float) -> None:
-        """Let calls in flight finish for `seconds`; then cut the rest: they are recorded, and their replies ended as their dialects do."""
-        self._services.stopping.set()
-        await self._services.inflight.drain(seconds)
-
-    async def settle(self) -> None:
-        """Wait for background work of answered calls."""
-        await self._answering.settle()
 
 
 def _query(raw: bytes) -> dict[str, str]:

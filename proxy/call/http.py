@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol
 
 from proxy.errors import RequestError, RequestTimeout, TooLarge, TooManyCalls
 from proxy.timeline import Deadline
@@ -217,34 +217,97 @@ Headers = list[tuple[bytes, bytes]]
 
 JSON: Headers = [(b"content-type", b"application/json")]
 EXTENSION = "verbatim"
-"""The server's extension of a request's scope. Its `flushed` tells whether the answer went out: ASGI's `send` comes back without a
-word where the client has gone, and as soon as the answer lies in the server's memory where it has not."""
+"""The scope's extension under which a server offers `Direct`."""
 
 
-@dataclass(frozen=True, slots=True)
+class Direct(Protocol):
+    """What ASGI's `send` and `receive` cannot do."""
+
+    def send(self, message: MutableMapping[str, Any]) -> None:
+        """As ASGI's, without waiting for a client that reads slowly."""
+        ...
+
+    async def flushed(self) -> bool:
+        """Whether all that was sent went out to a client that was still there; waits until that is known. ASGI's `send` returns without
+        a word where the client has left, and as soon as the answer lies in the server's memory where it has not."""
+        ...
+
+    def on_leave(self, leave: Callable[[], None]) -> None:
+        """Call `leave` when the client disconnects, at once if it has."""
+        ...
+
+
 class Client:
-    """Who asked. `flushed`, where the server has it: whether all that was sent went out to a client that was still there, once that
-    is known."""
+    """Who asked, and the answer to it. Sending never waits: a harness that reads slowly does not hold up what is recorded.
 
-    receive: Receive
-    send: Send
-    flushed: Callable[[], Awaitable[bool]] | None = None
+    On a server without `Direct`, messages are sent by a task of their own."""
 
-    @classmethod
-    def of(cls, scope: Scope, receive: Receive, send: Send) -> Self:
-        return cls(receive, send, (scope.get("extensions") or {}).get(EXTENSION, {}).get("flushed"))
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.status: int | None = None
+        """The answer's, once it has begun."""
+        self.receive = receive
+        self._send = send
+        self._direct: Direct | None = (scope.get("extensions") or {}).get(EXTENSION)
+        self._queue: deque[MutableMapping[str, Any]] = deque()
+        self._sending: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._left = False
+
+    def start(self, status: int, headers: Headers) -> None:
+        self.status = status
+        self._put({"type": "http.response.start", "status": status, "headers": headers})
+
+    def write(self, body: bytes, *, last: bool = False) -> None:
+        self._put({"type": "http.response.body", "body": body, "more_body": not last})
+
+    def send_whole(self, status: int, headers: Headers, body: bytes) -> None:
+        self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
+        self.write(body, last=True)
+
+    def on_leave(self, leave: Callable[[], None]) -> None:
+        """Call `leave` when the client disconnects. The request's body must have been read."""
+        if self._direct is not None:
+            self._direct.on_leave(leave)
+        else:
+            self._watching = asyncio.create_task(self._watch(leave))
+
+    async def flushed(self) -> bool:
+        """Whether everything went out to a client that was still there."""
+        if self._direct is not None:
+            return await self._direct.flushed()
+        await self._drain()
+        return not self._left
+
+    async def close(self) -> None:
+        """The request is over; returns when all was sent."""
+        await self._drain()
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def _put(self, message: MutableMapping[str, Any]) -> None:
+        if self._direct is not None:
+            self._direct.send(message)
+            return
+        self._queue.append(message)
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send_queued())
+
+    async def _send_queued(self) -> None:
+        while self._queue:
+            await self._send(self._queue.popleft())
+            # Looked at before anything else runs: a server says at the end of an answer, too, that its client has left.
+            self._left = self._watching is not None and self._watching.done()
+
+    async def _drain(self) -> None:
+        if self._sending is not None:
+            await self._sending
+
+    async def _watch(self, leave: Callable[[], None]) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        leave()
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
     """By lower-case name; of several of one name the last."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-
-
-async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
-    length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def send_part(send: Send, body: bytes, *, last: bool = False) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": not last})

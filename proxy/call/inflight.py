@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from typing import Any
 
+from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.errors import StoreUnavailable
 from proxy.store.service import PeerStore
 from proxy.store.sessions import Intent, SessionStore
@@ -140,66 +140,49 @@ def _kept_going(what: str) -> Iterator[None]:
 # The calls in flight in this process. Closing a session, or stopping the service, cuts them and waits until they are recorded.
 
 
-@dataclass(slots=True, eq=False)
-class Running:
-    """One call under way. `cut` is set when it must end now; `ask_engine` tells the engine so once there is a job."""
-
-    session_id: str
-    call_id: str
-    cut: asyncio.Event = field(default_factory=asyncio.Event)
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    ask_engine: Callable[[], Awaitable[None]] | None = None
-
-    async def abort(self) -> None:
-        """Ask for the end, once; the call records what was sampled and then is `done`."""
-        if self.cut.is_set() or self.done.is_set():
-            return
-        self.cut.set()
-        if self.ask_engine is not None:
-            await self.ask_engine()
-
-
 class Inflight:
     def __init__(self) -> None:
-        self._running: dict[str, set[Running]] = {}
+        self._scopes: dict[str, set[CancelScope]] = {}
 
     def __len__(self) -> int:
-        return sum(len(calls) for calls in self._running.values())
+        return sum(len(scopes) for scopes in self._scopes.values())
 
     def call_ids(self) -> set[str]:
-        return {running.call_id for calls in self._running.values() for running in calls}
+        return {scope.call_id for scopes in self._scopes.values() for scope in scopes}
 
     def of(self, session_id: str) -> set[str]:
         """The ids of the session's calls."""
-        return {running.call_id for running in self._running.get(session_id, ())}
+        return {scope.call_id for scope in self._scopes.get(session_id, ())}
 
-    def enter(self, running: Running) -> None:
-        self._running.setdefault(running.session_id, set()).add(running)
+    def enter(self, scope: CancelScope) -> None:
+        self._scopes.setdefault(scope.session_id, set()).add(scope)
 
-    def leave(self, running: Running) -> None:
-        running.done.set()
-        calls = self._running.get(running.session_id, set())
-        calls.discard(running)
-        if not calls:
-            self._running.pop(running.session_id, None)
+    def leave(self, scope: CancelScope) -> None:
+        scope.done.set()
+        scopes = self._scopes.get(scope.session_id, set())
+        scopes.discard(scope)
+        if not scopes:
+            self._scopes.pop(scope.session_id, None)
 
     async def cut(self, session_id: str) -> None:
-        """Abort the session's calls in this process; returns when they are recorded."""
-        await _end(list(self._running.get(session_id, ())))
+        """Cancel the session's calls in this process; returns when they are recorded."""
+        await _end(list(self._scopes.get(session_id, ())))
 
     async def drain(self, seconds: float) -> None:
         """Let calls in flight finish for `seconds`, then cut the rest and wait until they are recorded."""
-        everyone = [running for calls in self._running.values() for running in calls]
-        waits = [asyncio.ensure_future(running.done.wait()) for running in everyone]
+        everyone = [scope for scopes in self._scopes.values() for scope in scopes]
+        waits = [asyncio.ensure_future(scope.done.wait()) for scope in everyone]
         if waits:
             if seconds:
                 log.info("calls in flight: %d, which have up to %g s to end before they are cut", len(waits), seconds)
             await asyncio.wait(waits, timeout=seconds)
             for wait in waits:
                 wait.cancel()
-        await _end([running for running in everyone if not running.done.is_set()])
+        await _end([scope for scope in everyone if not scope.done.is_set()])
 
 
-async def _end(calls: list[Running]) -> None:
-    await asyncio.gather(*(running.abort() for running in calls))
-    await asyncio.gather(*(running.done.wait() for running in calls))
+async def _end(scopes: list[CancelScope]) -> None:
+    for scope in scopes:
+        scope.cancel()
+    for scope in scopes:
+        await scope.done.wait()

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from proxy.call.plan import Place, confirm_by_ids, place
-from proxy.call.turn import Turn
+from proxy.call.plan import Continuation, Place, place
+from proxy.call.turn import Planned, Sampled
 from proxy.dialects.base import Choice, Delta, Request, tool_call_id
 from proxy.dialects.fields import NOTED
-from proxy.engine.apis.base import Outcome, Sampled
+from proxy.engine.apis import base as engine
 from proxy.engine.apis.message import has_unread_call
 from reconstruct.accounting import FROZEN
 from reconstruct.messages import chain, digest_message
@@ -22,7 +22,6 @@ from reconstruct.records import (
     INVALID_TOOL_CALL,
     NO_TOKEN_IDS,
     Call,
-    Ids,
     Node,
     Sampling,
     pack_ids,
@@ -54,108 +53,88 @@ def effective_sampling(asked: Mapping[str, Any], generate_body: Mapping[str, Any
     )
 
 
-def call_records(turn: Turn, outcome: Outcome, choices: Sequence[Choice], *, frozen: bool, logprob_mode: str) -> list[Call]:
+def call_records(
+    sampled: Sampled, found: Continuation, choices: Sequence[Choice], *, frozen: bool, logprob_mode: str
+) -> list[Call]:
     """The record of every choice, the first one first: the others lean on its prompt instead of repeating it.
 
-    `choices` are the outcome's as the harness gets them. `frozen`: what was sampled is never trained. `logprob_mode`: the engine's."""
-    assert turn.found is not None
-    own_seconds = time.perf_counter() - turn.clock - turn.engine_seconds
-    prompt_ids, branch_reason = prompt_of(turn, outcome)
-    turn.found = confirm_by_ids(turn.tree, turn.found, prompt_ids)
-    where = place(turn.tree, turn.found, prompt_ids, branch_reason)
-    asked = {**turn.request.forward, **turn.sampling}
-    sampling = effective_sampling(asked, turn.plan.body if turn.plan else None, logprob_mode)
-    marks = _marks(turn)
+    `found` is what the prompt's ids confirm; `choices` are the outcome's as the harness gets them. `frozen`: what was sampled is never
+    trained. `logprob_mode`: the engine's."""
+    planned, outcome = sampled.planned, sampled.outcome
+    turn, plan = planned.turn, planned.plan
+    engine_seconds = turn.timeline.engine_seconds
+    own_seconds = max(0.0, time.perf_counter() - turn.clock - engine_seconds)
+    where = place(turn.tree, found, sampled.prompt_ids, sampled.branch_reason)
+    asked = {**turn.request.forward, **planned.sampling}
+    sampling = effective_sampling(asked, plan.body if plan else None, logprob_mode)
+    messages_from = found.reply_at + 1 if found.parent is not None else 0
+    messages = _encode(turn.request.messages[messages_from:])
+    marks = _marks(planned, messages_from)
     calls: list[Call] = []
-    for sampled, choice in zip(outcome.choices, choices, strict=True):
-        node = _node(where, calls[0] if calls else None, sampled)
-        quarantine = _quarantine_reason(turn, outcome, sampled, frozen)
-        calls.append(_call_record(turn, outcome, sampled, choice, node, sampling, quarantine, own_seconds, marks))
+    for each, choice in zip(outcome.choices, choices, strict=True):
+        node = _node(where, calls[0] if calls else None, each)
+        quarantine_reason = _quarantine_reason(sampled, each, frozen)
+        aborted = each.finish_reason == "abort"
+        unread = has_unread_call(turn.request, choice.message, choice.finish_reason)
+        calls.append(
+            Call(
+                call_id=choice.call_id,
+                session_id=turn.session_id,
+                node=node,
+                dialect=turn.request.dialect,
+                api=planned.replica.api or "chat",
+                status="failed" if outcome.broken is not None else "aborted" if aborted else "finished",
+                role=turn.purpose.role,
+                agent=turn.purpose.agent,
+                finish_reason=each.finish_reason if aborted else choice.finish_reason,
+                stop_reason=each.stop_reason,
+                sampling=sampling,
+                root_key=found.dress,
+                fingerprint=found.fingerprint,
+                reply_fingerprint=chain(found.fingerprint, [digest_message(choice.message)])[-1],
+                message_count=len(turn.request.messages),
+                messages_from=messages_from,
+                messages=messages,
+                reply=_encode(choice.message),
+                preamble=b"" if node.parent_id else _preamble(turn.request),
+                digest=turn.digest,
+                projection=found.projection,
+                replica=planned.replica.name,
+                started_at=turn.started_at,
+                engine_seconds=engine_seconds,
+                own_seconds=own_seconds,
+                trainable=not quarantine_reason,
+                quarantine_reason=quarantine_reason,
+                marks={**marks, INVALID_TOOL_CALL: "true"} if unread else marks,
+                role_source=turn.purpose.source,
+            )
+        )
     return calls
 
 
-def prompt_of(turn: Turn, outcome: Outcome) -> tuple[Ids | None, str | None]:
-    """The ids that were sampled after (None: the engine did not tell), and why they are a fresh rendering where they were planned as
-    one."""
-    if turn.plan is not None:
-        return turn.plan.prompt_ids, turn.plan.branch_reason
-    return outcome.prompt_ids, None
-
-
-def _call_record(
-    turn: Turn,
-    outcome: Outcome,
-    sampled: Sampled,
-    choice: Choice,
-    node: Node,
-    sampling: Sampling,
-    quarantine_reason: str,
-    own_seconds: float,
-    marks: Mapping[str, str],
-) -> Call:
-    assert turn.found is not None and turn.replica is not None
-    request, found, aborted = turn.request, turn.found, sampled.finish_reason == "abort"
-    messages_from = found.reply_at + 1 if found.parent is not None else 0
-    unread = has_unread_call(request, choice.message, choice.finish_reason)
-    return Call(
-        call_id=choice.call_id,
-        session_id=turn.session_id,
-        node=node,
-        dialect=request.dialect,
-        api=turn.replica.api or "chat",
-        status="failed" if outcome.broken is not None else "aborted" if aborted else "finished",
-        role=turn.purpose.role,
-        agent=turn.purpose.agent,
-        finish_reason=sampled.finish_reason if aborted else choice.finish_reason,
-        stop_reason=sampled.stop_reason,
-        sampling=sampling,
-        root_key=found.dress,
-        fingerprint=found.fingerprint,
-        reply_fingerprint=chain(found.fingerprint, [digest_message(choice.message)])[-1],
-        message_count=len(request.messages),
-        messages_from=messages_from,
-        messages=_encode(request.messages[messages_from:]),
-        reply=_encode(choice.message),
-        preamble=b"" if node.parent_id else _preamble(request),
-        digest=turn.digest,
-        projection=found.projection,
-        replica=turn.replica.name,
-        started_at=turn.started_at,
-        engine_seconds=turn.engine_seconds,
-        own_seconds=own_seconds,
-        trainable=not quarantine_reason,
-        quarantine_reason=quarantine_reason,
-        marks={**marks, INVALID_TOOL_CALL: "true"} if unread else marks,
-        role_source=turn.purpose.source,
-    )
-
-
-def _marks(turn: Turn) -> Mapping[str, str]:
-    """What the harness said of the call, who sampled it, and what its new messages hold that a text should not."""
-    assert turn.found is not None and turn.replica is not None
-    marks, request, found = turn.marks, turn.request, turn.found
-    if turn.replica.policy:
-        marks = {**marks, "policy": turn.replica.policy}
+def _marks(planned: Planned, messages_from: int) -> Mapping[str, str]:
+    """What the harness said of the call, who sampled it, and the control tokens in its new messages."""
+    marks, request = planned.turn.marks, planned.turn.request
+    if planned.replica.policy:
+        marks = {**marks, "policy": planned.replica.policy}
     if request.prompt is not None:
         # A prompt is written with its control tokens.
         return marks
-    begin = found.reply_at + 1 if found.parent is not None else 0
-    controls = control_tokens(request.messages[begin:], () if begin else request.tools)
+    controls = control_tokens(request.messages[messages_from:], () if messages_from else request.tools)
     return {**marks, CONTROL_TOKENS: _encode(controls).decode()} if controls else marks
 
 
-def _quarantine_reason(turn: Turn, outcome: Outcome, sampled: Sampled, frozen: bool) -> str:
+def _quarantine_reason(call: Sampled, sampled: engine.Sampled, frozen: bool) -> str:
     """Why the choice is not to be trained, "" where it is."""
-    has_prompt_ids = turn.plan is not None or outcome.prompt_ids is not None
-    if not has_prompt_ids or sampled.token_ids is None:
+    if call.prompt_ids is None or sampled.token_ids is None:
         return NO_TOKEN_IDS
-    if outcome.broken is not None and sampled.finish_reason != "abort":
+    if call.outcome.broken is not None and sampled.finish_reason != "abort":
         # A whole reply that no harness was given: nothing came of it.
         return "not_answered"
     return FROZEN if frozen else ""
 
 
-def _node(where: Place, sibling: Call | None, sampled: Sampled) -> Node:
+def _node(where: Place, sibling: Call | None, sampled: engine.Sampled) -> Node:
     base_id, base_length, delta_ids = where.base_id, where.base_length, pack_ids(where.delta_ids)
     if sibling is not None:
         base_id, base_length = sibling.call_id, where.base_length + len(where.delta_ids)
@@ -187,7 +166,7 @@ def minted_delta(delta: Delta, call_ids: Sequence[str]) -> Delta:
     return delta
 
 
-def minted_choice(sampled: Sampled, call_ids: Sequence[str], *, forced_tool: bool) -> Choice:
+def minted_choice(sampled: engine.Sampled, call_ids: Sequence[str], *, forced_tool: bool) -> Choice:
     """The choice as the harness gets it: ids minted, finish reason in the chat words. A tool that the request forced by name
     ends with "stop"; a reply the engine cut short reads as cut by length."""
     call_id = call_ids[sampled.index]

@@ -1,46 +1,44 @@
-"""Turn: one call on its way through the flow, and what is checked of it on entry."""
+"""One call in phases: Turn (admitted), Planned (at a replica, with its parent and prompt), Sampled (with the engine's outcome).
+
+Each phase is a frozen type that has all the next step needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from proxy.call.inflight import Running
 from proxy.call.plan import Continuation, TokenPlan
 from proxy.call.tree import Draft, SessionTree
 from proxy.dialects.base import Request
 from proxy.dialects.catalogue import dialects
-from proxy.engine.apis.base import EngineKinds
+from proxy.engine.apis.base import EngineKinds, Outcome
 from proxy.engine.replica import Replica
+from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.errors import ContextTooLong, RequestError
-from proxy.timeline import CallClock
+from proxy.timeline import Timeline
 from reconstruct.messages import plain_content
-from reconstruct.roles import Marks, Purpose, RoleRule, find_purpose
+from reconstruct.records import Ids
+from reconstruct.roles import Marks, Purpose
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """What is known of the call so far."""
+    """A call that was admitted. `started_at` is wall-clock time, `clock` the monotonic time of the same moment. `sampling` is what
+    was asked for: the harness's parameters under the session's overrides. There is one call id per choice."""
 
     draft: Draft
     request: Request
     digest: bytes
     call_ids: list[str]
-    running: Running
+    scope: CancelScope
     started_at: float
     clock: float
-    times: CallClock
-    headers: Mapping[str, str]
-    rules: Sequence[RoleRule]
-    engine_seconds: float = 0.0
-    found: Continuation | None = None
-    plan: TokenPlan | None = None
-    replica: Replica | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
-    asked: dict[str, Any] | None = None
-    marks: dict[str, str] = field(default_factory=dict)
-    _purpose: Purpose | None = None
+    timeline: Timeline
+    sampling: Mapping[str, Any]
+    marks: Mapping[str, str]
+    purpose: Purpose
 
     @property
     def tree(self) -> SessionTree:
@@ -48,57 +46,79 @@ class Turn:
 
     @property
     def session_id(self) -> str:
-        return self.tree.info.session_id
+        return self.scope.session_id
 
     @property
-    def purpose(self) -> Purpose:
-        """What the call is for, by rules that may search its texts when it is first asked."""
-        if self._purpose is None:
-            marks = _marks_of(self.request, self.headers)
-            self._purpose = find_purpose(marks, self.rules, self.tree.info.role_rules)
-        return self._purpose
-
-    def go_to(self, replica: Replica) -> None:
-        """The call begins at this replica; what was planned for another one does not hold."""
-        self.asked = self.sampling if self.asked is None else self.asked
-        self.replica, self.plan, self.sampling = replica, None, dict(self.asked)
-        self.running.ask_engine = None
+    def call_id(self) -> str:
+        """The first choice's, under which the call's intent is stored."""
+        return self.scope.call_id
 
 
-def _marks_of(request: Request, headers: Mapping[str, str]) -> Marks:
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A call at its replica. `plan` is None where the engine renders the messages; `sampling` is what the engine is asked for, into
+    which its kind may write what it reduced."""
+
+    turn: Turn
+    replica: Replica
+    found: Continuation
+    plan: TokenPlan | None
+    sampling: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A call that was sampled."""
+
+    planned: Planned
+    outcome: Outcome
+
+    @property
+    def prompt_ids(self) -> Ids | None:
+        """The ids that were sampled after; None if the engine did not tell."""
+        plan = self.planned.plan
+        return self.outcome.prompt_ids if plan is None else plan.prompt_ids
+
+    @property
+    def branch_reason(self) -> str | None:
+        """Why the prompt is a fresh rendering where it was planned as one."""
+        plan = self.planned.plan
+        return None if plan is None else plan.branch_reason
+
+
+def marks_of(request: Request, headers: Mapping[str, str]) -> Marks:
+    """What rules about roles look at."""
     messages = request.history
     system = messages[0].message if messages[0].message.get("role") in ("system", "developer") else {}
     return Marks(headers, bool(request.tools), _text(system), _text(messages[-1].message))
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    """The message's text as far as rules about prompts look at it."""
     content = plain_content(message.get("content"))
     parts = content if isinstance(content, list) else [content]
     return "\n".join(part for part in parts if isinstance(part, str))
 
 
-def fit_window(turn: Turn, prompt_length: int) -> None:
+def fit_window(request: Request, replica: Replica, sampling: dict[str, Any], prompt_length: int) -> None:
     """Clamp max_tokens to what the window leaves. Raises ContextTooLong when the prompt alone does not fit."""
-    assert turn.replica is not None
-    window = turn.replica.max_model_len
+    window = replica.max_model_len
     if window is None:
         return
     room = window - prompt_length
     if room < 1:
-        asked = "messages" if turn.request.prompt is None else "prompt"
+        field = "messages" if request.prompt is None else "prompt"
         raise ContextTooLong(
-            f"This model's maximum context length is {window} tokens. However, your {asked} resulted in "
-            f"{prompt_length} tokens. Please reduce the length of the {asked}.",
-            param=asked,
+            f"This model's maximum context length is {window} tokens. However, your {field} resulted in "
+            f"{prompt_length} tokens. Please reduce the length of the {field}.",
+            param=field,
             tokens=prompt_length,
             window=window,
         )
-    turn.sampling["max_tokens"] = min(turn.sampling.get("max_tokens") or room, room)
+    sampling["max_tokens"] = min(sampling.get("max_tokens") or room, room)
 
 
 def refuse_media(request: Request, found: Continuation, kinds: EngineKinds) -> None:
-    """Raise RequestError for content parts that the token path cannot carry. What it has carried before is not looked at again."""
+    """Raise RequestError for content parts that the token path cannot carry. What it has carried before is not checked again."""
     carried = found.reply_at + 1 if found.parent is not None and kinds.takes_ids(found.parent.api) else 0
     for position in range(carried, len(request.history)):
         content = request.history[position].message.get("content")

@@ -256,7 +256,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The engine is about to be called with what is planned by now; comes again if another engine is tried."""
+    """The engine is about to be asked; comes again if another engine is tried. `prompt_tokens` is 0 while they are not known."""
+
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

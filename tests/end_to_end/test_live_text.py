@@ -21,7 +21,8 @@ from proxy.engine.apis.vllm_reply import LiveText, Parser
 from proxy.engine.in_vllm.launch import VllmServer
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.replica import Replica
-from proxy.engine.wire.http import EngineHttp, Line
+from proxy.engine.wire.cancel_scope import CancelScope
+from proxy.engine.wire.http import EngineHttp
 from proxy.settings import Settings
 from reconstruct.records import pack_ids
 
@@ -102,7 +103,7 @@ async def _both(
     request = {"model": "policy", "messages": [{"role": "user", "content": "q"}], "tools": TOOLS}
     canonical = Request("chat", "policy", [], tools=TOOLS)
     canonical._messages = request["messages"]  # type: ignore[assignment]
-    parser = Parser(http, replica, Job("x", canonical, {}, Line(), prompt_ids=pack_ids([1, 2, 3])))
+    parser = Parser(http, replica, Job("x", canonical, {}, CancelScope("s", "x"), prompt_ids=pack_ids([1, 2, 3])))
     live, told, pieces = LiveText(0), Assembly(0), 0
     for part in parts[:-1]:
         live.pending.extend(part)

@@ -62,8 +62,8 @@ FAULTS = (
     ),
     Fault(
         "The session's sampling overrides are ignored: an agent samples at a temperature of its own.",
-        "        turn.sampling = {**request.sampling, **overrides(info.sampling)}\n",
-        "        turn.sampling = {**overrides(info.sampling), **request.sampling}\n",
+        "            sampling={**request.sampling, **overrides(info.sampling)},\n",
+        "            sampling={**overrides(info.sampling), **request.sampling},\n",
         _FLOW + "'session_overrides'",
     ),
     Fault(
@@ -112,17 +112,18 @@ FAULTS = (
     # Records
     Fault(
         "The engine samples before the intent is written: a crash loses the call without a trace.",
-        "        if not intent.is_written:\n            job.line.before = partial(self._written, turn, intent, job.line)\n",
-        "",
+        "        found = await self._begin(turn, replica)\n        try:\n",
+        "        find = continuation if turn.request.prompt is None else prompt_continuation\n"
+        "        found = find(turn.tree, turn.request, replica.policy)\n"
+        "        asyncio.ensure_future(self._begin(turn, replica))\n        try:\n",
         "tests/proxy/call/test_intent_first.py -k 'on_its_way or cannot_be_written'",
     ),
     Fault(
         "The harness hears the end of a reply before its record is stored.",
-        "        reply = await self._commit(turn, outcome)\n        if outcome.broken is not None:\n",
-        "        yield Reply(turn.call_ids[0], turn.request.model, 0, 0, [\n"
-        "            minted_choice(each, turn.call_ids, forced_tool=False) for each in outcome.choices\n"
-        "        ], 0)\n"
-        "        reply = await self._commit(turn, outcome)\n        if outcome.broken is not None:\n",
+        "        with Waiting(STORE):\n"
+        "            total = await self._sessions.commit(turn.session_id, turn.call_id, records, size)\n",
+        "        total = turn.tree.known + len(calls)\n"
+        "        asyncio.ensure_future(self._sessions.commit(turn.session_id, turn.call_id, records, size))\n",
         _FLOW + "'ends_only_when'",
     ),
     Fault(
@@ -133,13 +134,13 @@ FAULTS = (
     ),
     Fault(
         "A call that its harness broke off is not recorded, though tokens were sampled.",
-        "        if turn.running.cut.is_set() and not spoken:\n",
-        "        if turn.running.cut.is_set():\n",
+        "        if turn.scope.cancelled and not has_content:\n",
+        "        if turn.scope.cancelled:\n",
         _FLOW + "'goes_away_ends or aborted_turn'",
     ),
     Fault(
         "Nobody is told that an engine reports no token ids: its replies look like such that sampled nothing.",
-        "    if not has_prompt_ids or sampled.token_ids is None:\n        return NO_TOKEN_IDS\n",
+        "    if call.prompt_ids is None or sampled.token_ids is None:\n        return NO_TOKEN_IDS\n",
         "",
         "tests/proxy/engine/apis/test_plain_servers.py -k 'quarantined'",
     ),
@@ -157,14 +158,14 @@ FAULTS = (
     ),
     Fault(
         "A reply that never went out is marked as delivered.",
-        "    return await client.flushed() if client.flushed is not None else not leaving.done()\n",
-        "    return True\n",
+        "            return await self._client.flushed()\n",
+        "            return True\n",
         "tests/proxy/call/test_delivered.py -k 'given_up or does_not_say'",
     ),
     Fault(
         "A reply is delivered and nobody notes it, so that a later sample of the same prompt throws it away.",
-        "        if answered and not turn.running.cut.is_set():\n",
-        "        if answered and turn.running.cut.is_set():\n",
+        "        if delivered and not turn.scope.cancelled:\n",
+        "        if delivered and turn.scope.cancelled:\n",
         "tests/proxy/call/test_flow.py -k 'the_harness_gets_the_text'",
     ),
     Fault(
@@ -176,16 +177,16 @@ FAULTS = (
     ),
     Fault(
         "A store that is away while a call is committed is passed over, and the reply goes out unrecorded.",
-        "            total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records, size)\n",
+        "            total = await self._sessions.commit(turn.session_id, turn.call_id, records, size)\n",
         "            try:\n"
-        "                total = await self._services.sessions.commit(turn.session_id, turn.call_ids[0], records, size)\n"
+        "                total = await self._sessions.commit(turn.session_id, turn.call_id, records, size)\n"
         "            except StoreUnavailable:\n"
         "                total = 0\n",
         "tests/proxy/store/test_faults.py -k 'never_takes'",
     ),
     Fault(
         "A call that an engine broke off is answered as if its reply was whole.",
-        "            raise EngineFailed(outcome.broken)\n",
+        "            raise EngineFailed(sampled.outcome.broken)\n",
         "            pass\n",
         "tests/proxy/engine/apis/test_ids_api.py -k 'breaks_off'",
     ),
@@ -234,7 +235,7 @@ FAULTS = (
     ),
     Fault(
         "The harness side's own port serves the control side, too.",
-        '        return port != self._control_port and scope["path"] not in _PROBES\n',
+        '        return port != self._settings.control_port and scope["path"] not in _PROBES\n',
         '        return self._routes.is_harness(scope["method"], scope["path"])\n',
         "tests/cli/test_serve.py -k 'its_own_port_alone and one'",
     ),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from proxy.metrics import StepSeconds
-from proxy.timeline import COMMIT, ENGINE, OWN, PARTS, SAMPLE, STEPS, CallClock
+from proxy.timeline import COMMIT, ENGINE, OWN, PARTS, SAMPLE, STEPS, Timeline
 from tests import ROOT
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
@@ -19,7 +19,7 @@ from tests.support.service.running_service import RunningService, Session, wait_
 ENGINE_SECONDS = 0.1
 LINE = re.compile(r'verbatim_step_seconds_(count|sum)\{part="(\w+)",step="(\w+)"\} (\S+)')
 
-EVERY_CALL = {(step, "own") for step in ("admit", "parse", "plan", "intent", "sample", "commit", "reply")} | {
+EVERY_CALL = {(step, "own") for step in ("admit", "parse", "intent", "sample", "commit", "reply")} | {
     ("admit", "harness"),
     ("queue", "own"),
     ("queue", "engine"),
@@ -28,7 +28,7 @@ EVERY_CALL = {(step, "own") for step in ("admit", "parse", "plan", "intent", "sa
     ("commit", "store"),
     ("reply", "harness"),
 }
-TOKEN_PATH = {("plan", "engine"), ("interpret", "own"), ("interpret", "engine")}
+TOKEN_PATH = {("plan", "own"), ("plan", "engine"), ("interpret", "own"), ("interpret", "engine")}
 
 
 @pytest.fixture(scope="module")
@@ -105,26 +105,26 @@ def test_labels_name_steps_and_parts_and_nothing_of_a_session(token_service: Run
 
 def test_the_parts_of_a_call_add_up_to_the_whole_of_it() -> None:
     before = time.perf_counter()
-    clock = CallClock()
+    timeline = Timeline()
     began = time.perf_counter()
     for step in range(len(STEPS)):
-        clock.begin(step)
-        clock.wait()
-        clock.waited(ENGINE)
+        timeline.begin(step)
+        timeline.wait()
+        timeline.waited(ENGINE)
     ended = time.perf_counter()
-    clock.begin(SAMPLE)
+    timeline.begin(SAMPLE)
     after = time.perf_counter()
     # Sums of differences lose their last digits.
-    assert ended - began - 1e-9 <= sum(clock.seconds) <= after - before + 1e-9
-    assert clock.step == SAMPLE
+    assert ended - began - 1e-9 <= sum(timeline.seconds) <= after - before + 1e-9
+    assert timeline.step == SAMPLE
 
 
 def test_a_histogram_counts_upwards_and_shows_only_what_was_seen() -> None:
     steps = StepSeconds()
     for seconds in (0.00005, 0.03, 1000.0):
-        clock = CallClock()
-        clock.seconds[COMMIT * len(PARTS) + OWN] = seconds
-        steps.took(clock)
+        timeline = Timeline()
+        timeline.seconds[COMMIT * len(PARTS) + OWN] = seconds
+        steps.took(timeline)
     (family,) = steps.collect()
     assert {(sample.labels["step"], sample.labels["part"]) for sample in family.samples} == {("commit", "own")}
     counted = {sample.labels["le"]: sample.value for sample in family.samples if sample.name.endswith("_bucket")}

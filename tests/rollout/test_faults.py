@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.call.answer import Answering
+from proxy.call.answer import Afterwork
 from proxy.errors import BudgetExhausted, EngineFailed, StoreUnavailable
 from proxy.store.sessions import Unserved
 from rollout.attempts import RETRIED, AttemptId, Failure, RolloutFailed
@@ -307,19 +307,18 @@ async def test_a_call_that_the_store_failed_is_noted_once_that_is_back(monkeypat
                 raise StoreUnavailable("away")
             noted.append(unserved)
 
-    services: Any = SimpleNamespace(sessions=Store(), stopping=asyncio.Event())
-    turn: Any = SimpleNamespace(running=SimpleNamespace(cut=asyncio.Event()), call_ids=["c"], session_id="s")
-    answering = Answering(services, None)  # type: ignore[arg-type]
+    turn: Any = SimpleNamespace(scope=SimpleNamespace(cancelled=False), call_id="c", session_id="s")
+    afterwork = Afterwork(Store(), asyncio.Event())  # type: ignore[arg-type]
     for error in (EngineFailed("broke"), StoreUnavailable("away")):
         turn.session_id = error.code
-        await answering._note_unserved(turn, error)
+        await afterwork.note_unserved(turn, error)
     async with asyncio.timeout(SECONDS):
         while len(noted) < 2:
             await asyncio.sleep(0.01)
     assert {unserved.code for unserved in noted} == {"engine_failed", "store_unavailable"}
-    turn.running.cut.set()
-    await answering._note_unserved(turn, EngineFailed("the harness hung up"))
-    await answering.settle()
+    turn.scope.cancelled = True
+    await afterwork.note_unserved(turn, EngineFailed("the harness hung up"))
+    await afterwork.settle()
     assert len(noted) == 2
 
 
@@ -330,13 +329,13 @@ async def test_of_calls_that_the_store_failed_the_last_of_a_session_is_noted_by_
         async def note_unserved(self, session_id: str, unserved: Unserved) -> None:
             noted.append(unserved.message)
 
-    services: Any = SimpleNamespace(sessions=Store(), stopping=asyncio.Event())
-    turn: Any = SimpleNamespace(running=SimpleNamespace(cut=asyncio.Event()), call_ids=["c"], session_id="s")
-    answering = Answering(services, None)  # type: ignore[arg-type]
-    services.stopping.set()
+    turn: Any = SimpleNamespace(scope=SimpleNamespace(cancelled=False), call_id="c", session_id="s")
+    stopping = asyncio.Event()
+    afterwork = Afterwork(Store(), stopping)  # type: ignore[arg-type]
+    stopping.set()
     for message in ("first", "second", "third"):
-        await answering._note_unserved(turn, StoreUnavailable(message))
-    await answering.settle()
+        await afterwork.note_unserved(turn, StoreUnavailable(message))
+    await afterwork.settle()
     assert noted == ["third"]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -24,7 +24,8 @@ from proxy.engine.apis.renderer import LocalRenderer, Rendered, Tokenizer
 from proxy.engine.kinds import find_kinds, load_kind
 from proxy.engine.replica import Replica
 from proxy.engine.weights.vllm import Claim, WeightApi
-from proxy.engine.wire.http import EngineHttp, Line
+from proxy.engine.wire.cancel_scope import CancelScope
+from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineFailed, EngineUnavailable, VerbatimError
 from reconstruct.bridge import Rendering
 from reconstruct.records import NO_LOGPROBS, CallDetails, Ids, Span, pack_ids
@@ -43,7 +44,7 @@ class Job:
     call_id: str
     request: Request
     sampling: dict[str, Any]
-    line: Line
+    scope: CancelScope
     prompt_ids: Ids = field(default_factory=lambda: NO_IDS)
     body: dict[str, Any] = field(default_factory=dict)
     id_text: IdText = field(default_factory=IdText)
@@ -85,6 +86,10 @@ class Outcome:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+Emit = Callable[[FirstToken | Delta], None]
+"""Passes on what the harness may see before the reply is whole."""
+
+
 class EngineKind(ABC):
     """One kind of engine. The defaults are those of an engine that takes token ids and renders nothing."""
 
@@ -108,9 +113,9 @@ class EngineKind(ABC):
         Raises EngineUnavailable if the engine cannot tell now."""
 
     @abstractmethod
-    def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
-        """Streaming, yields FirstToken and then deltas as text becomes certain, if the engine can; always ends with one Outcome, also
-        when the reply is cut by an abort or a broken connection.
+    async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
+        """What was sampled, also when the reply is cut by an abort or a broken connection. Streaming, emits FirstToken and then deltas as
+        text becomes certain, if the engine can.
 
         Raises RequestError (the engine refused the request), EngineUnavailable (it was not reached) or EngineFailed (it broke off
         before a single token was known)."""

@@ -11,13 +11,14 @@ come as text.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.apis.base import (
+    Emit,
     EngineKind,
     Job,
     Outcome,
@@ -55,26 +56,52 @@ class OpenAiChat(EngineKind):
     async def detect(self, probe: Probe, *, asked: bool) -> str | None:
         return None
 
-    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
-        """Yields the engine's own deltas."""
+    async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
+        """Emits the engine's own deltas."""
         before = replica.weight_version
         choices = [_ChoiceSoFar(index) for index in range(job.request.n)]
         reply = _ReplySoFar(job.id_text)
-        begun = not stream
+        body = _body(replica, job, stream)
         with Reading(choices) as reading:
-            async for answer in self._answers(replica, job, stream):
+            try:
+                await self._receive(replica, job, body, choices, reply, emit)
+            except UnknownRoute as error:
+                if job.request.prompt is None:
+                    raise
+                raise RequestError(f"engine {replica.name} takes no prompts without messages", param="prompt") from error
+            except (ContextTooLong, RequestError) as error:
+                # Refused for its max_tokens, perhaps: ask for fewer.
+                job.sampling["max_tokens"] = body["max_tokens"] = await self._find_room(replica, body, error)
+                job.scope.redial()
+                await self._receive(replica, job, body, choices, reply, emit)
+        version = await self._http.find_version(replica, before, job.scope)
+        return _outcome(job, choices, reply, reading.broken, version)
+
+    async def _receive(
+        self,
+        replica: Replica,
+        job: Job,
+        body: dict[str, Any],
+        choices: Sequence[_ChoiceSoFar],
+        reply: _ReplySoFar,
+        emit: Emit,
+    ) -> None:
+        stream, headers = body["stream"], {"x-request-id": job.call_id}
+        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        begun = not stream
+        async with self._http.receive(replica, path, body, _Answer, job.scope, stream=stream, headers=headers) as answers:
+            while batch := await answers.read():
                 if not begun:
                     begun = True
-                    yield FirstToken()
-                reply.update(answer)
-                reply.usage = answer.usage or reply.usage
-                for choice in answer.choices:
-                    reply.update(choice)
-                    delta = choice_at(choices, choice.index).add(choice)
-                    if stream and is_visible(job.request, delta):
-                        yield delta
-        version = await self._http.find_version(replica, before, job.line)
-        yield _outcome(job, choices, reply, reading.broken, version)
+                    emit(FirstToken())
+                for answer in batch:
+                    reply.update(answer)
+                    reply.usage = answer.usage or reply.usage
+                    for choice in answer.choices:
+                        reply.update(choice)
+                        delta = choice_at(choices, choice.index).add(choice)
+                        if stream and is_visible(job.request, delta):
+                            emit(delta)
 
     async def abort(self, replica: Replica, job: Job) -> bool:
         request_id = f"chatcmpl-{job.call_id}" if job.request.prompt is None else f"cmpl-{job.call_id}-0"
@@ -86,24 +113,6 @@ class OpenAiChat(EngineKind):
             return (await self._tokenize(replica, body)).count
         except UnknownRoute as error:
             raise RequestError(f"engine {replica.name} cannot count tokens: it has no /tokenize") from error
-
-    async def _answers(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[_Answer]:
-        """The answer or its events; a request that the window refuses is sent again with a smaller max_tokens."""
-        body, headers = _body(replica, job, stream), {"x-request-id": job.call_id}
-        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-        try:
-            async for answer in self._http.receive(replica, path, body, _Answer, job.line, stream=stream, headers=headers):
-                yield answer
-        except UnknownRoute as error:
-            if job.request.prompt is None:
-                raise
-            raise RequestError(f"engine {replica.name} takes no prompts without messages", param="prompt") from error
-        except (ContextTooLong, RequestError) as error:
-            limit = await self._find_room(replica, body, error)
-            job.line.redial()
-            job.sampling["max_tokens"] = body["max_tokens"] = limit
-            async for answer in self._http.receive(replica, path, body, _Answer, job.line, stream=stream, headers=headers):
-                yield answer
 
     async def _find_room(self, replica: Replica, body: Mapping[str, Any], error: VerbatimError) -> int:
         """How many tokens the window leaves after the prompt, if only max_tokens did not fit.

@@ -10,15 +10,15 @@ until then must be known. The harness gets the reply when it is complete.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.apis.base import EngineKind, Job, Outcome, Reading, Sampled, Usage, choice_at
+from proxy.dialects.base import FirstToken, Request
+from proxy.engine.apis.base import Emit, EngineKind, Job, Outcome, Reading, Sampled, Usage, choice_at
 from proxy.engine.apis.message import visible_ids
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import LocalRenderer
@@ -71,26 +71,28 @@ class VllmCompletions(EngineKind):
         version = None if asked else await probe.find_vllm_version()
         return None if asked or (version is not None and version >= _RETURNS_IDS_SINCE) else "it may not return token ids"
 
-    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
-        """Yields no deltas."""
+    async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
+        """Emits no deltas."""
         before = replica.weight_version
         choices = [IdChoice(index) for index in range(job.request.n)]
         proven, cached, begun = False, 0, not stream
+        body, headers = _body(replica, job), {"x-request-id": job.call_id}
         with Reading(choices) as reading:
-            body, headers = _body(replica, job), {"x-request-id": job.call_id}
-            async for event in self._http.receive(replica, _PATH, body, _Event, job.line, stream=True, headers=headers):
-                if not begun:
-                    begun = True
-                    yield FirstToken()
-                for piece in event.choices:
-                    proven = prove_prompt(job, piece.prompt_token_ids) or proven
-                    _add(choice_at(choices, piece.index), piece)
-                cached = event.usage.cached_tokens if event.usage else cached
-        version = await self._http.find_version(replica, before, job.line)
+            async with self._http.receive(replica, _PATH, body, _Event, job.scope, stream=True, headers=headers) as answers:
+                while batch := await answers.read():
+                    if not begun:
+                        begun = True
+                        emit(FirstToken())
+                    for event in batch:
+                        for piece in event.choices:
+                            proven = prove_prompt(job, piece.prompt_token_ids) or proven
+                            _add(choice_at(choices, piece.index), piece)
+                        cached = event.usage.cached_tokens if event.usage else cached
+        version = await self._http.find_version(replica, before, job.scope)
         for choice in choices:
             count = len(choice.token_ids)
             choice.spans = (Span(version, 0, count),) if version is not None and count else ()
-        yield await parse_outcome(self._local, job, choices, proven=proven, cached_tokens=cached, broken=reading.broken)
+        return await parse_outcome(self._local, job, choices, proven=proven, cached_tokens=cached, broken=reading.broken)
 
     async def abort(self, replica: Replica, job: Job) -> bool:
         return await self._abort_request(replica, f"cmpl-{job.call_id}-0")

@@ -12,18 +12,18 @@ run against a real SGLang.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Delta, FirstToken
-from proxy.engine.apis.base import EngineKind, Job, Outcome, Reading, Version, choice_at
+from proxy.dialects.base import FirstToken
+from proxy.engine.apis.base import Emit, EngineKind, Job, Outcome, Reading, Version, choice_at
 from proxy.engine.apis.completions import IdChoice, parse_outcome, prove_prompt
 from proxy.engine.apis.probe import Probe
 from proxy.engine.replica import Replica
 from proxy.engine.weights.vllm import PROBE_SECONDS, TORN, Claim, Loaded, StepRefused, Transfer, WeightApi
-from proxy.engine.wire.http import refusal
+from proxy.engine.wire.http import EngineAnswer, refusal
 from proxy.errors import EngineFailed, RequestError, VerbatimError
 from reconstruct.records import Span
 
@@ -61,23 +61,33 @@ class Sglang(EngineKind):
     def weights(self, replica: Replica, step_seconds: float, claim: Claim | None) -> WeightApi:
         return SglangWeights(self._http.session, replica, step_seconds, claim)
 
-    async def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
-        """Yields no deltas."""
+    async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
+        """Emits no deltas."""
         before = await self._http.read_label(replica, _INFO_ROUTES)
         choices = [_SglangChoice(index) for index in range(job.request.n)]
-        begun = not stream
         with Reading(choices) as reading:
-            async for answer in self._answers(replica, job, stream):
-                if not begun:
-                    begun = True
-                    yield FirstToken()
-                choice_at(choices, answer.index).add(job, answer, self._local.end_id)
+            await self._receive(replica, job, stream, choices, emit)
         if any(choice.text and not choice.token_ids for choice in choices):
             raise EngineFailed(f"engine {replica.name} returned no token ids: is it SGLang?")
         for choice in choices:
             choice.spans = choice.find_spans(before)
         cached = max(choice.cached_tokens for choice in choices)
-        yield await parse_outcome(self._local, job, choices, proven=True, cached_tokens=cached, broken=reading.broken)
+        return await parse_outcome(self._local, job, choices, proven=True, cached_tokens=cached, broken=reading.broken)
+
+    async def _receive(self, replica: Replica, job: Job, stream: bool, choices: Sequence[_SglangChoice], emit: Emit) -> None:
+        body, end_id, begun = _body(replica, job, stream), self._local.end_id, not stream
+        if not stream and job.request.n > 1:
+            wholes = await self._http.post(replica, _PATH, body, list[_Answer], job.scope)
+            for index, whole in enumerate(wholes):
+                choice_at(choices, index).add(job, whole, end_id)
+            return
+        async with self._http.receive(replica, _PATH, body, _Answer, job.scope, stream=stream) as answers:
+            while batch := await answers.read():
+                if not begun:
+                    begun = True
+                    emit(FirstToken())
+                for answer in batch:
+                    choice_at(choices, answer.index if stream else 0).add(job, answer, end_id)
 
     async def abort(self, replica: Replica, job: Job) -> bool:
         if job.request.n > 1:
@@ -88,27 +98,6 @@ class Sglang(EngineKind):
         except VerbatimError:
             return False
         return True
-
-    async def _answers(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[_Answer]:
-        body = _body(replica, job, stream)
-        if not stream and job.request.n > 1:
-            answers = await self._http.post(replica, _PATH, body, list[_Answer], line=job.line)
-            for index, answer in enumerate(answers):
-                answer.index = index
-                yield answer
-        elif not stream:
-            answer = await self._http.post(replica, _PATH, body, _Answer, line=job.line)
-            answer.index = 0
-            yield answer
-        else:
-            async for data in self._http.stream_events(replica, _PATH, body, job.line):
-                try:
-                    event = msgspec.json.decode(data, type=_Answer)
-                except msgspec.DecodeError as error:
-                    raise EngineFailed(f"engine {replica.name} streamed something unexpected: {error}") from error
-                if event.error:
-                    raise refusal(replica, _PATH, int(event.error.get("code") or 500), data)
-                yield event
 
 
 class _Finish(msgspec.Struct):
@@ -130,7 +119,7 @@ class _Meta(msgspec.Struct):
     weight_versions: list[Version] | None = None
 
 
-class _Answer(msgspec.Struct):
+class _Answer(EngineAnswer):
     """A whole answer of one choice, or an event of a stream."""
 
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
@@ -138,6 +127,11 @@ class _Answer(msgspec.Struct):
     text: str | None = None
     prompt_token_ids: list[int] | None = None
     error: dict[str, Any] | None = None
+
+    def check(self, replica: Replica, path: str, content: bytes) -> None:
+        """Raises the refusal that an event reports."""
+        if self.error:
+            raise refusal(replica, path, int(self.error.get("code") or 500), content)
 
 
 class _SglangChoice(IdChoice):

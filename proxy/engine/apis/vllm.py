@@ -9,13 +9,13 @@ of messages uses `/v1/completions/render` and `/v1/completions/derender`, and ge
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.apis.base import EngineKind, Job, Outcome, Reading, Sampled, chat_body, choice_at, is_visible
+from proxy.engine.apis.base import Emit, EngineKind, Job, Outcome, Reading, Sampled, chat_body, choice_at, is_visible
 from proxy.engine.apis.details import PromptLogprobs
 from proxy.engine.apis.id_text import IdText
 from proxy.engine.apis.probe import Probe
@@ -82,47 +82,54 @@ class VllmTokens(EngineKind):
         # On its own a word loses its leading blank where the tokenizer marks blanks at the start of words.
         return await _spell(self._http, replica, model, groups, before=[0])
 
-    def sample(self, replica: Replica, job: Job, *, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
+    async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
         if job.request.prompt is None:
-            return self._sample_messages(replica, job, stream)
-        return self._sample_text(replica, job, stream)
+            return await self._sample_messages(replica, job, stream, emit)
+        return await self._sample_text(replica, job, stream, emit)
 
     async def abort(self, replica: Replica, job: Job) -> bool:
         # vLLM prefixes the request id it is given; /abort_requests wants all of it.
         return await self._abort_request(replica, f"generate-tokens-{job.call_id}")
 
-    async def _sample_messages(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
-        """Yields deltas as far as the engine's parsers are certain of them."""
+    async def _sample_messages(self, replica: Replica, job: Job, stream: bool, emit: Emit) -> Outcome:
+        """Emits deltas as far as the engine's parsers are certain of them."""
         # A stop string is cut from the whole text, and logprobs belong to it: then the text waits for the end.
         live = stream and not job.sampling.get("stop") and job.request.top_logprobs is None
         choices = [SampledChoice(index, live) for index in range(job.request.n)]
         parser = Parser(self._http, replica, job)
         cached, prompt_logprobs, begun = 0, None, not stream
         streams = _can_stream(job, stream)
-        body, told = generate_body(replica, job, streams), answer_type(job)
+        body, expected = generate_body(replica, job, streams), answer_type(job)
         with Reading(choices) as reading:
-            async for answer in self._http.receive(replica, GENERATE, body, told, job.line, stream=streams):
-                cached = answer.usage.cached_tokens if answer.usage else cached
-                prompt_logprobs = answer.prompt_logprobs or prompt_logprobs
-                if not begun:
-                    begun = True
-                    yield FirstToken()
-                for choice in gather(choices, answer.choices):
-                    if choice.live is None or choice.finish_reason or not choice.live.is_due:
-                        continue
-                    with Within(INTERPRET):
-                        async with job.line.limit():
-                            delta = await parser.advance(choice.live)
-                    if delta is not None:
-                        yield delta
+            async with self._http.receive(replica, GENERATE, body, expected, job.scope, stream=streams) as answers:
+                while batch := await answers.read():
+                    if not begun:
+                        begun = True
+                        emit(FirstToken())
+                    for answer in batch:
+                        cached = answer.usage.cached_tokens if answer.usage else cached
+                        prompt_logprobs = answer.prompt_logprobs or prompt_logprobs
+                        gather(choices, answer.choices)
+                    await self._emit_live(job, parser, choices, emit)
         outcome = await self._interpret(replica, job, parser, choices, prompt_logprobs, reading.broken, cached)
         for choice, sampled in zip(choices, outcome.choices, strict=True):
             # The rest of a broken reply is not sent.
             if choice.live is not None and outcome.broken is None:
                 rest = choice.live.take_rest(sampled.message)
                 if rest is not None:
-                    yield rest
-        yield outcome
+                    emit(rest)
+        return outcome
+
+    async def _emit_live(self, job: Job, parser: Parser, choices: list[SampledChoice], emit: Emit) -> None:
+        """Parse what has arrived of the choices whose next step is due."""
+        for choice in choices:
+            if choice.live is None or choice.finish_reason or not choice.live.is_due:
+                continue
+            with Within(INTERPRET):
+                async with job.scope.limit():
+                    delta = await parser.advance(choice.live)
+            if delta is not None:
+                emit(delta)
 
     async def _interpret(
         self,
@@ -148,15 +155,15 @@ class VllmTokens(EngineKind):
         """Each choice's message, or why it cannot be had."""
         try:
             with Within(INTERPRET):
-                async with job.line.limit():
+                async with job.scope.limit():
                     if len(choices) == 1:
                         return [await parser.parse(choices[0])]
                     return await asyncio.gather(*map(parser.parse, choices), return_exceptions=True)
         except VerbatimError as error:
             return [error for _ in choices]
 
-    async def _sample_text(self, replica: Replica, job: Job, stream: bool) -> AsyncIterator[FirstToken | Delta | Outcome]:
-        """Yields the engine's own pieces of text."""
+    async def _sample_text(self, replica: Replica, job: Job, stream: bool, emit: Emit) -> Outcome:
+        """Emits the engine's own pieces of text."""
         choices = [_TextChoice(index) for index in range(job.request.n)]
         cached, prompt_logprobs, begun = 0, None, not stream
         streams = _can_stream(job, stream)
@@ -164,18 +171,20 @@ class VllmTokens(EngineKind):
         # Here alternatives come as text without ids, which cannot be recorded: request only those the harness asked for.
         body["sampling_params"]["logprobs"] = job.request.top_logprobs or 0
         with Reading(choices) as reading:
-            async for answer in self._http.receive(replica, GENERATE, body, _TextAnswer, job.line, stream=streams):
-                cached = answer.usage.cached_tokens if answer.usage else cached
-                prompt_logprobs = answer.prompt_logprobs or prompt_logprobs
-                if not begun:
-                    begun = True
-                    yield FirstToken()
-                for piece in answer.choices:
-                    delta = choice_at(choices, piece.index).add(piece)
-                    if stream and is_visible(job.request, delta):
-                        yield delta
+            async with self._http.receive(replica, GENERATE, body, _TextAnswer, job.scope, stream=streams) as answers:
+                while batch := await answers.read():
+                    if not begun:
+                        begun = True
+                        emit(FirstToken())
+                    for answer in batch:
+                        cached = answer.usage.cached_tokens if answer.usage else cached
+                        prompt_logprobs = answer.prompt_logprobs or prompt_logprobs
+                        for piece in answer.choices:
+                            delta = choice_at(choices, piece.index).add(piece)
+                            if stream and is_visible(job.request, delta):
+                                emit(delta)
         sampled = [choice.finish_text(replica, job, prompt_logprobs) for choice in choices]
-        yield Outcome(sampled, None, len(job.prompt_ids), cached, reading.broken)
+        return Outcome(sampled, None, len(job.prompt_ids), cached, reading.broken)
 
 
 def _can_stream(job: Job, stream: bool) -> bool:

@@ -222,11 +222,10 @@ def _first_tops(entry: Logprob, most: int) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(msgspec.json.decode(entry.top_logprobs, type=list[msgspec.Raw])[:most]))
 
 
-def gather(choices: Sequence[SampledChoice], pieces: Sequence[_Piece]) -> list[SampledChoice]:
-    """Add the pieces; returns the choices that got one."""
+def gather(choices: Sequence[SampledChoice], pieces: Sequence[_Piece]) -> None:
+    """Add each piece to its choice."""
     for piece in pieces:
         choice_at(choices, piece.index).add(piece)
-    return [choices[piece.index] for piece in pieces]
 
 
 @dataclass(frozen=True, slots=True)

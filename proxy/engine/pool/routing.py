@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from proxy.engine.replica import Replica
-from proxy.errors import EngineFailed, EngineUnavailable
+from proxy.errors import EngineUnavailable
 from proxy.metrics import Metrics
 
 LOOK_SECONDS = 2.0
@@ -25,10 +25,9 @@ RETRY_AFTER_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`cut` is set when the call must end; `look` raises when nobody can want it any more."""
+    """`look` raises when the call is no longer wanted."""
 
     session_id: str
-    cut: asyncio.Event
     look: Callable[[], Awaitable[None]]
 
 
@@ -70,7 +69,7 @@ class Routing:
     async def acquire(self, policy: str, caller: Caller, tried: set[Replica]) -> Replica:
         """A replica with room, if possible one that was not tried; `release` must follow.
 
-        Raises EngineUnavailable if none has room in time, EngineFailed if the call is cut, and what `caller.look` raises."""
+        Raises EngineUnavailable if none has room in time, and what `caller.look` raises."""
         queue = self._queues.setdefault(policy, FairQueue())
         replica = None if queue else _choose(self._serving(policy), caller.session_id, tried)
         if replica is not None:
@@ -118,13 +117,10 @@ class Routing:
         return call.assigned.result()
 
     async def _wait(self, call: WaitingCall, caller: Caller, policy: str) -> None:
-        cut = asyncio.ensure_future(caller.cut.wait())
         try:
             async with asyncio.timeout(self._queue_seconds or None):
                 while True:
-                    await asyncio.wait((call.assigned, cut), timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                    if cut.done():
-                        raise EngineFailed("the call was cut before it was sampled")
+                    await asyncio.wait((call.assigned,), timeout=LOOK_SECONDS)
                     if call.assigned.done():
                         return
                     await caller.look()
@@ -135,8 +131,6 @@ class Routing:
             )
             late.retry_after_seconds = RETRY_AFTER_SECONDS
             raise late from error
-        finally:
-            cut.cancel()
 
 
 def _choose(serving: Sequence[Replica], session_id: str, tried: Container[Replica]) -> Replica | None:

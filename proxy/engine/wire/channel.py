@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import httptools
 
@@ -18,10 +18,6 @@ _BUFFERED_BYTES = 1 << 20
 
 _REST_SECONDS = 1.0
 """How long the unread rest of an answer may take to arrive."""
-
-
-Before = Callable[[], Awaitable[None]]
-"""Must return before the engine gets the end of a request."""
 
 
 class ChannelError(Exception):
@@ -34,10 +30,6 @@ class CannotConnect(ChannelError):
 
 class ConnectTimeout(ChannelError):
     """No connection was made in time."""
-
-
-class NotAsked(ChannelError):
-    """The engine closed the connection before it had the whole request, which can be sent again."""
 
 
 class Unanswered(ChannelError):
@@ -60,28 +52,13 @@ class Channel(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._answer: Answer | None = None
-        self._in_request = False
-        """Whether the last byte of a request is held back."""
 
-    async def ask(self, head: bytes, body: bytes, before: Before | None = None) -> Answer:
-        """The answer, once its status and headers are there. Raises ChannelError, and TimeoutError if the engine is silent.
-
-        With `before`, the last byte of the body is sent when that has returned, the others meanwhile. Raises what it raises, and
-        NotAsked if the engine hung up meanwhile: then it never had a request."""
+    async def ask(self, head: bytes, body: bytes) -> Answer:
+        """The answer, once its status and headers are there. Raises ChannelError, and TimeoutError if the engine is silent."""
         assert self._transport is not None and self._answer is None
         answer = self._answer = Answer(self, self._read_seconds)
+        self._transport.write(head + body)
         try:
-            if before is None:
-                self._transport.write(head + body)
-            else:
-                self._in_request = True
-                self._transport.write(head + body[:-1])
-                await before()
-                if not self.lost and not self._transport.is_closing():
-                    self._transport.write(body[-1:])
-                    self._in_request = False
-                elif not answer.status:
-                    raise NotAsked("the engine closed the connection before it had the request")
             await answer.wait_for_status()
         except BaseException:
             self.close()
@@ -149,7 +126,7 @@ class Channel(asyncio.Protocol):
         self._answer = None
         answer.finish()
         # An engine may refuse a request of which it has only a part; another one cannot follow that.
-        if self._parser.should_keep_alive() and not self.lost and not self._in_request and not self._unsent:
+        if self._parser.should_keep_alive() and not self.lost and not self._unsent:
             self.idle_since = self._loop.time()
             self._on_idle(self)
         else:
@@ -180,7 +157,11 @@ class Answer:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
+        self.leave(failed=kind is not None)
+
+    def leave(self, *, failed: bool) -> None:
+        """The reader reads no further."""
+        if failed:
             self.close()
         elif not self._whole:
             # Nobody needs the rest, and after it the connection can be reused.

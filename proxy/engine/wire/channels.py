@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 import aiohttp
 from aiohappyeyeballs import AddrInfoType, start_connection
 
-from proxy.engine.wire.channel import Answer, Before, CannotConnect, Channel, ConnectTimeout, NotAsked
+from proxy.engine.wire.channel import Answer, CannotConnect, Channel, ConnectTimeout
 from proxy.settings import Settings
 from proxy.timeline import carried
 
@@ -64,11 +64,10 @@ class Channels:
         """The connections without a request."""
         return [channel for channels in self._idle.values() for channel in channels]
 
-    async def post(self, url: str, body: bytes, headers: Mapping[str, str], before: Before | None = None) -> Answer:
-        """Post a JSON body, whose last byte waits for `before`. Raises ChannelError, TimeoutError after too long a silence, and as
-        `before`."""
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        """Post a JSON body. Raises ChannelError, and TimeoutError after too long a silence."""
         more = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{_lines(headers)}\r\n"
-        return await self._ask(b"POST", url, more.encode("latin-1"), body, before)
+        return await self._ask(b"POST", url, more.encode("latin-1"), body)
 
     async def get(self, url: str) -> Answer:
         """As `post`."""
@@ -80,17 +79,14 @@ class Channels:
             channel.close()
         self._idle.clear()
 
-    async def _ask(self, method: bytes, url: str, more: bytes, body: bytes, before: Before | None = None) -> Answer:
+    async def _ask(self, method: bytes, url: str, more: bytes, body: bytes) -> Answer:
         target = _target(url)
         channel = self._take_idle(target) or await self._connect(target)
         authorized = b"" if b"\nAuthorization:" in target.lines else self._key
         if self._trace_headers is not None:
             authorized += _lines(self._trace_headers()).encode("latin-1")
         head = b"".join((method, b" ", target.path, target.lines, authorized, more))
-        try:
-            return await channel.ask(head, body, before)
-        except NotAsked:
-            return await (await self._connect(target)).ask(head, body, before)
+        return await channel.ask(head, body)
 
     def _take_idle(self, target: _Target) -> Channel | None:
         """The most recently used connection that is still good."""

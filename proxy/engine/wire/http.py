@@ -1,34 +1,29 @@
-"""EngineHttp: JSON requests, event streams and weight labels over the connections to engines; failures become our own errors.
-
-`Line` is the connection of one sampling request, which another task can hang up.
-"""
+"""EngineHttp: JSON requests, event streams and weight labels over the connections to engines; failures become our own errors."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 import msgspec
 
 from proxy.engine.replica import Replica
+from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.engine.wire.channel import (
     Answer,
-    Before,
     BrokenOff,
     CannotConnect,
     ChannelError,
     ConnectTimeout,
-    NotAsked,
     Unanswered,
 )
 from proxy.engine.wire.channels import Channels
 from proxy.errors import ContextTooLong, EngineFailed, EngineUnavailable, NotFound, RequestError, VerbatimError
-from proxy.timeline import CLOCK, ENGINE, CallClock, Waiting
+from proxy.timeline import ENGINE, Waiting
 
 _encode = msgspec.json.Encoder().encode
 
@@ -42,6 +37,11 @@ class EngineAnswer(msgspec.Struct):
     """Base of every answer and stream event."""
 
     error: Any = None
+
+    def check(self, replica: Replica, path: str, content: bytes) -> None:
+        """Raises EngineFailed for an answer that reports an error; `content` is the whole of it."""
+        if self.error:
+            raise EngineFailed(f"engine {replica.name} broke off: {str(self.error)[:300]}")
 
 
 A = TypeVar("A", bound=EngineAnswer)
@@ -69,7 +69,7 @@ class EngineHttp:
         on_new_label: Callable[[Replica], None] = lambda replica: None,
     ) -> None:
         self._channels = channels
-        self._on_failure = on_failure
+        self.on_failure = on_failure
         self._on_new_label = on_new_label
         self._session: aiohttp.ClientSession | None = None
 
@@ -88,24 +88,13 @@ class EngineHttp:
         if self._session is not None:
             await self._session.close()
 
-    async def post(
-        self,
-        replica: Replica,
-        path: str,
-        body: Any,
-        answer: type[T],
-        headers: dict[str, str] | None = None,
-        line: Line | None = None,
-    ) -> T:
-        """The decoded answer. Raises RequestError for the engine's 4xx, EngineFailed or EngineUnavailable for the rest."""
+    async def post(self, replica: Replica, path: str, body: Any, answer: type[T], scope: CancelScope) -> T:
+        """The decoded answer to a sampling request. Raises RequestError for the engine's 4xx, EngineFailed or EngineUnavailable for the
+        rest."""
         try:
-            data = await self._exchange(replica, path, _encode_body(replica, body), headers, line)
-        except asyncio.CancelledError:
-            if line is None or not line.hung_up:
-                raise
-            raise line.absorb() from None
+            data = await self._exchange(replica, path, _encode_body(replica, body), None, scope)
         except (ChannelError, TimeoutError) as error:
-            raise self._translate(replica, error, line) from error
+            raise self.translate(replica, error, scope) from error
         return _decode(replica, path, data, answer)
 
     async def ask(self, replica: Replica, path: str, body: Any, answer: type[T]) -> T:
@@ -114,82 +103,44 @@ class EngineHttp:
         Such a request samples nothing, so if the retry breaks too another replica can take the call: EngineUnavailable."""
         data = _encode_body(replica, body)
         try:
-            raw = await _retry_stale(partial(self._exchange, replica, path, data, None, None))
+            raw = await _retry_stale(partial(self._exchange, replica, path, data))
         except _STALE_CONNECTION as error:
-            raise EngineUnavailable(self._translate(replica, error).message) from error
+            raise EngineUnavailable(self.translate(replica, error).message) from error
         except (ChannelError, TimeoutError) as error:
-            raise self._translate(replica, error) from error
+            raise self.translate(replica, error) from error
         return _decode(replica, path, raw, answer)
 
     async def order(self, replica: Replica, path: str, body: Any) -> None:
         """As `post`, ignoring the answer."""
         try:
-            await self._exchange(replica, path, _encode(body), None, None)
+            await self._exchange(replica, path, _encode(body))
         except (ChannelError, TimeoutError) as error:
-            raise self._translate(replica, error) from error
+            raise self.translate(replica, error) from error
 
-    async def stream_events(
-        self, replica: Replica, path: str, body: Any, line: Line, headers: dict[str, str] | None = None
-    ) -> AsyncIterator[bytes]:
-        """The data of each event up to [DONE]. Raises as `post`; EngineFailed if the stream ends without [DONE] or the line is
-        hung up."""
-        decoder, data = EventDecoder(), _encode_body(replica, body)
-        clock = CLOCK.get() or CallClock()
-        clock.wait()
-        try:
-            async with await self._channels.post(replica.url + path, data, headers or {}, line.before) as answer:
-                line.attach(answer)
-                if answer.status != 200:
-                    raise refusal(replica, path, answer.status, await answer.read_refusal())
-                while piece := await answer.read_piece():
-                    clock.waited(ENGINE)
-                    for event in decoder.feed(piece):
-                        if event == b"[DONE]":
-                            replica.health.pass_call()
-                            return
-                        yield event
-                    clock.wait()
-        except asyncio.CancelledError:
-            if not line.hung_up:
-                raise
-            raise line.absorb() from None
-        except (TimeoutError, ChannelError) as error:
-            raise self._translate(replica, error, line) from error
-        if not line.hung_up:
-            self._on_failure(replica, "streams end without [DONE]", False)
-        raise EngineFailed(f"engine {replica.name} broke off in the middle of a reply")
-
-    async def receive(
+    def receive(
         self,
         replica: Replica,
         path: str,
         body: Any,
         answer: type[A],
-        line: Line,
+        scope: CancelScope,
         *,
         stream: bool,
         headers: dict[str, str] | None = None,
-    ) -> AsyncIterator[A]:
-        """The answer, or each event of a streamed one. Raises as `post` and `stream_events`; EngineFailed if it reports an error."""
-        if not stream:
-            yield _check_error(replica, await self.post(replica, path, body, answer, headers, line))
-            return
-        async for data in self.stream_events(replica, path, body, line, headers):
-            try:
-                event = msgspec.json.decode(data, type=answer)
-            except msgspec.DecodeError as error:
-                raise EngineFailed(f"engine {replica.name} streamed something unexpected: {error}") from error
-            yield _check_error(replica, event)
+    ) -> Answers[A]:
+        """`async with http.receive(…) as answers:` sends a sampling request; `answers.read()` gives its answer, or the events of a streamed
+        one. Raises as `post`; EngineFailed if the answer reports an error."""
+        return Answers(self, self._channels, replica, path, _encode_body(replica, body), answer, scope, stream, headers or {})
 
-    async def find_version(self, replica: Replica, before: int | None, line: Line) -> int | None:
-        """The weight version that all tokens of the line were sampled under; None if unknown or not reported in time.
+    async def find_version(self, replica: Replica, before: int | None, scope: CancelScope) -> int | None:
+        """The weight version that all tokens of the call were sampled under; None if unknown or not reported in time.
 
-        `before` is what the replica held before the line began. Versions only grow, so if the replica holds it now it held it
+        `before` is what the replica held before the call began. Versions only grow, so if the replica holds it now it held it
         throughout; an engine that takes new weights is asked."""
         if not replica.updatable:
             return before
         try:
-            async with line.limit():
+            async with scope.limit():
                 after = replica.version_of(await self.read_label(replica, ("/weight_info",)))
         except EngineFailed:
             return None
@@ -212,13 +163,12 @@ class EngineHttp:
         return None
 
     async def _exchange(
-        self, replica: Replica, path: str, data: bytes, headers: dict[str, str] | None, line: Line | None
+        self, replica: Replica, path: str, data: bytes, headers: dict[str, str] | None = None, scope: CancelScope | None = None
     ) -> bytes:
         with Waiting(ENGINE):
-            before = None if line is None else line.before
-            async with await self._channels.post(replica.url + path, data, headers or {}, before) as answer:
-                if line is not None:
-                    line.attach(answer)
+            async with await self._channels.post(replica.url + path, data, headers or {}) as answer:
+                if scope is not None:
+                    scope.attach(answer)
                 if answer.status != 200:
                     raise refusal(replica, path, answer.status, await answer.read_refusal())
                 content = await answer.read()
@@ -230,17 +180,124 @@ class EngineHttp:
             async with await self._channels.get(url) as answer:
                 return answer.status, await answer.read()
 
-    def _translate(self, replica: Replica, error: Exception, line: Line | None = None) -> VerbatimError:
+    def translate(self, replica: Replica, error: Exception, scope: CancelScope | None = None) -> VerbatimError:
         """Report a broken call, and make it one of our errors."""
         refused = isinstance(error, CannotConnect)
-        if line is None or not line.hung_up:
+        if scope is None or not scope.hung_up:
             reason = f"cannot connect: {error}" if refused else f"calls break off: {error or type(error).__name__}"
-            self._on_failure(replica, reason, refused)
-        if isinstance(error, (CannotConnect, ConnectTimeout, NotAsked)):
+            self.on_failure(replica, reason, refused)
+        if isinstance(error, (CannotConnect, ConnectTimeout)):
             return EngineUnavailable(f"engine {replica.name} cannot be reached")
         if isinstance(error, asyncio.TimeoutError):
             return EngineFailed(f"engine {replica.name} did not answer in time")
         return EngineFailed(f"engine {replica.name} broke off: {type(error).__name__}")
+
+
+class Answers(Generic[A]):
+    """The answer to one sampling request while it arrives, whole or as a stream of events."""
+
+    def __init__(
+        self,
+        http: EngineHttp,
+        channels: Channels,
+        replica: Replica,
+        path: str,
+        body: bytes,
+        answer: type[A],
+        scope: CancelScope,
+        stream: bool,
+        headers: dict[str, str],
+    ) -> None:
+        self._http = http
+        self._channels = channels
+        self._replica = replica
+        self._path = path
+        self._body = body
+        self._decode = msgspec.json.Decoder(answer).decode
+        self._scope = scope
+        self._events = EventDecoder() if stream else None
+        self._headers = headers
+        self._answer: Answer | None = None
+        self._ended = False
+        self._error: VerbatimError | None = None
+
+    async def __aenter__(self) -> Answers[A]:
+        try:
+            with Waiting(ENGINE):
+                answer = self._answer = await self._channels.post(self._replica.url + self._path, self._body, self._headers)
+                self._scope.attach(answer)
+                if answer.status != 200:
+                    raise refusal(self._replica, self._path, answer.status, await answer.read_refusal())
+        except (TimeoutError, ChannelError) as error:
+            raise self._http.translate(self._replica, error, self._scope) from error
+        except BaseException:
+            self._leave(failed=True)
+            raise
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._leave(failed=kind is not None)
+
+    async def read(self) -> list[A]:
+        """The answer, or the events that have arrived since, at least one; [] at the end. A stream must end with [DONE]."""
+        if self._error is not None:
+            raise self._error
+        if self._ended or self._answer is None:
+            return []
+        try:
+            if self._events is not None:
+                return await self._read_events(self._answer, self._events)
+            with Waiting(ENGINE):
+                content = await self._answer.read()
+        except (TimeoutError, ChannelError) as error:
+            raise self._http.translate(self._replica, error, self._scope) from error
+        self._end()
+        return [self._parse(content)]
+
+    async def _read_events(self, answer: Answer, decoder: EventDecoder) -> list[A]:
+        while not self._ended:
+            with Waiting(ENGINE):
+                piece = await answer.read_piece()
+            if not piece:
+                if not self._scope.hung_up:
+                    self._http.on_failure(self._replica, "streams end without [DONE]", False)
+                raise EngineFailed(f"engine {self._replica.name} broke off in the middle of a reply")
+            events = decoder.feed(piece)
+            if b"[DONE]" in events:
+                del events[events.index(b"[DONE]") :]
+                self._end()
+            if events:
+                return self._parse_all(events)
+        return []
+
+    def _parse_all(self, events: list[bytes]) -> list[A]:
+        """As far as they can be parsed: what was sampled before an error is kept, and the error is raised by the next `read`."""
+        parsed: list[A] = []
+        try:
+            for event in events:
+                parsed.append(self._parse(event))
+        except VerbatimError as error:
+            if not parsed:
+                raise
+            self._error = error
+        return parsed
+
+    def _parse(self, content: bytes) -> A:
+        try:
+            answer = self._decode(content)
+        except msgspec.DecodeError as error:
+            how = "streamed" if self._events is not None else f"answered {self._path} with"
+            raise EngineFailed(f"engine {self._replica.name} {how} something unexpected: {error}") from error
+        answer.check(self._replica, self._path, content)
+        return answer
+
+    def _end(self) -> None:
+        self._ended = True
+        self._replica.health.pass_call()
+
+    def _leave(self, *, failed: bool) -> None:
+        if self._answer is not None:
+            self._answer.leave(failed=failed)
 
 
 async def _retry_stale(ask: Callable[[], Awaitable[T]]) -> T:
@@ -270,13 +327,6 @@ def _address(replica: Replica, body: Any) -> Any:
     if isinstance(body.get("model"), str):
         named["model"] = replica.served_as(body["model"])
     return {**body, **named}
-
-
-def _check_error(replica: Replica, answer: A) -> A:
-    """Raises EngineFailed for an answer that reports an error."""
-    if answer.error:
-        raise EngineFailed(f"engine {replica.name} broke off: {str(answer.error)[:300]}")
-    return answer
 
 
 class UnknownRoute(EngineFailed):
@@ -332,72 +382,3 @@ def _read_message(data: bytes) -> tuple[str, str | None]:
     if isinstance(error, dict):
         return str(error.get("message") or error.get("detail") or error), error.get("param")
     return str(error), None
-
-
-ASIDE_SECONDS = 60.0
-HUNG_UP_SECONDS = 2.0
-"""How long an engine may take to interpret sampled tokens, and how long once the line is hung up."""
-
-
-class Withheld(Exception):
-    """The engine never got the request, because of `error`, which is not a failure of the engine."""
-
-    def __init__(self, error: VerbatimError) -> None:
-        super().__init__(error.message)
-        self.error = error
-
-
-class Line:
-    """The connection of one sampling request, which another task can hang up.
-
-    `before`, if set, must return before the end of the request is sent; it may raise `Withheld`."""
-
-    def __init__(self) -> None:
-        self.hung_up = False
-        self.before: Before | None = None
-        self._task = asyncio.current_task()
-        self._answer: Answer | None = None
-        self._limit: asyncio.Timeout | None = None
-
-    def attach(self, answer: Answer) -> None:
-        self._answer = answer
-
-    def redial(self) -> None:
-        """The request was refused and is sent again. Raises EngineFailed if it was hung up meanwhile."""
-        self._answer = None
-        if self.hung_up:
-            raise EngineFailed("the call was hung up")
-
-    def detach(self) -> None:
-        """There is nothing left to hang up; the task goes on to other things."""
-        self._answer, self._task = None, None
-
-    def hang_up(self) -> None:
-        """End the request now: the engine sees a disconnected client, the reader gets EngineFailed."""
-        if self.hung_up:
-            return
-        self.hung_up = True
-        if self._limit is not None and not self._limit.expired():
-            self._limit.reschedule(asyncio.get_running_loop().time() + HUNG_UP_SECONDS)
-        if self._answer is not None:
-            self._answer.close()
-        elif self._task is not None:
-            self._task.cancel()
-
-    @contextlib.asynccontextmanager
-    async def limit(self) -> AsyncIterator[None]:
-        """Bounds requests about tokens that are already sampled; the bound shrinks once the line is hung up, or a hanging engine
-        would keep the tokens from being recorded. Raises EngineFailed."""
-        try:
-            async with asyncio.timeout(HUNG_UP_SECONDS if self.hung_up else ASIDE_SECONDS) as self._limit:
-                yield
-        except TimeoutError as error:
-            raise EngineFailed("the engine did not interpret the sampled tokens in time") from error
-        finally:
-            self._limit = None
-
-    def absorb(self) -> EngineFailed:
-        """The error that replaces a cancellation by `hang_up`."""
-        if self._task is not None:
-            self._task.uncancel()
-        return EngineFailed("the call was hung up")

@@ -1,5 +1,4 @@
-"""The engine gets a call's request once its intent is in the store, and never before: its last byte waits for that. On the chat path,
-where nothing needs to be asked before, the two are under way at the same time."""
+"""The engine gets a call's request once its intent is in the store, and never before."""
 
 from __future__ import annotations
 
@@ -12,7 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 from openai import ConflictError, InternalServerError
 
-from proxy.call.inflight import Inflight, Running
+from proxy.call.inflight import Inflight
+from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.store import keys
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.faulty_wire import FaultyWire
@@ -54,18 +54,18 @@ def path(request: pytest.FixtureRequest, redis_server: RedisServer, monkeypatch:
         RunningService(engine.url, wire.redis_url, engine_api=request.param) as service,
     ):
         made = Path(engine, wire, service, redis_server)
-        enter, abort = Inflight.enter, Running.abort
+        enter, cancel = Inflight.enter, CancelScope.cancel
 
-        def enter_and_tell(inflight: Inflight, running: Running) -> None:
-            enter(inflight, running)
+        def enter_and_tell(inflight: Inflight, scope: CancelScope) -> None:
+            enter(inflight, scope)
             made.begun.set()
 
-        async def abort_and_tell(running: Running) -> None:
-            await abort(running)
+        def cancel_and_tell(scope: CancelScope) -> None:
+            cancel(scope)
             made.cut.set()
 
         monkeypatch.setattr(Inflight, "enter", enter_and_tell)
-        monkeypatch.setattr(Running, "abort", abort_and_tell)
+        monkeypatch.setattr(CancelScope, "cancel", cancel_and_tell)
         yield made
 
 

@@ -20,7 +20,7 @@ from openai import APIError, OpenAI
 from proxy.api.closing import close_idle, close_session, delete_session
 from proxy.app import build_services
 from proxy.call import inflight
-from proxy.call.inflight import Running
+from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.errors import Conflict, RequestError
 from proxy.rows import CallsCursor
 from proxy.services import Services
@@ -322,7 +322,7 @@ async def test_a_process_that_missed_the_word_hears_it_afterwards(redis_kind: Re
     """The sessions to cut are kept, so that a process whose connection broke for a moment reads on where it was."""
     redis_kind.flushall()
     async with process(redis_kind.url) as own:
-        running = Running("s", "c1")
+        scope = CancelScope("s", "c1")
         peers = own.peers._store
         for number in range(5):
             await peers.request_cut(f"earlier-{number}")
@@ -330,10 +330,12 @@ async def test_a_process_that_missed_the_word_hears_it_afterwards(redis_kind: Re
         assert heard == [f"earlier-{number}" for number in range(5)]
         await peers.request_cut("s")
         assert (await peers.read_cuts(mark, 1.0))[0] == ["s"]
-        own.inflight.enter(running)
+        own.inflight.enter(scope)
         await peers.request_cut("s")
-        await asyncio.wait_for(running.cut.wait(), 60)
-        own.inflight.leave(running)
+        async with asyncio.timeout(60):
+            while not scope.cancelled:
+                await asyncio.sleep(0.01)
+        own.inflight.leave(scope)
 
 
 async def test_what_the_store_could_not_be_told_is_settled_later(own: Services, redis_kind: RedisKind) -> None:
@@ -397,13 +399,13 @@ async def test_calls_keep_a_session_from_expiring_and_dangling_ones_do_not(
     redis_kind.flushall()
     async with process(redis_kind.url, session_idle_seconds=600.0) as own:
         await opened(own)
-        running = Running("s", "c1")
-        own.inflight.enter(running)
+        scope = CancelScope("s", "c1")
+        own.inflight.enter(scope)
         await own.sessions.begin("s", 0, intent("c1"))
         clock.ahead = 700.0
         assert await close_idle(own) == 0, "a call is under way"
         await own.sessions.drop_intent("s", "c1")
-        own.inflight.leave(running)
+        own.inflight.leave(scope)
         assert await close_idle(own) == 0, "one has just failed"
         await begun_elsewhere(own, redis_kind.url, "dead", "c2")
         clock.ahead = 1400.0
@@ -541,7 +543,7 @@ def begin(url: str, session: Session, *call_ids: str) -> None:
                 state = await services.sessions.load(session.session_id)
                 assert state is not None
                 # Of a call that is not under way the process takes its intent back when it beats.
-                services.inflight.enter(Running(session.session_id, call_id))
+                services.inflight.enter(CancelScope(session.session_id, call_id))
                 await services.sessions.begin(session.session_id, state.calls, intent(call_id, started_at=1.5 + number))
 
     asyncio.run(run())

@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from pydantic import ValidationError
 
 from cli.serving.logs import JsonLine, OneLine
-from proxy.call import flow
+from proxy.engine.wire import cancel_scope
 from proxy.settings import Settings
 from tests.support.engine.scripted_engine import Fail, Hang, Say, ScriptedEngine
 from tests.support.service import plain_http
@@ -29,7 +29,7 @@ from tests.support.service.verbatim_process import Serving
 
 SECRET = "xyzzy-the-prompt"
 HARNESS_TRACE, HARNESS_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-STEPS = ["admit", "parse", "queue", "plan", "intent", "sample", "commit", "reply"]
+STEPS = ["admit", "parse", "queue", "intent", "plan", "sample", "commit", "reply"]
 
 
 @pytest.fixture
@@ -121,13 +121,14 @@ def test_every_call_has_one_bounded_line_without_what_was_said(
 ) -> None:
     """Also one that is refused, and one that the harness leaves; what it may choose is cut, and cannot begin another field."""
     # The engine hangs: there is nothing to wait for.
-    monkeypatch.setattr(flow, "_ABORT_SECONDS", 0.1)
+    monkeypatch.setattr(cancel_scope, "ABORT_SECONDS", 0.1)
     redis_server.flushall()
     caplog.set_level(logging.INFO)
     with RunningService(engine.url, redis_server.url, engine_api="token", log_calls=True) as service:
         session = service.session()
         engine.say(SECRET, Say("an answer with plugh"))
         session.ask(SECRET, extra_headers={"x-request-id": "r 1 outcome=forged " + "x" * 5000})
+        wait_until(lambda: len(lines_of(caplog)) == 1, 30, "the first call is logged")
         plain_http.post(
             f"{session.base_url}/chat/completions", content=b"{", headers={"Authorization": f"Bearer {session.api_key}"}
         )
@@ -191,8 +192,7 @@ def test_nothing_of_it_is_loaded_or_run_where_nobody_asks(redis_server: RedisSer
 import sys
 from proxy.app import create_app
 from proxy.settings import Settings
-from proxy.call.observe import ObservedHarness
-assert not isinstance(create_app(Settings(engine=[], redis={redis_server.url!r})), ObservedHarness)
+create_app(Settings(engine=[], redis={redis_server.url!r}))
 print([name for name in sys.modules if name.startswith(("opentelemetry.sdk.trace", "opentelemetry.exporter"))])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)

@@ -50,19 +50,21 @@ class Shouting(EngineKind):
         ids = [ord(letter) for letter in text + ("a:" if rendering.add_generation_prompt else "")]
         return Rendered(pack_ids(ids), {})
 
-    async def sample(self, replica, job, *, stream):
+    async def sample(self, replica, job, *, stream, emit):
         ids, begun = [], not stream
         body = {"ids": job.prompt_json, "stream": stream}
-        async for event in self._http.receive(replica, "/shout", body, Event, job.line, stream=stream):
-            if not begun:
-                begun = True
-                yield FirstToken()
-            ids += event.ids
-            if stream:
-                yield Delta(0, "".join(map(chr, event.ids)))
+        async with self._http.receive(replica, "/shout", body, Event, job.scope, stream=stream) as answers:
+            while batch := await answers.read():
+                if not begun:
+                    begun = True
+                    emit(FirstToken())
+                for event in batch:
+                    ids += event.ids
+                    if stream:
+                        emit(Delta(0, "".join(map(chr, event.ids))))
         message = {"role": "assistant", "content": "".join(map(chr, ids))}
         spans = (Span(replica.weight_version, 0, len(ids)),)
-        yield Outcome([Sampled(0, ids, [-0.5] * len(ids), spans, "stop", None, message)], None, len(job.prompt_ids))
+        return Outcome([Sampled(0, ids, [-0.5] * len(ids), spans, "stop", None, message)], None, len(job.prompt_ids))
 """
 
 

@@ -209,8 +209,8 @@ def test_a_record_that_the_store_never_takes_fails_the_call_and_says_when_to_try
 def test_a_call_on_an_engine_that_hangs_can_be_cut_and_what_was_sampled_is_recorded(
     fault: Fault, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.call.flow._ABORT_SECONDS", 0.5)
-    monkeypatch.setattr("proxy.engine.wire.http.HUNG_UP_SECONDS", 0.5)
+    monkeypatch.setattr("proxy.engine.wire.cancel_scope.ABORT_SECONDS", 0.5)
+    monkeypatch.setattr("proxy.engine.wire.cancel_scope.HUNG_UP_SECONDS", 0.5)
     gate = threading.Event()
     with (
         ScriptedEngine("qwen3") as engine,

@@ -145,7 +145,7 @@ async def test_a_replica_whose_address_is_gone_takes_no_new_call_and_ends_those_
     with ScriptedEngine() as engine:
         async with pool_of(f"dns://vllm:{engine.port}", resolver=names) as pool:
             await until(lambda: pool.ready()[0], "it serves")
-            async with pool.route("policy", Caller("s", asyncio.Event(), never)) as route:
+            async with pool.route("policy", Caller("s", never)) as route:
                 replica = await route.next()
                 names.addresses["vllm"] = []
                 await until(lambda: replica.draining, "its address is gone")

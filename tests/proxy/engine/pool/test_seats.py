@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from proxy.engine.pool.membership import replica_at
 from proxy.engine.pool.routing import Caller, FairQueue, Routing, WaitingCall, rank_replicas
 from proxy.engine.replica import Replica
-from proxy.errors import Conflict, EngineFailed, EngineUnavailable
+from proxy.errors import Conflict, EngineUnavailable
 
 
 async def nobody_closes() -> None:
     pass
 
 
-def caller(session_id: str, cut: asyncio.Event | None = None) -> Caller:
-    return Caller(session_id, cut or asyncio.Event(), nobody_closes)
+def caller(session_id: str) -> Caller:
+    return Caller(session_id, nobody_closes)
 
 
 class Observed:
@@ -53,8 +53,8 @@ class Pool:
     async def take(self, session_id: str, *tried: Replica) -> Replica:
         return await self.routing.acquire("", caller(session_id), set(tried))
 
-    def waiting(self, session_id: str, cut: asyncio.Event | None = None) -> asyncio.Task[Replica]:
-        return asyncio.create_task(self.routing.acquire("", caller(session_id, cut), set()))
+    def waiting(self, session_id: str) -> asyncio.Task[Replica]:
+        return asyncio.create_task(self.routing.acquire("", caller(session_id), set()))
 
 
 async def settled() -> None:
@@ -164,31 +164,6 @@ async def test_a_replica_that_was_tried_is_not_given_again_while_another_one_ser
 
 
 async def test_a_call_that_is_cut_leaves_the_queue() -> None:
-    pool, cut = Pool(room=1, count=1), asyncio.Event()
-    await pool.take("x")
-    call = pool.waiting("a", cut)
-    await settled()
-    cut.set()
-    with pytest.raises(EngineFailed, match="cut before it was sampled"):
-        await call
-    assert pool.routing.depths() == {"": 0}
-    pool.routing.release(pool.replicas[0])
-    assert pool.replicas[0].in_flight == 0
-
-
-async def test_a_call_that_is_cut_in_the_moment_it_gets_its_seat_gives_it_back() -> None:
-    pool, cut = Pool(room=1, count=1), asyncio.Event()
-    await pool.take("x")
-    call = pool.waiting("a", cut)
-    await settled()
-    pool.routing.release(pool.replicas[0])
-    cut.set()
-    with pytest.raises(EngineFailed):
-        await call
-    assert pool.replicas[0].in_flight == 0
-
-
-async def test_a_task_that_is_cancelled_leaves_the_queue() -> None:
     pool = Pool(room=1, count=1)
     await pool.take("x")
     call = pool.waiting("a")
@@ -196,6 +171,20 @@ async def test_a_task_that_is_cancelled_leaves_the_queue() -> None:
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     assert pool.routing.depths() == {"": 0}
+    pool.routing.release(pool.replicas[0])
+    assert pool.replicas[0].in_flight == 0
+
+
+async def test_a_call_that_is_cut_in_the_moment_it_gets_its_seat_gives_it_back() -> None:
+    pool = Pool(room=1, count=1)
+    await pool.take("x")
+    call = pool.waiting("a")
+    await settled()
+    pool.routing.release(pool.replicas[0])
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert pool.replicas[0].in_flight == 0
 
 
 async def test_a_call_that_waited_too_long_is_told_to_come_back() -> None:
@@ -216,5 +205,5 @@ async def test_a_call_whose_session_was_closed_elsewhere_stops_waiting(monkeypat
         raise Conflict("session 'a' is completed; it takes no more calls")
 
     with pytest.raises(Conflict):
-        await pool.routing.acquire("", Caller("a", asyncio.Event(), closed), set())
+        await pool.routing.acquire("", Caller("a", closed), set())
     assert pool.routing.depths() == {"": 0}
