@@ -71,11 +71,11 @@ class Answer:
 
     def emit(self, piece: Sampling | FirstToken | Delta) -> None:
         """Send what the harness may see while the engine samples."""
-        if not self._turn.request.stream:
-            return
         if isinstance(piece, Delta):
             renderer = self._begin()
             self._write(renderer.write(piece))
+        elif not self._turn.request.stream:
+            return
         elif isinstance(piece, FirstToken):
             self._begin()
         elif not self._begun:

@@ -127,22 +127,15 @@ class Flow:
 
     async def _sample_at_some_replica(self, turn: Turn, emit: Emit) -> Sampled:
         """What the first replica that can be reached samples. Another one is tried only where nothing was sampled yet."""
-        heard = False
-
-        def pass_on(piece: Sampling | FirstToken | Delta) -> None:
-            nonlocal heard
-            heard = heard or not isinstance(piece, Sampling)
-            emit(piece)
-
         async with self._pool.route(turn.request.model, Caller(turn.session_id, partial(self._check_open, turn))) as route:
             while True:
                 turn.timeline.begin(QUEUE)
                 with turn.scope.interruptible(), Waiting(ENGINE):
                     replica = await route.next()
                 try:
-                    return await self._sample_at(turn, replica, pass_on)
+                    return await self._sample_at(turn, replica, emit)
                 except EngineUnavailable:
-                    if heard or turn.scope.cancelled or not route.try_another():
+                    if turn.timeline.first_token_at or turn.scope.cancelled or not route.try_another():
                         raise
 
     async def _sample_at(self, turn: Turn, replica: Replica, emit: Emit) -> Sampled:
@@ -229,10 +222,11 @@ class Flow:
         def mint_and_emit(piece: FirstToken | Delta) -> None:
             if isinstance(piece, FirstToken):
                 turn.timeline.mark_first_token()
-                emit(piece)
+            elif piece.tool_calls or (piece.content and piece.reasoning):
+                for part in minted_delta(piece, turn.call_ids).split():
+                    emit(part)
                 return
-            for part in minted_delta(piece, turn.call_ids).split():
-                emit(part)
+            emit(piece)
 
         with turn.scope.sampling(partial(kind.abort, replica, job)):
             outcome = await kind.sample(replica, job, stream=turn.request.stream, emit=mint_and_emit)

@@ -135,6 +135,7 @@ class ChunkStream(ABC):
     def __init__(self, request: Request, head: dict[str, Any]) -> None:
         self._request = request
         self._head = head
+        self._prefix = b"data: " + encode(head)[:-1] + b',"choices":['
         self._begun: set[int] = set()
         """Choices of which something was sent."""
 
@@ -152,7 +153,7 @@ class ChunkStream(ABC):
         return _event({"error": describe_error(error)})
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
-        return _event({**self._head, "choices": [choice]})
+        return b"%b%b]}\n\n" % (self._prefix, encode(choice))
 
 
 def _event(payload: Any) -> bytes:

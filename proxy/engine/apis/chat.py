@@ -89,19 +89,22 @@ class OpenAiChat(EngineKind):
         stream, headers = body["stream"], {"x-request-id": job.call_id}
         path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
         begun = not stream
+
+        def take(answer: _Answer) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                emit(FirstToken())
+            reply.update(answer)
+            reply.usage = answer.usage or reply.usage
+            for choice in answer.choices:
+                reply.update(choice)
+                delta = choice_at(choices, choice.index).add(choice)
+                if stream and is_visible(job.request, delta):
+                    emit(delta)
+
         async with self._http.receive(replica, path, body, _Answer, job.scope, stream=stream, headers=headers) as answers:
-            while batch := await answers.read():
-                if not begun:
-                    begun = True
-                    emit(FirstToken())
-                for answer in batch:
-                    reply.update(answer)
-                    reply.usage = answer.usage or reply.usage
-                    for choice in answer.choices:
-                        reply.update(choice)
-                        delta = choice_at(choices, choice.index).add(choice)
-                        if stream and is_visible(job.request, delta):
-                            emit(delta)
+            await answers.follow(take)
 
     async def abort(self, replica: Replica, job: Job) -> bool:
         request_id = f"chatcmpl-{job.call_id}" if job.request.prompt is None else f"cmpl-{job.call_id}-0"

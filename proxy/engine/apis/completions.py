@@ -77,17 +77,20 @@ class VllmCompletions(EngineKind):
         choices = [IdChoice(index) for index in range(job.request.n)]
         proven, cached, begun = False, 0, not stream
         body, headers = _body(replica, job), {"x-request-id": job.call_id}
+
+        def take(event: _Event) -> None:
+            nonlocal proven, cached, begun
+            if not begun:
+                begun = True
+                emit(FirstToken())
+            for piece in event.choices:
+                proven = prove_prompt(job, piece.prompt_token_ids) or proven
+                _add(choice_at(choices, piece.index), piece)
+            cached = event.usage.cached_tokens if event.usage else cached
+
         with Reading(choices) as reading:
             async with self._http.receive(replica, _PATH, body, _Event, job.scope, stream=True, headers=headers) as answers:
-                while batch := await answers.read():
-                    if not begun:
-                        begun = True
-                        emit(FirstToken())
-                    for event in batch:
-                        for piece in event.choices:
-                            proven = prove_prompt(job, piece.prompt_token_ids) or proven
-                            _add(choice_at(choices, piece.index), piece)
-                        cached = event.usage.cached_tokens if event.usage else cached
+                await answers.follow(take)
         version = await self._http.find_version(replica, before, job.scope)
         for choice in choices:
             count = len(choice.token_ids)

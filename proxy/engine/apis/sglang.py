@@ -81,13 +81,16 @@ class Sglang(EngineKind):
             for index, whole in enumerate(wholes):
                 choice_at(choices, index).add(job, whole, end_id)
             return
+
+        def take(answer: _Answer) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                emit(FirstToken())
+            choice_at(choices, answer.index if stream else 0).add(job, answer, end_id)
+
         async with self._http.receive(replica, _PATH, body, _Answer, job.scope, stream=stream) as answers:
-            while batch := await answers.read():
-                if not begun:
-                    begun = True
-                    emit(FirstToken())
-                for answer in batch:
-                    choice_at(choices, answer.index if stream else 0).add(job, answer, end_id)
+            await answers.follow(take)
 
     async def abort(self, replica: Replica, job: Job) -> bool:
         if job.request.n > 1:

@@ -170,19 +170,22 @@ class VllmTokens(EngineKind):
         body = generate_body(replica, job, streams) | {"output_mode": "text"}
         # Here alternatives come as text without ids, which cannot be recorded: request only those the harness asked for.
         body["sampling_params"]["logprobs"] = job.request.top_logprobs or 0
+
+        def take(answer: _TextAnswer) -> None:
+            nonlocal cached, prompt_logprobs, begun
+            if not begun:
+                begun = True
+                emit(FirstToken())
+            cached = answer.usage.cached_tokens if answer.usage else cached
+            prompt_logprobs = answer.prompt_logprobs or prompt_logprobs
+            for piece in answer.choices:
+                delta = choice_at(choices, piece.index).add(piece)
+                if stream and is_visible(job.request, delta):
+                    emit(delta)
+
         with Reading(choices) as reading:
             async with self._http.receive(replica, GENERATE, body, _TextAnswer, job.scope, stream=streams) as answers:
-                while batch := await answers.read():
-                    if not begun:
-                        begun = True
-                        emit(FirstToken())
-                    for answer in batch:
-                        cached = answer.usage.cached_tokens if answer.usage else cached
-                        prompt_logprobs = answer.prompt_logprobs or prompt_logprobs
-                        for piece in answer.choices:
-                            delta = choice_at(choices, piece.index).add(piece)
-                            if stream and is_visible(job.request, delta):
-                                emit(delta)
+                await answers.follow(take)
         sampled = [choice.finish_text(replica, job, prompt_logprobs) for choice in choices]
         return Outcome(sampled, None, len(job.prompt_ids), cached, reading.broken)
 

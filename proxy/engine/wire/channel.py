@@ -152,6 +152,7 @@ class Answer:
         """Whether the answer says where it ends; otherwise it ends with the connection."""
         self._error: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
+        self._hear: Callable[[bytes], bool] | None = None
 
     async def __aenter__(self) -> Answer:
         return self
@@ -207,6 +208,30 @@ class Answer:
         self._resume()
         return piece
 
+    async def follow(self, hear: Callable[[bytes], bool]) -> bool:
+        """Call `hear` with each piece of the body as it arrives, until it returns False: True then, and False if the body ended before.
+        No task wakes for a piece. Raises as `read_piece`, and what `hear` raises."""
+        self._hear = hear
+        while self._pieces and self._hear is not None:
+            self._tell(self._pieces.popleft())
+        self._unread = 0
+        self._resume()
+        while self._hear is not None and not self._whole:
+            await self._wait()
+        if self._hear is None and self._error is not None:
+            raise self._error
+        return self._hear is None
+
+    def _tell(self, piece: bytes) -> None:
+        assert self._hear is not None
+        try:
+            if self._hear(piece):
+                return
+        except Exception as error:
+            self.fail(error)
+        self._hear = None
+        self._wake()
+
     def _resume(self) -> None:
         if self._paused:
             self._paused = False
@@ -254,6 +279,9 @@ class Answer:
 
     def add_body(self, body: bytes) -> None:
         self._heard_at = self._loop.time()
+        if self._hear is not None:
+            self._tell(body)
+            return
         self._pieces.append(body)
         self._unread += len(body)
         if self._unread > _BUFFERED_BYTES and not self._paused:

@@ -23,7 +23,7 @@ from proxy.engine.wire.channel import (
 )
 from proxy.engine.wire.channels import Channels
 from proxy.errors import ContextTooLong, EngineFailed, EngineUnavailable, NotFound, RequestError, VerbatimError
-from proxy.timeline import ENGINE, Waiting
+from proxy.timeline import ENGINE, TIMELINE, Timeline, Waiting
 
 _encode = msgspec.json.Encoder().encode
 
@@ -254,14 +254,40 @@ class Answers(Generic[A]):
         self._end()
         return [self._parse(content)]
 
+    async def follow(self, take: Callable[[A], None]) -> None:
+        """Give `take` the answer, or each event of a streamed one as it arrives. Raises as `read`, and what `take` raises."""
+        if self._events is None or self._answer is None:
+            for answer in await self.read():
+                take(answer)
+            return
+        decoder, timeline = self._events, TIMELINE.get() or Timeline()
+
+        def hear(piece: bytes) -> bool:
+            timeline.waited(ENGINE)
+            for event in decoder.feed(piece):
+                if event == b"[DONE]":
+                    return False
+                take(self._parse(event))
+            timeline.wait()
+            return True
+
+        try:
+            timeline.wait()
+            done = await self._answer.follow(hear)
+        except (TimeoutError, ChannelError) as error:
+            timeline.waited(ENGINE)
+            raise self._http.translate(self._replica, error, self._scope) from error
+        if not done:
+            timeline.waited(ENGINE)
+            raise self._break_off()
+        self._end()
+
     async def _read_events(self, answer: Answer, decoder: EventDecoder) -> list[A]:
         while not self._ended:
             with Waiting(ENGINE):
                 piece = await answer.read_piece()
             if not piece:
-                if not self._scope.hung_up:
-                    self._http.on_failure(self._replica, "streams end without [DONE]", False)
-                raise EngineFailed(f"engine {self._replica.name} broke off in the middle of a reply")
+                raise self._break_off()
             events = decoder.feed(piece)
             if b"[DONE]" in events:
                 del events[events.index(b"[DONE]") :]
@@ -290,6 +316,12 @@ class Answers(Generic[A]):
             raise EngineFailed(f"engine {self._replica.name} {how} something unexpected: {error}") from error
         answer.check(self._replica, self._path, content)
         return answer
+
+    def _break_off(self) -> EngineFailed:
+        """The error for a stream that ended without [DONE]."""
+        if not self._scope.hung_up:
+            self._http.on_failure(self._replica, "streams end without [DONE]", False)
+        return EngineFailed(f"engine {self._replica.name} broke off in the middle of a reply")
 
     def _end(self) -> None:
         self._ended = True
