@@ -21,7 +21,7 @@ from proxy.call.observe import Observer
 from proxy.call.routes import Route, Routes
 from proxy.call.tree import Draft, ParseTurn, SessionTree
 from proxy.call.turn import Turn
-from proxy.dialects.base import Counts, Incoming, Lists, Past, Reply, Request, Stores
+from proxy.dialects.base import Action, Counts, Incoming, Lists, Past, Reply, Request, Stores
 from proxy.dialects.catalogue import dialects
 from proxy.dialects.fields import check_recordable, check_tools
 from proxy.errors import (
@@ -251,7 +251,7 @@ class Harness:
         """The body for a model, the list of models, or a stored reply."""
         dialect = self._dialects[route.dialect]
         if route.action in ("stored", "items"):
-            return await self._find_stored(tree, cast(Stores, dialect), route)
+            return await self._find_stored(tree, cast(Stores, dialect), route.path["response_id"], route.action)
         lists, created = cast(Lists, dialect), self._since
         models = self._services.pool.catalogue()
         if route.action == "models":
@@ -261,14 +261,12 @@ class Harness:
         window = models[name] if name in models else self._services.pool.pick(tree.info.session_id, name).max_model_len
         return lists.render_model(name, window, created)
 
-    async def _find_stored(self, tree: SessionTree, stores: Stores, route: Route) -> bytes:
-        assert route.action is not None
-        response_id = route.path["response_id"]
+    async def _find_stored(self, tree: SessionTree, stores: Stores, response_id: str, action: Action) -> bytes:
         try:
-            return stores.render_stored(response_id, route.action, Draft(tree))
+            return stores.render_stored(response_id, action, Draft(tree))
         except UnknownCall:
             await self._services.trees.refresh(tree)
-            return stores.render_stored(response_id, route.action, Draft(tree))
+            return stores.render_stored(response_id, action, Draft(tree))
 
 
 def _query(raw: bytes) -> dict[str, str]:

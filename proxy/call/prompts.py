@@ -29,8 +29,7 @@ _decode = msgspec.json.decode
 def prompt_continuation(tree: SessionTree, request: Request, policy: str = "") -> Continuation:
     """The call that the prompt, which `policy` is to answer, goes on from; the request's history is told accordingly."""
     root = root_key(request.model, (), {}, policy)
-    prompt = request.prompt
-    assert prompt is not None
+    prompt = request.prompt or ""
     calls = [call for call in tree.forest.calls.values() if call.dialect == request.dialect and call.root_key == root]
     parent = _by_text(tree, calls, prompt) if isinstance(prompt, str) else _by_ids(tree, calls, pack_ids(prompt))
     known = 0
@@ -134,9 +133,8 @@ def _begins_with_text(tree: SessionTree, prompt: str, call: Call) -> bool:
         told = _told(tree, call)
         if told is None or not prompt.startswith(told[1], told[0]):
             return False
-        if not told[0]:
+        if not told[0] or call.node.parent_id is None:
             return True
-        assert call.node.parent_id is not None
         call = tree.call(call.node.parent_id)
 
 

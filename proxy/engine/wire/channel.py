@@ -213,7 +213,7 @@ class Answer:
         No task wakes for a piece. Raises as `read_piece`, and what `hear` raises."""
         self._hear = hear
         while self._pieces and self._hear is not None:
-            self._tell(self._pieces.popleft())
+            self._tell(self._hear, self._pieces.popleft())
         self._unread = 0
         self._resume()
         while self._hear is not None and not self._whole:
@@ -222,10 +222,9 @@ class Answer:
             raise self._error
         return self._hear is None
 
-    def _tell(self, piece: bytes) -> None:
-        assert self._hear is not None
+    def _tell(self, hear: Callable[[bytes], bool], piece: bytes) -> None:
         try:
-            if self._hear(piece):
+            if hear(piece):
                 return
         except Exception as error:
             self.fail(error)
@@ -280,7 +279,7 @@ class Answer:
     def add_body(self, body: bytes) -> None:
         self._heard_at = self._loop.time()
         if self._hear is not None:
-            self._tell(body)
+            self._tell(self._hear, body)
             return
         self._pieces.append(body)
         self._unread += len(body)
