@@ -231,6 +231,26 @@ def _positions(call_ids: Sequence[str]) -> dict[str, int]:
     return {call_id: position for position, call_id in enumerate(call_ids)}
 
 
+def name_calls(replayed: Message, reply: Message, after: Sequence[Message]) -> Sequence[Message]:
+    """The messages `after` a `replayed` reply as they read after the `reply` that was sent: tool results that name a call by an id of
+    the harness's own name it by the reply's, which stands in the prompt."""
+    theirs, ours = ([str(call.get("id") or "") for call in each.get("tool_calls") or ()] for each in (replayed, reply))
+    if theirs == ours or len(theirs) != len(ours):
+        return after
+    names: dict[str, list[str]] = {}
+    for their, our in zip(theirs, ours, strict=True):
+        names.setdefault(their, []).append(our)
+    named: list[Message] = []
+    for at, message in enumerate(after):
+        if message.get("role") == "assistant":
+            return [*named, *after[at:]]
+        waiting = names.get(str(message.get("tool_call_id") or ""), ()) if message.get("role") == "tool" else ()
+        # Calls that share one id are answered in their order.
+        our = (waiting.pop(0) if len(waiting) > 1 else waiting[0]) if waiting else None
+        named.append(message if our is None else {**message, "tool_call_id": our})
+    return named
+
+
 def minted_call_ids(message: Message, prefix: str = "call_") -> list[str]:
     """The call ids that the service minted into the message's tool-call ids (`call_<call id>_<position>`)."""
     named = []

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from proxy.call.tree import Chained, Replay, SessionTree
-from proxy.dialects.base import Request
+from proxy.dialects.base import HistoryMessage, Request
 from proxy.engine.apis.renderer import Rendered
 from proxy.errors import RequestError
 from reconstruct.bridge import Bridge, Refusal, Rendering, Reply, derive, turn_end
 from reconstruct.forest import order_key, shared_length
-from reconstruct.messages import Message, dress
+from reconstruct.messages import Message, dress, name_calls
 from reconstruct.records import Call, Ids, pack_ids
 
 _RENDERED = ("reasoning_effort", "chat_template", "documents")
@@ -176,9 +176,16 @@ def _replay(tree: SessionTree, call: Call, request: Request) -> Replay | None:
         new.append(old)
     messages = list(known.messages) if known else []
     for old in reversed(new):
-        messages += [seen.message for seen in history[len(messages) : old.message_count]]
+        messages += _after_reply(messages, history, old.message_count)
         messages.append(tree.reply(old.call_id))
     return Replay(history[: len(messages)], messages)
+
+
+def _after_reply(replayed: Sequence[Message], history: Sequence[HistoryMessage], end: int) -> Sequence[Message]:
+    """The messages of `history` that follow those `replayed`, up to number `end`, named after the reply that comes before them."""
+    begin = len(replayed)
+    after = [seen.message for seen in history[begin:end]]
+    return name_calls(history[begin - 1].message, replayed[-1], after) if replayed else after
 
 
 def remember(tree: SessionTree, found: Continuation) -> None:
@@ -238,7 +245,7 @@ async def plan_tokens(
     assert close is not None
     assert found.replay is not None, "a parent is found by the history that replays it"
     history: list[Message] = list(found.replay.messages)
-    tail = request.messages[found.reply_at + 1 :]
+    tail = _after_reply(history, request.history, len(request.history))
     reply = Reply(history[-1], parent.node.completion_ids, _closed(parent))
     asked = tree.rendering(parent.call_id)
     steps = derive(history[:-1], reply, tail, close, retain_thinking=retain_thinking, asked=asked)

@@ -65,7 +65,7 @@ def with_text(message: Message, change: Callable[[str], str]) -> Message:
 
 def with_ids(message: Message) -> Message:
     """Ids of the harness's own making."""
-    calls = [{**call, "id": f"mine_{number}"} for number, call in enumerate(message["tool_calls"])]
+    calls = [{**call, "id": f"call_of_mine_{number}"} for number, call in enumerate(message["tool_calls"])]
     return {**message, "tool_calls": calls}
 
 
@@ -471,3 +471,23 @@ def test_the_page_has_what_is_tested() -> None:
     table = re.findall(r"^\| (.+?) \| (\d) \| (\d) \|", (ROOT / "docs" / "concepts.md").read_text(), re.MULTILINE)
     expected = [(item.does, str(item.strict), str(item.minted)) for item in BEHAVIOURS]
     assert [row for row in table if row in expected] == expected
+
+
+@pytest.mark.parametrize("does", ["replays it as it was sent", "fills in defaults, and gives the calls ids of its own"])
+def test_results_name_the_calls_by_the_ids_of_the_reply_that_stands_in_the_prompt(redis_server: RedisServer, does: str) -> None:
+    """The replayed reply was replaced by the recorded one, and its results kept the harness's ids: a template that prints ids
+    showed the model results of calls that it had not made."""
+    behaviour = next(each for each in BEHAVIOURS if each.does == does)
+    with (
+        ScriptedEngine("mistral", max_model_len=16384) as engine,
+        RunningService(engine.url, redis_server.url, engine_api="token") as service,
+    ):
+        for text in ("", TEXT):
+            session = service.session()
+            calls = [("lookup", {"key": "alpha"}), ("lookup", {"key": "beta"})]
+            engine.reset().say(*[engine.family.speak(text, calls=calls)] * (TURNS - 1), "it is sunny")
+            play(session, behaviour)
+            assert len(check_truth(engine, session)) == 1
+            made = [each["id"][-9:] for call in session.calls for each in call["reply"].get("tool_calls") or ()]
+            shown = engine.family.decode(session.calls[-1]["prompt_ids"])
+            assert re.findall(r'"call_id": "([^"]*)"', shown) == made
