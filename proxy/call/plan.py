@@ -87,12 +87,13 @@ class Place:
 @dataclass(slots=True)
 class TokenPlan:
     """The ids to sample after, why they are a fresh rendering (None: they extend the parent), and the generate body.
-    `rendering` is what the template makes of the whole request."""
+    `rendering` is what the template makes of the whole request, `keeps_text_apart` whether control tokens in texts are text in it."""
 
     prompt_ids: Ids
     branch_reason: str | None
     rendering: Ids
     body: dict[str, Any] = field(default_factory=dict)
+    keeps_text_apart: bool = False
 
 
 def continuation(tree: SessionTree, request: Request, policy: str = "") -> Continuation:
@@ -253,7 +254,7 @@ async def plan_tokens(
     whole = rendered[0][1]
     if isinstance(outcome, Bridge):
         ids = np.concatenate((known, outcome.ids))
-        return TokenPlan(ids, None, whole.ids, whole.body), close
+        return TokenPlan(ids, None, whole.ids, whole.body, whole.keeps_text_apart), close
     assert isinstance(outcome, Refusal)
     return await _afresh(request, render, outcome.reason), close
 
@@ -261,7 +262,7 @@ async def plan_tokens(
 async def _afresh(request: Request, render: Render, branch_reason: str | None) -> TokenPlan:
     """The request as the template renders it."""
     fresh = await render(Rendering(request.messages, True))
-    return TokenPlan(fresh.ids, branch_reason, fresh.ids, fresh.body)
+    return TokenPlan(fresh.ids, branch_reason, fresh.ids, fresh.body, fresh.keeps_text_apart)
 
 
 async def _drive(steps: Generator[tuple[Rendering, ...], Sequence[Ids], T], render: Render) -> tuple[T, list[list[Rendered]]]:

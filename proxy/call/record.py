@@ -117,8 +117,8 @@ def _marks(planned: Planned, messages_from: int) -> Mapping[str, str]:
     marks, request = planned.turn.marks, planned.turn.request
     if planned.replica.policy:
         marks = {**marks, "policy": planned.replica.policy}
-    if request.prompt is not None:
-        # A prompt is written with its control tokens.
+    if request.prompt is not None or (planned.plan is not None and planned.plan.keeps_text_apart):
+        # A prompt is written with its control tokens, and what is read as text forges nothing.
         return marks
     controls = control_tokens(request.messages[messages_from:], () if messages_from else request.tools)
     return {**marks, CONTROL_TOKENS: _encode(controls).decode()} if controls else marks
@@ -196,8 +196,8 @@ def minted_choice(sampled: engine.Sampled, call_ids: Sequence[str], *, forced_to
 #
 # An engine renders the messages to one text and tokenizes it, so `<|im_end|>` inside a message becomes the same id as the end of that
 # message: whoever writes a tool's output can close the turn and open another under any role. No supported engine keeps message text
-# apart when it renders (vLLM 0.32 has no option for it in render or tokenize). The recorded ids are what the model saw; the call and its
-# rows are marked.
+# apart when it renders (vLLM 0.32 has no option for it in render or tokenize), only the service's own renderer does (chat_format.py).
+# The recorded ids are what the model saw; the call and its rows are marked.
 
 
 _MOST = 16

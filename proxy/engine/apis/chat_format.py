@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +35,7 @@ class ChatFormat:
         self._package = _package()
         try:
             self._tokenizer = self._package.base.load_tokenizer(model)
+            self._controls = ControlTokens(self._tokenizer)
             self._config = self._configuration(model, options)
             self._plain = self._package.create_renderer(self._tokenizer, self._config)
         except Exception as error:
@@ -50,13 +53,14 @@ class ChatFormat:
         plain = [_plain_message(message) for message in messages]
         if self._config.name == "gpt-oss":
             _adapt_to_harmony(messages, plain)
+        plain, offered = self._controls.hide(plain), self._controls.hide(list(tools))
         try:
-            ids = renderer.render_ids(plain, tools=list(tools) or None, add_generation_prompt=generate)
+            ids = renderer.render_ids(plain, tools=offered or None, add_generation_prompt=generate)
         except Exception as error:
             raise RequestError(
                 f"the model's chat format does not take these messages: {_describe(error)}", param="messages"
             ) from error
-        return [int(token) for token in ids]
+        return self._controls.spell(ids)
 
     def parse(
         self, prompt_ids: list[int], sampled: list[int], tools: Sequence[Message], kwargs: Mapping[str, Any], *, calls: bool
@@ -91,6 +95,11 @@ class ChatFormat:
     def decode(self, ids: Sequence[int], *, special: bool) -> str:
         """The text of ids, with or without their `special` tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+    @property
+    def keeps_text_apart(self) -> bool:
+        """Whether control tokens in messages and tools are read as text."""
+        return self._controls.are_hidden
 
     def accepts(self, kwarg: str) -> bool:
         """Whether the format reads a template kwarg of this name."""
@@ -131,6 +140,52 @@ class ChatFormat:
             return str(attempt.raw)
         start, end = attempt.token_span
         return self.decode(sampled[start:end], special=True)
+
+
+class ControlTokens:
+    """Keeps control tokens that stand in a text from becoming those that structure the prompt.
+
+    Whoever renders makes one text of messages and glue, and its tokenizer cannot tell which of the two a control token is in. So each
+    one in a message is replaced by a stand-in, a token of its own that nobody can write, and its id by the ids of the token's text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Adds the stand-ins to the tokenizer, behind its vocabulary."""
+        added = {int(number): token for number, token in tokenizer.added_tokens_decoder.items()}
+        # Some models declare only a part of them as special: DeepSeek's that open a turn are not.
+        controls = [str(token) for token in added.values() if token.special or re.search(r"[|\uff5c]", str(token))]
+        nonce = secrets.token_hex(8)
+        self._stand_ins = {control: f"control{nonce}x{number:04}x" for number, control in enumerate(controls)}
+        # The longest first: one may begin with another.
+        self._found = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or r"(?!)")
+        tokenizer.add_tokens(list(self._stand_ins.values()))
+        self._texts: dict[int, list[int]] = {}
+        for control, stand_in in self._stand_ins.items():
+            shown = _encode(tokenizer, stand_in)
+            # In two pieces, neither of which is the token.
+            text = [*_encode(tokenizer, control[:1]), *_encode(tokenizer, control[1:])]
+            if len(shown) == 1 and shown[0] not in added and not added.keys() & set(text):
+                self._texts[shown[0]] = text
+        self.are_hidden = len(self._texts) == len(controls)
+
+    def hide(self, value: Any) -> Any:
+        """`value`, of JSON's types, with stand-ins for the control tokens in all its texts; keys are texts, too."""
+        if isinstance(value, str):
+            return self._found.sub(lambda found: self._stand_ins[found[0]], value) if self.are_hidden else value
+        if isinstance(value, Mapping):
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
+        return [self.hide(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def spell(self, ids: Sequence[int]) -> list[int]:
+        """`ids` with the text of control tokens where stand-ins are."""
+        spelled: list[int] = []
+        for token in ids:
+            text = self._texts.get(token)
+            spelled += (int(token),) if text is None else text
+        return spelled
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
 def _package() -> Any:

@@ -36,6 +36,8 @@ class Rendered:
 
     ids: Ids
     body: dict[str, Any]
+    keeps_text_apart: bool = False
+    """Whether control tokens in messages were read as text."""
 
 
 class Tokenizer(Protocol):
@@ -90,7 +92,8 @@ class LocalRenderer:
         def work(chat: ChatFormat) -> Rendered:
             kwargs = _template_kwargs(chat, request)
             ids = chat.render(rendering.messages, request.tools, kwargs, rendering.add_generation_prompt)
-            return Rendered(pack_ids(ids), {"sampling_params": {**_DEFAULTS, "stop_token_ids": list(chat.stop_ids)}})
+            body = {"sampling_params": {**_DEFAULTS, "stop_token_ids": list(chat.stop_ids)}}
+            return Rendered(pack_ids(ids), body, chat.keeps_text_apart)
 
         return await self._run(work)
 
