@@ -5,7 +5,7 @@ VerbatimError                        status  code
 │   ├── ContextTooLong               400     context_length_exceeded
 │   ├── Unauthorized                 401     invalid_api_key
 │   ├── Forbidden                    403     forbidden
-│   │   └── BudgetExhausted          403     budget_exhausted     the session has used up its calls or tokens
+│   │   └── BudgetExhausted          403     budget_exhausted     the session has used up its calls or tokens (401 for OpenAI's)
 │   ├── NotFound                     404     not_found            unknown session, model, lease, path
 │   │   └── UnknownCall              404     not_found            a call or response that the session does not have
 │   ├── Conflict                     409     conflict             closed session, older version, duplicate id

@@ -82,7 +82,7 @@ class NewSession(
     trained: bool = True
     """False: it is never delivered to a trainer and never held back. For judges."""
     max_calls: int | None = Field(None, ge=1, lt=2**31)
-    """Calls it may make, counting every choice of a request. Further calls get 403 `budget_exhausted`, and the row they would have
+    """Calls it may make, counting every choice of a request. Further calls are refused as `budget_exhausted`, and the row they would have
     extended is marked `finish_reason: budget`."""
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**53)
     """Tokens all its calls together may sample."""

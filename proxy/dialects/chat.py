@@ -26,7 +26,7 @@ from proxy.dialects.base import (
     retry_headers,
 )
 from proxy.dialects.fields import decode, encode, placeholder_id, split_body, tool_call
-from proxy.errors import RequestError, VerbatimError
+from proxy.errors import BudgetExhausted, RequestError, VerbatimError
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop")}
 
@@ -53,7 +53,7 @@ class OpenAIDialect(Dialect):
     base_url_suffix = "/v1"
 
     def render_error(self, error: VerbatimError) -> ErrorAnswer:
-        return ErrorAnswer(error.status, retry_headers(error), encode({"error": describe_error(error)}))
+        return ErrorAnswer(choose_status(error), retry_headers(error), encode({"error": describe_error(error)}))
 
 
 class ChatDialect(OpenAIDialect):
@@ -202,6 +202,11 @@ def build_usage(reply: Reply) -> dict[str, Any]:
         "total_tokens": reply.prompt_tokens + reply.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
     }
+
+
+def choose_status(error: VerbatimError) -> int:
+    """The status that OpenAI's clients end on. LiteLLM, and the agents on it, repeat a 403 for minutes, and a 401 never."""
+    return 401 if isinstance(error, BudgetExhausted) else error.status
 
 
 def describe_error(error: VerbatimError) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from proxy.dialects.base import (
     Request,
     retry_headers,
 )
-from proxy.dialects.chat import OpenAIDialect, describe_error
+from proxy.dialects.chat import OpenAIDialect, choose_status, describe_error
 from proxy.dialects.fields import decode, encode, split_body
 from proxy.dialects.responses_reply import ReplyOptions, ResponsesStream, complete_response, content_of, feed, parse_options
 from proxy.dialects.responses_request import ReadReply, ReadSystem, Section, read_message, read_output, split_sections
@@ -123,7 +123,7 @@ class ResponsesDialect(OpenAIDialect):
         return encode(render_items(call, past) if action == "items" else render_response(call, past))
 
     def render_error(self, error: VerbatimError) -> ErrorAnswer:
-        status, described = error.status, describe_error(error)
+        status, described = choose_status(error), describe_error(error)
         if isinstance(error, UnknownCall) and error.param == "previous_response_id":
             status, described = 400, {**described, "type": "invalid_request_error", "code": "previous_response_not_found"}
         return ErrorAnswer(status, retry_headers(error), encode({"error": described}))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from reconstruct.roles import encode_rule
@@ -109,15 +110,17 @@ class Stage:
         at_home: Callable[[Path], object] = lambda home: None,
         prepare: Callable[[Path], object] = lambda workdir: None,
         break_at: bytes = b"",
+        budget: Mapping[str, int] = MappingProxyType({}),
         timeout_seconds: float = 240.0,
     ) -> Played:
         """One run of the agent while the engine samples `acts`, and `helper` for what does not speak of the task. `prepare` is done
-        to the repository first, `at_home` to the agent's home; its connection breaks where an answer first says `break_at`."""
+        to the repository first, `at_home` to the agent's home; its connection breaks where an answer first says `break_at`.
+        `budget` is the session's."""
         workdir = make_repository(self.workdir(cli, name))
         prepare(workdir)
         player = Player(self.family, acts, cli.side, task=prompt, helper=helper)
         self._engine.reset().script = player
-        session = self._service.session(role_rules=[encode_rule(rule) for rule in load(cli.harness).roles])
+        session = self._service.session(role_rules=[encode_rule(rule) for rule in load(cli.harness).roles], **budget)
         address = session.base_url.removesuffix("/v1")
         with ExitStack() as stack:
             outside, unknown = stack.enter_context(Outside()), stack.enter_context(Unknown())
