@@ -16,12 +16,12 @@ from typing import Any
 
 from rollout.runtimes.base import DiskFull, Executed, Logs, Route, RuntimeFailed
 from rollout.runtimes.command import CannotPass, Limits
+from rollout.runtimes.disk import FILE_TOO_LARGE
 from rollout.runtimes.files import GZIP, GzipSink, check_archive, is_disk_full_message
 from rollout.task import Network, RuntimeSpec
 
 TIMEOUT_SECONDS = 600.0
 """For one file or archive."""
-_FILE_TOO_LARGE = 128 + 25
 _FILE_ENVIRONMENT = {"LC_ALL": "C"}
 _UPLOAD = 'mkdir -p "$1" && rm -f "$2" && (umask 077; cat > "$2") && chmod "$3" "$2"'
 _UNPACK = 'mkdir -p "$1" && exec tar "$2" - -C "$1"'
@@ -161,5 +161,5 @@ def _check(what: str, done: Executed) -> None:
     reason = done.stderr.decode(errors="replace").strip() or f"exit code {done.exit_code}"
     if done.timed_out:
         reason = f"it took more than {TIMEOUT_SECONDS:g} seconds"
-    full = done.exit_code == _FILE_TOO_LARGE or is_disk_full_message(done.stderr)
+    full = done.exit_code == FILE_TOO_LARGE or is_disk_full_message(done.stderr)
     raise (DiskFull if full else RuntimeFailed)(f"{what}: {reason}")

@@ -30,7 +30,10 @@ SHOWN_BY: dict[str, list[str]] = {
         "local/test_local.py::test_without_a_control_group_the_node_watches_memory_and_processes",
         "local/test_local.py::test_nothing_that_a_command_can_write_lies_in_memory",
     ],
-    "L6": ["local/test_local.py::test_a_file_may_be_no_greater_than_the_disk_of_the_spec"],
+    "L6": [
+        "local/test_local.py::test_a_file_may_be_no_greater_than_the_disk_of_the_spec",
+        "test_contract.py::test_files_that_are_too_large_together_end_their_command",
+    ],
     "L7": ["test_contract.py::test_home_and_workdir_are_there_empty_and_writable_and_nobody_elses"],
     "N1": [
         "local/test_local.py::test_what_a_local_runtime_cannot_be_is_refused",
@@ -67,7 +70,10 @@ SHOWN_BY: dict[str, list[str]] = {
         "test_contract.py::test_a_command_that_takes_too_much_memory_ends_with_137",
         "container/test_container_hardening.py::test_a_container_sees_nothing_of_the_machine",
     ],
-    "D6": ["container/test_container_entering.py::test_a_step_with_the_network_is_held_to_the_limits_of_the_others"],
+    "D6": [
+        "container/test_container_entering.py::test_a_step_with_the_network_is_held_to_the_limits_of_the_others",
+        "test_contract.py::test_files_that_are_too_large_together_end_their_command",
+    ],
     "D7": ["test_contract.py::test_home_and_workdir_are_there_empty_and_writable_and_nobody_elses"],
     "A1": ["container/test_apptainer.py::test_an_instance_sees_nothing_of_the_machine_and_has_its_limits"],
     "A2": [
@@ -88,6 +94,7 @@ SHOWN_BY: dict[str, list[str]] = {
     ],
     "A6": [
         "container/test_apptainer.py::test_a_file_is_held_to_the_size_of_the_disk",
+        "test_contract.py::test_files_that_are_too_large_together_end_their_command",
         "container/test_apptainer.py::test_what_is_written_is_kept_in_memory_where_that_is_asked_for",
     ],
     "A7": [

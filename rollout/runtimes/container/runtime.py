@@ -41,6 +41,7 @@ from rollout.runtimes.base import (
 from rollout.runtimes.command import Limits, finish_process, merge_variables, render_exports, start_process, wrap_in_shell
 from rollout.runtimes.command_runtime import Command, CommandRuntime
 from rollout.runtimes.container.engine import Engine, find_engine
+from rollout.runtimes.disk import DiskWatch, find_overlay
 from rollout.runtimes.installs import ImageInstalls, Uses, claim_folder, delete_folder
 from rollout.runtimes.local.resources import PIDS
 from rollout.runtimes.processes import MARK, ContainerProcesses
@@ -131,6 +132,8 @@ class ContainerRuntime(CommandRuntime):
         """First process of the second container, whose network a step uses; 0 while it is being made, None if no step has asked for it."""
         self._making_beside = asyncio.Lock()
         self._passage: Passage | None = None
+        self._written = [self._folder]
+        """The folders of the machine that commands write to."""
         self._processes: ContainerProcesses | None = None
         self.home = USERS_HOME if self._user else HOME
         self.workdir = spec.workdir or WORKDIR
@@ -143,6 +146,8 @@ class ContainerRuntime(CommandRuntime):
         if namespace is None or namespace == processes.read_namespace(os.getpid(), "pid"):
             raise RuntimeFailed(f"the container {self.name} has ended, or its processes are not this machine's")
         self._processes = ContainerProcesses(first, namespace)
+        if (overlay := find_overlay(first)) is not None and not overlay.is_relative_to(self._folder):
+            self._written.append(overlay)
         if self._is_proxied:
             self._passage = await Passage(first, self._route).__aenter__()
         done = await self._run_bare(["mkdir", "-p", self.workdir, self.home], limits=Limits(START_SECONDS))
@@ -230,8 +235,11 @@ class ContainerRuntime(CommandRuntime):
             argv = [*client, *_make_reader(script), *line]
             async with start_process(argv, env=self._engine.get_environment()) as process:
                 within.commands[mark] = processes.find_output_pipes(process.pid)
+                send = partial(_send, within, process, script)
+                disk = DiskWatch(self._written, self._spec.disk_mb, partial(send, signal.SIGKILL))
                 try:
-                    done = await finish_process(process, command.stdin, command.limits, partial(_send, within, process, script))
+                    async with disk:
+                        done = disk.judge(await finish_process(process, command.stdin, command.limits, send))
                 finally:
                     await within.kill_rest(mark)
             if _is_unread(script) and not done.timed_out:

@@ -4,7 +4,7 @@ If the node may make a control group (version 2 below `VERBATIM_CGROUP` or the r
 kernel limits memory, CPU time and the number of processes. Otherwise the node checks each command's memory and number of processes every
 `WATCH_SECONDS`, kills what exceeds them, and confines commands to as many cores as they may use. Such a check sees the memory of processes,
 shared or not, and files in memory that they have open; only a control group stops a command that hides memory on purpose. Either way the
-size of a single file is limited to `disk_mb`, but not the sum of all files.
+size of a single file is limited to `disk_mb`; the sum of all files is checked (`rollout.runtimes.disk`).
 """
 
 from __future__ import annotations

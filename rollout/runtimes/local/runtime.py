@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from rollout.runtimes import installs, processes, route, seccomp
@@ -33,6 +34,7 @@ from rollout.runtimes.base import (
 )
 from rollout.runtimes.command import HeldCommand, finish_process, merge_variables, wrap_in_shell
 from rollout.runtimes.command_runtime import Command, CommandRuntime
+from rollout.runtimes.disk import DiskWatch
 from rollout.runtimes.installs import claim_folder, delete_folder
 from rollout.runtimes.local import resources
 from rollout.runtimes.local.sandbox import OWN, SYSTEM, USER, View, find_private, start_sandboxed, start_supervised
@@ -185,8 +187,10 @@ class LocalRuntime(CommandRuntime):
                 await stack.enter_async_context(route.Passage(held.pid, self._route))
             held.release()
             watch = asyncio.ensure_future(self._resources.watch(held.list_pids, kill))
+            disk = DiskWatch([self._folder], self._spec.disk_mb, partial(held.send, signal.SIGKILL))
             try:
-                done = await finish_process(held.process, command.stdin, command.limits, held.send)
+                async with disk:
+                    done = disk.judge(await finish_process(held.process, command.stdin, command.limits, held.send))
             finally:
                 watch.cancel()
         if reason := await held.find_failure(done):

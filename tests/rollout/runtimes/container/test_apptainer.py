@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from rollout.runtimes import disk
 from rollout.runtimes.base import BadRuntime, Logs, Route, Runtime, RuntimeFailed
 from rollout.runtimes.container.apptainer import ApptainerKind
 from rollout.runtimes.settings import RuntimeSettings, read_environment
@@ -82,10 +83,12 @@ async def test_a_step_cannot_have_another_network_than_its_instance(started: Sta
         await shell(started.runtime, "true", network="full")
 
 
-async def test_a_file_is_held_to_the_size_of_the_disk(started: Started) -> None:
+async def test_a_file_is_held_to_the_size_of_the_disk(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the sum of all files."""
+    monkeypatch.setattr(disk, "WATCH_SECONDS", 3600.0)
     done = await python(started.runtime, MANY_BYTES)
     assert done.exit_code != 0 and b"File too large" in done.stderr
-    assert await out(started.runtime, "stat -c %s great") == f"{1 << 20}\n"
+    assert await out(started.runtime, "stat -c %s great && rm great") == f"{1 << 20}\n"
 
 
 async def test_an_image_that_is_not_there_and_an_instance_that_is_gone_are_told(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from rollout.runtimes import processes
+from rollout.runtimes import disk, processes
 from rollout.runtimes.base import Executed, Runtime
 from rollout.runtimes.container import runtime as container
 from tests.support.machine import unavailable
@@ -59,13 +59,16 @@ async def test_nothing_of_the_container_is_run_where_its_program_cannot_be(runti
     assert program.encode() in done.stderr and b"Traceback" not in done.stderr
 
 
-async def test_a_step_with_the_network_is_held_to_the_limits_of_the_others(runtime: Runtime) -> None:
+async def test_a_step_with_the_network_is_held_to_the_limits_of_the_others(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Python ignores two signals, which what it starts is not to do."""
+    monkeypatch.setattr(disk, "WATCH_SECONDS", 3600.0)
     limits = [await out(runtime, "ulimit -a", network=network) for network in ("proxy", "full")]
     assert limits[0] == limits[1]
     done = await shell(runtime, "head -c 2000000 /dev/zero > great", network="full")
     assert done.exit_code != 0
-    assert await out(runtime, "stat -c %s great") == f"{1 << 20}\n"
+    assert await out(runtime, "stat -c %s great && rm great") == f"{1 << 20}\n"
     shown = "grep -E '^(Cap|NoNewPrivs|Seccomp:)' /proc/self/status"
     status = [await out(runtime, shown, network=network) for network in ("proxy", "full")]
     assert status[0] == status[1] and "NoNewPrivs:\t1\nSeccomp:\t2\n" in status[0]
