@@ -38,6 +38,16 @@ def test_the_tests_that_the_promises_name_exist() -> None:
     assert [name for name in sorted(named) if not (ROOT / "tests" / name).is_file()] == []
 
 
+def test_the_tests_that_a_case_names_exist() -> None:
+    cases = [line for line in text("tests/README.md").splitlines() if line.startswith("| ") and "| case |" not in line]
+    assert len(cases) > 60
+    for case in cases:
+        named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", case)
+        assert named, case
+        for file, name in named:
+            assert re.search(rf"^(async )?def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), name
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_the_paths_that_a_document_names_exist(name: str) -> None:
     """Ends of paths in the section on extension points stand for a folder's own files, and tests are named by where they are."""
