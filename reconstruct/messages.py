@@ -244,10 +244,11 @@ def name_calls(replayed: Message, reply: Message, after: Sequence[Message]) -> S
     for at, message in enumerate(after):
         if message.get("role") == "assistant":
             return [*named, *after[at:]]
-        waiting = names.get(str(message.get("tool_call_id") or ""), ()) if message.get("role") == "tool" else ()
+        waiting = names.get(str(message.get("tool_call_id") or "")) if message.get("role") == "tool" else None
         # Calls that share one id are answered in their order.
-        our = (waiting.pop(0) if len(waiting) > 1 else waiting[0]) if waiting else None
-        named.append(message if our is None else {**message, "tool_call_id": our})
+        if waiting:
+            message = {**message, "tool_call_id": waiting.pop(0) if len(waiting) > 1 else waiting[0]}
+        named.append(message)
     return named
 
 

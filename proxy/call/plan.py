@@ -175,7 +175,7 @@ def _replay(tree: SessionTree, call: Call, request: Request) -> Replay | None:
         if tree.projection(old.call_id, history[old.message_count], request.schemas) is None:
             return None
         new.append(old)
-    messages = list(known.messages) if known else []
+    messages: list[Message] = list(known.messages) if known else []
     for old in reversed(new):
         messages += _after_reply(messages, history, old.message_count)
         messages.append(tree.reply(old.call_id))

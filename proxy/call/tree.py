@@ -29,6 +29,7 @@ from reconstruct.errors import ReconstructError
 from reconstruct.forest import Forest
 from reconstruct.messages import (
     Digests,
+    Message,
     chain,
     describe_edits,
     digest_message,
@@ -88,7 +89,7 @@ class Replay:
     of those replies as it was sent."""
 
     history: list[HistoryMessage]
-    messages: list[dict[str, Any]]
+    messages: Sequence[Message]
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from reconstruct.messages import (
     dress,
     hash_bytes,
     minted_call_ids,
+    name_calls,
     projection,
     reasoning_of,
     root_key,
@@ -588,3 +589,20 @@ def test_integers_are_one_that_a_double_holds_as_one(sent: str, replayed: str, u
         return {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": f'{{"n": {value}}}'}}]}
 
     assert projection(called(sent), called(replayed)) == used
+
+
+def test_results_are_named_after_the_reply_that_was_sent_up_to_the_next_one() -> None:
+    """Calls that a harness gives one id are answered in their order; results of a call that nobody made, or of other calls, stay."""
+
+    def calls(*identifiers: str) -> Message:
+        return {"role": "assistant", "tool_calls": [{"id": each, "function": {"name": "f"}} for each in identifiers]}
+
+    def results(*identifiers: str) -> list[Message]:
+        return [{"role": "tool", "tool_call_id": each, "content": "7"} for each in identifiers]
+
+    later = [calls("mine"), *results("mine")]
+    assert name_calls(calls("mine", "x"), calls("a", "b"), [*results("x", "mine"), *later]) == [*results("b", "a"), *later]
+    assert name_calls(calls("", ""), calls("a", "b"), results("", "")) == results("a", "b")
+    assert name_calls(calls("mine"), calls("a"), results("nobody's")) == results("nobody's")
+    assert name_calls(calls("b"), calls("a", "b"), results("b")) == results("b")
+    assert name_calls(calls("mine"), calls("a"), [{"role": "user", "content": "go on"}])[0]["content"] == "go on"
