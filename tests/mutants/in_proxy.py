@@ -349,4 +349,22 @@ FAULTS = (
         '        return EngineUnavailable(f"engine {replica.name} broke off: {type(error).__name__}")\n',
         "tests/proxy/engine/pool/test_replicas.py -k 'is_not_tried_again'",
     ),
+    Fault(
+        "A control token in a tool's output opens a turn where the service renders.",
+        "        plain, offered = self._controls.hide(plain), self._controls.hide(list(tools))\n",
+        "        offered = list(tools)\n",
+        "tests/proxy/engine/apis/test_ids_api.py -k 'read_as_text'",
+    ),
+    Fault(
+        "A result in the prompt names a call by an id that is not there.",
+        "    tail = _after_reply(history, request.history, len(request.history))\n",
+        "    tail = request.messages[found.reply_at + 1 :]\n",
+        "tests/proxy/call/test_echo_policies.py -k 'name_the_calls'",
+    ),
+    Fault(
+        "Agents on LiteLLM repeat for minutes a call that is beyond their budget.",
+        "    return 401 if isinstance(error, BudgetExhausted) else error.status\n",
+        "    return error.status\n",
+        "tests/proxy/call/test_budgets.py -k 'not_to_be_repeated'",
+    ),
 )

@@ -163,4 +163,10 @@ FAULTS = (
         "",
         "tests/rollout/harnesses/test_definitions.py -k 'withheld'",
     ),
+    Fault(
+        "A command that was killed for its many files seems to have been killed by somebody.",
+        "        if not self._exceeded:\n            return done\n",
+        "        if self is not None:\n            return done\n",
+        _LOCAL + "'bwrap and too_large_together'",
+    ),
 )
