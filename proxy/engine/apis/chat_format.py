@@ -12,6 +12,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -149,15 +150,16 @@ class ControlTokens:
     one in a message is replaced by a stand-in, a token of its own that nobody can write, and its id by the ids of the token's text."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Adds the stand-ins to the tokenizer, behind its vocabulary."""
-        added = {int(number): token for number, token in tokenizer.added_tokens_decoder.items()}
+        """Adds the stand-ins to the tokenizer, behind its vocabulary. One that takes none leaves texts as they are."""
+        added = {int(number): token for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
         # Some models declare only a part of them as special: DeepSeek's that open a turn are not.
         controls = [str(token) for token in added.values() if token.special or re.search(r"[|\uff5c]", str(token))]
         nonce = secrets.token_hex(8)
         self._stand_ins = {control: f"control{nonce}x{number:04}x" for number, control in enumerate(controls)}
         # The longest first: one may begin with another.
         self._found = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or r"(?!)")
-        tokenizer.add_tokens(list(self._stand_ins.values()))
+        with suppress(NotImplementedError):
+            tokenizer.add_tokens(list(self._stand_ins.values()))
         self._texts: dict[int, list[int]] = {}
         for control, stand_in in self._stand_ins.items():
             shown = _encode(tokenizer, stand_in)
@@ -165,7 +167,7 @@ class ControlTokens:
             text = [*_encode(tokenizer, control[:1]), *_encode(tokenizer, control[1:])]
             if len(shown) == 1 and shown[0] not in added and not added.keys() & set(text):
                 self._texts[shown[0]] = text
-        self.are_hidden = len(self._texts) == len(controls)
+        self.are_hidden = 0 < len(self._texts) == len(controls)
 
     def hide(self, value: Any) -> Any:
         """`value`, of JSON's types, with stand-ins for the control tokens in all its texts; keys are texts, too."""

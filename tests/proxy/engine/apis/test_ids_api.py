@@ -9,7 +9,8 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import openai
 import pytest
@@ -412,3 +413,21 @@ def test_the_control_tokens_of_each_format_have_a_text(tmp_path: Path, name: str
     assert not {family.id_of(token) for token in tokens} & set(ids)
     assert family.decode(ids) == text
     assert controls.hide({"a": [text, 1, None]}) == {"a": [controls.hide(text), 1, None]}
+
+
+def test_a_tokenizer_that_takes_no_tokens_leaves_texts_as_they_are_and_their_calls_marked() -> None:
+    """As those of other libraries do."""
+
+    class Closed:
+        added_tokens_decoder: ClassVar[dict[int, Any]] = {7: SimpleNamespace(special=True)}
+
+        def add_tokens(self, tokens: list[str]) -> int:
+            raise NotImplementedError
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [ord(letter) for letter in text]
+
+    controls = ControlTokens(Closed())
+    assert not controls.are_hidden
+    text = f"a{Closed.added_tokens_decoder[7]}b"
+    assert controls.hide([text]) == [text] and controls.spell([1, 7]) == [1, 7]
