@@ -459,7 +459,10 @@ def describe(definition: Harness, session: OpenedSession, model: str | None, hom
 
     model = model or (session.first_model() if definition.takes_model else "")
     place = home.absolute() if home is not None else Path.home()
-    prepared = definition.prepare(session.endpoint, model, ["{prompt}"], place)
+    try:
+        prepared = definition.prepare(session.endpoint, model, ["{prompt}"], place)
+    except HarnessError as error:
+        raise Refusal(str(error)) from error
     if home is not None:
         try:
             prepared.write(place)

@@ -25,6 +25,7 @@ from rollout.evaluation import Evaluation
 from rollout.evaluators.base import Run
 from rollout.harnesses.catalogue import find_definition
 from rollout.harnesses.definition import Harness
+from rollout.harnesses.prepared import UnknownBaseUrl
 from rollout.runtimes.base import DiskFull, Runtime, RuntimeFailed
 from rollout.sessions import (
     NoAnswer,
@@ -273,7 +274,7 @@ class Course:
             yield
         except (RolloutFailed, Superseded):
             raise
-        except SessionFailed as error:
+        except (SessionFailed, UnknownBaseUrl) as error:
             raise RolloutFailed(Failure.SERVICE_FAILED, str(error)) from error
         except DiskFull as error:
             raise RolloutFailed(Failure.NODE_FAILED, str(error)) from error

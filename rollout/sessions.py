@@ -42,7 +42,7 @@ _GROWING = wait_random_exponential(multiplier=0.2, max=10)
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """`base_urls` has openai, anthropic and gemini."""
+    """`base_urls` are by the kind of client: openai, anthropic, gemini, and those of dialects that packages add."""
 
     session_id: str
     api_key: str = field(repr=False)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from reconstruct.roles import RoleRule
 from rollout.harnesses.mcp import McpForm, parse_form
 from rollout.harnesses.prepared import (
+    BASE_URL,
     MOST_BYTES,
     BadDefinition,
     Endpoint,
@@ -28,7 +29,6 @@ from rollout.harnesses.prepared import (
 if TYPE_CHECKING:
     from rollout.task import HarnessSpec, McpServer, Upload
 
-DIALECTS = ("chat", "responses", "messages", "gemini", "any")
 STDIN = ("none", "inherit", "prompt")
 OTHERS_BYTES = 4096
 """Reserved for the values of placeholders other than the prompt."""
@@ -36,6 +36,7 @@ SCRIPT = ".verbatim-command"
 """Below the home: a command line that is too long for an argument."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*\Z")
+_NAME_RULE = "is not made of lower-case letters, digits, '.', '_' and '-'"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -48,7 +49,7 @@ class Harness:
     description: str
     """One line."""
     dialect: str
-    """The wire dialect it speaks: one of DIALECTS."""
+    """The wire dialect it speaks, or "any". The service may have dialects of other packages, so every name is valid here."""
     argv: tuple[str, ...] = ()
     """The command. Empty: the task's instruction is the command."""
     version: str = ""
@@ -73,10 +74,11 @@ class Harness:
 
     def __post_init__(self) -> None:
         if not _NAME.match(self.name):
-            raise BadDefinition(f"name: {self.name!r} is not made of lower-case letters, digits, '.', '_' and '-'")
-        for what, value, allowed in (("dialect", self.dialect, DIALECTS), ("stdin", self.stdin, STDIN)):
-            if value not in allowed:
-                raise BadDefinition(f"{self.name}: {what} cannot be {value!r}: choose one of {', '.join(allowed)}")
+            raise BadDefinition(f"name: {self.name!r} {_NAME_RULE}")
+        if not _NAME.match(self.dialect):
+            raise BadDefinition(f"{self.name}: dialect: {self.dialect!r} {_NAME_RULE}")
+        if self.stdin not in STDIN:
+            raise BadDefinition(f"{self.name}: stdin cannot be {self.stdin!r}: choose one of {', '.join(STDIN)}")
         for variable in (*self.env, *self.unset):
             if not _VARIABLE.match(variable):
                 raise BadDefinition(f"{self.name}: {variable!r} is not the name of an environment variable")
@@ -111,9 +113,9 @@ class Harness:
         """The harness ready to run in `workdir` (default: the current directory) with `home` as its home.
 
         Several words are joined with spaces to the prompt; a harness that takes a command runs them as the command, and a single text as
-        a line of `sh`. `servers` are MCP servers that `check_accepted` has accepted."""
+        a line of `sh`. `servers` are MCP servers that `check_accepted` has accepted. Raises `UnknownBaseUrl`."""
         words = [prompt] if isinstance(prompt, str) else list(prompt)
-        values = {name: endpoint.base_urls[name] for name in ("openai", "anthropic", "gemini")}
+        values = {**endpoint.base_urls, **{BASE_URL + name: url for name, url in endpoint.base_urls.items()}}
         values |= {"api_key": endpoint.api_key, "model": model, "prompt": " ".join(words)}
         values |= {"home": str(home), "workdir": str(workdir or Path.cwd())}
         argv = tuple(fill(text, values) for text in self.argv)

@@ -6,6 +6,7 @@ HarnessError
 │   ├── UnknownField        a field that the format does not have
 │   ├── UnknownPlaceholder  `{name}` with an unknown name
 │   └── OutsideHome         a file would be written outside the harness's home
+├── UnknownBaseUrl          a base URL that the service does not have
 ├── NotTaken                the task has something that the harness does not accept
 ├── PromptTooLong           the system passes no argument of that length
 ├── MissingExecutable       no such command on PATH
@@ -27,7 +28,7 @@ MOST_BYTES = 128 * 1024 - 1
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """How to reach the session. `base_urls` has `openai`, `anthropic` and `gemini`, as in the answer to `POST /sessions`."""
+    """How to reach the session. `base_urls` are those of the response to `POST /sessions`."""
 
     base_urls: Mapping[str, str]
     api_key: str
@@ -125,6 +126,10 @@ class OutsideHome(BadDefinition):
     pass
 
 
+class UnknownBaseUrl(HarnessError):
+    pass
+
+
 class NotTaken(HarnessError):
     pass
 
@@ -141,13 +146,15 @@ class CannotStart(HarnessError):
     pass
 
 
-# Placeholders: `{name}` with a known name is replaced by a value of the run; other braces, as in JSON and code, stay. `{{name}}` gives a
-# literal `{name}`, and `${name}` is the shell's. Values are not filled in again: braces in a prompt stay.
+# Placeholders: `{name}` with a known name, or `{base_url:NAME}`, is replaced by a value of the run; other braces, as in JSON and code,
+# stay. `{{name}}` gives a literal `{name}`, and `${name}` is the shell's. Values are not filled in again: braces in a prompt stay.
 
 
 NAMES = ("openai", "anthropic", "gemini", "api_key", "model", "prompt", "home", "workdir")
+BASE_URL = "base_url:"
+"""Before the name of a base URL of the session. The built-in dialects' also go by their names alone; only the service knows all names."""
 
-_PLACEHOLDER = re.compile(r"\{\{(?P<literal>[a-z_]+)\}\}|(?<!\$)\{(?P<name>[a-z_]+)\}")
+_PLACEHOLDER = re.compile(r"\{\{(?P<literal>[a-z_]+)\}\}|(?<!\$)\{(?P<name>base_url:[A-Za-z0-9._-]+|[a-z_]+)\}")
 _QUOTED_FORMATS = (".json", ".toml", ".yaml")
 _NO_ASCII = re.compile(r"[^ -~]")
 
@@ -156,8 +163,8 @@ def check(text: str, where: str) -> None:
     """Raises `UnknownPlaceholder` for a `{name}` with an unknown name; `where` begins its message."""
     for found in _PLACEHOLDER.finditer(text):
         name = found["name"]
-        if name is not None and name not in NAMES:
-            known = ", ".join(NAMES)
+        if name is not None and name not in NAMES and not name.startswith(BASE_URL):
+            known = ", ".join((*NAMES, f"{BASE_URL}NAME"))
             raise UnknownPlaceholder(
                 f"{where}: {{{name}}} stands for nothing (known: {known}); {{{{{name}}}}} writes it as it is"
             )
@@ -168,8 +175,15 @@ def uses(text: str, name: str) -> bool:
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """`text` with every placeholder replaced; `values` has all of `NAMES`."""
-    return _PLACEHOLDER.sub(lambda found: f"{{{found['literal']}}}" if found["literal"] else values[found["name"]], text)
+    """`text` with every placeholder replaced; `values` has all of `NAMES` and the session's base URLs. Raises `UnknownBaseUrl`."""
+    return _PLACEHOLDER.sub(lambda found: f"{{{found['literal']}}}" if found["literal"] else _find(found["name"], values), text)
+
+
+def _find(name: str, values: Mapping[str, str]) -> str:
+    if name not in values:
+        known = ", ".join(sorted(each.removeprefix(BASE_URL) for each in values if each.startswith(BASE_URL)))
+        raise UnknownBaseUrl(f"{{{name}}}: the service has no such base URL; it has {known}")
+    return values[name]
 
 
 def fill_file(path: str, text: str, values: Mapping[str, str]) -> str:

@@ -48,6 +48,16 @@ async def test_a_command_that_the_machine_lacks_is_named_and_not_tried_again(wor
     assert not install or "exit code 3: trying" in state.verdict.failure.message
 
 
+async def test_a_harness_whose_dialect_the_service_lacks_fails_with_the_base_urls_there_are(world: World) -> None:
+    definition = {"description": "speaks toy", "dialect": "toy", "argv": ["env"], "env": {"URL": "{base_url:toy}"}}
+    task = await world.submit(replace(a_task(), harness=HarnessSpec("toys", definition)))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert state.verdict is not None and state.verdict.failure is not None
+    assert state.verdict.failure.failure is Failure.SERVICE_FAILED
+    assert "{base_url:toy}: the service has no such base URL" in state.verdict.failure.message
+
+
 async def test_an_install_that_fails_once_for_all_and_again_for_the_rollout_is_told_with_both_reasons(world: World) -> None:
     """A rollout's own install often fails only for what its sandbox lacks: why the first one did is what helps."""
     line = f"[ ! -w {PREFIX} ] || {{ echo no network; exit 4; }}; echo read-only; exit 3"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ from proxy.call.routes import Routes
 from proxy.dialects.catalogue import BadDialect, base_urls, dialects
 from proxy.dialects.chat import ChatDialect
 from proxy.errors import NotFound
+from rollout.harnesses.definition import parse
+from rollout.harnesses.prepared import Endpoint
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
@@ -67,6 +72,24 @@ def test_a_session_says_its_base_url(service: RunningService) -> None:
         "gemini": f"{service.url}/s/one",
         "toy": f"{service.url}/s/one/toy",
     }
+
+
+def test_a_harness_definition_names_it_and_is_pointed_at_its_base_url(
+    service: RunningService, engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    engine.script = lambda generation, index: "well said"
+    created = service.request("POST", "/sessions", json={"session_id": "pointed"}).json()
+    ask = (
+        "import json, os, urllib.request as http; body = json.dumps({'model': 'policy', 'turns': [{'me': 'hello'}], 'most': 8});"
+        "header = {'Authorization': 'Bearer ' + os.environ['TOY_KEY']};"
+        "print(http.urlopen(http.Request(os.environ['TOY_URL'] + '/ask', body.encode(), header)).read().decode())"
+    )
+    env = {"TOY_URL": "{base_url:toy}", "TOY_KEY": "{api_key}"}
+    harness = parse({"description": "speaks toy", "dialect": "toy", "argv": [sys.executable, "-c", ask], "env": env}, "toys")
+    ready = harness.prepare(Endpoint(created["base_urls"], created["api_key"]), "policy", "", tmp_path)
+    done = subprocess.run(ready.argv, env={**os.environ, **ready.env}, capture_output=True, check=True, text=True)
+    assert json.loads(done.stdout) == {"you": "well said", "why": "stop"}
+    assert [call["dialect"] for call in service.request("GET", "/sessions/pointed/calls").json()["calls"]] == ["toy"]
 
 
 def test_whole_and_streamed_calls_are_answered_in_its_shape_and_recorded(

@@ -25,6 +25,7 @@ from rollout.harnesses.prepared import (
     NotTaken,
     OutsideHome,
     Prepared,
+    UnknownBaseUrl,
     UnknownField,
     UnknownHarness,
     UnknownPlaceholder,
@@ -237,7 +238,7 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
     ("change", "kind", "says"),
     [
         ({"args": ["x"]}, UnknownField, "'args'"),
-        ({"dialect": "grpc"}, BadDefinition, "dialect cannot be 'grpc'"),
+        ({"dialect": "a dialect"}, BadDefinition, "dialect: 'a dialect' is not made of"),
         ({"stdin": "tty"}, BadDefinition, "stdin cannot be 'tty'"),
         ({"argv": "agent {prompt}"}, BadDefinition, "argv must be a list of strings"),
         ({"env": {"PORT": 1}}, BadDefinition, "env must be a table of strings"),
@@ -266,6 +267,17 @@ def test_a_definition_that_breaks_a_rule_is_refused_by_name(
     with pytest.raises(kind, match=says) as caught:
         parse({**LEAST, **change}, "mine")
     assert "mine" in str(caught.value) or "name" in change
+
+
+def test_a_definition_may_name_a_dialect_that_only_the_service_knows() -> None:
+    """The service said which base URLs it has: a definition is checked against them when a session is there."""
+    url = "{base_url:toy}"
+    harness = parse({**LEAST, "dialect": "toy", "env": {"TOY": url, "OPENAI": "{base_url:openai} {openai}"}}, "mine")
+    toy = Endpoint({**ENDPOINT.base_urls, "toy": f"{ROOT_URL}/toy"}, "vk-abc")
+    env = harness.prepare(toy, "policy", "Fix it.", Path("/h")).env
+    assert env == {"TOY": f"{ROOT_URL}/toy", "OPENAI": f"{ROOT_URL}/v1 {ROOT_URL}/v1"}
+    with pytest.raises(UnknownBaseUrl, match=r"\{base_url:toy\}.*it has anthropic, gemini, openai"):
+        prepared(harness)
 
 
 @pytest.mark.parametrize("missing", ["description", "dialect"])
