@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cli.control import Control
     from proxy.store.connection import StoreConnection
     from rollout.node import NodeSettings
-    from rollout.runtimes.base import Route, RuntimeKind
+    from rollout.runtimes.base import ProxyAddress, RuntimeKind
     from rollout.stages import Slots
     from rollout.steps import NodeParts
 
@@ -161,7 +161,7 @@ async def _serve(
     from rollout.steps import NodeParts
     from rollout.store.work import WorkStore
 
-    route = parse_route(harness_url, "--url" if harness_url == control.url else "--harness-url")
+    proxy = parse_proxy(harness_url, "--url" if harness_url == control.url else "--harness-url")
     kinds = await find_kinds(wanted)
     logs = make_logs_folder(data_dir)
     connection = await connect(redis)
@@ -169,7 +169,7 @@ async def _serve(
     parts = NodeParts(
         name=name,
         url=harness_url,
-        route=route,
+        proxy=proxy,
         work=WorkStore(RolloutConnection(connection)),
         sessions=sessions,
         judge=Judge(sessions, harness_url),
@@ -245,14 +245,14 @@ async def connect(redis: str) -> StoreConnection:
     return connection
 
 
-def parse_route(url: str, flag: str) -> Route:
+def parse_proxy(url: str, flag: str) -> ProxyAddress:
     """Raises `Refusal` (exit code 2)."""
-    from rollout.runtimes.base import Route
+    from rollout.runtimes.base import ProxyAddress
 
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise Refusal(f"{flag} {url!r} is not an http or https URL", exit_code=2)
-    return Route(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+    return ProxyAddress(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
 
 
 def make_logs_folder(data_dir: Path) -> Path:

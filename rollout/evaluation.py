@@ -90,7 +90,7 @@ class Evaluation:
             within(self._task.budgets.prepare, Failure.PREPARE_TIMEOUT),
         ):
             name = runtime_name(self._parts.name, self._attempt, "e")
-            self._runtime = runtime = self._parts.kinds[spec.kind].make(spec, name, self._parts.route)
+            self._runtime = runtime = self._parts.kinds[spec.kind].make(spec, name, self._parts.proxy)
             await runtime.start()
             await carry_out(self._spec.prepare, runtime, self._task.environment, self._logs.prefixed("evaluation"))
             return runtime

@@ -16,7 +16,7 @@ import httpx
 from rollout.attempts import AttemptId, Failure, RolloutFailed
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import Endpoint, Prepared, home_variables, temporary_directory
-from rollout.runtimes.base import Executed, Install, Installed, Logs, Route, Runtime, RuntimeKind
+from rollout.runtimes.base import Executed, Install, Installed, Logs, ProxyAddress, Runtime, RuntimeKind
 from rollout.sessions import Judge, OpenSession, Sessions
 from rollout.stages import Stages
 from rollout.store.work import WorkStore
@@ -37,12 +37,12 @@ BUDGET_EXHAUSTED = "budget_exhausted"
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """What a node gives its rollouts. `url` is the service as harnesses on this node call it, and `route` its host and port, the only
+    """What a node gives its rollouts. `url` is the service as harnesses on this node call it, and `proxy` its host and port, the only
     address a rollout reaches. `kinds` are the runtimes of this machine by name; `logs` is the folder of all attempts' logs."""
 
     name: str
     url: str
-    route: Route
+    proxy: ProxyAddress
     work: WorkStore
     sessions: Sessions
     judge: Judge
@@ -126,14 +126,14 @@ async def _exec(step: Exec, number: int, runtime: Runtime, env: Mapping[str, str
 
 
 async def install_harness(
-    kind: RuntimeKind, task: Task, harness: Harness, name: str, route: Route, logs: AttemptLogs
+    kind: RuntimeKind, task: Task, harness: Harness, name: str, proxy: ProxyAddress, logs: AttemptLogs
 ) -> Installed:
     """The spec of a runtime with the harness in it, if the kind can install one once for many; otherwise the task's own, where
     `HarnessRun.install` installs it after the prepare steps. `name` is for a runtime that exists only during the install. Raises
     `RuntimeFailed`."""
     if harness.takes_command or not (task.harness.install and harness.install):
         return Installed(task.runtime)
-    return await kind.install(task.runtime, Install(harness.argv[0], harness.install), name, route, logs.of("install"))
+    return await kind.install(task.runtime, Install(harness.argv[0], harness.install), name, proxy, logs.of("install"))
 
 
 @dataclass(frozen=True, slots=True)

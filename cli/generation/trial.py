@@ -14,11 +14,11 @@ from cli.node import find_kinds
 from cli.refusal import Refusal
 from rollout.attempts import AttemptId, RolloutFailed
 from rollout.harnesses.catalogue import find_definition
-from rollout.runtimes.base import Route, RuntimeFailed, RuntimeKind
+from rollout.runtimes.base import ProxyAddress, RuntimeFailed, RuntimeKind
 from rollout.steps import AttemptLogs, HarnessRun, install_harness, remove
 from rollout.task import Task
 
-NOWHERE = Route("127.0.0.1", 9)
+NOWHERE = ProxyAddress("127.0.0.1", 9)
 """No model is called."""
 
 

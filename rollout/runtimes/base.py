@@ -6,7 +6,7 @@ tests/rollout/runtimes/test_contract.py holds every kind to these rules:
 - `exec` runs argv as it is, without a shell. Stdout and stderr stay separate, are kept whole up to a bound, and are written to the given
   log files while the command runs. The exit code is the command's own, or 128 + the number of the signal that ended it. On timeout, and
   when the caller is cancelled, everything the command started is ended: SIGTERM first, SIGKILL after `GRACE_SECONDS`.
-- `network="proxy"` reaches the address of `Route` (at the URL that `map_url` returns) and nothing else. "full" reaches what the node
+- `network="proxy"` reaches the `ProxyAddress` (at the URL that `map_url` returns) and nothing else. "full" reaches what the node
   reaches; a container then has a network of its own, which includes the proxy at that URL but not the node's loopback device.
 - The node's own environment never reaches a command.
 - CPU, memory and, where possible, disk are limited to the spec. A command killed for its memory exits with 137.
@@ -75,7 +75,7 @@ class Logs:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ProxyAddress:
     """The one way out of a runtime: the proxy's `host` and `port` as the node reaches them."""
 
     host: str
@@ -158,11 +158,11 @@ class RuntimeKind(Protocol):
     def describe_limits(self) -> str:
         """How this machine enforces a runtime's limits, in one sentence; for whoever starts a node."""
 
-    def make(self, spec: RuntimeSpec, name: str, route: Route) -> Runtime:
+    def make(self, spec: RuntimeSpec, name: str, proxy: ProxyAddress) -> Runtime:
         """A runtime that has not started. `name` is unique among runtimes, at most 63 characters of [a-z0-9-]; its prefix names the owner,
         by which `sweep` finds it."""
 
-    async def install(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs) -> Installed:
+    async def install(self, spec: RuntimeSpec, install: Install, name: str, proxy: ProxyAddress, logs: Logs) -> Installed:
         """Installs once for all alike runtimes of this machine, in a runtime `name` that has the network, and keeps the result. Leaves the
         spec unchanged if it has the command already or if this kind cannot keep it."""
 

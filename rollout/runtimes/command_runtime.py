@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from rollout.runtimes.base import DiskFull, Executed, Logs, Route, RuntimeFailed
+from rollout.runtimes.base import DiskFull, Executed, Logs, ProxyAddress, RuntimeFailed
 from rollout.runtimes.command import CannotPass, Limits
 from rollout.runtimes.disk import FILE_TOO_LARGE
 from rollout.runtimes.files import GZIP, GzipSink, check_archive, is_disk_full_message
@@ -56,10 +56,10 @@ class CommandRuntime(ABC):
     home: str
     workdir: str
 
-    def __init__(self, spec: RuntimeSpec, name: str, route: Route, grace_seconds: float) -> None:
+    def __init__(self, spec: RuntimeSpec, name: str, proxy: ProxyAddress, grace_seconds: float) -> None:
         self.name = name
         self._spec = spec
-        self._route = route
+        self._proxy = proxy
         self._grace_seconds = grace_seconds
         self._claimed = False
         self._running: set[asyncio.Task[Any]] = set()

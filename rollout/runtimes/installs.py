@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
-from rollout.runtimes.base import Install, Installed, Logs, Route, Runtime, RuntimeFailed
+from rollout.runtimes.base import Install, Installed, Logs, ProxyAddress, Runtime, RuntimeFailed
 from rollout.runtimes.container.engine import Engine
 from rollout.runtimes.settings import RuntimeSettings
 from rollout.task import RuntimeSpec
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 INSTALL_SECONDS, LOOK_SECONDS, COMMIT_SECONDS = 900.0, 60.0, 600.0
 LEAST_MEMORY_MB = 2048
 """The least that an install gets: it does not run under a rollout's limits."""
-MakeRuntime = Callable[[RuntimeSpec, str, Route], Runtime]
+MakeRuntime = Callable[[RuntimeSpec, str, ProxyAddress], Runtime]
 
 
 async def has_command(runtime: Runtime, install: Install, env: Mapping[str, str] | None = None) -> bool:
@@ -80,14 +80,14 @@ class LocalInstalls:
         runtimes = self._settings.local_dir
         return runtimes.with_name(f"{runtimes.name}-installed")
 
-    async def install(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs) -> Installed:
+    async def install(self, spec: RuntimeSpec, install: Install, name: str, proxy: ProxyAddress, logs: Logs) -> Installed:
         """See `RuntimeKind.install`."""
         if spec.options.get("sandbox", "bwrap") != "bwrap":
             return Installed(spec)
         async with self._locks[install.key]:
             kept = self.folder / install.key
             if not kept.is_dir() and install.key not in self._settled:
-                await self._settle(spec, install, name, route, logs, kept)
+                await self._settle(spec, install, name, proxy, logs, kept)
             if not kept.is_dir():
                 return Installed(spec, self._settled.get(install.key, ""))
             claim_folder(self.folder, _VARIABLE)
@@ -105,10 +105,12 @@ class LocalInstalls:
             raise RuntimeFailed(f"{kept} was removed")
         return descriptor
 
-    async def _settle(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs, kept: Path) -> None:
+    async def _settle(
+        self, spec: RuntimeSpec, install: Install, name: str, proxy: ProxyAddress, logs: Logs, kept: Path
+    ) -> None:
         """Afterwards the install is kept, or known not to be."""
         memory_mb = max(spec.memory_mb, LEAST_MEMORY_MB)
-        runtime = self._make(replace(spec, network="full", workdir=PREFIX, memory_mb=memory_mb, disk_mb=None), name, route)
+        runtime = self._make(replace(spec, network="full", workdir=PREFIX, memory_mb=memory_mb, disk_mb=None), name, proxy)
         try:
             await runtime.start()
             if await has_command(runtime, install):
@@ -195,26 +197,26 @@ class ImageInstalls:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def install(
-        self, engine: Engine, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs
+        self, engine: Engine, spec: RuntimeSpec, install: Install, name: str, proxy: ProxyAddress, logs: Logs
     ) -> Installed:
         """See `RuntimeKind.install`; the image of the returned spec is the layer."""
         image = spec.image or ""
         async with self._locks[f"{image} {install.key}"]:
             layer = await _name_layer(engine, image, install)
             if layer not in self._settled and not await engine.has_image(layer):
-                await self._settle(engine, spec, install, name, route, logs, layer)
+                await self._settle(engine, spec, install, name, proxy, logs, layer)
             if layer in self._settled:
                 return Installed(spec, self._settled[layer])
             self._uses.note(_find_tag(layer))
             return Installed(replace(spec, image=layer))
 
     async def _settle(
-        self, engine: Engine, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs, layer: str
+        self, engine: Engine, spec: RuntimeSpec, install: Install, name: str, proxy: ProxyAddress, logs: Logs, layer: str
     ) -> None:
         memory_mb = max(spec.memory_mb, LEAST_MEMORY_MB)
         # Root installs, whichever user the layer is for.
         options = {**spec.options, "user": 0}
-        runtime = self._make(replace(spec, network="full", memory_mb=memory_mb, disk_mb=None, options=options), name, route)
+        runtime = self._make(replace(spec, network="full", memory_mb=memory_mb, disk_mb=None, options=options), name, proxy)
         try:
             await runtime.start()
             if await has_command(runtime, install):

@@ -20,12 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.runtimes.base import Install, Installed, Logs, Route, RuntimeFailed, describe_os_error
+from rollout.runtimes.base import Install, Installed, Logs, ProxyAddress, RuntimeFailed, describe_os_error
 from rollout.runtimes.container.engine import PULL_SECONDS, Engine
 from rollout.runtimes.container.runtime import INSIDE, ContainerKind, ContainerRuntime
 from rollout.runtimes.local.resources import PIDS
+from rollout.runtimes.passage import render_hosts
 from rollout.runtimes.processes import ContainerProcesses
-from rollout.runtimes.route import render_hosts
 from rollout.task import Network, RuntimeSpec
 
 HOME = "/home/agent"
@@ -119,10 +119,10 @@ class ApptainerKind(ContainerKind):
     def describe_limits(self) -> str:
         return f"memory, CPUs and {PIDS} processes are limited by apptainer's control groups"
 
-    def make(self, spec: RuntimeSpec, name: str, route: Route) -> ApptainerRuntime:
-        return ApptainerRuntime(self, spec, name, route)
+    def make(self, spec: RuntimeSpec, name: str, proxy: ProxyAddress) -> ApptainerRuntime:
+        return ApptainerRuntime(self, spec, name, proxy)
 
-    async def install(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs) -> Installed:
+    async def install(self, spec: RuntimeSpec, install: Install, name: str, proxy: ProxyAddress, logs: Logs) -> Installed:
         """Leaves the spec unchanged: images here are files that belong to others."""
         return Installed(spec)
 
@@ -130,8 +130,8 @@ class ApptainerKind(ContainerKind):
 class ApptainerRuntime(ContainerRuntime):
     """One instance, which lives from `start` to `stop`."""
 
-    def __init__(self, kind: ApptainerKind, spec: RuntimeSpec, name: str, route: Route) -> None:
-        super().__init__(kind, spec, name, route)
+    def __init__(self, kind: ApptainerKind, spec: RuntimeSpec, name: str, proxy: ProxyAddress) -> None:
+        super().__init__(kind, spec, name, proxy)
         self._user = 0
         self.home = HOME
 
@@ -144,7 +144,7 @@ class ApptainerRuntime(ContainerRuntime):
         try:
             for name in ("inside", "home", "work", "scratch", "overlay"):
                 (self._folder / name).mkdir()
-            (self._folder / "hosts").write_text(render_hosts(self._route))
+            (self._folder / "hosts").write_text(render_hosts(self._proxy))
         except OSError as error:
             raise describe_os_error(f"{self._folder} cannot be filled", error) from error
         words = (*self._make_flags(), self._spec.image or "", self.name)

@@ -1,12 +1,12 @@
 """A container as a runtime, through the command line of docker or podman (kind `docker`).
 
-The engine runs on the node's machine and the node runs as root: the route to the proxy and the end of what a command started need access
+The engine runs on the node's machine and the node runs as root: the passage to the proxy and the end of what a command started need access
 to the container's processes. Commands get the image's own variables; the image needs `sh`, `sleep` and what `command_runtime` needs. They
 run as root with the few capabilities that installing packages takes, or as option `user` says: then with no capability, and with a home
 and workdir that the node provides. No program gains privileges, and the engine's own system call filter applies.
 
 The network of `full` is the engine's, not the node's. A single step with `full` gets the network of a second container, in which nothing
-else runs. The proxy is reached through `route` in either case.
+else runs. The proxy is reached through `passage` in either case.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollout.runtimes.base import (
     Install,
     Installed,
     Logs,
-    Route,
+    ProxyAddress,
     RuntimeFailed,
     check_common,
     check_options,
@@ -44,8 +44,8 @@ from rollout.runtimes.container.engine import Engine, find_engine
 from rollout.runtimes.disk import DiskWatch, find_overlay
 from rollout.runtimes.installs import ImageInstalls, Uses, claim_folder, delete_folder
 from rollout.runtimes.local.resources import PIDS
+from rollout.runtimes.passage import Passage, host_name, map_url
 from rollout.runtimes.processes import MARK, ContainerProcesses
-from rollout.runtimes.route import Passage, host_name, map_url
 from rollout.runtimes.settings import RuntimeSettings, read_environment
 from rollout.task import Network, RuntimeSpec
 
@@ -103,11 +103,11 @@ class ContainerKind:
     def describe_limits(self) -> str:
         return f"memory, CPUs and {PIDS} processes are limited by the container engine"
 
-    def make(self, spec: RuntimeSpec, name: str, route: Route) -> ContainerRuntime:
-        return ContainerRuntime(self, spec, name, route)
+    def make(self, spec: RuntimeSpec, name: str, proxy: ProxyAddress) -> ContainerRuntime:
+        return ContainerRuntime(self, spec, name, proxy)
 
-    async def install(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs) -> Installed:
-        return await self._installs.install(await self.find_engine(), spec, install, name, route, logs)
+    async def install(self, spec: RuntimeSpec, install: Install, name: str, proxy: ProxyAddress, logs: Logs) -> Installed:
+        return await self._installs.install(await self.find_engine(), spec, install, name, proxy, logs)
 
     async def sweep(self, prefix: str) -> int:
         engine, folder = await self.find_engine(), self.folder
@@ -122,8 +122,8 @@ class ContainerKind:
 class ContainerRuntime(CommandRuntime):
     """One container, which lives from `start` to `stop`."""
 
-    def __init__(self, kind: ContainerKind, spec: RuntimeSpec, name: str, route: Route) -> None:
-        super().__init__(spec, name, route, kind.grace_seconds)
+    def __init__(self, kind: ContainerKind, spec: RuntimeSpec, name: str, proxy: ProxyAddress) -> None:
+        super().__init__(spec, name, proxy, kind.grace_seconds)
         self._kind = kind
         self._folder = kind.folder / name
         self._user = int(spec.options.get("user", kind.settings.container_user))
@@ -149,7 +149,7 @@ class ContainerRuntime(CommandRuntime):
         if (overlay := find_overlay(first)) is not None and not overlay.is_relative_to(self._folder):
             self._written.append(overlay)
         if self._is_proxied:
-            self._passage = await Passage(first, self._route).__aenter__()
+            self._passage = await Passage(first, self._proxy).__aenter__()
         done = await self._run_bare(["mkdir", "-p", self.workdir, self.home], limits=Limits(START_SECONDS))
         if done.exit_code != 0:
             raise RuntimeFailed(f"{self.workdir} cannot be made: {done.stderr.decode(errors='replace').strip()}")
@@ -194,7 +194,7 @@ class ContainerRuntime(CommandRuntime):
             words += ["--volume", f"{self._folder}/work:{self.workdir}"] if spec.workdir is None else []
         if spec.disk_mb is not None:
             words += ["--ulimit", f"fsize={spec.disk_mb << 20}:{spec.disk_mb << 20}"]
-        if (name := host_name(self._route.host)) is not None and self._is_proxied:
+        if (name := host_name(self._proxy.host)) is not None and self._is_proxied:
             words += ["--add-host", f"{name}:127.0.0.1"]
         return [*words, *settings.container_run_flags]
 
@@ -210,7 +210,7 @@ class ContainerRuntime(CommandRuntime):
 
     @property
     def _is_proxied(self) -> bool:
-        """Whether connections in the container go through `route` to the proxy."""
+        """Whether connections in the container go through `passage` to the proxy."""
         return self._spec.network == "proxy" or self._kind.settings.container_network != "host"
 
     @property
@@ -219,7 +219,7 @@ class ContainerRuntime(CommandRuntime):
         return self._folder / "inside"
 
     def map_url(self, url: str) -> str:
-        return map_url(self._route, url) if self._is_proxied else url
+        return map_url(self._proxy, url) if self._is_proxied else url
 
     async def _run_command(self, command: Command) -> Executed:
         within = self._processes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.runtimes.command import CannotPass, check_argv, render_exports
-from rollout.runtimes.route import host_name
+from rollout.runtimes.passage import host_name
 from rollout.task import RuntimeSpec
 
 INSIDE = "/run/verbatim"
@@ -36,7 +36,7 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class ProxyAddress:
+class ResolvedProxy:
     """`host` is a name or an address, `addresses` what it resolves to."""
 
     host: str
@@ -49,7 +49,7 @@ class PodSettings:
     """What does not come from the task's spec. `proxy` None: the pod has the whole network. `user` None: the image's own. `owner` must be
     in the same namespace; the cluster removes the pod when the owner is gone."""
 
-    proxy: ProxyAddress | None
+    proxy: ResolvedProxy | None
     owner: Owner | None
     service_account: str | None
     user: int | None
@@ -81,7 +81,7 @@ def make_manifest(spec: RuntimeSpec, name: str, labels: Mapping[str, str], setti
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
 
 
-def _make_dns(proxy: ProxyAddress) -> dict[str, Any]:
+def _make_dns(proxy: ResolvedProxy) -> dict[str, Any]:
     """The pod knows the proxy's name and has no name service, through which it could send data anywhere."""
     dns: dict[str, Any] = {"dnsPolicy": "None", "dnsConfig": {"nameservers": ["127.0.0.1"]}}
     if host_name(proxy.host) is not None:

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.runtimes.base import Route, RuntimeFailed
+from rollout.runtimes.base import ProxyAddress, RuntimeFailed
 from rollout.runtimes.kubernetes.cluster import Cluster
-from rollout.runtimes.kubernetes.manifest import MANAGED, NETWORK_LABEL, PROXY_LABEL, ProxyAddress
+from rollout.runtimes.kubernetes.manifest import MANAGED, NETWORK_LABEL, PROXY_LABEL, ResolvedProxy
 from rollout.runtimes.settings import RuntimeSettings
 
 MODES = ("made", "given", "elsewhere")
-_EXAMPLE = ProxyAddress("", ("192.0.2.1",), 80)
+_EXAMPLE = ResolvedProxy("", ("192.0.2.1",), 80)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Isolation:
         if mode == "given":
             await self._check_given({NETWORK_LABEL: "proxy"})
 
-    async def ensure(self, proxy: ProxyAddress, labels: Mapping[str, str]) -> dict[str, str]:
+    async def ensure(self, proxy: ResolvedProxy, labels: Mapping[str, str]) -> dict[str, str]:
         """Further labels for a pod with these: with both it is isolated from its first moment. Raises `RuntimeFailed`."""
         mode = self.settings.kubernetes_network_policy
         if mode == "made":
@@ -60,19 +60,19 @@ class Isolation:
             )
 
 
-async def resolve_proxy(route: Route) -> ProxyAddress:
+async def resolve_proxy(proxy: ProxyAddress) -> ResolvedProxy:
     """Raises `RuntimeFailed` if the proxy's name does not resolve here, or only to a loopback address."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(route.host, route.port, type=1)
+        found = await asyncio.get_running_loop().getaddrinfo(proxy.host, proxy.port, type=1)
     except OSError as error:
-        raise RuntimeFailed(f"the proxy's name does not resolve: {route.host}: {error}") from error
+        raise RuntimeFailed(f"the proxy's name does not resolve: {proxy.host}: {error}") from error
     addresses = tuple(sorted({str(each[4][0]) for each in found}))
     if any(ipaddress.ip_address(each).is_loopback for each in addresses):
-        raise RuntimeFailed(f"{route.host} reaches the proxy on the node only: give the node an address that pods can reach")
-    return ProxyAddress(route.host, addresses, route.port)
+        raise RuntimeFailed(f"{proxy.host} reaches the proxy on the node only: give the node an address that pods can reach")
+    return ResolvedProxy(proxy.host, addresses, proxy.port)
 
 
-def make_policy(proxy: ProxyAddress, settings: RuntimeSettings) -> dict[str, Any]:
+def make_policy(proxy: ResolvedProxy, settings: RuntimeSettings) -> dict[str, Any]:
     """A NetworkPolicy that lets pods out to the proxy alone, and nobody in. For a proxy behind a Service most networks match the pods it
     stands for, which the settings name, on any port."""
     blocks = [{"ipBlock": {"cidr": str(ipaddress.ip_network(each))}} for each in proxy.addresses]

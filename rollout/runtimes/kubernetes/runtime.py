@@ -20,7 +20,7 @@ from rollout.runtimes.base import (
     Install,
     Installed,
     Logs,
-    Route,
+    ProxyAddress,
     RuntimeFailed,
     check_common,
     check_options,
@@ -78,10 +78,10 @@ class KubernetesKind:
     def describe_limits(self) -> str:
         return "memory, CPUs and disks are limited by the cluster, the number of processes if its nodes limit it"
 
-    def make(self, spec: RuntimeSpec, name: str, route: Route) -> PodRuntime:
-        return PodRuntime(self, spec, name, route)
+    def make(self, spec: RuntimeSpec, name: str, proxy: ProxyAddress) -> PodRuntime:
+        return PodRuntime(self, spec, name, proxy)
 
-    async def install(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs) -> Installed:
+    async def install(self, spec: RuntimeSpec, install: Install, name: str, proxy: ProxyAddress, logs: Logs) -> Installed:
         """Leaves the spec unchanged: a cluster keeps nothing but images."""
         return Installed(spec)
 
@@ -95,8 +95,8 @@ class KubernetesKind:
 class PodRuntime(CommandRuntime):
     """One pod, which lives from `start` to `stop`."""
 
-    def __init__(self, kind: KubernetesKind, spec: RuntimeSpec, name: str, route: Route) -> None:
-        super().__init__(spec, name, route, kind.grace_seconds)
+    def __init__(self, kind: KubernetesKind, spec: RuntimeSpec, name: str, proxy: ProxyAddress) -> None:
+        super().__init__(spec, name, proxy, kind.grace_seconds)
         self._kind = kind
         self._uid: str | None = None
         self.home = "/root"
@@ -112,7 +112,7 @@ class PodRuntime(CommandRuntime):
         """The pod's manifest; its network is isolated by the time this returns. Raises `RuntimeFailed`."""
         settings, labels, proxy = self._kind.settings, manifest.make_labels(self._spec, self.name), None
         if self._spec.network == "proxy":
-            proxy = await resolve_proxy(self._route)
+            proxy = await resolve_proxy(self._proxy)
             labels |= await Isolation(cluster, settings).ensure(proxy, labels)
         pod = PodSettings(
             proxy=proxy,

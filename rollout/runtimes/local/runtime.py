@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from rollout.runtimes import installs, processes, route, seccomp
+from rollout.runtimes import installs, passage, processes, seccomp
 from rollout.runtimes.base import (
     GRACE_SECONDS,
     BadRuntime,
@@ -25,7 +25,7 @@ from rollout.runtimes.base import (
     Install,
     Installed,
     Logs,
-    Route,
+    ProxyAddress,
     RuntimeFailed,
     check_common,
     check_options,
@@ -94,11 +94,11 @@ class LocalKind:
             sentences.append(f"system calls are not filtered on {platform.machine()}")
         return "; ".join(sentences)
 
-    def make(self, spec: RuntimeSpec, name: str, route: Route) -> LocalRuntime:
-        return LocalRuntime(self, spec, name, route)
+    def make(self, spec: RuntimeSpec, name: str, proxy: ProxyAddress) -> LocalRuntime:
+        return LocalRuntime(self, spec, name, proxy)
 
-    async def install(self, spec: RuntimeSpec, install: Install, name: str, route: Route, logs: Logs) -> Installed:
-        return await self.installs.install(spec, install, name, route, logs)
+    async def install(self, spec: RuntimeSpec, install: Install, name: str, proxy: ProxyAddress, logs: Logs) -> Installed:
+        return await self.installs.install(spec, install, name, proxy, logs)
 
     async def sweep(self, prefix: str) -> int:
         folder = self.settings.local_dir
@@ -123,8 +123,8 @@ class LocalKind:
 class LocalRuntime(CommandRuntime):
     """Commands run side by side, each in a sandbox of its own over the same files."""
 
-    def __init__(self, kind: LocalKind, spec: RuntimeSpec, name: str, route: Route) -> None:
-        super().__init__(spec, name, route, kind.grace_seconds)
+    def __init__(self, kind: LocalKind, spec: RuntimeSpec, name: str, proxy: ProxyAddress) -> None:
+        super().__init__(spec, name, proxy, kind.grace_seconds)
         self._kind = kind
         self._folder = kind.settings.local_dir / name
         self._sandbox = spec.options.get("sandbox", "bwrap") == "bwrap"
@@ -154,12 +154,12 @@ class LocalRuntime(CommandRuntime):
         for name in ("home", "work", "tmp", "shm", "etc"):
             (self._folder / name).mkdir()
         etc = self._folder / "etc"
-        (etc / "hosts").write_text(route.render_hosts(self._route))
+        (etc / "hosts").write_text(passage.render_hosts(self._proxy))
         (etc / "passwd").write_text(f"root:x:0:0::/root:/bin/sh\nagent:x:{USER}:{USER}::{HOME}:/bin/sh\n")
         (etc / "group").write_text(f"root:x:0:\nagent:x:{USER}:\n")
 
     def map_url(self, url: str) -> str:
-        return route.map_url(self._route, url) if self._spec.network == "proxy" else url
+        return passage.map_url(self._proxy, url) if self._spec.network == "proxy" else url
 
     async def _run_command(self, command: Command) -> Executed:
         line = wrap_in_shell(command.workdir, command.argv)
@@ -184,7 +184,7 @@ class LocalRuntime(CommandRuntime):
             except (OSError, ValueError) as error:
                 raise RuntimeFailed(f"the command cannot be put under its limits: {error}") from error
             if self._sandbox and not has_network:
-                await stack.enter_async_context(route.Passage(held.pid, self._route))
+                await stack.enter_async_context(passage.Passage(held.pid, self._proxy))
             held.release()
             watch = asyncio.ensure_future(self._resources.watch(held.list_pids, kill))
             disk = DiskWatch([self._folder], self._spec.disk_mb, partial(held.send, signal.SIGKILL))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollout.runtimes import catalogue
-from rollout.runtimes.base import BadRuntime, Route
+from rollout.runtimes.base import BadRuntime, ProxyAddress
 from rollout.runtimes.settings import RuntimeSettings
 from rollout.task import RuntimeSpec
 from tests.support.runtimes.runtime_places import shell
@@ -23,7 +23,7 @@ class Folder:
     def check(self, spec): pass
     async def probe(self): return None
     def describe_limits(self): return "there are none"
-    def make(self, spec, name, route): return PlainRuntime(self.settings.local_dir / name)
+    def make(self, spec, name, proxy): return PlainRuntime(self.settings.local_dir / name)
     async def sweep(self, prefix): return 0
 
 def broken(settings):
@@ -61,7 +61,7 @@ def test_every_kind_has_the_name_it_is_listed_under(name: str) -> None:
 async def test_an_installed_package_brings_a_runtime(installed: None, tmp_path: Path) -> None:
     assert catalogue.list_names() == ["apptainer", "broken", "docker", "folder", "kubernetes", "local", "lost"]
     kind = catalogue.load("folder", RuntimeSettings(local_dir=tmp_path))
-    runtime = kind.make(RuntimeSpec(kind="folder"), "r-1", Route("127.0.0.1", 9))
+    runtime = kind.make(RuntimeSpec(kind="folder"), "r-1", ProxyAddress("127.0.0.1", 9))
     await runtime.start()
     assert (await shell(runtime, "echo ran")).stdout == b"ran\n"
     await runtime.stop()

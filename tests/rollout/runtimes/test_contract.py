@@ -22,7 +22,7 @@ import pytest
 import pytest_asyncio
 
 from rollout.runtimes import processes
-from rollout.runtimes.base import KEPT_BYTES, BadRuntime, DiskFull, Executed, Logs, Route, Runtime, RuntimeFailed
+from rollout.runtimes.base import KEPT_BYTES, BadRuntime, DiskFull, Executed, Logs, ProxyAddress, Runtime, RuntimeFailed
 from tests.support.runtimes.runtime_places import (
     ANSWER,
     NOWHERE,
@@ -46,7 +46,7 @@ OPEN = ("unconfined", "kubernetes")
 OF_ONE_NETWORK = ("unconfined", "kubernetes", "apptainer")
 """Kinds in which all commands have the same."""
 GREAT = b"y" * 300_000
-NAMED = Route("proxy.example", 443)
+NAMED = ProxyAddress("proxy.example", 443)
 """A proxy with TLS, whose certificate is for that name."""
 FETCH = r"""
 import socket, sys
@@ -99,7 +99,7 @@ opening = pytest.mark.parametrize("kind", but(*OF_ONE_NETWORK))
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A kind with the two runtimes that its tests share. In kinds that keep commands from the network, `other` has the route `NAMED`."""
+    """A kind with the two runtimes that its tests share. In kinds that keep commands from the network, `other` has the proxy `NAMED`."""
 
     place: Place
     runtime: Runtime
@@ -107,13 +107,15 @@ class Started:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def proxy() -> AsyncIterator[Route]:
-    async with answering(at={"/great": GREAT}) as route:
-        yield route
+async def proxy() -> AsyncIterator[ProxyAddress]:
+    async with answering(at={"/great": GREAT}) as proxy:
+        yield proxy
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def started(proxy: Route, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Callable[[str], Awaitable[Started]]]:
+async def started(
+    proxy: ProxyAddress, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Callable[[str], Awaitable[Started]]]:
     """Starts them for the first test of the kind."""
     known: dict[str, Started] = {}
     async with AsyncExitStack() as stack:
@@ -121,10 +123,10 @@ async def started(proxy: Route, tmp_path_factory: pytest.TempPathFactory) -> Asy
         async def started(kind: str) -> Started:
             if kind not in known:
                 place = place_of(kind, tmp_path_factory.mktemp(kind))
-                routes = (NOWHERE, NOWHERE) if kind in OPEN else (proxy, NAMED)
+                proxies = (NOWHERE, NOWHERE) if kind in OPEN else (proxy, NAMED)
                 with pytest.MonkeyPatch.context() as environment:
                     of_the_node(environment)
-                    runtimes = [await stack.enter_async_context(place.started(route)) for route in routes]
+                    runtimes = [await stack.enter_async_context(place.started(each)) for each in proxies]
                 known[kind] = Started(place, *runtimes)
             return known[kind]
 
@@ -489,7 +491,7 @@ async def test_a_command_that_takes_too_much_memory_ends_with_137(runtime: Runti
 
 
 @closed
-async def test_the_proxy_is_reached_and_nothing_else(runtime: Runtime, proxy: Route) -> None:
+async def test_the_proxy_is_reached_and_nothing_else(runtime: Runtime, proxy: ProxyAddress) -> None:
     url = runtime.map_url(f"http://{proxy.host}:{proxy.port}/s/x/v1?a=b")
     assert url.endswith("/s/x/v1?a=b")
     inside = urlsplit(url).netloc
@@ -509,7 +511,7 @@ async def test_a_step_may_have_the_whole_network(place: Place, runtime: Runtime)
         assert (await python(runtime, FETCH, *asked)).stdout in (b"Connection refused\n", b"Network is unreachable\n")
 
 
-async def test_with_the_whole_network_the_proxy_is_reached_and_what_is_outside(place: Place, proxy: Route) -> None:
+async def test_with_the_whole_network_the_proxy_is_reached_and_what_is_outside(place: Place, proxy: ProxyAddress) -> None:
     async with place.started(proxy, network="full") as whole, answering(b"outside", host="0.0.0.0") as beside:
         inside = urlsplit(whole.map_url(f"http://{proxy.host}:{proxy.port}/")).netloc
         asked = (inside, "/", f"{await node_seen_from(place, whole)}:{beside.port}", "/")
@@ -520,8 +522,8 @@ async def node_seen_from(place: Place, runtime: Runtime) -> str:
     """The node's address in the whole network: of a network of the engine's own it is the gateway."""
     if place.spec.kind != "docker":
         return "127.0.0.1"
-    route = "print(open('/proc/net/route').read().splitlines()[1].split()[2])"
-    gateway = (await python(runtime, route, network="full")).stdout.decode()
+    code = "print(open('/proc/net/route').read().splitlines()[1].split()[2])"
+    gateway = (await python(runtime, code, network="full")).stdout.decode()
     return ".".join(str(each) for each in reversed(bytes.fromhex(gateway)))
 
 
@@ -532,13 +534,13 @@ async def test_a_proxy_with_tls_keeps_its_name(place: Place, other: Runtime) -> 
     assert url.startswith(f"https://{NAMED.host}:")
     program = f"import socket; print(socket.gethostbyname('{NAMED.host}'))"
     assert (await python(other, program)).stdout == b"127.0.0.1\n"
-    by_address = place.runtime(Route("192.0.2.1", 443))
+    by_address = place.runtime(ProxyAddress("192.0.2.1", 443))
     with pytest.raises(RuntimeFailed, match="host name"):
         by_address.map_url("https://192.0.2.1/")
 
 
 @closed
-async def test_many_connections_reach_the_proxy_at_once(runtime: Runtime, proxy: Route) -> None:
+async def test_many_connections_reach_the_proxy_at_once(runtime: Runtime, proxy: ProxyAddress) -> None:
     program = (
         "import io, sys, threading\n"
         "argv = sys.argv; fetch = argv.pop(1); sys.stdout = told = io.StringIO()\n"

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rollout.runtimes.base import Install, Installed, Logs, Route, Runtime, RuntimeFailed
+from rollout.runtimes.base import Install, Installed, Logs, ProxyAddress, Runtime, RuntimeFailed
 from rollout.runtimes.installs import REPOSITORY, ImageInstalls, Uses
 from rollout.task import RuntimeSpec
 from tests.support.runtimes.plain_runtime import PlainRuntime
 
-ROUTE, SPEC = Route("127.0.0.1", 9), RuntimeSpec("docker", image="judge")
+PROXY, SPEC = ProxyAddress("127.0.0.1", 9), RuntimeSpec("docker", image="judge")
 
 
 class Engine:
@@ -58,13 +58,13 @@ class Place:
         self.installs = ImageInstalls(self.make, Uses(folder / "layers", 2, "VERBATIM_CONTAINER_DIR"))
         self.engine = Engine()
 
-    def make(self, spec: RuntimeSpec, name: str, route: Route) -> Runtime:
+    def make(self, spec: RuntimeSpec, name: str, proxy: ProxyAddress) -> Runtime:
         self.made.append((spec, name))
         return PlainRuntime(self.folder / name)
 
     async def install(self, install: Install, name: str, spec: RuntimeSpec = SPEC) -> Installed:
         logs = Logs(self.folder / "install.out", self.folder / "install.err")
-        return await self.installs.install(self.engine, spec, install, name, ROUTE, logs)
+        return await self.installs.install(self.engine, spec, install, name, PROXY, logs)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 
-from rollout.runtimes.base import BadRuntime, Install, Installed, Logs, Route, RuntimeFailed
+from rollout.runtimes.base import BadRuntime, Install, Installed, Logs, ProxyAddress, RuntimeFailed
 from rollout.runtimes.installs import OPTION, PREFIX
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
@@ -19,7 +19,7 @@ from tests.support.machine import unavailable
 
 MARK = uuid4().hex[:8]
 """In the names of runtimes: those of a machine are all different."""
-SPEC, ROUTE = RuntimeSpec(), Route("127.0.0.1", 9)
+SPEC, PROXY = RuntimeSpec(), ProxyAddress("127.0.0.1", 9)
 SCRIPT = "mkdir -p $NPM_CONFIG_PREFIX/bin && printf '#!/bin/sh\\necho here\\n' > $NPM_CONFIG_PREFIX/bin/agent-x"
 LINES = ("echo ran", SCRIPT, f"chmod +x {PREFIX}/bin/agent-x")
 INSTALL = Install("agent-x", LINES)
@@ -38,7 +38,7 @@ def logs(tmp_path: Path) -> Logs:
 
 
 async def said(kind: LocalKind, spec: RuntimeSpec, line: str) -> tuple[int, str]:
-    runtime = kind.make(spec, f"r-{MARK}-after", ROUTE)
+    runtime = kind.make(spec, f"r-{MARK}-after", PROXY)
     await runtime.start()
     try:
         done = await runtime.exec(("sh", "-c", line), timeout_seconds=60)
@@ -49,7 +49,7 @@ async def said(kind: LocalKind, spec: RuntimeSpec, line: str) -> tuple[int, str]
 
 async def test_it_is_installed_once_and_seen_read_only_by_every_later_runtime(kind: LocalKind, tmp_path: Path) -> None:
     made = await asyncio.gather(
-        *(kind.install(SPEC, INSTALL, f"r-{MARK}-{number}", ROUTE, logs(tmp_path)) for number in range(3))
+        *(kind.install(SPEC, INSTALL, f"r-{MARK}-{number}", PROXY, logs(tmp_path)) for number in range(3))
     )
     specs = [each.spec for each in made]
     assert (tmp_path / "install.out").read_text() == "ran\n"
@@ -62,9 +62,9 @@ async def test_it_is_installed_once_and_seen_read_only_by_every_later_runtime(ki
 
 
 async def test_another_process_of_the_machine_finds_it_there(kind: LocalKind, tmp_path: Path) -> None:
-    made = await kind.install(SPEC, INSTALL, f"r-{MARK}-1", ROUTE, logs(tmp_path))
+    made = await kind.install(SPEC, INSTALL, f"r-{MARK}-1", PROXY, logs(tmp_path))
     other = LocalKind(kind.settings)
-    assert await other.install(SPEC, INSTALL, f"r-{MARK}-2", ROUTE, logs(tmp_path)) == made
+    assert await other.install(SPEC, INSTALL, f"r-{MARK}-2", PROXY, logs(tmp_path)) == made
     assert (tmp_path / "install.out").read_text() == "ran\n"
 
 
@@ -82,14 +82,14 @@ async def test_what_is_there_anyway_or_cannot_be_kept_leaves_the_spec_as_it_is_a
     kind: LocalKind, tmp_path: Path, install: Install, failure: str
 ) -> None:
     for number in range(2):
-        made = await kind.install(SPEC, install, f"r-{MARK}-{number}", ROUTE, logs(tmp_path))
+        made = await kind.install(SPEC, install, f"r-{MARK}-{number}", PROXY, logs(tmp_path))
         assert made.spec == SPEC and failure in made.failure and bool(failure) is bool(made.failure)
     assert not any((tmp_path / "runtimes").iterdir())
 
 
 async def test_without_a_sandbox_nothing_is_kept(kind: LocalKind, tmp_path: Path) -> None:
     bare = replace(SPEC, network="full", options={"sandbox": "none"})
-    assert await kind.install(bare, INSTALL, f"r-{MARK}-1", ROUTE, logs(tmp_path)) == Installed(bare)
+    assert await kind.install(bare, INSTALL, f"r-{MARK}-1", PROXY, logs(tmp_path)) == Installed(bare)
 
 
 def test_nobody_can_submit_a_folder_of_the_machine_as_an_install(tmp_path: Path) -> None:
@@ -114,28 +114,28 @@ async def test_what_was_unused_for_longest_is_removed_and_nothing_in_use(kind: L
     for number in range(3):
         install = Install("agent-x", (*LINES, f"echo {number}"))
         grown_old(tmp_path)
-        made = await LocalKind(kind.settings).install(SPEC, install, f"r-{MARK}-{number}", ROUTE, logs(tmp_path))
+        made = await LocalKind(kind.settings).install(SPEC, install, f"r-{MARK}-{number}", PROXY, logs(tmp_path))
         specs.append(made.spec)
         if number == 0:
-            runtimes.append(LocalKind(kind.settings).make(specs[0], f"r-{MARK}-using", ROUTE))
+            runtimes.append(LocalKind(kind.settings).make(specs[0], f"r-{MARK}-using", PROXY))
             await runtimes[0].start()
     await runtimes[0].stop()
     assert [there(spec) for spec in specs] == [True, False, True]
     grown_old(tmp_path)
-    made = await kind.install(SPEC, Install("agent-x", (*LINES, "echo 3")), f"r-{MARK}-3", ROUTE, logs(tmp_path))
+    made = await kind.install(SPEC, Install("agent-x", (*LINES, "echo 3")), f"r-{MARK}-3", PROXY, logs(tmp_path))
     specs.append(made.spec)
     assert [there(spec) for spec in specs] == [False, False, False, True]
     with pytest.raises(RuntimeFailed, match="was removed"):
-        await kind.make(specs[0], f"r-{MARK}-late", ROUTE).start()
-    again = await kind.install(SPEC, Install("agent-x", (*LINES, "echo 0")), f"r-{MARK}-4", ROUTE, logs(tmp_path))
+        await kind.make(specs[0], f"r-{MARK}-late", PROXY).start()
+    again = await kind.install(SPEC, Install("agent-x", (*LINES, "echo 0")), f"r-{MARK}-4", PROXY, logs(tmp_path))
     assert await said(kind, again.spec, "agent-x") == (0, "here\n")
 
 
 async def test_a_runtime_may_start_while_its_install_is_removed(kind: LocalKind, tmp_path: Path) -> None:
     """It waited for the removal's lock in the thread in which the removal had to go on: the node stood still."""
-    made = await kind.install(SPEC, INSTALL, f"r-{MARK}-1", ROUTE, logs(tmp_path))
+    made = await kind.install(SPEC, INSTALL, f"r-{MARK}-1", PROXY, logs(tmp_path))
     other = replace(INSTALL, lines=(*LINES, "echo other"))
-    await LocalKind(replace(kind.settings, installs_kept=2)).install(SPEC, other, f"r-{MARK}-2", ROUTE, logs(tmp_path))
+    await LocalKind(replace(kind.settings, installs_kept=2)).install(SPEC, other, f"r-{MARK}-2", PROXY, logs(tmp_path))
     grown_old(tmp_path)
     removal, held = asyncio.ensure_future(kind.installs._remove_excess()), None
     await asyncio.sleep(0)
@@ -156,4 +156,4 @@ async def test_an_install_in_a_folder_of_another_user_is_not_used(kind: LocalKin
     planted.mkdir(parents=True)
     os.chown(kind.installs.folder, 1000, 1000)
     with pytest.raises(RuntimeFailed, match="belongs to another user; set VERBATIM_LOCAL_DIR"):
-        await kind.install(SPEC, INSTALL, f"r-{MARK}-1", ROUTE, logs(tmp_path))
+        await kind.install(SPEC, INSTALL, f"r-{MARK}-1", PROXY, logs(tmp_path))

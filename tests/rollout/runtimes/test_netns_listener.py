@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rollout.runtimes.route import PORT, open_listener
+from rollout.runtimes.passage import PORT, open_listener
 from tests.support.machine import unavailable
 
 # What a sandbox does in a network namespace of its own once told to, as bubblewrap does it: an address for the loopback device, which

@@ -16,7 +16,7 @@ from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.attempts import ENDED, RolloutState
 from rollout.node import Node, NodeSettings
-from rollout.runtimes.base import Route, RuntimeKind
+from rollout.runtimes.base import ProxyAddress, RuntimeKind
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
 from rollout.sessions import Judge, Sessions
@@ -145,7 +145,7 @@ class World:
             parts = NodeParts(
                 name=self.called(name),
                 url=self.service.url,
-                route=Route("127.0.0.1", urlsplit(self.service.url).port or 0),
+                proxy=ProxyAddress("127.0.0.1", urlsplit(self.service.url).port or 0),
                 work=WorkStore(RolloutConnection(connection)),
                 sessions=sessions,
                 judge=Judge(sessions, self.service.url),

@@ -13,14 +13,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rollout.runtimes.base import Executed, Route, Runtime, RuntimeKind
+from rollout.runtimes.base import Executed, ProxyAddress, Runtime, RuntimeKind
 from rollout.runtimes.container.runtime import ContainerKind
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.runtimes.settings import RuntimeSettings
 from rollout.task import RuntimeSpec
 from tests.support.machine import unavailable
 
-NOWHERE = Route("192.0.2.9", 9)
+NOWHERE = ProxyAddress("192.0.2.9", 9)
 """A proxy that is not there."""
 SECONDS = 120.0
 """What a command may take that is to end on its own."""
@@ -38,12 +38,12 @@ class Place:
     names: str = field(default_factory=lambda: f"t-{uuid.uuid4().hex[:12]}")
     """What the names of its runtimes begin with."""
 
-    def runtime(self, route: Route, **changes: Any) -> Runtime:
-        return self.kind.make(replace(self.spec, **changes), f"{self.names}-{uuid.uuid4().hex[:8]}", route)
+    def runtime(self, proxy: ProxyAddress, **changes: Any) -> Runtime:
+        return self.kind.make(replace(self.spec, **changes), f"{self.names}-{uuid.uuid4().hex[:8]}", proxy)
 
     @asynccontextmanager
-    async def started(self, route: Route = NOWHERE, **changes: Any) -> AsyncIterator[Runtime]:
-        runtime = self.runtime(route, **changes)
+    async def started(self, proxy: ProxyAddress = NOWHERE, **changes: Any) -> AsyncIterator[Runtime]:
+        runtime = self.runtime(proxy, **changes)
         await runtime.start()
         try:
             yield runtime
@@ -101,8 +101,8 @@ async def out(runtime: Runtime, line: str, **options: Any) -> str:
 @asynccontextmanager
 async def answering(
     answer: bytes = ANSWER, at: Mapping[str, bytes] | None = None, *, host: str = "127.0.0.1"
-) -> AsyncIterator[Route]:
-    """A server that gives every connection one HTTP answer: the one that `at` has for its path, otherwise `answer`. The route is
+) -> AsyncIterator[ProxyAddress]:
+    """A server that gives every connection one HTTP answer: the one that `at` has for its path, otherwise `answer`. Yields
     its address on the loopback device."""
 
     async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -114,6 +114,6 @@ async def answering(
 
     server = await asyncio.start_server(answered, host, 0)
     try:
-        yield Route("127.0.0.1", server.sockets[0].getsockname()[1])
+        yield ProxyAddress("127.0.0.1", server.sockets[0].getsockname()[1])
     finally:
         server.close()

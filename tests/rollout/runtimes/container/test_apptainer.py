@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from rollout.runtimes import disk
-from rollout.runtimes.base import BadRuntime, Logs, Route, Runtime, RuntimeFailed
+from rollout.runtimes.base import BadRuntime, Logs, ProxyAddress, Runtime, RuntimeFailed
 from rollout.runtimes.container.apptainer import ApptainerKind
 from rollout.runtimes.settings import RuntimeSettings, read_environment
 from rollout.task import RuntimeSpec
@@ -26,7 +26,7 @@ MANY_BYTES = "import sys; open('great', 'wb').write(bytes(1 << 21))"
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An instance with half a CPU, 300 MB of memory, files of at most a megabyte, and the route to a proxy with TLS."""
+    """An instance with half a CPU, 300 MB of memory, files of at most a megabyte, and a proxy with TLS."""
 
     folder: Path
     place: Place
@@ -37,7 +37,7 @@ class Started:
 async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Started]:
     folder = tmp_path_factory.mktemp("apptainer")
     place = in_instances(folder)
-    async with place.started(Route("proxy.example", 443), cpus=0.5, memory_mb=300, disk_mb=1) as runtime:
+    async with place.started(ProxyAddress("proxy.example", 443), cpus=0.5, memory_mb=300, disk_mb=1) as runtime:
         yield Started(folder, place, runtime)
 
 

@@ -15,12 +15,12 @@ from jsonschema import Draft202012Validator
 from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
-from rollout.runtimes.base import BadRuntime, DiskFull, Logs, Route, RuntimeFailed
+from rollout.runtimes.base import BadRuntime, DiskFull, Logs, ProxyAddress, RuntimeFailed
 from rollout.runtimes.kubernetes import cluster as module
 from rollout.runtimes.kubernetes import exec, network
 from rollout.runtimes.kubernetes.cluster import load_cluster
 from rollout.runtimes.kubernetes.exec import parse_exit_code
-from rollout.runtimes.kubernetes.manifest import Owner, PodSettings, ProxyAddress, make_labels, make_manifest
+from rollout.runtimes.kubernetes.manifest import Owner, PodSettings, ResolvedProxy, make_labels, make_manifest
 from rollout.runtimes.settings import RuntimeSettings, read_environment
 from rollout.task import RuntimeSpec
 from tests.support.runtimes.kube_cluster import TestCluster, cluster, in_pods, kubeconfig
@@ -29,8 +29,8 @@ from tests.support.runtimes.runtime_places import NOWHERE, out, shell
 SPEC = RuntimeSpec(kind="kubernetes", image="debian:12", cpus=0.5, memory_mb=512, disk_mb=2048)
 VERSIONS = ("1.29", "1.31", "1.33", "1.35", "1.37")
 NAME = "vb-1-2-0-0-run"
-BY_ADDRESS = ProxyAddress("192.0.2.9", ("192.0.2.9",), 8700)
-BY_NAME = ProxyAddress("proxy.example", ("192.0.2.9", "2001:db8::9"), 443)
+BY_ADDRESS = ResolvedProxy("192.0.2.9", ("192.0.2.9",), 8700)
+BY_NAME = ResolvedProxy("proxy.example", ("192.0.2.9", "2001:db8::9"), 443)
 SETTINGS = RuntimeSettings(kubernetes_proxy_pods={"app": "verbatim"}, kubernetes_proxy_namespace="services")
 POLICY = {
     "metadata": {"name": "given"},
@@ -106,9 +106,9 @@ def test_a_policy_lets_pods_out_to_the_proxy_alone_and_nobody_in() -> None:
 
 async def test_a_proxy_that_only_the_node_reaches_or_that_nobody_knows_is_told() -> None:
     with pytest.raises(RuntimeFailed, match="on the node only"):
-        await network.resolve_proxy(Route("localhost", 8700))
+        await network.resolve_proxy(ProxyAddress("localhost", 8700))
     with pytest.raises(RuntimeFailed, match=r"no-such-host\.invalid"):
-        await network.resolve_proxy(Route("no-such-host.invalid", 8700))
+        await network.resolve_proxy(ProxyAddress("no-such-host.invalid", 8700))
 
 
 def test_a_pod_belongs_to_the_nodes_own_and_carries_what_a_policy_chooses_by() -> None:

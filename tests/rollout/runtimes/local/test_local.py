@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.runtimes import catalogue, processes, route
+from rollout.runtimes import catalogue, passage, processes
 from rollout.runtimes.base import BadRuntime, DiskFull, RuntimeFailed
 from rollout.runtimes.container.apptainer import ApptainerKind
 from rollout.runtimes.container.runtime import ContainerKind
@@ -108,9 +108,9 @@ async def test_a_link_that_a_command_left_leads_the_node_nowhere(tmp_path: Path)
 
 
 async def test_a_command_takes_no_more_connections_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(passage, "MAX_CONNECTIONS", 4)
     program = (
-        f"import socket; held = [socket.create_connection(('127.0.0.1', {route.PORT}), 60) for _ in range(6)]; got = []\n"
+        f"import socket; held = [socket.create_connection(('127.0.0.1', {passage.PORT}), 60) for _ in range(6)]; got = []\n"
         "for one in held:\n"
         "    try: one.sendall(b'GET / HTTP/1.1\\r\\n\\r\\n'); got.append(bool(one.recv(100)))\n"
         "    except OSError: got.append(False)\n"

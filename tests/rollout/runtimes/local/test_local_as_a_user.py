@@ -11,7 +11,7 @@ from tests import ROOT
 
 PROGRAM = """
 import asyncio, os
-from rollout.runtimes.base import Route
+from rollout.runtimes.base import ProxyAddress
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.task import RuntimeSpec
 
@@ -24,7 +24,7 @@ async def main():
     kind = LocalKind()
     assert await kind.probe() is None
     async with await asyncio.start_server(said, "127.0.0.1", 0) as server:
-        runtime = kind.make(RuntimeSpec(), "user-test", Route("127.0.0.1", server.sockets[0].getsockname()[1]))
+        runtime = kind.make(RuntimeSpec(), "user-test", ProxyAddress("127.0.0.1", server.sockets[0].getsockname()[1]))
         await runtime.start()
         try:
             asking = "exec 3<>/dev/tcp/127.0.0.1/8700; id -un >&3; cat <&3"

@@ -1,4 +1,4 @@
-"""The route of a runtime without a network to the proxy, and to nothing else.
+"""The passage from a runtime without a network to the proxy, and to nothing else.
 
 The runtime's network namespace holds nothing but a loopback device. `netns_listener` makes a listening socket there and hands it to the
 node, which accepts on it and forwards bytes to the proxy from its own namespace. The image needs nothing for this, and there is no other
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from rollout.runtimes.base import Route, RuntimeFailed
+from rollout.runtimes.base import ProxyAddress, RuntimeFailed
 
 PORT = 8700
 """In the runtime. Its namespace is its own, so this port is free."""
@@ -30,21 +30,21 @@ _LISTENER_SECONDS = 60.0
 _CHUNK_BYTES = 1 << 16
 
 
-def map_url(route: Route, url: str) -> str:
+def map_url(proxy: ProxyAddress, url: str) -> str:
     """`url` as a command in the runtime must spell it. Raises `RuntimeFailed` for TLS to a proxy without a name."""
     parts = urlsplit(url)
     host = "127.0.0.1"
     if parts.scheme == "https":
-        if host_name(route.host) is None:
+        if host_name(proxy.host) is None:
             raise RuntimeFailed(f"{url}: TLS to an address cannot be forwarded into a runtime; give the proxy a host name")
-        host = route.host
+        host = proxy.host
     return urlunsplit(parts._replace(netloc=f"{host}:{PORT}"))
 
 
-def render_hosts(route: Route) -> str:
+def render_hosts(proxy: ProxyAddress) -> str:
     """/etc/hosts of the runtime."""
     lines = ["127.0.0.1 localhost", "::1 localhost"]
-    if (name := host_name(route.host)) is not None and name != "localhost":
+    if (name := host_name(proxy.host)) is not None and name != "localhost":
         lines.append(f"127.0.0.1 {name}")
     return "".join(f"{line}\n" for line in lines)
 
@@ -61,9 +61,9 @@ def host_name(host: str) -> str | None:
 class Passage:
     """Forwards connections made in the network namespace of process `pid` to the proxy; used in an `async with` block."""
 
-    def __init__(self, pid: int, route: Route) -> None:
+    def __init__(self, pid: int, proxy: ProxyAddress) -> None:
         self._pid = pid
-        self._route = route
+        self._proxy = proxy
         self._tasks: set[asyncio.Task[Any] | None] = set()
 
     async def __aenter__(self) -> Self:
@@ -89,7 +89,7 @@ class Passage:
         try:
             # If the proxy is down the client sees a closed connection, as from any gateway.
             with suppress(OSError):
-                onward, out = await asyncio.open_connection(self._route.host, self._route.port)
+                onward, out = await asyncio.open_connection(self._proxy.host, self._proxy.port)
                 try:
                     await asyncio.gather(_copy(reader, out), _copy(onward, writer))
                 finally:
