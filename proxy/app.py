@@ -19,7 +19,7 @@ from fastapi import APIRouter, FastAPI
 
 from proxy.api import archive, batches, calls, dead_letters, engines, sessions, weights
 from proxy.api.admission import reclaim_places
-from proxy.api.closing import build_group_policy, choose_sweep_interval, close_idle, finish_announced
+from proxy.api.closing import build_group_defaults, choose_sweep_interval, close_idle, finish_announced
 from proxy.api.openapi import build_document
 from proxy.api.requests import install_error_handlers
 from proxy.auth import Tokens
@@ -159,7 +159,7 @@ async def _sweep_forever(services: Services) -> None:
             await reclaim_places(services)
             settings = services.settings
             await services.delivery.tend(
-                build_group_policy(settings), settings.group_timeout_seconds, await services.clock.now()
+                build_group_defaults(settings), settings.group_timeout_seconds, await services.clock.now()
             )
             services.metrics.swept("sessions")
         except StoreUnavailable as error:

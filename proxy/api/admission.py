@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
-from proxy.api.closing import SWEEP_AGE_SECONDS, build_group_policy, group_ref
+from proxy.api.closing import SWEEP_AGE_SECONDS, build_group_defaults, group_ref
 from proxy.errors import Backpressure
 from proxy.services import Services
 from proxy.store.delivery import Admission, Freshness
@@ -101,9 +101,9 @@ async def _ask(services: Services, info: SessionInfo, *, again: bool) -> Admissi
         versions = await load_current_versions(services)
         version = versions.pop(DEFAULT_POLICY)
         freshness = Freshness(version, settings.admission_staleness, settings.groups_per_version, versions)
-    group, limit, policy = group_ref(info), settings.max_undelivered_groups, build_group_policy(settings)
+    group, limit, defaults = group_ref(info), settings.max_undelivered_groups, build_group_defaults(settings)
     return await services.delivery.admit(
-        group, info.session_id, limit, policy, await services.clock.now(), freshness, again=again
+        group, info.session_id, limit, defaults, await services.clock.now(), freshness, again=again
     )
 
 

@@ -18,7 +18,7 @@ from proxy.errors import Conflict, NotFound, StoreUnavailable, VerbatimError
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.delivery import Announced, CloseRequest
-from proxy.store.groups import GroupPolicy, Member, PolicyRows
+from proxy.store.groups import GroupDefaults, Member, PolicyRows
 from proxy.store.keys import StoredValueError
 from proxy.store.sessions import SessionInfo, SessionState
 from reconstruct.accounting import measure_lost_share
@@ -92,7 +92,7 @@ async def fill_group(services: Services, state: SessionState) -> str:
         group_ref(state.info),
         state.info.group_size,
         member,
-        build_group_policy(services.settings),
+        build_group_defaults(services.settings),
         await services.clock.now(),
         state.info.group_rule,
     )
@@ -101,8 +101,8 @@ async def fill_group(services: Services, state: SessionState) -> str:
     return status
 
 
-def build_group_policy(settings: Settings) -> GroupPolicy:
-    return GroupPolicy(settings.group_policy, settings.group_minimum, settings.zero_variance)
+def build_group_defaults(settings: Settings) -> GroupDefaults:
+    return GroupDefaults(settings.group_policy, settings.group_minimum, settings.zero_variance)
 
 
 def group_ref(info: SessionInfo) -> str:
@@ -165,7 +165,7 @@ async def _finish_delete(services: Services, session_id: str) -> None:
     try:
         await services.sessions.begin_close(session_id)
         await services.peers.cut(session_id)
-        await services.delivery.withdraw(session_id, build_group_policy(services.settings))
+        await services.delivery.withdraw(session_id, build_group_defaults(services.settings))
     except (NotFound, Conflict):
         await services.delivery.retract(session_id)
         raise
@@ -179,7 +179,7 @@ async def _withdraw_deleted(services: Services, session_id: str) -> None:
     """Withdraw a deleted session that a concurrent reward or close has filled into its group again. If a trainer already leases the group,
     it stays and will become a dead letter."""
     with contextlib.suppress(Conflict):
-        await services.delivery.withdraw(session_id, build_group_policy(services.settings))
+        await services.delivery.withdraw(session_id, build_group_defaults(services.settings))
 
 
 async def _build_member(services: Services, state: SessionState) -> Member:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Response
 
-from proxy.api.closing import build_group_policy, group_name
+from proxy.api.closing import build_group_defaults, group_name
 from proxy.api.requests import Body, PageCursor, PageSize, Served, json_response, require_admin
 from proxy.errors import NotFound, RequestError
 from proxy.store.groups import DeadLetter
@@ -73,8 +73,8 @@ async def list_dead_letters(
 )
 async def retry_dead_letter(services: Served, group: Group) -> Response:
     """Makes the group ready again with its deliveries reset. A group given up as incomplete waits for its members again."""
-    refs, policy = _possible_refs(group), build_group_policy(services.settings)
-    return _letters_response(group, await services.delivery.retry_dead(refs, policy, await services.clock.now()))
+    refs, defaults = _possible_refs(group), build_group_defaults(services.settings)
+    return _letters_response(group, await services.delivery.retry_dead(refs, defaults, await services.clock.now()))
 
 
 @router.delete("/{group:path}", responses={200: {"model": LetterIds, "description": "done"}})

@@ -13,7 +13,7 @@ from typing import Any
 
 from proxy.errors import Conflict, NotFound, StoreUnavailable
 from proxy.store.connection import Argument, Script, StoreConnection
-from proxy.store.groups import DeadLetter, GroupPolicy, GroupRule, Lease, LeasedGroup, Member, Nothing, PolicyLine
+from proxy.store.groups import DeadLetter, GroupDefaults, GroupRule, Lease, LeasedGroup, Member, Nothing, PolicyLine
 from proxy.store.keys import (
     ARRIVALS,
     DELIVERY,
@@ -136,25 +136,34 @@ class DeliveryStore:
         group_id: str,
         group_size: int,
         member: Member,
-        policy: GroupPolicy,
+        defaults: GroupDefaults,
         now: float,
         rule: GroupRule | None = None,
     ) -> str:
         """Puts a closed session into its group. Returns the group's state: filling, ready, dropped, leased, acked or dead. From now on
-        `rule` takes precedence over `policy` for the group.
+        `rule` takes precedence over `defaults` for the group.
 
         Idempotent by session id: a member filled again replaces itself until the group is leased, and is ignored afterwards. Reusing
         a group id after its group is full starts the next round of that id: a new group."""
         reward = "" if member.reward is None else repr(float(member.reward))
         entry = (member.session_id, int(member.usable), reward, member.rows, member.oldest_version)
         named = (each for name, rows in member.named.items() for each in (name, rows.rows, rows.oldest_version))
-        args = (group_id, group_size, *entry, repr(now), *_policy_args(policy), _pack_rule(rule), int(member.complete), *named)
+        args = (
+            group_id,
+            group_size,
+            *entry,
+            repr(now),
+            *_default_args(defaults),
+            _pack_rule(rule),
+            int(member.complete),
+            *named,
+        )
         status: bytes = await self._run("fill", *args, durable=True)
         return status.decode()
 
-    async def withdraw(self, session_id: str, policy: GroupPolicy) -> None:
+    async def withdraw(self, session_id: str, defaults: GroupDefaults) -> None:
         """Takes a session to be deleted out of its group and frees its place; it stays announced. Raises `Conflict` while leased."""
-        if await self._run("withdraw", session_id, *_policy_args(policy)) == b"leased":
+        if await self._run("withdraw", session_id, *_default_args(defaults)) == b"leased":
             raise Conflict(f"session {session_id} is leased by a trainer; delete it after the lease has ended")
 
     async def admit(
@@ -162,7 +171,7 @@ class DeliveryStore:
         group_id: str,
         session_id: str,
         limit: int,
-        policy: GroupPolicy,
+        defaults: GroupDefaults,
         now: float,
         freshness: Freshness | None = None,
         *,
@@ -172,7 +181,7 @@ class DeliveryStore:
         group with room is always admitted. A refusal is counted unless it is asked `again`."""
         asked = freshness or Freshness(-1, -1, 1)
         args = (int(not again), asked.version, asked.most_behind, asked.groups_per_version, *_flatten(asked.named))
-        answer = await self._run("admit", group_id, session_id, limit, repr(now), policy.members, *args)
+        answer = await self._run("admit", group_id, session_id, limit, repr(now), defaults.members, *args)
         granted, undelivered, noted, ahead = answer
         return Admission(bool(granted), undelivered, bool(noted), ahead if freshness else None)
 
@@ -201,10 +210,10 @@ class DeliveryStore:
         """An admitted session exists."""
         await self._run("seen", session_id)
 
-    async def tend(self, policy: GroupPolicy, timeout_seconds: float, now: float) -> int:
+    async def tend(self, defaults: GroupDefaults, timeout_seconds: float, now: float) -> int:
         """Ends expired leases, and gives up groups that no member joined for `timeout_seconds` (0: never): require_all makes them dead
         letters, drop drops them, allow_partial delivers them if enough members are usable. Returns how many were given up."""
-        return int(await self._run("tend", repr(now), f"{timeout_seconds:g}", *_policy_args(policy)))
+        return int(await self._run("tend", repr(now), f"{timeout_seconds:g}", *_default_args(defaults)))
 
     async def lease(self, terms: LeaseTerms) -> Lease | Nothing:
         """Takes ready groups, oldest first, after putting expired leases back. A group already delivered `max_deliveries` times goes to the
@@ -278,14 +287,14 @@ class DeliveryStore:
         following, *letters = await self._run("dead_letters", limit, cursor or "", reason or "", LETTERS_LOOKED_AT)
         return [_parse_letter(letter) for letter in letters], following.decode() or None
 
-    async def retry_dead(self, names: Sequence[str], policy: GroupPolicy, now: float) -> Sequence[str]:
+    async def retry_dead(self, names: Sequence[str], defaults: GroupDefaults, now: float) -> Sequence[str]:
         """Makes dead groups deliverable again as if never delivered, or lets them fill again. `names`: letter ids, or group ids for all
         their dead rounds. Returns the letter ids. Raises `Conflict` when new members could only join a later round."""
-        return await self._exhume("retry", names, policy, now)
+        return await self._exhume("retry", names, defaults, now)
 
     async def drop_dead(self, names: Sequence[str]) -> Sequence[str]:
         """Drops dead groups for good. Returns the letter ids."""
-        return await self._exhume("drop", names, GroupPolicy(), 0.0)
+        return await self._exhume("drop", names, GroupDefaults(), 0.0)
 
     async def count_groups(self) -> Mapping[str, int]:
         """Groups by state: opened (no member closed yet; only while sessions are admitted), filling, ready, leased, acked, dropped,
@@ -304,8 +313,8 @@ class DeliveryStore:
             raise _refuse_ended(lease_id, status.decode())
         return [group_id.decode() for group_id in detail[0]]
 
-    async def _exhume(self, action: str, names: Sequence[str], policy: GroupPolicy, now: float) -> list[str]:
-        outcome, found = await self._run("exhume", action, repr(now), *_policy_args(policy), *names)
+    async def _exhume(self, action: str, names: Sequence[str], defaults: GroupDefaults, now: float) -> list[str]:
+        outcome, found = await self._run("exhume", action, repr(now), *_default_args(defaults), *names)
         if outcome == b"superseded":
             raise Conflict(
                 f"dead group {found.decode()} is incomplete, and new sessions of its group id join a later group: drop it"
@@ -403,8 +412,8 @@ def _pack_rule(rule: GroupRule | None) -> bytes:
     return pack({name: value for name, value in asdict(rule).items() if value is not None}) if rule else b""
 
 
-def _policy_args(policy: GroupPolicy) -> tuple[str, int, str]:
-    return policy.members, policy.minimum, policy.zero_variance
+def _default_args(defaults: GroupDefaults) -> tuple[str, int, str]:
+    return defaults.members, defaults.minimum, defaults.zero_variance
 
 
 def _parse_group(answer: Any) -> LeasedGroup:

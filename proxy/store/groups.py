@@ -29,9 +29,9 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPolicy:
-    """`members`: require_all | allow_partial | drop. `minimum`: usable members for allow_partial. `zero_variance`: keep | drop groups of
-    two or more whose rewards are all equal."""
+class GroupDefaults:
+    """What a group needs unless its sessions say otherwise (`GroupRule`). `members`: require_all | allow_partial | drop. `minimum`: usable
+    members for allow_partial. `zero_variance`: keep | drop groups of two or more whose rewards are all equal."""
 
     members: str = "require_all"
     minimum: int = 1

@@ -104,28 +104,28 @@ local function session_ids(list)
   return ids
 end
 
--- The group's policy: its own rule first, then the service's.
-local function apply_rule(group, policy, minimum, zero_variance)
+-- What the group needs of its members: its own rule first, then the service's default.
+local function apply_rule(group, needs, minimum, zero_variance)
   local own = group.rule or {}
-  return own.policy or policy, own.minimum or minimum, own.zero_variance or zero_variance
+  return own.policy or needs, own.minimum or minimum, own.zero_variance or zero_variance
 end
 
 -- Whether the next session of this group id starts a new round.
-local function is_full(group, policy)
+local function is_full(group, needs)
   if is_settled(group) or group.given_up then
     return true
   end
-  if apply_rule(group, policy) == 'require_all' then
+  if apply_rule(group, needs) == 'require_all' then
     return #usable_members(group) >= group.size
   end
   return #group.members >= group.size
 end
 
 -- The round that a new session of this group id joins, and its group if it exists.
-local function newcomers_round(group_id, policy)
+local function newcomers_round(group_id, needs)
   local round = tonumber(redis.call('HGET', rounds, group_id) or '1')
   local group = load_packed(groups, round .. ':' .. group_id)
-  while group and is_full(group, policy) do
+  while group and is_full(group, needs) do
     round = round + 1
     group = load_packed(groups, round .. ':' .. group_id)
   end
@@ -141,14 +141,14 @@ local function same_rewards(usable)
   return true
 end
 
--- A function of the members and the policy alone, so that a corrected reward changes the outcome.
-local function decide(group, policy, minimum, zero_variance)
-  policy, minimum, zero_variance = apply_rule(group, policy, minimum, zero_variance)
+-- A function of the members and the rule alone, so that a corrected reward changes the outcome.
+local function decide(group, needs, minimum, zero_variance)
+  needs, minimum, zero_variance = apply_rule(group, needs, minimum, zero_variance)
   local usable = usable_members(group)
-  if policy == 'drop' and #usable < #group.members then
+  if needs == 'drop' and #usable < #group.members then
     return 'dropped'
   end
-  if policy == 'require_all' then
+  if needs == 'require_all' then
     if #usable < group.size then
       return 'filling'
     end

@@ -1,4 +1,4 @@
--- ARGV: group id, session id, limit or 0, now, policy, whether to count a refusal, the weight version, most versions behind or -1,
+-- ARGV: group id, session id, limit or 0, now, what a group needs, whether to count a refusal, the weight version, most versions behind or -1,
 -- groups per version, then each other policy and its version.
 -- Returns {whether the session is admitted, undelivered groups, whether it was noted, versions ahead or -1}.
 local group_id, session_id, limit = ARGV[1], ARGV[2], tonumber(ARGV[3])

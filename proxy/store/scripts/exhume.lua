@@ -1,4 +1,4 @@
--- ARGV: retry or drop, now, policy, minimum, zero variance, then references or group ids.
+-- ARGV: retry or drop, now, what a group needs, minimum, zero variance, then references or group ids.
 -- Returns {'ok', {references of the dead groups named}}, or {'superseded', reference} without a change.
 go_on_when_full()
 local action, now = ARGV[1], tonumber(ARGV[2])

@@ -1,8 +1,8 @@
--- ARGV: group id, size, session id, usable, reward or '', rows, oldest version, now, policy, minimum, zero variance, the session's own
+-- ARGV: group id, size, session id, usable, reward or '', rows, oldest version, now, what a group needs, minimum, zero variance, the session's own
 -- rule on these three (packed) or '', whether the session is complete, then for each other policy its name, rows and oldest version.
 -- Returns the group's status.
 go_on_when_full()
-local group_id, size, session_id, policy = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[9]
+local group_id, size, session_id, needs = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[9]
 local member = {
   id = session_id,
   usable = ARGV[4] == '1',
@@ -18,7 +18,7 @@ for i = 14, #ARGV, 3 do
 end
 
 local function join_round()
-  local round, group = newcomers_round(group_id, policy)
+  local round, group = newcomers_round(group_id, needs)
   redis.call('HSET', rounds, group_id, round)
   end_opening(group_id)
   return round .. ':' .. group_id, group or {group_id = group_id, size = size, deliveries = 0, members = {}}
@@ -49,7 +49,7 @@ if ARGV[12] ~= '' then
   group.rule = cmsgpack.unpack(ARGV[12])
 end
 measure(group)
-local status = decide(group, policy, tonumber(ARGV[10]), ARGV[11])
+local status = decide(group, needs, tonumber(ARGV[10]), ARGV[11])
 -- Every member has come, and failed ones are not replaced.
 if status == 'filling' and group.rule and group.rule.replacements == false and #group.members >= group.size then
   local usable = #usable_members(group)

@@ -1,7 +1,7 @@
--- ARGV: now, seconds without a new member after which a group is given up or 0, policy, minimum, zero variance.
+-- ARGV: now, seconds without a new member after which a group is given up or 0, what a group needs, minimum, zero variance.
 -- Returns how many groups were given up.
 go_on_when_full()
-local now, patience, policy, minimum = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
+local now, patience, needs, minimum = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 
 local function why(group)
   local usable = #usable_members(group)
@@ -12,13 +12,13 @@ end
 
 local function give_up(ref, group)
   tally('timed_out')
-  local its_policy = apply_rule(group, policy)
-  if its_policy == 'require_all' then
+  local its_needs = apply_rule(group, needs)
+  if its_needs == 'require_all' then
     kill(ref, group, why(group), now)
     return
   end
   group.given_up = true
-  local status = its_policy == 'drop' and 'dropped' or decide(group, policy, minimum, ARGV[5])
+  local status = its_needs == 'drop' and 'dropped' or decide(group, needs, minimum, ARGV[5])
   move(ref, group, status)
 end
 

@@ -1,4 +1,4 @@
--- ARGV: session id, policy, minimum, zero variance. Returns 'gone', or 'leased' without a change.
+-- ARGV: session id, what a group needs, minimum, zero variance. Returns 'gone', or 'leased' without a change.
 go_on_when_full()
 local session_id = ARGV[1]
 local ref = redis.call('HGET', members, session_id)

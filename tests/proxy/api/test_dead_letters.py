@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from proxy.store.delivery import LeaseTerms
-from proxy.store.groups import GroupPolicy, Lease, Member
+from proxy.store.groups import GroupDefaults, Lease, Member
 from tests.proxy.api.test_control_api import Service, running, said
 from tests.support.service.redis_server import Store
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService
 from tests.support.service.verbatim_process import verbatim
 
 NO_ENGINE = "http://127.0.0.1:9"
-ALL = GroupPolicy()
+ALL = GroupDefaults()
 
 
 async def bury(url: str, reasons: dict[str, str]) -> None:

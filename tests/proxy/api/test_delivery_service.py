@@ -15,7 +15,7 @@ import pytest
 
 from proxy.api.admission import reclaim_places
 from proxy.settings import Settings
-from proxy.store.groups import GroupPolicy
+from proxy.store.groups import GroupDefaults
 from proxy.store.service import WeightState
 from reconstruct.codec import decode, encode
 from reconstruct.records import Span
@@ -26,7 +26,7 @@ from tests.support.sessions.recorded_calls import record
 from trainer_client import TrainerClient
 
 NO_ENGINE = "http://127.0.0.1:9"
-ALL_USABLE = GroupPolicy("require_all")
+ALL_USABLE = GroupDefaults("require_all")
 
 
 async def finish(url: str, service: RunningService, *session_ids: str, sampled: int = 3, **fields: Any) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from proxy.store.delivery import Freshness, LeaseTerms
-from proxy.store.groups import GroupPolicy, Lease, Member
+from proxy.store.groups import GroupDefaults, Lease, Member
 from tests.support.service.redis_server import Store
 
-ALL = GroupPolicy("require_all")
+ALL = GroupDefaults("require_all")
 PER_VERSION = 3
 
 

@@ -16,7 +16,7 @@ import uvloop
 
 from proxy.errors import StoreUnavailable
 from proxy.store.connection import Script, StoreConnection
-from proxy.store.groups import GroupPolicy, Member
+from proxy.store.groups import GroupDefaults, Member
 from proxy.store.node import Node
 from proxy.store.service import WeightState
 from proxy.store.sessions import Intent, SessionInfo
@@ -40,10 +40,10 @@ ENDS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "begin_close": lambda store: store.sessions.begin_close("s"),
     "small set_reward": lambda store: store.sessions.set_reward("s", 1.0, {}, {}, {}),
     "close": lambda store: store.sessions.close("s", "completed", 1.0, None, 1.0),
-    "fill": lambda store: store.delivery.fill("g2", 1, Member("s2", True, 1.0, 1, 0), GroupPolicy(), 1.0),
+    "fill": lambda store: store.delivery.fill("g2", 1, Member("s2", True, 1.0, 1, 0), GroupDefaults(), 1.0),
     "mark_leased": lambda store: store.sessions.mark_leased("s"),
-    "tend": lambda store: store.delivery.tend(GroupPolicy(), 0.0, 1.0),
-    "withdraw": lambda store: store.delivery.withdraw("s2", GroupPolicy()),
+    "tend": lambda store: store.delivery.tend(GroupDefaults(), 0.0, 1.0),
+    "withdraw": lambda store: store.delivery.withdraw("s2", GroupDefaults()),
     "delete": lambda store: store.sessions.delete("s"),
 }
 """What ends or frees something: refused by a Redis that is away, but not by one that is full."""

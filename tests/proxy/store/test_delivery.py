@@ -10,16 +10,16 @@ import pytest
 
 from proxy.errors import Conflict, NotFound
 from proxy.store.delivery import Announced, CloseRequest, LeaseTerms
-from proxy.store.groups import GroupPolicy, Lease, Member, Nothing
+from proxy.store.groups import GroupDefaults, Lease, Member, Nothing
 from tests.support.service.redis_server import Store
 
-ALL = GroupPolicy("require_all")
-DROP = GroupPolicy("drop")
-VARIED = GroupPolicy("require_all", zero_variance="drop")
+ALL = GroupDefaults("require_all")
+DROP = GroupDefaults("drop")
+VARIED = GroupDefaults("require_all", zero_variance="drop")
 
 
-def partial(minimum: int) -> GroupPolicy:
-    return GroupPolicy("allow_partial", minimum)
+def partial(minimum: int) -> GroupDefaults:
+    return GroupDefaults("allow_partial", minimum)
 
 
 def member(session_id: str, reward: float | None = 1.0, *, usable: bool = True, rows: int = 1, oldest: int = 0) -> Member:
@@ -30,10 +30,10 @@ def failed(session_id: str) -> Member:
     return member(session_id, None, usable=False, rows=0)
 
 
-async def fill(store: Store, group_id: str, *members: Member, size: int | None = None, policy: GroupPolicy = ALL) -> str:
+async def fill(store: Store, group_id: str, *members: Member, size: int | None = None, defaults: GroupDefaults = ALL) -> str:
     state = ""
     for each in members:
-        state = await store.delivery.fill(group_id, size or len(members), each, policy, 1.0)
+        state = await store.delivery.fill(group_id, size or len(members), each, defaults, 1.0)
     return state
 
 
@@ -157,41 +157,41 @@ async def test_require_all_waits_for_a_replacement_of_a_failed_member(store: Sto
 
 
 async def test_allow_partial_delivers_the_usable_members_once_all_have_closed(store: Store) -> None:
-    assert await fill(store, "g", failed("a"), member("b"), size=3, policy=partial(2)) == "filling"
-    assert await fill(store, "g", member("c"), size=3, policy=partial(2)) == "ready"
+    assert await fill(store, "g", failed("a"), member("b"), size=3, defaults=partial(2)) == "filling"
+    assert await fill(store, "g", member("c"), size=3, defaults=partial(2)) == "ready"
     assert list((await lease_one(store)).groups[0].session_ids) == ["b", "c"]
 
 
 async def test_allow_partial_drops_a_group_with_fewer_than_its_minimum(store: Store) -> None:
-    assert await fill(store, "g", failed("a"), failed("b"), member("c"), policy=partial(2)) == "dropped"
+    assert await fill(store, "g", failed("a"), failed("b"), member("c"), defaults=partial(2)) == "dropped"
     assert await lease(store) is None
     assert await counted(store) == {"dropped": 1}
 
 
 async def test_allow_partial_never_delivers_a_group_without_a_usable_member(store: Store) -> None:
-    assert await fill(store, "g", failed("a"), policy=partial(0)) == "dropped"
+    assert await fill(store, "g", failed("a"), defaults=partial(0)) == "dropped"
 
 
 async def test_drop_drops_a_group_at_its_first_failed_member(store: Store) -> None:
-    assert await fill(store, "g", member("a"), failed("b"), size=3, policy=DROP) == "dropped"
-    assert await fill(store, "g", member("c"), size=3, policy=DROP) == "dropped"
+    assert await fill(store, "g", member("a"), failed("b"), size=3, defaults=DROP) == "dropped"
+    assert await fill(store, "g", member("c"), size=3, defaults=DROP) == "dropped"
     assert await lease(store) is None
 
 
 async def test_a_group_whose_rewards_are_all_equal_is_kept_or_dropped_as_set(store: Store) -> None:
     equal = (member("a", 0.5), member("b", 0.5))
-    assert await fill(store, "kept", *equal, policy=ALL) == "ready"
-    assert await fill(store, "dropped", *(replace(m, session_id=m.session_id * 2) for m in equal), policy=VARIED) == "dropped"
-    assert await fill(store, "varied", member("c", 0.0), member("d", 0.5), policy=VARIED) == "ready"
-    assert await fill(store, "single", member("e", 0.5), policy=VARIED) == "ready", "one alone has no variance to lack"
+    assert await fill(store, "kept", *equal, defaults=ALL) == "ready"
+    assert await fill(store, "dropped", *(replace(m, session_id=m.session_id * 2) for m in equal), defaults=VARIED) == "dropped"
+    assert await fill(store, "varied", member("c", 0.0), member("d", 0.5), defaults=VARIED) == "ready"
+    assert await fill(store, "single", member("e", 0.5), defaults=VARIED) == "ready", "one alone has no variance to lack"
 
 
 async def test_a_corrected_reward_decides_anew_until_the_group_is_leased(store: Store) -> None:
-    assert await fill(store, "g", member("a", 1.0), member("b", 1.0), policy=VARIED) == "dropped"
-    assert await fill(store, "g", member("b", 0.0), size=2, policy=VARIED) == "ready"
+    assert await fill(store, "g", member("a", 1.0), member("b", 1.0), defaults=VARIED) == "dropped"
+    assert await fill(store, "g", member("b", 0.0), size=2, defaults=VARIED) == "ready"
     assert await counted(store) == {"ready": 1}
     await lease_one(store)
-    assert await fill(store, "g", member("b", 1.0), size=2, policy=VARIED) == "leased"
+    assert await fill(store, "g", member("b", 1.0), size=2, defaults=VARIED) == "leased"
 
 
 async def test_filling_is_idempotent_by_session(store: Store) -> None:
@@ -252,7 +252,7 @@ async def test_the_oldest_span_of_all_members_decides_the_staleness(store: Store
     await fill(store, "g", member("a", oldest=9), member("b", oldest=1))
     assert await lease(store, oldest_version=2) is None
     unusable = replace(failed("c"), oldest_version=0)
-    await fill(store, "h", unusable, member("d", oldest=4), policy=partial(1))
+    await fill(store, "h", unusable, member("d", oldest=4), defaults=partial(1))
     assert names(await lease(store, oldest_version=4)) == ["h"]
 
 
@@ -294,10 +294,10 @@ async def test_a_leased_session_is_not_withdrawn(store: Store) -> None:
 
 async def test_deleting_a_session_of_a_dropped_group_does_not_open_the_group_again(store: Store) -> None:
     """A group that was whole and dropped used to fill again, with members of two times in one baseline."""
-    await fill(store, "g", member("a"), member("b"), member("c"), policy=VARIED)
+    await fill(store, "g", member("a"), member("b"), member("c"), defaults=VARIED)
     await store.delivery.withdraw("a", VARIED)
     assert await counted(store) == {"dropped": 1}
-    assert await fill(store, "g", member("d"), size=3, policy=VARIED) == "filling"
+    assert await fill(store, "g", member("d"), size=3, defaults=VARIED) == "filling"
     assert await counted(store) == {"dropped": 1, "filling": 1}
     assert await store.delivery.tend(VARIED, 5.0, 100.0) == 1, "only the newcomer's group is waited for"
     ((letter,), _) = await store.delivery.dead_letters()
@@ -309,7 +309,7 @@ async def test_deleting_a_session_of_a_dropped_group_does_not_open_the_group_aga
 
 async def test_deleting_a_session_of_a_group_dropped_as_stale_does_not_make_it_ready_again(store: Store) -> None:
     some = partial(1)
-    await fill(store, "g", member("a", oldest=1), member("b", oldest=5), size=3, policy=some)
+    await fill(store, "g", member("a", oldest=1), member("b", oldest=5), size=3, defaults=some)
     assert await store.delivery.tend(some, 5.0, 10.0) == 1
     assert await lease(store, oldest_version=3, stale_groups="drop") is None
     await store.delivery.withdraw("a", some)
@@ -318,9 +318,9 @@ async def test_deleting_a_session_of_a_group_dropped_as_stale_does_not_make_it_r
 
 
 async def test_deleting_the_failed_member_of_a_dropped_group_that_is_not_whole_frees_its_place(store: Store) -> None:
-    assert await fill(store, "g", failed("a"), member("b"), size=3, policy=DROP) == "dropped"
+    assert await fill(store, "g", failed("a"), member("b"), size=3, defaults=DROP) == "dropped"
     await store.delivery.withdraw("a", DROP)
-    assert await fill(store, "g", member("c"), member("d"), size=3, policy=DROP) == "ready"
+    assert await fill(store, "g", member("c"), member("d"), size=3, defaults=DROP) == "ready"
 
 
 async def test_withdrawing_the_last_member_leaves_nothing(store: Store) -> None:

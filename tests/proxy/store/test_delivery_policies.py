@@ -157,13 +157,13 @@ async def test_a_part_that_nobody_acknowledges_is_a_dead_letter_of_its_own(store
 
 
 async def test_a_group_given_in_part_takes_no_more_members(store: Store) -> None:
-    for policy in (ALL, PARTIAL, DROP):
-        name = policy.members
-        await fill(store, name, member(f"{name}-1", 0, b=0), member(f"{name}-2", 0), policy=policy)
+    for defaults in (ALL, PARTIAL, DROP):
+        name = defaults.members
+        await fill(store, name, member(f"{name}-1", 0, b=0), member(f"{name}-2", 0), defaults=defaults)
         await leased(store, policy="b")
-        again = await store.delivery.fill(name, 2, member(f"{name}-1", 0, b=0), policy, 20.0)
+        again = await store.delivery.fill(name, 2, member(f"{name}-1", 0, b=0), defaults, 20.0)
         assert again == "ready", "repeating is a no-op"
-        assert await store.delivery.fill(name, 2, member(f"{name}-3", 0), policy, 20.0) == "filling", "of the next round"
+        assert await store.delivery.fill(name, 2, member(f"{name}-3", 0), defaults, 20.0) == "filling", "of the next round"
 
 
 async def test_a_session_cannot_be_deleted_while_a_part_of_its_group_is_leased(store: Store) -> None:

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 from proxy.errors import Conflict
 from proxy.store.delivery import LeaseTerms
-from proxy.store.groups import GroupPolicy, Lease, Member
+from proxy.store.groups import GroupDefaults, Lease, Member
 from tests.support.service.redis_server import RedisKind, Store
 from tests.support.service.running_service import RunningService
 from tests.support.sessions.recorded_calls import record
 from trainer_client import TrainerClient
 from trainer_client.errors import LeaseLost
 
-ALL = GroupPolicy("require_all")
+ALL = GroupDefaults("require_all")
 NO_ENGINE = "http://127.0.0.1:9"
 LEASE_SECONDS = 0.2
 PATIENCE_SECONDS = 120.0

@@ -11,12 +11,12 @@ import pytest
 
 from proxy.errors import Conflict
 from proxy.store.delivery import Freshness, LeaseTerms
-from proxy.store.groups import GroupPolicy, GroupRule, Lease, Member, Nothing
+from proxy.store.groups import GroupDefaults, GroupRule, Lease, Member, Nothing
 from tests.support.service.redis_server import RedisKind, Store
 
-ALL = GroupPolicy("require_all")
-DROP = GroupPolicy("drop")
-PARTIAL = GroupPolicy("allow_partial", 2)
+ALL = GroupDefaults("require_all")
+DROP = GroupDefaults("drop")
+PARTIAL = GroupDefaults("allow_partial", 2)
 
 
 def member(session_id: str, *, oldest: int = 0, reward: float = 1.0, usable: bool = True) -> Member:
@@ -28,11 +28,11 @@ def failed(session_id: str) -> Member:
 
 
 async def fill(
-    store: Store, group_id: str, *members: Member, size: int | None = None, policy: GroupPolicy = ALL, now: float = 1.0
+    store: Store, group_id: str, *members: Member, size: int | None = None, defaults: GroupDefaults = ALL, now: float = 1.0
 ) -> str:
     state = ""
     for each in members:
-        state = await store.delivery.fill(group_id, size or len(members), each, policy, now)
+        state = await store.delivery.fill(group_id, size or len(members), each, defaults, now)
     return state
 
 
@@ -86,25 +86,25 @@ async def test_without_a_timeout_a_group_waits_for_ever(store: Store) -> None:
 
 
 async def test_allow_partial_delivers_what_has_come_when_the_time_is_over(store: Store) -> None:
-    await fill(store, "enough", member("a"), member("b"), size=4, policy=PARTIAL)
-    await fill(store, "few", member("c"), size=4, policy=PARTIAL)
+    await fill(store, "enough", member("a"), member("b"), size=4, defaults=PARTIAL)
+    await fill(store, "few", member("c"), size=4, defaults=PARTIAL)
     assert await store.delivery.tend(PARTIAL, 60.0, 100.0) == 2
     assert await counted(store) == {"ready": 1, "dropped": 1}
     assert await given(store, "t", max_groups=9) == ["enough"]
 
 
 async def test_a_group_given_up_is_not_joined_but_followed_by_another_of_its_id(store: Store) -> None:
-    await fill(store, "g", member("a"), member("b"), size=4, policy=PARTIAL)
+    await fill(store, "g", member("a"), member("b"), size=4, defaults=PARTIAL)
     await store.delivery.tend(PARTIAL, 60.0, 100.0)
-    assert await fill(store, "g", member("late"), size=4, policy=PARTIAL, now=101.0) == "filling"
-    assert await fill(store, "g", member("a"), size=4, policy=PARTIAL, now=102.0) == "ready", "a corrected reward stays in it"
+    assert await fill(store, "g", member("late"), size=4, defaults=PARTIAL, now=101.0) == "filling"
+    assert await fill(store, "g", member("a"), size=4, defaults=PARTIAL, now=102.0) == "ready", "a corrected reward stays in it"
     taken = await ask(store, "t", 103.0, max_groups=9)
     assert isinstance(taken, Lease)
     assert [list(group.session_ids) for group in taken.groups] == [["a", "b"]]
 
 
 async def test_drop_drops_a_group_with_a_missing_member_when_the_time_is_over(store: Store) -> None:
-    await fill(store, "g", member("a"), size=2, policy=DROP)
+    await fill(store, "g", member("a"), size=2, defaults=DROP)
     await store.delivery.tend(DROP, 60.0, 100.0)
     assert await counted(store) == {"dropped": 1}
     assert await store.delivery.dead_letters() == ([], None)
@@ -603,22 +603,22 @@ async def test_totals_count_what_befell_groups(store: Store) -> None:
 
 async def test_what_a_group_says_itself_holds_over_the_services_rule(store: Store) -> None:
     partial, strict = GroupRule("allow_partial", 1), GroupRule("require_all")
-    for rule, policy, outcome in (
+    for rule, defaults, outcome in (
         (partial, ALL, "ready"),
         (strict, PARTIAL, "filling"),
         (GroupRule(minimum=1), PARTIAL, "ready"),
     ):
         group = f"{rule}"
-        await store.delivery.fill(group, 2, member(f"{group}-well"), policy, 1.0, rule)
-        assert await store.delivery.fill(group, 2, failed(f"{group}-ill"), policy, 1.0) == outcome
+        await store.delivery.fill(group, 2, member(f"{group}-well"), defaults, 1.0, rule)
+        assert await store.delivery.fill(group, 2, failed(f"{group}-ill"), defaults, 1.0) == outcome
 
 
 async def test_what_a_group_says_of_equal_rewards_holds_for_it_alone(store: Store) -> None:
-    keep, drop = GroupPolicy(zero_variance="keep"), GroupRule(zero_variance="drop")
+    keep, drop = GroupDefaults(zero_variance="keep"), GroupRule(zero_variance="drop")
     for each in ("a1", "a2"):
         told = await store.delivery.fill("a", 2, member(each), keep, 1.0, drop)
     assert told == "dropped"
-    assert await fill(store, "b", member("b1"), member("b2"), policy=keep) == "ready"
+    assert await fill(store, "b", member("b1"), member("b2"), defaults=keep) == "ready"
 
 
 async def test_a_group_that_nobody_completes_is_given_up_by_its_own_rule(store: Store) -> None:
