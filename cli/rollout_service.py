@@ -37,7 +37,6 @@ OWN_URL = "http://127.0.0.1"
 def add_rollouts(known: Known, services: Services, control: Application) -> Addition:
     """An `Adding` for `create_app`, once `known` is bound."""
     settings = services.settings
-    assert settings.redis is not None, "create_app has checked it"
     connection = StoreConnection.to(settings, settings.redis)
     store = TaskStore(RolloutConnection(connection))
     router = build_task_router(

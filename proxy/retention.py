@@ -98,8 +98,8 @@ class Retention:
         while members := await self._store.list_oldest(cursor, LOOKED_AT):
             cursor = members[-1]
             for state in await self._load_free(members):
-                assert state.closed_at is not None
-                if excess <= 0 and state.closed_at >= closed_before:
+                is_old = state.closed_at is not None and state.closed_at < closed_before
+                if excess <= 0 and not is_old:
                     continue
                 excess -= await self._store.measure_session(state.info.session_id) if excess > 0 else 0
                 batch.append(state)

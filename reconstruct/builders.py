@@ -87,13 +87,13 @@ def _leaves(settled: Settled) -> list[Call]:
         has_row = _has_row(settled, call.call_id)
         if has_row and call.call_id not in passed:
             leaves.append(call)
-        if not forest.extends(call.call_id):
+        parent_id = forest.extended_by(call.call_id)
+        if parent_id is None:
             continue
-        assert call.node.parent_id is not None
         if has_row or call.call_id in in_rows:
-            in_rows.add(call.node.parent_id)
+            in_rows.add(parent_id)
         if (has_row and call.call_id not in settled.shown) or call.call_id in in_trained_rows:
-            in_trained_rows.add(call.node.parent_id)
+            in_trained_rows.add(parent_id)
     return sorted(leaves, key=order_key)
 
 

@@ -32,7 +32,8 @@ class Forest:
         self._children: dict[str | None, list[str]] = {}
         self._lengths: dict[str, int] = {}
         self._owners: dict[str, str | None] = {}
-        self._extending: set[str] = set()
+        self._extended: dict[str, str] = {}
+        """The parent of each call that extends it."""
         self.detailed = False
         self.controlled = False
         for call in calls:
@@ -70,8 +71,8 @@ class Forest:
         self._children.setdefault(node.parent_id, []).append(call.call_id)
         self.detailed = self.detailed or node.details is not None
         self.controlled = self.controlled or CONTROL_TOKENS in call.marks
-        if self._begins_with_parent(call):
-            self._extending.add(call.call_id)
+        if node.parent_id is not None and self._begins_with(call, node.parent_id):
+            self._extended[call.call_id] = node.parent_id
 
     def children(self, call_id: str | None) -> Sequence[str]:
         return self._children.get(call_id, ())
@@ -127,14 +128,16 @@ class Forest:
 
         Those ids may be stored elsewhere: the choices of one request refer to the first of them.
         """
-        return call_id in self._extending
+        return call_id in self._extended
+
+    def extended_by(self, call_id: str) -> str | None:
+        """The parent that the call extends; None if it extends none."""
+        return self._extended.get(call_id)
 
     def branch(self, call_id: str) -> list[str]:
         """The calls of the row that ends at `call_id`, first to last: back while each extends its parent."""
         path = [call_id]
-        while self.extends(path[-1]):
-            parent_id = self.calls[path[-1]].node.parent_id
-            assert parent_id is not None
+        while (parent_id := self.extended_by(path[-1])) is not None:
             path.append(parent_id)
         path.reverse()
         return path
@@ -161,9 +164,8 @@ class Forest:
             call_id = self._owners[call_id]
         return call_id
 
-    def _begins_with_parent(self, call: Call) -> bool:
-        parent_id = call.node.parent_id
-        if parent_id is None or self._lengths[parent_id] > self.prompt_length(call.call_id):
+    def _begins_with(self, call: Call, parent_id: str) -> bool:
+        if self._lengths[parent_id] > self.prompt_length(call.call_id):
             return False
         if not self.calls[parent_id].ids_known:
             return False
@@ -176,9 +178,8 @@ class Forest:
         """Whether both calls have the same first `length` ids. Only ids not shared through bases are compared: none for a call whose
         base is all of its parent."""
         left, right = self._owner(left_id, length), self._owner(right_id, length)
-        while left != right:
-            assert left is not None
-            assert right is not None
+        # Both are None once no ids are left.
+        while left is not None and right is not None and left != right:
             one, other = self.calls[left].node, self.calls[right].node
             start = max(one.base_length, other.base_length)
             if not np.array_equal(_own_ids(one, start, length), _own_ids(other, start, length)):

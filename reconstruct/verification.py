@@ -48,7 +48,7 @@ def _check_context(forest: Forest, row: Trajectory) -> None:
     if not row.call_ids or any(call_id not in forest for call_id in row.call_ids):
         raise RecordError(f"row {row.trajectory_id} contains calls that are not in the session", session_id=row.session_id)
     for before, after in pairwise(row.call_ids):
-        if not forest.extends(after) or forest.calls[after].node.parent_id != before:
+        if forest.extended_by(after) != before:
             raise RecordError(
                 f"row {row.trajectory_id} wrongly continues call {before}",
                 session_id=row.session_id,

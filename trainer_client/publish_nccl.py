@@ -106,7 +106,8 @@ class Control:
         self._transport = transport
         self._model = model
         self._push_seconds = push_seconds
-        self._group: dict[str, Any] | None = None
+        self._group: dict[str, Any] = {}
+        """Empty until the engines have joined."""
         self._body: dict[str, Any] = {}
         self._lines: Generator[str, None, None]
         self._result: dict[str, Any] | None = None
@@ -117,11 +118,10 @@ class Control:
 
     def have_engines_changed(self) -> bool:
         """Whether the engines differ from those that joined."""
-        return self._group is None or any(self._plan()[name] != self._group[name] for name in ("world_size", "replicas"))
+        return not self._group or any(self._plan()[name] != self._group[name] for name in ("world_size", "replicas"))
 
     def announce(self, version: int, mode: str, path: str | None, metadata: Any) -> None:
         """Set what the next `send_weights` sends; `metadata` has the name, dtype and shape of every parameter in order."""
-        assert self._group is not None, "the engines join first"
         transfer = {
             "group": self._group["group"],
             "world_size": self._group["world_size"],

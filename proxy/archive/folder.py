@@ -131,7 +131,7 @@ class ArchiveWriter:
         self.known = known if known is not None else KnownSessions()
         self._waiting: dict[Key, ArchivedSession] = {}
         self._waiting_bytes = 0
-        self._lock: IO[str] | None = None
+        self._lock: IO[str]
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,6 @@ class ArchiveWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        assert self._lock is not None
         self._lock.close()
 
     def holds(self, key: Key) -> bool:

@@ -94,8 +94,10 @@ class StoreConnection:
         self._free = asyncio.Semaphore(max_connections)
 
     @classmethod
-    def to(cls, settings: Settings, url: str) -> StoreConnection:
-        """A connection to `url` with the deadlines and durability of the settings."""
+    def to(cls, settings: Settings, url: str | None) -> StoreConnection:
+        """A connection to `url` with the deadlines and durability of the settings. Raises ValueError without a URL."""
+        if url is None:
+            raise ValueError("there is no Redis URL: start EmbeddedRedis first and set settings.redis to its URL")
         return cls(
             url,
             timeout_seconds=settings.redis_timeout_seconds,

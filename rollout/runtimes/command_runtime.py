@@ -62,7 +62,7 @@ class CommandRuntime(ABC):
         self._proxy = proxy
         self._grace_seconds = grace_seconds
         self._claimed = False
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Task[Any] | None] = set()
 
     @abstractmethod
     async def _make(self) -> None:
@@ -100,8 +100,7 @@ class CommandRuntime(ABC):
         return await self._run(Command(argv, variables, place, stdin, limits, network or self._spec.network))
 
     async def stop(self) -> None:
-        current = asyncio.current_task()
-        running = [task for task in self._running if task is not current]
+        running = [task for task in self._running - {asyncio.current_task()} if task]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -110,7 +109,6 @@ class CommandRuntime(ABC):
 
     async def _run(self, command: Command) -> Executed:
         task = asyncio.current_task()
-        assert task is not None
         self._running.add(task)
         try:
             return await self._run_command(command)

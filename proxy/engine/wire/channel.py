@@ -50,12 +50,13 @@ class Channel(asyncio.Protocol):
         self._read_seconds = read_seconds
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport
         self._answer: Answer | None = None
 
     async def ask(self, head: bytes, body: bytes) -> Answer:
         """The answer, once its status and headers are there. Raises ChannelError, and TimeoutError if the engine is silent."""
-        assert self._transport is not None and self._answer is None
+        if self._answer is not None:
+            raise RuntimeError("the connection has not finished its last request")
         answer = self._answer = Answer(self, self._read_seconds)
         self._transport.write(head + body)
         try:
@@ -66,23 +67,22 @@ class Channel(asyncio.Protocol):
         return answer
 
     def pause_reading(self) -> None:
-        if self._transport is not None and not self.lost:
+        if not self.lost:
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        if self._transport is not None and not self.lost:
+        if not self.lost:
             self._transport.resume_reading()
 
     @property
     def _unsent(self) -> bool:
         """Whether part of the request was not sent yet."""
-        return self._transport is not None and self._transport.get_write_buffer_size() > 0
+        return self._transport.get_write_buffer_size() > 0
 
     def close(self) -> None:
         """Hang up."""
         self.lost = True
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport

@@ -55,20 +55,23 @@ class Apptainer(Engine):
         passed_on = {f"{own}{end}" for own in _OWN for end in _PASSED_ON}
         return {name: value for name, value in os.environ.items() if not name.startswith(_OWN) or name in passed_on}
 
-    async def list_instances(self) -> dict[str, int]:
-        """Name -> first process, as the machine numbers it. Raises `RuntimeFailed`."""
+    async def _list_instances(self) -> dict[str, int]:
+        """Name -> first process. Raises `RuntimeFailed`."""
         text = await self.call("instance", "list", "--json")
         try:
             return {each["instance"]: each["pid"] for each in json.loads(text).get("instances") or ()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RuntimeFailed(f"{self.command[0]} instance list printed no list of instances: {text[:200]}") from error
 
+    async def find_first_process(self, name: str) -> int:
+        return (await self._list_instances()).get(name, 0)
+
     async def list_names(self, label: str) -> list[str]:
         """The names of all instances: they have no labels."""
-        return [*await self.list_instances()]
+        return [*await self._list_instances()]
 
     async def remove(self, name: str) -> None:
-        if name in await self.list_instances():
+        if name in await self._list_instances():
             await self.call("instance", "stop", "--force", name)
 
 
@@ -136,8 +139,7 @@ class ApptainerRuntime(ContainerRuntime):
         self.home = HOME
 
     async def _begin(self, engine: Engine) -> int:
-        assert isinstance(engine, Apptainer)
-        if self.name in await engine.list_instances():
+        if await engine.find_first_process(self.name):
             self._claimed = False
             self._folder.rmdir()
             raise RuntimeFailed(f"an instance {self.name} exists already")
@@ -149,7 +151,7 @@ class ApptainerRuntime(ContainerRuntime):
             raise describe_os_error(f"{self._folder} cannot be filled", error) from error
         words = (*self._make_flags(), self._spec.image or "", self.name)
         await engine.call("instance", "start", *words, seconds=PULL_SECONDS)
-        return (await engine.list_instances()).get(self.name, 0)
+        return await engine.find_first_process(self.name)
 
     def _make_flags(self) -> list[str]:
         spec, folder, settings = self._spec, self._folder, self._kind.settings

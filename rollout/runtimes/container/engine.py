@@ -75,6 +75,11 @@ class Engine:
         env = {name: value for name, value in os.environ.items() if name.lower() not in _PROXIES}
         await self.call("run", *words, env=env)
 
+    async def find_first_process(self, name: str) -> int:
+        """The container's first process, as the machine numbers it; 0 if there is none."""
+        pid = await self.call("inspect", "--format", "{{.State.Pid}}", name)
+        return int(pid) if pid.isdigit() else 0
+
     async def list_names(self, label: str) -> list[str]:
         """The names of containers with this label, running or not."""
         return (await self.call("ps", "--all", "--filter", f"label={label}", "--format", "{{.Names}}")).split()

@@ -179,8 +179,7 @@ class ContainerRuntime(CommandRuntime):
     async def _start_container(self, engine: Engine, name: str, *flags: str) -> int:
         """Starts a container of the image; returns its first process."""
         await engine.run(*flags, self._spec.image or "", "-c", _FIRST)
-        pid = await engine.call("inspect", "--format", "{{.State.Pid}}", name)
-        return int(pid) if pid.isdigit() else 0
+        return await engine.find_first_process(name)
 
     def _make_flags(self) -> list[str]:
         spec, settings = self._spec, self._kind.settings
