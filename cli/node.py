@@ -186,7 +186,7 @@ async def _serve(
 
 
 async def _run(parts: NodeParts, settings: NodeSettings, control: Control) -> None:
-    """Run until the node is told to stop and has drained."""
+    """Run until the node is stopped and has drained."""
     from rollout.node import Node
 
     node = Node(parts, settings)
@@ -276,7 +276,7 @@ UNSEEN_SECONDS = 20.0
 async def await_admission(control: Control) -> None:
     """Wait until the service accepts the token. Raises `Refusal` if it rejects it: every rollout that the node took would fail until its
     attempts are used up."""
-    told = ""
+    logged = ""
     while True:
         try:
             await asyncio.to_thread(control.get, "/nodes")
@@ -284,16 +284,16 @@ async def await_admission(control: Control) -> None:
         except Refusal as refusal:
             if not _may_pass(refusal):
                 raise
-            if str(refusal) != told:
-                told = str(refusal)
-                log.warning("no rollouts are taken yet: %s", told)
+            if str(refusal) != logged:
+                logged = str(refusal)
+                log.warning("no rollouts are taken yet: %s", logged)
         await asyncio.sleep(LOOK_SECONDS)
 
 
 async def await_listing(control: Control, name: str, patience_seconds: float = UNSEEN_SECONDS) -> None:
     """Wait until the service lists the node; warn once if it does not, because none of its tasks arrive here."""
     loop = asyncio.get_running_loop()
-    until, told = loop.time() + patience_seconds, False
+    until, announced = loop.time() + patience_seconds, False
     while True:
         try:
             if any(node["name"] == name for node in (await asyncio.to_thread(control.get, "/nodes"))["nodes"]):
@@ -301,8 +301,8 @@ async def await_listing(control: Control, name: str, patience_seconds: float = U
         except Refusal:
             # An unreachable service is reported elsewhere.
             until = loop.time() + patience_seconds
-        if not told and loop.time() > until:
-            told = True
+        if not announced and loop.time() > until:
+            announced = True
             log.warning("%s does not list this node, so it gets none of its tasks: is --redis the one it uses?", control.url)
         await asyncio.sleep(LOOK_SECONDS)
 

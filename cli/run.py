@@ -447,7 +447,7 @@ def env(
     try:
         given = describe(definition, session, model, home)
     except BaseException as error:
-        # Also on Ctrl-C: nobody else knows of the session and would close it.
+        # Also on Ctrl-C: nothing else would close the session.
         session.close("failed", error=f"verbatim env broke off: {error}")
         raise
     typer.echo(json.dumps(given, indent=2) if output == "json" else render_shell(given, session))

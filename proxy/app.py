@@ -1,7 +1,7 @@
 """`create_app` wires one process: it builds the store, pool, updater, trees and metrics and hands them to the two sides of the service.
 
 The harness side is plain ASGI (`proxy.call.door`), the control side FastAPI (`proxy.api`); the lifespan opens and closes what both share.
-`settings.redis` must be set: whoever starts the process starts the embedded server.
+`settings.redis` must be set: the caller starts the embedded server if there is one.
 """
 
 from __future__ import annotations

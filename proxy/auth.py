@@ -1,8 +1,8 @@
 """Session keys, and where a request carries its secret.
 
-A session key is `vb-<40 hex>-<session_id>`: it names its session, so a harness that is told nothing but a key needs no path.
+A session key is `vb-<40 hex>-<session_id>`: it names its session, so a harness that is given only a key needs no path.
 The store holds its sha256 alone. It opens that session's model calls while the session is open, and nothing on the control
-side, which has tokens of its own (`proxy.auth`). Secrets are compared in constant time.
+side, which has its own tokens (`proxy.auth`). Secrets are compared in constant time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def key_opens(key: str, key_hash: bytes) -> bool:
 
 
 def check_once(headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Raises RequestError where a header that carries a secret comes twice: whoever stands in between may have looked at the other."""
+    """Raises RequestError where a header that carries a secret comes twice: a proxy in between may have checked the other one."""
     names = [name.lower() for name, _ in headers]
     for name in (b"authorization", *(header.encode() for header in _KEYS)):
         if names.count(name) > 1:
@@ -240,8 +240,8 @@ def check_local(headers: Mapping[str, str]) -> None:
     made to point here, in `Host`.
     """
     origin = headers.get("origin")
-    for said in (f"//{headers.get('host', '')}", *([origin] if origin is not None else [])):
-        if not is_loopback(_host(said)):
+    for named in (f"//{headers.get('host', '')}", *([origin] if origin is not None else [])):
+        if not is_loopback(_host(named)):
             raise Forbidden("this service is open to programs on its own machine alone, not to web pages and other names")
 
 

@@ -75,7 +75,7 @@ class Retention:
                 log.exception("retention failed and is retried")
 
     async def run_once(self) -> Cleared:
-        """Archives and deletes what is due; does nothing while another process does. Raises StoreUnavailable, ArchiveError, OSError."""
+        """Archives and deletes due sessions; does nothing while another process does. Raises StoreUnavailable, ArchiveError, OSError."""
         cleared = Cleared()
         if not await self._store.lock(self._owner, LOCK_SECONDS):
             return cleared
@@ -129,7 +129,7 @@ class Retention:
 
     async def _is_free(self, state: SessionState, standing: str) -> bool:
         """Whether no trainer will get the closed session. A session without a group id that is unusable, or whose reward never came,
-        waits for nobody; a named group may still wait for its other members, or for this one."""
+        waits for no other; a named group may still wait for its other members, or for this one."""
         if standing in ("acked", "dropped"):
             return True
         if standing not in ("none", "filling"):

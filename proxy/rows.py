@@ -200,12 +200,12 @@ class _Preamble(msgspec.Struct):
 
 
 def _models(settled: Settled) -> dict[str, str | None]:
-    """The model that each call asked for, by call id: a root's record names it, and all calls below a root ask for the same."""
+    """The model that each call requested, by call id: a root's record names it, and all calls below a root request the same."""
     models: dict[str, str | None] = {}
     # A parent stands before its children, so one pass is enough.
     for call in (*settled.forest.calls.values(), *settled.stray):
-        asked = msgspec.json.decode(call.preamble, type=_Preamble).model if call.preamble else None
-        models[call.call_id] = asked or models.get(call.node.parent_id or "")
+        model = msgspec.json.decode(call.preamble, type=_Preamble).model if call.preamble else None
+        models[call.call_id] = model or models.get(call.node.parent_id or "")
     return models
 
 
@@ -235,7 +235,7 @@ def sampling_as_wire(sampling: Sampling) -> dict[str, Any]:
 
 
 def _unfinished(intent: Intent, in_flight: Container[str]) -> dict[str, Any]:
-    """A call whose engine was asked and whose result has not come: visible, with nothing to train."""
+    """A call that was sent to its engine and whose result has not come: visible, with nothing to train."""
     return {
         **_BLANK,
         "call_id": intent.call_id,

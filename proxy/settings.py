@@ -198,7 +198,7 @@ class Settings(BaseSettings):
     train_roles: list[Role] = Field(default_factory=lambda: list[Role](("main", "subagent")))
     """Roles that are trained; calls in other roles are exported with their role and quarantined."""
     train_inferred: bool = True
-    """Whether to train a call that is only inferred to be a side call: one without tools that starts a conversation of its own beside one
+    """Whether to train a call that is only inferred to be a side call: one without tools that starts a separate conversation beside one
     with tools. False: follow `train_roles` for `side`."""
     keepalive_seconds: float = 10.0
     """A streaming harness that has received nothing for this long gets a typed keep-alive event."""
@@ -229,7 +229,7 @@ class Settings(BaseSettings):
     that are not trained. A session may override it. Unset: any share."""
     group_timeout_seconds: float = Field(86400.0, ge=0, allow_inf_nan=False)
     """How long an incomplete group waits for its next member. 0: for ever. Then require_all makes it a dead letter, drop drops it, and
-    allow_partial delivers what is there if `group_minimum` members are usable."""
+    allow_partial delivers the members there are if `group_minimum` members are usable."""
     stale_groups: Literal["keep", "drop", "flag"] = "keep"
     """What a lease does with groups staler than its max_staleness: keep them for others, drop them, or deliver them flagged as stale."""
     max_undelivered_groups: int = Field(0, ge=0)

@@ -2,7 +2,7 @@
 
 What a body costs follows from its values, not from its bytes: 56 MB of empty objects take a hundred times the memory and time of one
 text as long. A text is scanned a piece at a time, so that threads that share the interpreter wait for one piece at most. What stands
-inside strings is told apart only if the first scan fails, since that costs more than decoding.
+inside strings is distinguished only if the first scan fails, since that costs more than decoding.
 """
 
 from __future__ import annotations

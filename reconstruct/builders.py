@@ -162,16 +162,16 @@ def _metadata(
     """The session's metadata, with the control tokens in the texts of the row's history; the per-call rewards of the calls that this row
     trains (of rows that share a call, one has its reward); those of them with an unreadable tool call; and, with either of the last
     two, the spans of its trained calls."""
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     if given := {call_id: context.per_call[call_id] for call_id in places if call_id in context.per_call}:
-        told["per_call_rewards"] = given
+        facts["per_call_rewards"] = given
     if unread := [call_id for call_id in places if forest.calls[call_id].invalid_tool_call]:
-        told["invalid_tool_calls"] = unread
-    if told:
-        told["per_call_spans"] = {call_id: list(place) for call_id, place in places.items()}
+        facts["invalid_tool_calls"] = unread
+    if facts:
+        facts["per_call_spans"] = {call_id: list(place) for call_id, place in places.items()}
     if forest.controlled and (found := {token for call in forest.lineage(last_call_id) for token in call.control_tokens}):
-        told[CONTROL_TOKENS] = sorted(found)
-    return {**context.metadata, **told} if told else context.metadata
+        facts[CONTROL_TOKENS] = sorted(found)
+    return {**context.metadata, **facts} if facts else context.metadata
 
 
 def _trajectory_id(builder: str, session_id: str, path: Sequence[str]) -> str:
@@ -227,17 +227,17 @@ def row_details(forest: Forest, last: str, trained: Sequence[str]) -> RowDetails
 
 
 def _top(forest: Forest, length: int, trained: Iterable[str]) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
-    said: list[tuple[int, NDArray[np.int32], NDArray[np.float32]]] = []
+    reported: list[tuple[int, NDArray[np.int32], NDArray[np.float32]]] = []
     for name in trained:
         details = forest.calls[name].node.details
         if details is not None and details.top_token_ids is not None and details.top_logprobs is not None:
-            said.append((forest.prompt_length(name), details.top_token_ids, details.top_logprobs))
-    if not said:
+            reported.append((forest.prompt_length(name), details.top_token_ids, details.top_logprobs))
+    if not reported:
         return None
-    widest = max(ids.shape[1] for _, ids, _ in said)
+    widest = max(ids.shape[1] for _, ids, _ in reported)
     token_ids = np.full((length, widest), NO_TOKEN, dtype=np.int32)
     logprobs = np.full((length, widest), np.nan, dtype=np.float32)
-    for start, ids, values in said:
+    for start, ids, values in reported:
         place = slice(start, start + len(ids)), slice(0, ids.shape[1])
         token_ids[place], logprobs[place] = ids, values
     return token_ids, logprobs
@@ -248,7 +248,7 @@ def _lay_out_prompt_logprobs(
 ) -> NDArray[np.float32] | None:
     """The logprobs of the row's prompt tokens, from the calls that store them."""
     values = np.full(length, np.nan, dtype=np.float32)
-    said = False
+    found = False
     for owner, start, end in pieces:
         node = forest.calls[owner].node
         if node.details is None or node.details.prompt_logprobs is None:
@@ -256,12 +256,12 @@ def _lay_out_prompt_logprobs(
         end = min(end, node.base_length + len(node.delta_ids))
         if start < end:
             values[start:end] = node.details.prompt_logprobs[start - node.base_length : end - node.base_length]
-            said = True
+            found = True
     for name in trained:
         # Another call may store these tokens as prompt; the sampled logprob counts.
         start = forest.prompt_length(name)
         values[start : start + len(forest.calls[name].node.completion_ids)] = np.nan
-    return values if said else None
+    return values if found else None
 
 
 def _lay_out_experts(forest: Forest, length: int, pieces: Iterable[tuple[str, int, int]]) -> NDArray[np.int16] | None:

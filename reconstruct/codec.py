@@ -295,7 +295,7 @@ def _decompress(data: bytes) -> bytes:
 
 
 _TOP_IDS, _LOGPROBS, _EXPERTS = ("<i4",), ("<f4",), ("<u1", "<u2")
-"""The possible dtypes of an array, told apart by its number of bytes."""
+"""The possible dtypes of an array, distinguished by its number of bytes."""
 
 
 def encode_details(details: CallDetails) -> tuple[Any, ...]:

@@ -305,7 +305,7 @@ def _calls_projection(
     """The losses that explain the difference between the tool calls; None if they do not."""
     if _filled_in(sent, replayed, schemas):
         return ["defaults"]
-    sent, replayed = [(name, normalize(told)) for name, told in sent], [(name, normalize(told)) for name, told in replayed]
+    sent, replayed = [(name, normalize(given)) for name, given in sent], [(name, normalize(given)) for name, given in replayed]
     if canonical_json(sent) == canonical_json(replayed):
         return ["reencoded"]
     return ["defaults", "reencoded"] if _filled_in(sent, replayed, schemas) else None

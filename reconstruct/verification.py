@@ -1,4 +1,4 @@
-"""Checks on training rows, whichever builder made them.
+"""Checks on training rows of any builder.
 
 Context is true: a row's calls extend one another and its ids are the prompt and reply of the last one, so the ids before a trained
 token are those it was sampled after. Each once: over all rows, every token of a trainable call has `loss_mask` 1 exactly once, with its

@@ -380,7 +380,7 @@ async def _read(lines: AsyncIterator[Line], queue: asyncio.Queue[Line | None]) -
         log.warning("an event stream ends early: %s", error)
     except Exception:
         log.exception("an event stream ends early")
-    # Not in a finally: when the reader is gone, this task is cancelled, nobody empties the queue and `put` would block.
+    # Not in a finally: when the reader is gone, this task is cancelled, and with nothing emptying the queue `put` would block.
     await queue.put(None)
 
 

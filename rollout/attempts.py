@@ -57,7 +57,7 @@ class Failure(StrEnum):
     HARNESS_FAILED = "harness_failed"
     """The harness exited with a code other than 0."""
     HARNESS_CRASHED = "harness_crashed"
-    """A signal that no one here sent ended the harness."""
+    """The harness was ended by a signal that the node did not send."""
     NO_CALLS = "no_calls"
     """The harness exited with 0 and never called the model."""
     AGENT_TIMEOUT = "agent_timeout"

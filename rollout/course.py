@@ -342,7 +342,7 @@ async def close_member(sessions: Sessions, task: Task, index: int, session_id: s
             # Closed by someone else, as idle or by hand, which decided what a trainer gets.
             log.warning("session %s keeps its own status: %s", session_id, error)
     except SessionRefused as error:
-        # It would be refused whoever asked.
+        # Every caller would be refused.
         log.error("session %s cannot be closed and is left as it is: %s", session_id, error)
 
 

@@ -4,7 +4,7 @@ Requests without an answer, and 408, 502, 503 and 504, are repeated for at most 
 growing random waits. A 429 is waited out for as long as the caller allows: the service works, but trainers are behind. Every request is
 safe to repeat; `create` makes itself so.
 
-    SessionFailed             the service did not do what was asked
+    SessionFailed             the service did not fulfil a request
     ├── NoAnswer              no answer, or 408, 502, 503 or 504, for retry_seconds
     ├── SessionRefused        400, 413, 422: it will never accept this request
     ├── NoSession             404
@@ -79,7 +79,7 @@ class Sessions:
         """Create the session with the fields of `POST /sessions`; None counts as left out. Waits while the service holds new sessions back
         (429).
 
-        If the answer to an earlier try was lost, the session that it created is deleted first: its key is given only once, so no one can
+        If the answer to an earlier try was lost, the session that it created is deleted first: its key is given only once, so nothing can
         have used it. Raises `SessionConflict` if the session existed before, and `SessionFailed`."""
         body = {"session_id": session_id, **{name: value for name, value in fields.items() if value is not None}}
         lost = False
@@ -120,8 +120,8 @@ class Sessions:
         found: list[dict[str, Any]] = []
         cursor: str | None = None
         while limit is None or len(found) < limit:
-            asked = {"limit": PAGE if limit is None else min(PAGE, limit - len(found))}
-            answer = await self._ask("GET", _path(session_id, "/calls"), params=asked | ({"cursor": cursor} if cursor else {}))
+            query = {"limit": PAGE if limit is None else min(PAGE, limit - len(found))}
+            answer = await self._ask("GET", _path(session_id, "/calls"), params=query | ({"cursor": cursor} if cursor else {}))
             page = msgpack.unpackb(answer.content, strict_map_key=False)
             found += [{name: value for name, value in call.items() if name not in ARRAYS} for call in page["calls"]]
             cursor = page["cursor"]
@@ -209,8 +209,8 @@ def _path(session_id: str, part: str = "") -> str:
 
 def _pause_seconds(state: RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome else None
-    asked = error.retry_after_seconds if isinstance(error, NoAnswer) else None
-    return asked if asked is not None else _GROWING(state)
+    requested = error.retry_after_seconds if isinstance(error, NoAnswer) else None
+    return requested if requested is not None else _GROWING(state)
 
 
 DEFAULT_RETRY_SECONDS = 5.0
@@ -227,7 +227,7 @@ class SessionFailed(Exception):
 
 
 class NoAnswer(SessionFailed):
-    """`lost`: the request may have been carried out. `retry_after_seconds` is what the service asked for."""
+    """`lost`: the request may have been carried out. `retry_after_seconds` is the service's request."""
 
     def __init__(
         self, message: str, status: int | None = None, *, lost: bool = False, retry_after_seconds: float | None = None
@@ -306,7 +306,7 @@ async def find_first_model(url: str, opened: OpenSession) -> str:
 
 
 class Judge:
-    """Asks a model in a session of its own, which reaches no trainer and is not held back when trainers are behind: rollouts wait for the
+    """Asks a model in a separate session, which reaches no trainer and is not held back when trainers are behind: rollouts wait for the
     verdict."""
 
     def __init__(self, sessions: Sessions, url: str) -> None:

@@ -253,7 +253,7 @@ def check_run(
 def read_tail(done: Executed, characters: int = 500) -> str:
     """The end of a command's stderr, or of its stdout if stderr is empty."""
     text = (done.stderr.strip() or done.stdout.strip()).decode(errors="replace")
-    return text[-characters:] or "it said nothing"
+    return text[-characters:] or "no output"
 
 
 async def remove(runtime: Runtime) -> None:

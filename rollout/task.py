@@ -173,7 +173,7 @@ class UploadBody(BaseModel):
 
     def value(self) -> Upload:
         if sum(given is not None for given in (self.text, self.base64, self.source)) != 1:
-            raise ValueError("just one of text, base64 and source says what is in it")
+            raise ValueError("give exactly one of text, base64 and source")
         content = None if self.text is None else self.text.encode()
         if self.base64 is not None:
             try:
@@ -289,7 +289,7 @@ class EvaluatorSpec:
     kind: Name
     options: Json = field(default_factory=dict)
     fresh_runtime: bool | None = None
-    """Whether to evaluate the collected files in a runtime of its own, or in the one that the agent left. None: a runtime of its own,
+    """Whether to evaluate the collected files in a fresh runtime, or in the one that the agent left. None: a fresh one,
     unless the kind's default is otherwise; stored tasks have true or false."""
     runtime: RuntimeField | None = None
     """None: like the rollout's."""
@@ -419,7 +419,7 @@ def read_json(raw: bytes) -> Task:
 
 
 def dump_given(task: Task) -> dict[str, Any]:
-    """The task's JSON body without what is left at its default."""
+    """The task's JSON body without fields at their default."""
     body: dict[str, Any] = task_adapter().dump_python(task, by_alias=True, exclude_defaults=True)
     return body
 

@@ -34,7 +34,7 @@ _CANONICAL = msgspec.msgpack.Encoder(order="deterministic")
 
 
 class BadTask(Exception):
-    """The message says what is wrong, beginning with the field; `param` is the field."""
+    """The message begins with the field and says what is wrong with it; `param` is the field."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -87,7 +87,7 @@ def _settle_runtime(spec: EvaluatorSpec, known: Known) -> EvaluatorSpec:
     kind = known.evaluator(spec.kind)
     fresh = spec.fresh_runtime
     if fresh is None:
-        # Preparing it, or giving it another image, asks for one of its own.
+        # Preparing it, or giving it another image, asks for a fresh one.
         fresh = bool(spec.prepare or spec.runtime) or getattr(kind, "fresh_runtime", True)
     fresh = fresh and getattr(kind, "needs_runtime", True)
     return replace(spec, fresh_runtime=fresh, runtime=spec.runtime if fresh else None)

@@ -1,8 +1,8 @@
 """Tasks from Harbor task folders and from rows of SWE-bench data sets.
 
 Harbor folders (task.toml, instruction.md, environment/, tests/test.sh) are read as Harbor 0.25 reads them (`harbor.models.task.config`).
-What is not supported here is refused by name: several steps, compose files, Windows, accelerators, other users, allow-lists of hosts, and
-a verifier in an environment of its own. Artifacts are not collected, as the verdict does not depend on them. Images are not built: a
+Unsupported features are refused by name: several steps, compose files, Windows, accelerators, other users, allow-lists of hosts, and
+a verifier in a separate environment. Artifacts are not collected, as the verdict does not depend on them. Images are not built: a
 folder with only a Dockerfile needs `image`.
 """
 
@@ -98,8 +98,7 @@ def _refuse(folder: Path, config: Mapping[str, Any]) -> None:
         "environment.os other than linux": str(environment.get("os", "linux")).lower() != "linux",
         "accelerators": environment.get("gpus") or environment.get("tpu"),
         "environment.skills_dir": environment.get("skills_dir"),
-        "a verifier in an environment of its own": verifier.get("environment")
-        or verifier.get("environment_mode") == "separate",
+        "a verifier in a separate environment": verifier.get("environment") or verifier.get("environment_mode") == "separate",
         "verifier.collect": verifier.get("collect"),
         "verifier.user or agent.user": verifier.get("user") or agent.get("user"),
     }

@@ -38,7 +38,7 @@ class HeldLeases:
             self._changed.notify_all()
 
     def ack(self, lease_id: str) -> None:
-        """Ack the lease, whichever process holds it. Raises LeaseLost."""
+        """Ack the lease, even if another process holds it. Raises LeaseLost."""
         with self._changed:
             lease = self._leases.pop(lease_id, None)
         (lease or self._client.attach(lease_id, lease_seconds=self._lease_seconds)).ack()

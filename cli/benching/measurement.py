@@ -1,4 +1,4 @@
-"""The measurement: open sessions, warm up both routes, call them in turn, and read the service's own counters."""
+"""The measurement: open sessions, warm up both targets, call them in turn, and read the service's own counters."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from cli.top import Exposition
 from proxy.timeline import PARTS, STEPS
 
 ROUNDS = 2
-"""Rounds per route, alternating, so that other load on the machine affects both."""
+"""Rounds per target, alternating, so that other load on the machine affects both."""
 WARM_UP_CALLS = 2
 COUNTED_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of each route."""
+    """The limits per target."""
 
     calls: int
     seconds: float
@@ -111,7 +111,7 @@ class Bench:
                 self._control.delete(f"/sessions/{session_id}")
 
 
-# Calls over one route
+# Calls to one target, the engine or the service
 
 
 POLL_SECONDS = 0.05
@@ -139,7 +139,7 @@ class Request:
 
 @dataclass(slots=True)
 class Tally:
-    """The calls of one route over all rounds. `whole` and `first` are seconds to the last and the first byte, per call as it ended."""
+    """The calls to one target over all rounds. `whole` and `first` are seconds to the last and the first byte, per call as it ended."""
 
     whole: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
@@ -266,7 +266,7 @@ DIRECT, THROUGH = "engine alone", "through verbatim"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`notes` are sentences about what is missing and why."""
+    """`notes` are sentences that explain missing figures."""
 
     engine: str
     service: str
@@ -311,7 +311,7 @@ class Report:
 
 
 def summarize(tally: Tally) -> dict[str, Any]:
-    """The figures of one route; None for those without a call."""
+    """The figures of one target; None for those without a call."""
     return {
         "calls": tally.calls,
         "failed": tally.failed,

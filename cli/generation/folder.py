@@ -81,7 +81,7 @@ class GenerationFolder:
             self._writer.flush()
         for line in (line for each in progress for line in each.lines()):
             key = line["task_id"], line["index"]
-            # An interrupted run knows less than the run before it, and what is in the archive is kept.
+            # An interrupted run knows less than the run before it, and everything in the archive is kept.
             kept = self._attempts.get(key, line)["kept"] if line["kept"] is None else line["kept"]
             self._attempts[key] = {**line, "kept": self.holds(line["session_id"]) or kept}
         _write_lines(self.path / "rollouts.jsonl", self._attempts.values())

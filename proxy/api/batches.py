@@ -68,7 +68,7 @@ class ExtendRequest(Body, json_schema_extra={"example": {"lease_seconds": 600}})
 
 
 class LeasedSession(Accounting):
-    """The accounting of everything sampled in a session, including what is not delivered."""
+    """The accounting of everything sampled in a session, delivered or not."""
 
     session_id: str
 
@@ -187,7 +187,7 @@ async def _wait_for_batch(services: Services, body: LeaseRequest, form: Form, go
 
 
 async def _lease(services: Services, body: LeaseRequest, form: Form, *, waits: bool) -> Batch | Nothing:
-    """What is ready for this consumer, with its rows."""
+    """The groups ready for this consumer, with their rows."""
     if body.builder is not None:
         await asyncio.to_thread(find_builder, body.builder)
     while True:
@@ -221,7 +221,7 @@ async def _lease(services: Services, body: LeaseRequest, form: Form, *, waits: b
         try:
             groups = await encode_groups(services, lease, RowTerms(form, body.roles, body.builder, body.complete_only))
         except BaseException:
-            # Nobody receives these groups: the caller hung up, which cancels this task, or the store failed.
+            # These groups do not reach the caller: it hung up, which cancels this task, or the store failed.
             with contextlib.suppress(VerbatimError):
                 await asyncio.shield(_give_back(services, lease.lease_id))
             raise

@@ -165,7 +165,7 @@ class Trajectories(Body, json_schema_extra={"example": {"trajectories": [ROW], "
 @router.get(
     "/calls",
     dependencies=[Depends(require_node)],
-    description="In the order they were recorded, followed by those in flight. With n > 1 every choice is a call of its own. "
+    description="In the order they were recorded, followed by those in flight. With n > 1 every choice is a separate call. "
     + ENCODINGS,
     responses={200: {"model": CallPage, "description": "a page"}},
 )

@@ -252,7 +252,7 @@ async def close_idle(services: Services, limit: int = 100) -> int:
 
 
 async def _close_if_idle(services: Services, session_id: str, idle_seconds: float) -> bool:
-    """False if it is not idle; the store is then told when it was last active."""
+    """False if it is not idle; the store then records when it was last active."""
     state = await services.sessions.load(session_id)
     if state is None or state.status in CLOSED:
         await services.sessions.mark_active(session_id, None)

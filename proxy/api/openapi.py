@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI knows of the control routes, completed with what it cannot know, and the model calls.
+"""The OpenAPI document: FastAPI's description of the control routes, completed, and that of the model calls.
 
 Routes declare their summary, answers, parameters and specific errors. Added here: bodies, which routes read themselves (`JsonBody`); the
 security and the common errors that follow from a route's role, body and path; and the paths that are not FastAPI routes. Tests hold real

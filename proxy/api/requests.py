@@ -172,7 +172,7 @@ class ErrorText(Body):
     code: str
     """A constant for programs to match on."""
     message: str
-    """What is wrong, including the offending value."""
+    """The problem, including the offending value."""
     param: str | None = None
     """The offending field."""
 
@@ -190,7 +190,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def describe(error: ValidationError | RequestValidationError) -> str:
-    """One sentence that names each offending field and what is wrong with it."""
+    """One sentence that names each offending field and its problem."""
     problems = error.errors()
     text = "; ".join(_describe_problem(problem["loc"], problem["type"], problem["msg"]) for problem in problems[:MAX_PROBLEMS])
     return text if len(problems) <= MAX_PROBLEMS else f"{text}; and {len(problems) - MAX_PROBLEMS} more"

@@ -65,7 +65,7 @@ class NewSession(
     task_id: Name | None = None
     """The task it attempts."""
     group_id: Name | None = None
-    """The group it is compared in. Default: a group of its own."""
+    """The group it is compared in. Default: a group with no other session."""
     group_size: int = Field(1, ge=1, le=65536)
     """Sessions in a complete group."""
     group_policy: Literal["require_all", "allow_partial", "drop"] | None = None

@@ -50,7 +50,7 @@ Key = tuple[str, float]
 
 
 class ArchiveError(Exception):
-    """The folder cannot be read or written as asked."""
+    """The folder cannot be read or written."""
 
 
 class FolderBusy(ArchiveError):

@@ -1,6 +1,6 @@
 """What a wire dialect is, and the canonical request, reply and stream events that every dialect translates to and from.
 
-A dialect is one stateless object that holds all the service knows of it: endpoints, base URLs, parsing, rendering. `parse` turns a
+A dialect is one stateless object that holds everything about it: endpoints, base URLs, parsing, rendering. `parse` turns a
 body into a `Request` whose messages are OpenAI chat messages; `render` turns a `Reply` into the body of a whole answer; `open_stream`
 returns a renderer that is fed `Delta`s as text becomes certain and is closed with the `Reply`, of which it emits whatever no delta
 carried. So one assembler serves streamed and whole replies.
@@ -223,7 +223,7 @@ class Request:
     """The content type of a streamed answer."""
     include_usage: bool = False
     top_logprobs: int | None = None
-    """None: the harness asked for no logprobs and gets none."""
+    """None: the harness requested no logprobs and gets none."""
     echo: Any = None
     marks: dict[str, str] = field(default_factory=dict)
     dropped_tools: Sequence[str] = ()
@@ -250,13 +250,13 @@ class Request:
         return self._schemas
 
     def replace_history(self, history: list[HistoryMessage]) -> None:
-        """Used to split a prompt into what earlier calls contain and what is new."""
+        """Used to split a prompt into what earlier calls contain and the rest."""
         self.history, self._messages = history, None
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The engine is about to be asked; comes again if another engine is tried. `prompt_tokens` is 0 while they are not known."""
+    """The engine is about to get the request; comes again if another engine is tried. `prompt_tokens` is 0 while they are not known."""
 
     prompt_tokens: int = 0
 
@@ -294,7 +294,7 @@ class Delta:
 
 @dataclass(slots=True)
 class Choice:
-    """One finished choice. `message` is a chat message; `logprobs` chat-shaped content, None if not asked for."""
+    """One finished choice. `message` is a chat message; `logprobs` chat-shaped content, None if not requested."""
 
     index: int
     call_id: str

@@ -36,7 +36,7 @@ _CONSUMED = frozenset(
     | {"store", "metadata", "user", "service_tier", "return_token_ids", "return_tokens_as_token_ids", "request_id"}
     | {"add_generation_prompt", "continue_final_message", "prompt_logprobs", "echo", "functions", "function_call"}
 )
-"""Body fields that are not forwarded: they are parsed here, mean nothing to an engine, or would change what is recorded."""
+"""Body fields that are not forwarded: they are parsed here, mean nothing to an engine, or would change the record."""
 
 _FUNCTION_CALL = "function_call"
 """The `echo` of a request that offers `functions`; also the reply's field and its finish reason."""
@@ -312,7 +312,7 @@ def parse_functions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def parse_function_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """`tool_choice` and `parallel_tool_calls` for a body that offers `functions`. Raises RequestError."""
-    # The reply has room for one call: an engine drops what follows it in the sampled text if told so.
+    # The reply has room for one call: an engine can be made to drop the sampled text after it.
     chosen: dict[str, Any] = {"parallel_tool_calls": False}
     choice = body.get("function_call")
     if isinstance(choice, dict):

@@ -40,7 +40,7 @@ _CONSUMED = frozenset(
     | {"user", "store", "metadata", "service_tier", "request_id", "return_tokens_as_token_ids", "prompt_logprobs"}
     | {"return_token_offsets", "logprob_token_ids", *_REFUSED}
 )
-"""Body fields that are not forwarded: they are parsed here, mean nothing to an engine, or would change what is recorded."""
+"""Body fields that are not forwarded: they are parsed here, mean nothing to an engine, or would change the record."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 

@@ -99,11 +99,11 @@ def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _NEW_TURN = {"continue_final_message": False, "add_generation_prompt": True}
-"""Fields of vLLM's chat API that say how a reply begins, with their values for a turn of its own."""
+"""Fields of vLLM's chat API that say how a reply begins, with their values for a separate turn."""
 
 
 def refuse_continuation(body: Mapping[str, Any]) -> None:
-    """Raise RequestError if the last message is to be continued instead of answered: a reply is a turn of its own here."""
+    """Raise RequestError if the last message is to be continued instead of answered: here a reply is always a new turn."""
     kwargs = mapping(body, "chat_template_kwargs")
     for name, usual in _NEW_TURN.items():
         for holder, where in ((body, name), (kwargs, f"chat_template_kwargs.{name}")):

@@ -83,7 +83,9 @@ class GeminiDialect(Dialect):
     def parse(self, incoming: Incoming, past: Past) -> Request:
         body, items = _split(incoming.body)
         if "cachedContent" in body:
-            raise RequestError("'cachedContent' names what is not here; send its contents", param="cachedContent")
+            raise RequestError(
+                "'cachedContent' names a cache that this service does not have; send its contents", param="cachedContent"
+            )
         history = [seen for item, read in split_units(items) for seen in past.see(item, read)]
         if not history:
             raise RequestError("'contents' must be a non-empty list", param="contents")

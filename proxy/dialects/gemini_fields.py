@@ -63,7 +63,7 @@ def _top_logprobs(config: Mapping[str, Any]) -> int | None:
 
 
 def _response_format(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Structured output. A bare enum value is not JSON, so it is asked for as vLLM's choice rather than as a schema."""
+    """Structured output. A bare enum value is not JSON, so it is requested as vLLM's choice rather than as a schema."""
     kind = fields.text(config, "responseMimeType") or "text/plain"
     schema = _response_schema(config)
     if kind == "text/x.enum":

@@ -24,7 +24,7 @@ _SILENT_DELTAS = 64
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """What the harness asked for: thoughts, how many logprobs beside each token's own, server-sent events."""
+    """What the harness requested: thoughts, how many logprobs beside each token's own, server-sent events."""
 
     thoughts: bool
     top_logprobs: int
@@ -79,7 +79,7 @@ class GeminiStream:
 
 
 def _split_parts(candidate: dict[str, Any]) -> list[dict[str, Any]]:
-    """All parts but the last, which the candidate keeps, each as a candidate of its own: a chunk holds one part."""
+    """All parts but the last, which the candidate keeps, each as a separate candidate: a chunk holds one part."""
     content = candidate["content"]
     *early, last = content["parts"]
     content["parts"] = [last]

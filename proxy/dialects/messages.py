@@ -1,7 +1,7 @@
 """Anthropic Messages: `/v1/messages`, `/v1/messages/count_tokens`, and `/v1/models` for its clients.
 
 Shapes as the anthropic SDK parses them; errors as it and Claude Code distinguish them. Reasoning goes out as thinking blocks if the
-harness asked for thinking, and otherwise stays in the record.
+harness requested thinking, and otherwise stays in the record.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _keeps_all(edit: Mapping[str, Any]) -> bool:
 
 
 def parse_tool_choice(body: Mapping[str, Any], functions: list[dict[str, Any]]) -> dict[str, Any]:
-    """`tool_choice` and `parallel_tool_calls` of the chat body. Raises RequestError for a choice of what is not offered."""
+    """`tool_choice` and `parallel_tool_calls` of the chat body. Raises RequestError for a choice of a tool that is not offered."""
     choice = fields.mapping(body, "tool_choice")
     kind = choice.get("type")
     if not choice or (not functions and kind in ("auto", "none")):

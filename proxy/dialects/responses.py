@@ -1,7 +1,7 @@
 """OpenAI Responses: `/v1/responses`, streamed and whole, and the endpoints for stored responses.
 
 Shapes as the openai SDK and Codex read them. The session store is the state: `previous_response_id` and GET find every response of the
-session that was not created with `store: false`, whichever process answered it.
+session that was not created with `store: false`, even if another process answered it.
 """
 
 from __future__ import annotations

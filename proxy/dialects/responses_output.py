@@ -142,7 +142,7 @@ class _Message:
 
 
 class _Reasoning:
-    """Rendered as a summary if the harness asked for one, else as its text."""
+    """Rendered as a summary if the harness requested one, else as its text."""
 
     def __init__(self, item_id: str, index: int, call_id: str, *, summary: bool, sealed: bool) -> None:
         self._id, self._index, self._call_id, self._sealed = item_id, index, call_id, sealed

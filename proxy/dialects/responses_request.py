@@ -198,7 +198,7 @@ def _output_content(item: Mapping[str, Any]) -> Any:
 class ReadReply:
     """Reads the items of one reply as an assistant message.
 
-    If an item does not carry the sampled arguments unchanged, or is only a reference, `past` is asked for them. A call unknown to it
+    If an item does not carry the sampled arguments unchanged, or is only a reference, they are looked up in `past`. A call unknown to it
     raises UnknownCall, once per request: the store may know it.
     """
 

@@ -25,7 +25,7 @@ _decode = msgspec.json.decode
 
 
 def record_marks(body: Mapping[str, Any], options: ReplyOptions, instructions: int) -> dict[str, str]:
-    """What is stored with the call; `instructions`: their length in characters."""
+    """The facts stored with the call; `instructions`: their length in characters."""
     if not options.fields["store"]:
         return {"store": "false"}
     request = {key: body[key] for key in KEPT if body.get(key) is not None}
@@ -35,7 +35,7 @@ def record_marks(body: Mapping[str, Any], options: ReplyOptions, instructions: i
 
 
 def find_call(identifier: str, past: Past, *, what: str, param: str | None = None) -> Call:
-    """The call behind a response's id. Raises UnknownCall if the session has none, or was told not to store it."""
+    """The call behind a response's id. Raises UnknownCall if the session has none, or was requested not to store it."""
     call_id = parse_response_id(identifier)
     missing = UnknownCall(f"{what} with id '{identifier}' not found.", param=param)
     if call_id is None:

@@ -185,7 +185,7 @@ def _force(choice: Mapping[str, Any], box: Toolbox) -> dict[str, Any]:
 
 def _not_offered(choice: Any) -> RequestError:
     shown = json.dumps(choice, ensure_ascii=False)[:200]
-    return RequestError(f"'tool_choice' asks for what is not offered: {shown}", param="tool_choice")
+    return RequestError(f"'tool_choice' asks for a tool that is not offered: {shown}", param="tool_choice")
 
 
 # The toolbox of a stored response. The record holds the chat tools; their kinds are kept beside it.

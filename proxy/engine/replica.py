@@ -117,7 +117,7 @@ class Replica:
 
     @property
     def met(self) -> bool:
-        """Whether it was ever reached, and has said what it serves if it says so at all."""
+        """Whether it was ever reached, and has listed its models if it lists any."""
         return self.api is not None or bool(self.names)
 
     @property

@@ -230,7 +230,7 @@ class StoreConnection:
             for each in facts:
                 self._check(each)
         except BaseException:
-            # Cancellation too: nobody else could close its sockets.
+            # Cancellation too: nothing else could close its sockets.
             await link.close()
             raise
         return link
@@ -248,7 +248,7 @@ class StoreConnection:
         return self._node_at(self._address.server(place))
 
     def _node_at(self, url: str, **watched: Any) -> Node:
-        """Raises `Lasting` after `close`: nobody would close the node."""
+        """Raises `Lasting` after `close`: nothing would close the node."""
         if self._closed:
             raise self._refuse_closed()
         connect_seconds = min(CONNECT_SECONDS, self.timeout_seconds)

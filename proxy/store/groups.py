@@ -54,7 +54,7 @@ class GroupRule:
 @dataclass(frozen=True, slots=True)
 class LeasedGroup:
     """`deliveries` includes this one. `session_ids`: the usable members, in the order they closed. `reference` distinguishes the rounds of
-    a group id. `stale`: leased although it has a token older than the lease asked for. `policies`: those whose rows are leased; "" is
+    a group id. `stale`: leased although it has a token older than the lease allows. `policies`: those whose rows are leased; "" is
     the default one."""
 
     reference: str

@@ -54,11 +54,11 @@ Weights, all in the slot of `{weights}`, kept for good. Those of other policies 
     vb:{weights}:fence     string  greatest fencing token that a holder of the lock was given
     vb:{weights}:identity  string  this store's name among those whose services update the same engine; one for all policies
 
-Engines added at run time, in a slot of its own; kept until they are removed:
+Engines added at run time, in their own slot; kept until they are removed:
 
     vb:engines             hash    name -> StoredEngine (msgpack): URL or watched name, policy
 
-Retention, in a slot of its own:
+Retention, in its own slot:
 
     vb:{retention}:lock    string  owner of the right to archive and delete; expires
 """

@@ -55,7 +55,7 @@ class Link(Protocol):
         ...
 
     def distrust(self) -> None:
-        """Replace idle connections and what is known of the slots before the next command: something hung or was demoted."""
+        """Replace idle connections and the table of slots before the next command: something hung or was demoted."""
         ...
 
     async def close(self) -> None: ...
@@ -228,7 +228,7 @@ class Pipe(asyncio.Protocol):
     """
 
     def __init__(self, connection: Any, transport: asyncio.Transport) -> None:
-        # Kept, because redis-py closes a connection that nobody references.
+        # Kept, because redis-py closes a connection that nothing references.
         self._connection = connection
         self._transport = transport
         self._waiting: deque[asyncio.Future[Any]] = deque()
@@ -286,7 +286,7 @@ class Pipe(asyncio.Protocol):
             while (reply := self._replies.gets()) is not _INCOMPLETE:
                 self._answer(reply)
         except (broken.InvalidResponse, IndexError):
-            # Not Redis, or a reply without a command: nobody can tell whose the next reply is.
+            # Not Redis, or a reply without a command: the next reply could belong to any command.
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:

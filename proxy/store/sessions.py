@@ -26,7 +26,7 @@ LOOKED_AT = 2048
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """What is fixed when a session is created. `key_hash` is sha256 of the session's API key; the key is not stored."""
+    """The fields fixed when a session is created. `key_hash` is sha256 of the session's API key; the key is not stored."""
 
     session_id: str
     key_hash: bytes
@@ -80,7 +80,7 @@ class SessionState:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """Written before the engine is asked. One that stays without a record is a dangling call.
+    """Written before the engine samples. One that stays without a record is a dangling call.
 
     `process` asks the engine, and the call is in flight while that process lives; "" once the process has given the call up."""
 
@@ -338,7 +338,7 @@ class SessionListing:
 
 
 def digest(record: bytes) -> bytes:
-    """By which a repeated commit is told from a conflicting one."""
+    """Distinguishes a repeated commit from a conflicting one."""
     return hashlib.blake2b(record, digest_size=16).digest()
 
 

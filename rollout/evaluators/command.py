@@ -47,7 +47,7 @@ take time that grows with its square."""
 def check_removable(path: str) -> str:
     """`path`, which is absolute or below the workdir. Raises ValueError."""
     if "\0" in path or normpath(path) in ("/", "//", ".") or normpath(path).split("/")[0] == "..":
-        raise ValueError(f"must name what is removed, not all there is, or what is above it: {path!r}")
+        raise ValueError(f"must name files to remove, not the whole folder or one above it: {path!r}")
     return path
 
 

@@ -70,7 +70,7 @@ def _score(options: DiffOptions, collected: Collected) -> Score:
 
 
 def _compare(file: File, found: bytes | None, whitespace: str) -> str:
-    """What is wrong with `found`, in words; empty when it is as expected."""
+    """The difference from what was expected, in words; empty if there is none."""
     if found is None:
         return f"{file.path} is not there, or is no file"
     if normalise(found, whitespace) == normalise(file.content, whitespace):

@@ -145,7 +145,7 @@ async def _post(options: HttpOptions, body: Mapping[str, Any]) -> httpx.Response
     except _Unanswered as error:
         raise EvaluationFailed(f"{error}, {1 + options.retries} times") from error
     except ValueError as error:
-        raise EvaluationFailed(f"{options.url} could not be asked: {type(error).__name__}: {error}") from error
+        raise EvaluationFailed(f"{options.url} did not answer: {type(error).__name__}: {error}") from error
 
 
 async def _try(client: httpx.AsyncClient, url: str, headers: httpx.Headers, content: bytes) -> httpx.Response:
@@ -154,7 +154,7 @@ async def _try(client: httpx.AsyncClient, url: str, headers: httpx.Headers, cont
     except httpx.TransportError as error:
         raise _Unanswered(f"{url} gave no answer: {type(error).__name__}: {error}") from error
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise EvaluationFailed(f"{url} could not be asked: {type(error).__name__}: {error}") from error
+        raise EvaluationFailed(f"{url} did not answer: {type(error).__name__}: {error}") from error
     answered = f"{url} answered {answer.status_code}: {answer.text[:500]!r}"
     if answer.status_code == 429 or answer.status_code >= 500:
         raise _Unanswered(answered)

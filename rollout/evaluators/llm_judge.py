@@ -76,7 +76,7 @@ class JudgeOptions(Options):
     """The question, with {rubric} and {material}."""
     sampling: dict[str, Any] = Field(default_factory=dict)
     tries: Annotated[int, whole(20), Field(ge=1)] = 3
-    """How often the judge is asked until its verdict can be read."""
+    """How many requests the judge gets until its verdict can be read."""
     shown_chars: Annotated[int, whole(10_000_000), Field(ge=1)] = 20_000
     """Of each thing shown."""
 
@@ -121,7 +121,7 @@ async def _ask(case: Case, options: JudgeOptions, question: str) -> tuple[Verdic
         try:
             return read_verdict(reply, options.minimum, options.maximum), tried
         except NoVerdict as error:
-            problem = f"{error}; it said: {shorten(reply, 500)!r}"
+            problem = f"{error}; its reply was: {shorten(reply, 500)!r}"
             again = fill(AGAIN, {"problem": str(error), **options.range})
             messages = [*messages[:2], {"role": "assistant", "content": reply}, {"role": "user", "content": again}]
     raise BadReward(f"the judge {options.model} gave no verdict in {options.tries} tries: {problem}")
@@ -165,7 +165,7 @@ def find_last_message(run: Run) -> str:
     for call in sorted(replies, key=lambda call: call.get("started_at") or 0.0, reverse=True):
         if text := _read_text(call["reply"].get("content")):
             return text
-    return run.stdout.decode("utf-8", "replace").strip() or "(it said nothing)"
+    return run.stdout.decode("utf-8", "replace").strip() or "(no output)"
 
 
 def _read_text(content: object) -> str:
@@ -184,14 +184,14 @@ _WRITTEN_NUMBER = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(?:/\s*\d+(?:\.\d+)?\s*)?"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`score` is within the range asked for."""
+    """`score` is within the requested range."""
 
     score: float
     reason: str
 
 
 class NoVerdict(Exception):
-    """The reply has no verdict. Says what is wrong with it."""
+    """The reply has no readable verdict. The message says why."""
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:

@@ -153,7 +153,7 @@ _WORSE: tuple[Outcome, ...] = ("skipped", "passed", "failed")
 
 
 class BadReport(Exception):
-    """The file is not JUnit XML. Says what is wrong with it."""
+    """The file is not JUnit XML. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,7 @@ def _score(options: SwebenchOptions, report: Mapping[str, Any], log: str) -> Sco
     return Score(reward, feedback=shorten("\n".join(lines)), metadata={"resolved": resolved, **counts})
 
 
-# The `swebench` package runs in a process of its own, `python -m rollout.evaluators.swebench`: imported, it reads `.env` files into the
+# The `swebench` package runs in a separate process, `python -m rollout.evaluators.swebench`: imported, it reads `.env` files into the
 # environment and brings libraries that a node does not need, and it runs regular expressions over logs that an agent may influence.
 #
 # One JSON object on stdin, one on stdout:

@@ -146,7 +146,7 @@ class Harness:
         if _count_bytes(prompt) + max(_count_bytes(text) for text in passed) + OTHERS_BYTES > MOST_BYTES:
             raise PromptTooLong(
                 f"it has {_count_bytes(prompt)} bytes, and {self.name} takes it as an argument, of which the system passes {MOST_BYTES}: "
-                "upload what is long as a file, and say here where it is"
+                "upload long text as a file and give its path here"
             )
 
     def _list_texts(self) -> list[tuple[str, str]]:

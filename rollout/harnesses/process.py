@@ -1,6 +1,6 @@
-"""A running harness: a process group of its own, stopped as a whole.
+"""A running harness: its own process group, stopped as a whole.
 
-It is also a session of its own. Without a controlling terminal it is not stopped for writing to the screen, and does not get the
+It is also its own session. Without a controlling terminal it is not stopped for writing to the screen, and does not get the
 terminal's Ctrl-C: the caller decides which signals it gets.
 """
 
@@ -80,7 +80,7 @@ class HarnessProcess:
             self._kill_at = time.monotonic()
 
     def wait(self, timeout_seconds: float | None = None) -> Ended:
-        """Wait until the harness has ended, then kill what is left of its group. After `timeout_seconds` it is stopped."""
+        """Wait until the harness has ended, then kill the rest of its group. After `timeout_seconds` it is stopped."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         timed_out = False
         while self._process.poll() is None:

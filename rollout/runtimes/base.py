@@ -7,7 +7,7 @@ tests/rollout/runtimes/test_contract.py holds every kind to these rules:
   log files while the command runs. The exit code is the command's own, or 128 + the number of the signal that ended it. On timeout, and
   when the caller is cancelled, everything the command started is ended: SIGTERM first, SIGKILL after `GRACE_SECONDS`.
 - `network="proxy"` reaches the `ProxyAddress` (at the URL that `map_url` returns) and nothing else. "full" reaches what the node
-  reaches; a container then has a network of its own, which includes the proxy at that URL but not the node's loopback device.
+  reaches; a container then has its own network, which includes the proxy at that URL but not the node's loopback device.
 - The node's own environment never reaches a command.
 - CPU, memory and, where possible, disk are limited to the spec. A command killed for its memory exits with 137.
 - `stop` ends and removes everything. It may be called at any time and repeatedly, and `RuntimeKind.sweep` does the same from another
@@ -51,7 +51,7 @@ def describe_os_error(what: str, error: OSError) -> RuntimeFailed:
 
 
 class BadRuntime(Exception):
-    """No node can satisfy the spec. The message is for whoever submits it."""
+    """No node can satisfy the spec. The message is for the user who submits it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Runtime(Protocol):
         spec's; "full" is for a step of the task's own that must download something. Raises `RuntimeFailed`."""
 
     async def stop(self) -> None:
-        """Never raises for what is already gone."""
+        """Never raises for something already gone."""
 
 
 class RuntimeKind(Protocol):
@@ -156,7 +156,7 @@ class RuntimeKind(Protocol):
         """What this machine lacks to run this kind, in one sentence; None if it lacks nothing."""
 
     def describe_limits(self) -> str:
-        """How this machine enforces a runtime's limits, in one sentence; for whoever starts a node."""
+        """How this machine enforces a runtime's limits, in one sentence, for the operator of the node."""
 
     def make(self, spec: RuntimeSpec, name: str, proxy: ProxyAddress) -> Runtime:
         """A runtime that has not started. `name` is unique among runtimes, at most 63 characters of [a-z0-9-]; its prefix names the owner,
@@ -167,7 +167,7 @@ class RuntimeKind(Protocol):
         spec unchanged if it has the command already or if this kind cannot keep it."""
 
     async def sweep(self, prefix: str) -> int:
-        """Removes what is left of runtimes whose names begin with `prefix`; returns their number."""
+        """Removes the remains of runtimes whose names begin with `prefix`; returns their number."""
 
 
 # Checks of a spec that all kinds share

@@ -70,7 +70,7 @@ class HeldCommand:
 async def start_process(
     argv: Sequence[str], *, env: Mapping[str, str], cwd: Path | str = "/", pass_fds: Sequence[int] = ()
 ) -> AsyncIterator[Process]:
-    """A process in a session of its own, which has ended when the block is left. A caller cancelled during the start is cancelled inside
+    """A process in its own session, which has ended when the block is left. A caller cancelled during the start is cancelled inside
     the block. Raises `RuntimeFailed`, `CannotPass`."""
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(

@@ -53,7 +53,7 @@ async def run_install(
 
 # Local runtimes: a folder that every later sandbox sees, read-only, at `PREFIX`
 #
-# The install runs in a local runtime of its own with the network, whose workdir is at `PREFIX`; that folder is then kept. The path is the
+# The install runs in a separate local runtime with the network, whose workdir is at `PREFIX`; that folder is then kept. The path is the
 # same in all sandboxes because programs may embed the path they were installed under. `npm install -g` installs there, and so does
 # `pip install`, through a virtual environment. What installs itself into the home is not kept, and each rollout installs it. Without a
 # sandbox nothing is kept: an install there changes the machine itself.
@@ -61,7 +61,7 @@ async def run_install(
 
 PREFIX = "/opt/verbatim-harness"
 OPTION = "installed"
-"""An option of a spec: the kept folder. Nobody can submit it: `LocalKind.check` knows no such option."""
+"""An option of a spec: the kept folder. It cannot be submitted: `LocalKind.check` rejects it."""
 PIP = re.compile(r"\bpip3?\b")
 _VARIABLE = "VERBATIM_LOCAL_DIR"
 
@@ -214,7 +214,7 @@ class ImageInstalls:
         self, engine: Engine, spec: RuntimeSpec, install: Install, name: str, proxy: ProxyAddress, logs: Logs, layer: str
     ) -> None:
         memory_mb = max(spec.memory_mb, LEAST_MEMORY_MB)
-        # Root installs, whichever user the layer is for.
+        # Root installs, whatever user the layer is for.
         options = {**spec.options, "user": 0}
         runtime = self._make(replace(spec, network="full", memory_mb=memory_mb, disk_mb=None, options=options), name, proxy)
         try:
@@ -278,7 +278,7 @@ class Uses:
         (self._folder / name).touch(mode=0o600)
 
     def hold(self, name: str) -> int:
-        """A descriptor: `name` is in use until it is closed, by whomever. Raises `RuntimeFailed` as `note` does."""
+        """A descriptor: `name` is in use until every such descriptor is closed. Raises `RuntimeFailed` as `note` does."""
         claim_folder(self._folder, self._variable)
         while True:
             descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -314,7 +314,7 @@ class Uses:
 
     @contextmanager
     def lock(self, name: str) -> Iterator[bool]:
-        """Nobody starts to use `name` inside the block. False: it is in use, or has just been."""
+        """No use of `name` starts inside the block. False: it is in use, or has just been."""
         descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -108,7 +108,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
         writer.write_eof()
     except OSError:
-        # One side is gone in the middle: the other must know at once, or the proxy samples for nobody.
+        # One side is gone in the middle: the other must know at once, or the proxy goes on sampling.
         writer.close()
 
 

@@ -24,7 +24,7 @@ def list_pids() -> list[int]:
 
 
 def find_parent(pid: int) -> int | None:
-    """None if the process has ended, even if nobody has waited for it yet."""
+    """None if the process has ended, even if it has not been waited for yet."""
     state, number = _read_state(pid)
     return None if state in "ZX" else number
 
@@ -44,7 +44,7 @@ def _read_stat(pid: int) -> list[str]:
 
 
 def find_descendants(roots: Iterable[int]) -> list[int]:
-    """The processes below `roots`. One whose parent has ended is below whoever adopted it."""
+    """The processes below `roots`. One whose parent has ended is below the process that adopted it."""
     children = defaultdict(list)
     for pid in list_pids():
         if (number := find_parent(pid)) is not None:
@@ -214,7 +214,7 @@ _KILL_TRIES, _KILL_SECONDS = 100, 0.01
 
 class ContainerProcesses:
     """The processes in the namespace of `first`, the container's first process, except those of its session: `first` itself and what it
-    waits in. runc, crun and our own clients start every command in a session of its own, and no process can join another's."""
+    waits in. runc, crun and our own clients start every command in its own session, and no process can join another's."""
 
     def __init__(self, first: int, namespace: str) -> None:
         self.first = first
@@ -233,7 +233,7 @@ class ContainerProcesses:
             asyncio.get_running_loop().call_later(_KILL_SECONDS, self.kill, command, tries - 1)
 
     async def kill_rest(self, command: str) -> None:
-        """Kills what is left of a command that has ended, and returns once nothing is."""
+        """Kills the remaining processes of a command that has ended, and returns once there are none."""
         for _ in range(_KILL_TRIES):
             if not (left := self._find_started(command)):
                 return

@@ -98,7 +98,7 @@ def _append_user(folder: Path) -> Path:
     return folder if os.geteuid() == 0 else Path(f"{folder}-{os.geteuid()}")
 
 
-# Parsers raise a `ValueError` that says what is wrong with the text.
+# Parsers raise a `ValueError` that explains the problem.
 
 
 def _parse_user(text: str) -> int:

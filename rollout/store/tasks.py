@@ -85,8 +85,8 @@ class TaskStore:
         found: list[TaskState] = []
         for _ in range(LOOKED_AT // LOADED_AT_ONCE):
             before = "+inf" if cursor is None else f"({cursor}"
-            asked = ("ZREVRANGEBYSCORE", keys.LISTING, before, "-inf", "WITHSCORES", "LIMIT", 0, LOADED_AT_ONCE)
-            flat = await self._redis.execute(*asked)
+            command = ("ZREVRANGEBYSCORE", keys.LISTING, before, "-inf", "WITHSCORES", "LIMIT", 0, LOADED_AT_ONCE)
+            flat = await self._redis.execute(*command)
             states = await asyncio.gather(*(self._load_outline(task_id.decode()) for task_id in flat[::2]))
             for place, state in zip(flat[1::2], states, strict=True):
                 cursor = place.decode()

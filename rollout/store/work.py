@@ -63,8 +63,8 @@ class WorkStore:
             return
         while (left := deadline - loop.time()) > 0:
             block = max(1, int(min(left, BLOCK_SECONDS, self._redis.timeout_seconds / 2) * 1000))
-            asked = ("XREAD", "BLOCK", block, "STREAMS", keys.ARRIVALS, self._arrival)
-            if read := await self._redis.execute(*asked, key=keys.ARRIVALS):
+            command = ("XREAD", "BLOCK", block, "STREAMS", keys.ARRIVALS, self._arrival)
+            if read := await self._redis.execute(*command, key=keys.ARRIVALS):
                 self._arrival = read[0][1][-1][0].decode()
                 return
 

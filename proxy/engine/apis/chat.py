@@ -1,11 +1,11 @@
-"""Any OpenAI-compatible server, asked for token ids and logprobs along with the text.
+"""Any OpenAI-compatible server, with a request for token ids and logprobs along with the text.
 
 The server renders the messages itself, so a later turn is not sampled after the very ids of an earlier one: where its rendering
 happens to begin with them the row goes on, elsewhere it branches. A prompt in place of messages goes to `/v1/completions`; if it is ids,
 the engine samples after exactly those. Calls without returned ids are recorded as such and never trained. Such a server reports no
 weight versions: the version is the replica's before the call if it still is after it, otherwise unknown.
 
-Of vLLM's details a whole answer carries all; alternatives come as ids only if the harness asked for no logprobs of its own, which
+Of vLLM's details a whole answer carries all; alternatives come as ids only if the harness itself requested no logprobs, which
 come as text.
 """
 
@@ -231,7 +231,7 @@ class _Answer(EngineAnswer):
 
 
 class _ReplySoFar:
-    """What the answer, or its events so far, said beside the choices."""
+    """The fields beside the choices of the answer, or of its events so far."""
 
     def __init__(self, id_text: IdText) -> None:
         self.prompt_ids: Ids | None = None

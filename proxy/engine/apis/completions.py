@@ -4,7 +4,7 @@ The prompt is rendered and the reply parsed by LocalRenderer. The engine repeats
 are an error. It reports no weight versions: the version is the replica's before the call if it still is after it, otherwise unknown.
 Checked against vLLM 0.32.
 
-The engine is always asked for a stream, because most versions end a call only when the client hangs up, and what was sampled
+The request is always for a stream, because most versions end a call only when the client hangs up, and what was sampled
 until then must be known. The harness gets the reply when it is complete.
 """
 
@@ -213,7 +213,7 @@ async def parse_outcome(
 
 
 async def _chat_logprobs(renderer: LocalRenderer, request: Request, choice: IdChoice) -> list[dict[str, Any]] | None:
-    """Chat-shaped logprobs, None if the harness asked for none."""
+    """Chat-shaped logprobs, None if the harness requested none."""
     if request.top_logprobs is None:
         return None
     alternatives = [item for tops in choice.tops for item, _ in tops if isinstance(item, int)]

@@ -106,7 +106,7 @@ def has_unread_call(request: Request, message: Mapping[str, Any], finish_reason:
     """Whether the model meant to call a tool and the engine's parser could not read it.
 
     The parser then leaves the call in the text, or returns arguments that are not a JSON object. The record carries this as a label
-    that a trainer can filter on; it does not change what is trained. A truncated reply has no unread call."""
+    that a trainer can filter on; it does not change which tokens are trained. A truncated reply has no unread call."""
     if not request.tools or request.forward.get("tool_choice") == "none" or finish_reason not in ("stop", "tool_calls"):
         return False
     calls = message.get("tool_calls") or ()

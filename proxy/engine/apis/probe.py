@@ -110,7 +110,7 @@ def _read_cards(replica: Replica, cards: list[dict[str, Any]]) -> None:
 async def lacks_extension(read: Callable[[str], Awaitable[dict[str, Any]]]) -> bool:
     """Whether vLLM's workers are known to lack `VerbatimWorker`; `read` gets a route of the engine. False if the server does not say.
 
-    Its workers must not be asked: a missing method fails in every worker, and of several vLLM reads only the first one's answer. The
+    Its workers must not be called: a missing method fails in every worker, and of several vLLM reads only the first one's answer. The
     others stay in their queues and are taken for answers to later requests, on `/update_weights` or `/pause` for example, until the
     engine restarts (vLLM 0.32, `v1/executor/multiproc_executor.py`). A single worker's error is just that error."""
     if int((await read("/get_world_size")).get("world_size", 1)) <= 1:

@@ -255,7 +255,7 @@ class SglangWeights(WeightApi):
     """SGLang's weight endpoints. A checkpoint is loaded from disk and labelled in one step.
 
     SGLang does not say what its workers hold, only which checkpoint it loaded last, and when a load fails halfway each worker rolls back by
-    itself, from the path it was just given. Weights after such a failure count as torn, and their label says so for whoever
+    itself, from the path it was just given. Weights after such a failure count as torn, and their label says so for any process that
     looks next. An adapter cannot be replaced in place. `/ready`, which reports a pause, is in 0.5.23 but not in 0.5.5."""
 
     _whole = True

@@ -83,7 +83,7 @@ class WeightKeeper:
             return _check_serving(replica)
 
     async def _settle(self, replica: Replica, lock: PushLock) -> None:
-        """Bring the replica to the policy's current weights. With the lock held, nobody on this store is pushing."""
+        """Bring the replica to the policy's current weights. With the lock held, no process on this store is pushing."""
         api = self.api(replica, await self._weights.identity(), lock.fence)
         # If it is paused, that may be by a service on another store, whose claim then refuses this one. And a process that was
         # suspended during a push must not load into the replica when it resumes.
@@ -160,7 +160,7 @@ class WeightKeeper:
 
 
 def _is_label_of(label: str, loaded: Loaded, replica: Replica) -> bool:
-    """Whether the label can belong to what is loaded. With an adapter it is the adapter's, which no worker reports."""
+    """Whether the label can belong to the loaded weights. With an adapter it is the adapter's, which no worker reports."""
     return loaded.version is None or replica.adapter is not None or label == str(loaded.version)
 
 
@@ -208,7 +208,7 @@ RETRY_SECONDS = 0.1
 
 
 class PushLock:
-    """A policy's push lock, held and renewed, so that two pushes never interleave, whichever processes run them.
+    """A policy's push lock, held and renewed, so that two pushes never interleave, in whatever processes.
 
     Every owner gets a fencing token greater than all before. The store makes a version current only under the last token, and an
     engine loads nothing under an older one: a process that was suspended until another took over can do neither when it resumes.
@@ -251,10 +251,10 @@ class PushLock:
             raise StoreUnavailable("the push lock could not be renewed in the store")
 
     async def _take(self) -> bool:
-        asked = _now()
+        sent_at = _now()
         fence = await self._weights.lock(self._owner, self._lease_seconds, self._policy, self.fence)
         if fence:
-            self.fence, self._held_until = fence, asked + self._lease_seconds
+            self.fence, self._held_until = fence, sent_at + self._lease_seconds
         return bool(fence)
 
     async def _renew(self) -> None:

@@ -105,7 +105,7 @@ async def hold_claim(api: WeightApi, *, required: bool) -> AsyncIterator[None]:
 
 
 async def _prepare(api: WeightApi, replica: Replica, push: Push) -> Loaded | str:
-    """What is loaded now; for adapters, which no worker reports, the label. On failure the replica is untouched and goes on serving."""
+    """The loaded weights; for adapters, which no worker reports, the label. On failure the replica is untouched and goes on serving."""
     if push.kind == "lora":
         if replica.adapter is None:
             raise EngineFailed(
@@ -131,7 +131,7 @@ async def _load(api: WeightApi, push: Push, before: Loaded | str) -> None:
 
 
 async def _load_adapter(api: WeightApi, path: str, label: str) -> None:
-    # If the outcome is lost, nobody must take the new adapter for the old one.
+    # If the outcome is lost, the new adapter must not be taken for the old one.
     await api.set_label(label if label.startswith(TORN) else f"{TORN}-{label}")
     try:
         await api.load_adapter(path)
@@ -155,7 +155,7 @@ async def _resume_intact(api: WeightApi, before: Loaded | str, error: VerbatimEr
             await api.resume()
             return
     except (Claimed, StoreUnavailable) as failure:
-        # Whoever else holds the engine decides about the calls in flight.
+        # The other service that holds the engine decides about the calls in flight.
         raise ReplicaLeft(f"{error.message}; then {failure.message}") from error
     except EngineFailed as failure:
         raise await _abandon(api, f"{error.message}; then {failure.message}") from error

@@ -67,8 +67,9 @@ class Loaded:
     """What a replica's workers hold.
 
     `whole`: all of them hold the same complete weights, from the update of `path` (None: what the engine was started with) as
-    `version`. `updates` counts whole updates since the engine started, `error` is that of the last one, `claimed_by` whoever is changing
-    the weights now, `group` the NCCL group it joined. `begun`: an update was begun and not ended; None if only some workers say so."""
+    `version`. `updates` counts whole updates since the engine started, `error` is that of the last one, `claimed_by` the service that
+    changes the weights now, `group` the NCCL group it joined. `begun`: an update was begun and not ended; None if only some workers say
+    so."""
 
     whole: bool
     path: str | None
@@ -81,7 +82,7 @@ class Loaded:
 
 
 class WeightApi:
-    """One replica's weight endpoints. Every method raises EngineFailed with what the engine said.
+    """One replica's weight endpoints. Every method raises EngineFailed with the engine's message.
 
     With a `claim` the workers refuse updates under an older one."""
 

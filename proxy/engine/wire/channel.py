@@ -165,7 +165,7 @@ class Answer:
         if failed:
             self.close()
         elif not self._whole:
-            # Nobody needs the rest, and after it the connection can be reused.
+            # The rest is not needed, and after it the connection can be reused.
             self._loop.call_later(_REST_SECONDS, self.close)
 
     def close(self) -> None:

@@ -136,7 +136,7 @@ class EngineHttp:
         """The weight version that all tokens of the call were sampled under; None if unknown or not reported in time.
 
         `before` is what the replica held before the call began. Versions only grow, so if the replica holds it now it held it
-        throughout; an engine that takes new weights is asked."""
+        throughout; an engine that takes new weights reports them."""
         if not replica.updatable:
             return before
         try:

@@ -1,12 +1,12 @@
 -- A group: {group_id, size, status, place, deliveries, lease, since, rule, members = {{id, usable, reward, rows, oldest, complete,
 -- named}}, parts}
 -- status: filling, ready, dropped, leased, acked, dead. A ready group that was passed over sits in `stale`.
--- `since`: when its last member came. `given_up`: it waits for no more members. `stale`: its lease asked for newer rows. `leased_at`:
+-- `since`: when its last member came. `given_up`: it waits for no more members. `stale`: its lease wanted newer rows. `leased_at`:
 -- each policy's weight version when it was leased. `passed`: it was counted as stale before. `final`: it never changes again, and
 -- `left` is how many of its sessions are not deleted.
 -- Rows belong to policies; '' is the default. A member's `rows` and `oldest` are the default policy's, named[policy] = {rows, oldest}
 -- another one's; parts[policy] = {rows, oldest} is what the group offers. A lease of one policy splits its part off a group that has
--- several: `given` holds the policies split off, and the part is a group of its own, `of` that policy.
+-- several: `given` holds the policies split off, and the part is a separate group, `of` that policy.
 redis.replicate_commands()
 
 local groups, rounds, members, ready, stale = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]

@@ -25,7 +25,7 @@ local function parts_of(group)
   return group.parts or {[''] = {rows = group.rows or 0, oldest = group.oldest or 0}}
 end
 
--- The reference of a part that is a group of its own; no policy's name contains '='.
+-- The reference of a part that is a separate group; no policy's name contains '='.
 local function part_ref(ref, policy)
   local round, group_id = string.match(ref, '^(%d+):(.*)$')
   return round .. '/' .. policy .. '=' .. group_id

@@ -1,4 +1,4 @@
--- ARGV: lease id, acked or nacked, now, whether it reached nobody. Returns {status of the lease, group ids} or {'missing'}.
+-- ARGV: lease id, acked or nacked, now, whether it was never received. Returns {status of the lease, group ids} or {'missing'}.
 go_on_when_full()
 local lease_id, status, now = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local lease, otherwise = active(lease_id, now)

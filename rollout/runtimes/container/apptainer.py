@@ -76,7 +76,7 @@ class Apptainer(Engine):
 
 
 async def probe_user_namespace() -> str | None:
-    """Why this user cannot make one: some systems allow it to root alone, or to nobody."""
+    """Why this user cannot make one: some systems allow it to root alone, or not at all."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", "-c", _PROBE, stderr=asyncio.subprocess.PIPE)
     _, stderr = await process.communicate()
     return (
@@ -161,7 +161,7 @@ class ApptainerRuntime(ContainerRuntime):
         words += ["--writable-tmpfs"] if settings.apptainer_writable == "tmpfs" else ["--overlay", f"{folder}/overlay"]
         words += ["--cpus", f"{spec.cpus:g}", "--memory", memory, "--memory-swap", memory, "--pids-limit", str(PIDS)]
         if spec.workdir is None:
-            # The default workdir is nobody's; one that the spec names may be a folder of the image, which must keep its content.
+            # The default workdir belongs to no image; one that the spec names may be a folder of the image, which must keep its content.
             words += ["--bind", f"{folder}/work:{self.workdir}"]
         if spec.network == "proxy":
             words += ["--net", "--network", "none", "--bind", f"{folder}/hosts:/etc/hosts:ro"]

@@ -32,7 +32,7 @@ NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 
 def guard_executable() -> None:
-    """Returns once this process runs from a read-only mount of its own; to get there it executes itself again.
+    """Returns once this process runs from its own read-only mount; to get there it executes itself again.
 
     A program of the container can name /proc/self/exe as its interpreter, which is the node's Python at that moment, and could otherwise
     open it for writing once this program has ended (CVE-2019-5736)."""

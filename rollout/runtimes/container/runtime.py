@@ -129,7 +129,7 @@ class ContainerRuntime(CommandRuntime):
         self._user = int(spec.options.get("user", kind.settings.container_user))
         self._engine: Engine | None = None
         self._beside: int | None = None
-        """First process of the second container, whose network a step uses; 0 while it is being made, None if no step has asked for it."""
+        """First process of the second container, whose network a step uses; 0 while it is being made, None if no step has needed it."""
         self._making_beside = asyncio.Lock()
         self._passage: Passage | None = None
         self._written = [self._folder]

@@ -1,7 +1,7 @@
 """One namespace of a Kubernetes cluster, through the official asyncio client (`kubernetes.aio`).
 
 Objects go in and come out as JSON, spelled as the API spells them: an answer is not parsed into the client's models, which refuse values
-that a newer cluster adds. Every operation opens a client of its own, because a runtime kind has no moment at which a shared one could be
+that a newer cluster adds. Every operation opens its own client, because a runtime kind has no moment at which a shared one could be
 closed; a TLS handshake costs little beside starting a pod.
 """
 
@@ -68,7 +68,7 @@ class Cluster:
         return pod
 
     async def list_pods(self) -> Sequence[Pod]:
-        """The pods of all runtimes in the namespace, whichever node made them."""
+        """The pods of all runtimes in the namespace, from every node."""
         answer = await self._request("list", "pods", "list_namespaced_pod", label_selector=LABEL)
         return answer.get("items") or ()
 

@@ -73,7 +73,7 @@ async def resolve_proxy(proxy: ProxyAddress) -> ResolvedProxy:
 
 
 def make_policy(proxy: ResolvedProxy, settings: RuntimeSettings) -> dict[str, Any]:
-    """A NetworkPolicy that lets pods out to the proxy alone, and nobody in. For a proxy behind a Service most networks match the pods it
+    """A NetworkPolicy that lets pods out to the proxy alone, and nothing in. For a proxy behind a Service most networks match the pods it
     stands for, which the settings name, on any port."""
     blocks = [{"ipBlock": {"cidr": str(ipaddress.ip_network(each))}} for each in proxy.addresses]
     egress: list[dict[str, Any]] = [{"to": blocks, "ports": [{"protocol": "TCP", "port": proxy.port}]}]

@@ -70,7 +70,7 @@ class LocalKind:
                 raise BadRuntime(f"workdir: {spec.workdir} belongs to the system, or contains the home: choose another")
         if sandbox == "none" and (spec.network != "full" or spec.workdir is not None):
             raise BadRuntime(
-                "options.sandbox none does not isolate the network and has a workdir of its own: set network to full and no workdir"
+                "options.sandbox none does not isolate the network and has its own workdir: set network to full and no workdir"
             )
 
     async def probe(self) -> str | None:
@@ -108,7 +108,7 @@ class LocalKind:
         return len(names)
 
     async def remove(self, name: str) -> None:
-        """Ends every process of the runtime `name`, whoever started it, and removes its files."""
+        """Ends every process of the runtime `name`, including those of other nodes, and removes its files."""
         deadline = asyncio.get_running_loop().time() + _SWEEP_SECONDS
         number = signal.SIGTERM
         while outer := processes.find_by_variable(MARK.encode(), name.encode(), processes.list_pids()):
@@ -121,7 +121,7 @@ class LocalKind:
 
 
 class LocalRuntime(CommandRuntime):
-    """Commands run side by side, each in a sandbox of its own over the same files."""
+    """Commands run side by side, each in its own sandbox over the same files."""
 
     def __init__(self, kind: LocalKind, spec: RuntimeSpec, name: str, proxy: ProxyAddress) -> None:
         super().__init__(spec, name, proxy, kind.grace_seconds)

@@ -1,6 +1,6 @@
 """One command on the node's machine, in a bubblewrap (0.5 or newer) sandbox or under a supervisor alone.
 
-The sandbox has namespaces of its own, a read-only system, no privileges, and of the kernel only the calls that `seccomp` allows. It sees
+The sandbox has its own namespaces, a read-only system, no privileges, and of the kernel only the calls that `seccomp` allows. It sees
 the system's programs and libraries, /etc without what only its owner may read, what the machine's settings add, and its own home, workdir,
 /tmp and /dev/shm, which persist from command to command. /var, /run and everything else are empty and read-only: no writable place is in
 memory. All its processes end with it: they live in a process namespace whose first process the kernel kills with bubblewrap's, and
@@ -236,7 +236,7 @@ def _hold_supervised(process: Process, go: int) -> HeldCommand:
 
 
 def _is_read_whole(process: Process) -> bool:
-    """Whether nobody holds its output any more."""
+    """Whether its output has been closed everywhere."""
     assert process.stdout and process.stderr
     return process.stdout.at_eof() and process.stderr.at_eof()
 

@@ -206,7 +206,7 @@ def test_an_older_folder_is_read_too(folder: Path) -> None:
         ("[environment]\nnetwork_mode = 'allowlist'", "the network mode 'allowlist' cannot be had here"),
         ("[environment]\ndocker_image = 'a'\nmemory = 'big'", "'big' is no size"),
         ("[environment]\ndocker_image = 'a'\n[verifier]\nnetwork_mode = 'no-network'", "keeps its verifier from a network"),
-        ("[verifier]\nenvironment_mode = 'separate'", "has a verifier in an environment of its own"),
+        ("[verifier]\nenvironment_mode = 'separate'", "has a verifier in a separate environment"),
         ("[verifier]\nuser = 'checker'", "has verifier.user or agent.user"),
         ("[verifier]\nenv = { KEY = '${KEY}' }", "needs the variable KEY, which was not given"),
         ("", "names no docker_image: build its environment/Dockerfile"),
@@ -240,7 +240,7 @@ def test_a_link_out_of_the_folder_is_not_followed(folder: Path) -> None:
         ({"tests": {"test.sh": "", "../x": ""}}, "option 'tests' must hold paths below the tests folder, not '../x'"),
         ({"tests": {"test.sh": "", "/x": ""}}, "option 'tests' must hold paths below the tests folder"),
         ({"tests": {"test.sh": ""}, "network": "none"}, "option 'network' cannot be 'none': choose one of proxy, full"),
-        ({"tests": {"test.sh": ""}, "tests_folder": "/"}, "option 'tests_folder' must name what is removed"),
+        ({"tests": {"test.sh": ""}, "tests_folder": "/"}, "option 'tests_folder' must name files to remove"),
         ({"tests": {"test.sh": ""}, "command": "x"}, "there is no option 'command'"),
     ],
 )

@@ -85,7 +85,7 @@ async def test_what_the_agent_wrote_cannot_pass_for_the_question(tmp_path: Path)
         (replace(RUN, calls=[call("said", 1.0), call(None, 2.0, finish_reason="tool_calls")]), "said"),
         (replace(RUN, calls=[call("said", 1.0), {"call_id": "d", "role": None, "reply": None, "started_at": 2.0}]), "said"),
         (RUN, "Done."),
-        (replace(RUN, stdout=b""), "(it said nothing)"),
+        (replace(RUN, stdout=b""), "(no output)"),
     ],
 )
 def test_the_last_message_is_the_last_one_with_text(run: Run, said: str) -> None:
@@ -136,7 +136,9 @@ async def test_a_verdict_that_cannot_be_read_is_asked_for_again(tmp_path: Path) 
 
 
 async def test_a_judge_that_gives_no_verdict_gives_no_reward(tmp_path: Path) -> None:
-    with pytest.raises(BadReward, match=r"no verdict in 2 tries: there is no JSON object with a score; it said: 'Well\.'"):
+    with pytest.raises(
+        BadReward, match=r"no verdict in 2 tries: there is no JSON object with a score; its reply was: 'Well\.'"
+    ):
         await evaluated("llm_judge", {**OPTIONS, "tries": 2}, tmp_path, ask=Judge("Hm.", "Well."))
 
 
