@@ -91,26 +91,43 @@ class PaddedBatch(TokenArrays):
     weight_versions: Array
 
 
-def pad_rows(
-    rows: Sequence[Trajectory],
-    columns: RowColumns,
-    indexes: Sequence[int],
-    *,
-    pad_id: int,
-    max_length: int | None,
-    multiple_of: int,
-    side: Side,
-    truncate: bool,
-    advantages: Any,
-    framework: Framework,
-) -> PaddedBatch:
-    """The rows at `indexes` as a PaddedBatch; see `Batch.padded`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """Some rows of a batch, and what every form of them takes: `indexes` are theirs in the batch, `columns` and `advantages` are the whole
+    batch's."""
+
+    rows: Sequence[Trajectory]
+    indexes: Sequence[int]
+    columns: RowColumns
+    truncate: bool
+    advantages: Any
+    framework: Framework
+
+    def take(self, places: Sequence[int]) -> Selection:
+        """Those at these places of this selection."""
+        return replace(self, rows=[self.rows[at] for at in places], indexes=[self.indexes[at] for at in places])
+
+    def select_columns(self, lengths: Sequence[int]) -> dict[str, Array]:
+        """Copies of their columns, with the tokens lost where rows end at `lengths`. Raises ValueError for advantages of another length."""
+        at = np.asarray(self.indexes, dtype=np.int64)
+        taken = {f.name: None if (c := getattr(self.columns, f.name)) is None else c[at] for f in fields(RowColumns)}
+        taken["cut_tokens"] = np.asarray(count_lost_tokens(self.rows, lengths), dtype=np.int64)
+        if self.advantages is not None:
+            per_row = np.asarray(self.advantages, dtype=np.float32)
+            if per_row.shape != self.columns.row_index.shape:
+                raise ValueError(f"advantages have shape {per_row.shape} for {len(self.columns.row_index)} rows")
+            taken["advantages"] = per_row[at]
+        return taken
+
+
+def pad_rows(selection: Selection, *, pad_id: int, max_length: int | None, multiple_of: int, side: Side) -> PaddedBatch:
+    """See `Batch.padded`."""
     if side not in ("left", "right"):
         raise ValueError(f"side is {side!r}, not 'left' or 'right'")
     if max_length is not None and max_length % multiple_of:
         raise ValueError(f"max_length {max_length} is not a multiple of {multiple_of}")
-    chosen = [rows[index] for index in indexes]
-    lengths = limit_lengths(chosen, max_length, truncate=truncate)
+    chosen = selection.rows
+    lengths = limit_lengths(chosen, max_length, truncate=selection.truncate)
     mode = require_one_mode(chosen)
     width = -(-max(lengths, default=0) // multiple_of) * multiple_of
 
@@ -131,8 +148,8 @@ def pad_rows(
         weight_versions=rectangle(-1, np.int32, versions_by_token),
         logprob_mode=mode,
         **lay_out_details(chosen, lengths, list(enumerate(places)), (len(chosen), width)),
-        **select_columns(columns, indexes, advantages, count_lost_tokens(chosen, lengths)),
-    ).in_framework(framework)
+        **selection.select_columns(lengths),
+    ).in_framework(selection.framework)
 
 
 def limit_lengths(rows: Sequence[Trajectory], limit: int | None, *, truncate: bool) -> list[int]:
@@ -180,22 +197,13 @@ class PackedBatch(TokenArrays):
         return [per_token[start:end] for start, end in pairwise(borders)]
 
 
-def pack_rows(
-    rows: Sequence[Trajectory],
-    columns: RowColumns,
-    indexes: Sequence[int],
-    *,
-    token_budget: int,
-    truncate: bool,
-    advantages: Any,
-    framework: Framework,
-) -> list[PackedBatch]:
-    """The rows at `indexes` packed by first-fit decreasing; see `Batch.packed`."""
-    lengths = limit_lengths([rows[index] for index in indexes], token_budget, truncate=truncate)
-    require_one_mode([rows[index] for index in indexes])
-    # Keyed by the position in `indexes`, so that a row may be requested twice.
+def pack_rows(selection: Selection, token_budget: int) -> list[PackedBatch]:
+    """The rows packed by first-fit decreasing; see `Batch.packed`."""
+    lengths = limit_lengths(selection.rows, token_budget, truncate=selection.truncate)
+    require_one_mode(selection.rows)
+    # Keyed by the place in the selection, so that a row may be requested twice.
     return [
-        _sequence(rows, columns, [indexes[at] for at in bin_], [lengths[at] for at in bin_], advantages).in_framework(framework)
+        _sequence(selection.take(bin_), [lengths[at] for at in bin_]).in_framework(selection.framework)
         for bin_ in first_fit_decreasing(dict(enumerate(lengths)), token_budget)
     ]
 
@@ -218,10 +226,8 @@ def first_fit_decreasing(lengths: dict[int, int], budget: int) -> list[list[int]
     return bins
 
 
-def _sequence(
-    rows: Sequence[Trajectory], columns: RowColumns, indexes: Sequence[int], lengths: Sequence[int], advantages: Any
-) -> PackedBatch:
-    chosen = [rows[index] for index in indexes]
+def _sequence(selection: Selection, lengths: Sequence[int]) -> PackedBatch:
+    chosen = selection.rows
     borders = [0, *np.cumsum(lengths).tolist()]
 
     def line(dtype: Any, values: Callable[[Trajectory], NDArray[Any]]) -> NDArray[Any]:
@@ -240,7 +246,7 @@ def _sequence(
         max_seqlen=max(lengths),
         logprob_mode=require_one_mode(chosen),
         **lay_out_details(chosen, lengths, [(slice(start, end),) for start, end in pairwise(borders)], (borders[-1],)),
-        **select_columns(columns, indexes, advantages, count_lost_tokens(chosen, lengths)),
+        **selection.select_columns(lengths),
     )
 
 
@@ -257,19 +263,6 @@ def row_columns(groups: Sequence[Group], versions: Mapping[str, int]) -> RowColu
         staleness=np.array([_staleness(row, versions[row.policy]) for row in rows], dtype=np.int64),
         cut_tokens=np.zeros(len(rows), dtype=np.int64),
     )
-
-
-def select_columns(columns: RowColumns, indexes: Sequence[int], advantages: Any, cut_tokens: Sequence[int]) -> dict[str, Array]:
-    """Copies of the columns at `indexes`. `advantages` has one value per row of the batch, `cut_tokens` one per index."""
-    at = np.asarray(indexes, dtype=np.int64)
-    taken = {f.name: None if (c := getattr(columns, f.name)) is None else c[at] for f in fields(RowColumns)}
-    taken["cut_tokens"] = np.asarray(cut_tokens, dtype=np.int64)
-    if advantages is not None:
-        per_row = np.asarray(advantages, dtype=np.float32)
-        if per_row.shape != columns.row_index.shape:
-            raise ValueError(f"advantages have shape {per_row.shape} for {len(columns.row_index)} rows")
-        taken["advantages"] = per_row[at]
-    return taken
 
 
 def _number(keys: Iterable[Hashable]) -> NDArray[np.int64]:

@@ -17,7 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.trajectory import Trajectory
-from trainer_client.arrays import Framework, PackedBatch, PaddedBatch, RowColumns, Side, pack_rows, pad_rows, row_columns
+from trainer_client.arrays import (
+    Framework,
+    PackedBatch,
+    PaddedBatch,
+    RowColumns,
+    Selection,
+    Side,
+    pack_rows,
+    pad_rows,
+    row_columns,
+)
 from trainer_client.lease import Lease
 from trainer_client.tree import TreeBatch, build_trees
 from trainer_client.wire import Group
@@ -111,18 +121,8 @@ class Batch:
         `truncate` loses its end (counted in `cut_tokens`). `advantages`: one per row of the whole batch.
         Raises: RowTooLong, MixedLogprobModes, ValueError.
         """
-        return pad_rows(
-            self.rows,
-            self.columns,
-            self._indexes(rows),
-            pad_id=pad_id,
-            max_length=max_length,
-            multiple_of=multiple_of,
-            side=side,
-            truncate=truncate,
-            advantages=advantages,
-            framework=framework,
-        )
+        selection = self._select(rows, truncate, advantages, framework)
+        return pad_rows(selection, pad_id=pad_id, max_length=max_length, multiple_of=multiple_of, side=side)
 
     def packed(
         self,
@@ -137,15 +137,7 @@ class Batch:
 
         A row over the budget raises RowTooLong, or with `truncate` loses its end (counted in `cut_tokens`). Raises MixedLogprobModes.
         """
-        return pack_rows(
-            self.rows,
-            self.columns,
-            self._indexes(rows),
-            token_budget=token_budget,
-            truncate=truncate,
-            advantages=advantages,
-            framework=framework,
-        )
+        return pack_rows(self._select(rows, truncate, advantages, framework), token_budget)
 
     def tree(
         self,
@@ -160,15 +152,7 @@ class Batch:
 
         A row over the budget raises RowTooLong, or loses its end with `truncate` (counted in `cut_tokens`). Raises MixedLogprobModes.
         """
-        return build_trees(
-            self.rows,
-            self.columns,
-            self._indexes(rows),
-            token_budget=token_budget,
-            truncate=truncate,
-            advantages=advantages,
-            framework=framework,
-        )
+        return build_trees(self._select(rows, truncate, advantages, framework), token_budget)
 
     def ack(self) -> None:
         """End the lease; the batch is never delivered again. Raises LeaseLost."""
@@ -199,5 +183,7 @@ class Batch:
     def __repr__(self) -> str:
         return f"Batch(lease_id={self.lease_id!r}, groups={len(self.groups)}, rows={len(self.rows)})"
 
-    def _indexes(self, rows: Sequence[int] | None) -> Sequence[int]:
-        return range(len(self.rows)) if rows is None else rows
+    def _select(self, rows: Sequence[int] | None, truncate: bool, advantages: Any, framework: Framework) -> Selection:
+        """Those at the indexes `rows`; None: all."""
+        indexes = range(len(self.rows)) if rows is None else rows
+        return Selection([self.rows[at] for at in indexes], indexes, self.columns, truncate, advantages, framework)

@@ -28,15 +28,7 @@ from numpy.typing import NDArray
 
 from reconstruct.records import NO_EXPERT
 from reconstruct.trajectory import Trajectory
-from trainer_client.arrays import (
-    Array,
-    Framework,
-    RowColumns,
-    count_lost_tokens,
-    limit_lengths,
-    require_one_mode,
-    select_columns,
-)
+from trainer_client.arrays import Array, RowColumns, Selection, limit_lengths, require_one_mode
 from trainer_client.wire import versions_by_token
 
 if TYPE_CHECKING:
@@ -126,25 +118,15 @@ class TreeBatch(RowColumns):
         return torch.log_softmax(table[sources], dim=-1)[place, chosen]
 
 
-def build_trees(
-    rows: Sequence[Trajectory],
-    columns: RowColumns,
-    indexes: Sequence[int],
-    *,
-    token_budget: int,
-    truncate: bool,
-    advantages: Any,
-    framework: Framework,
-) -> list[TreeBatch]:
-    """The rows at `indexes` as sequences of trees; see `Batch.tree`."""
-    chosen = [rows[index] for index in indexes]
-    lengths = limit_lengths(chosen, token_budget, truncate=truncate)
-    mode = require_one_mode(chosen)
+def build_trees(selection: Selection, token_budget: int) -> list[TreeBatch]:
+    """The rows as sequences of trees; see `Batch.tree`."""
+    lengths = limit_lengths(selection.rows, token_budget, truncate=selection.truncate)
+    mode = require_one_mode(selection.rows)
     return [
         _lay_out_sequence(
-            rows, columns, [indexes[at] for at, _ in part], [(lengths[at], shared) for at, shared in part], advantages, mode
-        ).in_framework(framework)
-        for part in _fill_sequences(chosen, lengths, token_budget)
+            selection.take([at for at, _ in part]), [(lengths[at], shared) for at, shared in part], mode
+        ).in_framework(selection.framework)
+        for part in _fill_sequences(selection.rows, lengths, token_budget)
     ]
 
 
@@ -182,16 +164,9 @@ def _get_experts(row: Trajectory) -> NDArray[np.int16] | None:
     return None if row.details is None else row.details.routed_experts
 
 
-def _lay_out_sequence(
-    rows: Sequence[Trajectory],
-    columns: RowColumns,
-    indexes: Sequence[int],
-    places: Sequence[tuple[int, int]],
-    advantages: Any,
-    mode: str,
-) -> TreeBatch:
+def _lay_out_sequence(selection: Selection, places: Sequence[tuple[int, int]], mode: str) -> TreeBatch:
     """`places`: for each row its length and the length of the prefix that it shares with the row before."""
-    chosen = [rows[index] for index in indexes]
+    chosen = selection.rows
     ids, depths, paths = [], [], []
     path = np.zeros(0, dtype=np.int64)
     count = 0
@@ -225,7 +200,7 @@ def _lay_out_sequence(
         routed_experts=_lay_out_experts(chosen, places),
         logprob_mode=mode,
         flat_tokens=sum(lengths),
-        **select_columns(columns, indexes, advantages, count_lost_tokens(chosen, lengths)),
+        **selection.select_columns(lengths),
     )
 
 
