@@ -16,6 +16,7 @@ from cli import (
     audit,
     bench,
     engines,
+    env,
     export,
     generate,
     node,
@@ -41,7 +42,7 @@ app.command("serve", short_help="Run the service.")(serve.serve)
 app.command("run", short_help="Run a harness in a new session, then close it.")(run.run)
 app.command("node", short_help="Run rollouts of submitted tasks on this machine.")(node.node)
 app.command("generate", short_help="Sample until enough attempts pass.")(generate.generate)
-app.command("env", short_help="Open a session and print a harness's settings for it.")(run.env)
+app.command("env", short_help="Open a session and print a harness's settings for it.")(env.env)
 app.command("audit", short_help="Check a session's tree, tokens and logprobs.")(audit.audit)
 app.command("top", short_help="Watch calls, engines, groups and nodes live.")(top.top)
 app.command("view", short_help="Save a session's page as one HTML file.")(sessions.view)

@@ -1,8 +1,7 @@
-"""`verbatim run` and `verbatim env`: a session for one harness, run here or by other means."""
+"""`verbatim run`: a session for one harness that runs here, and the sessions and options that other commands of harnesses share."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -399,103 +398,6 @@ class OpenedSession:
         line = accounting_line(len(rows), exported["accounting"])
         lines = [f"session {self.session_id} {status or session['status']}: {session['calls']} calls, {line}"]
         return [*lines, f"rows: {count_roles(rows)}"] if rows else lines
-
-
-# `verbatim env`: the variables, files and command of a harness that is started by other means
-
-
-FORMATS = ("shell", "json")
-
-
-def env(
-    harness: HarnessName,
-    session_id: SessionId = None,
-    model: ModelName = None,
-    home: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write the harness's files into DIR, created if needed, and print it as HOME. Not your own home: files "
-            "of the same name are replaced. Default: print the files.",
-        ),
-    ] = None,
-    output: Annotated[
-        str, typer.Option("--format", metavar="shell|json", help="shell: lines for eval. json: one object.")
-    ] = "shell",
-    url: ServiceUrl = None,
-) -> None:
-    """Open a session and print a harness's settings for it.
-
-    For harnesses that verbatim run cannot start: in a container, on another machine, from your own script. The session stays
-    open until it is closed with POST /sessions/ID/close. VERBATIM_ADMIN_TOKEN must be the token of the service.
-
-    \b
-    eval "$(verbatim env --harness shell)"; python my_agent.py
-    (eval "$(verbatim env --harness codex --home /tmp/h1)"; codex exec "Fix the failing test")
-    verbatim env --harness qwen-code --format json > session.json
-
-    The output contains the session's key. {prompt} marks the place of the task.
-    """
-    from cli.control import Control
-
-    definition = load_harness(harness)
-    if output not in FORMATS:
-        raise Refusal(f"--format {output!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
-    if home is not None and home.resolve() == Path.home().resolve():
-        raise Refusal(f"--home {home} is your own home, whose files would be replaced: choose another folder", exit_code=2)
-    session = open_session(Control(url), definition, session_id=session_id)
-    try:
-        given = describe(definition, session, model, home)
-    except BaseException as error:
-        # Also on Ctrl-C: nothing else would close the session.
-        session.close("failed", error=f"verbatim env broke off: {error}")
-        raise
-    typer.echo(json.dumps(given, indent=2) if output == "json" else render_shell(given, session))
-
-
-def describe(definition: Harness, session: OpenedSession, model: str | None, home: Path | None) -> dict[str, Any]:
-    """The harness's settings as one JSON object; its files are written if there is a `home`."""
-    from rollout.harnesses.prepared import HarnessError, home_variables
-
-    model = model or (session.first_model() if definition.takes_model else "")
-    place = home.absolute() if home is not None else Path.home()
-    try:
-        prepared = definition.prepare(session.endpoint, model, ["{prompt}"], place)
-    except HarnessError as error:
-        raise Refusal(str(error)) from error
-    if home is not None:
-        try:
-            prepared.write(place)
-        except (OSError, HarnessError) as error:
-            raise Refusal(f"--home {home}: {error}") from error
-    return {
-        "harness": definition.name,
-        "session_id": session.session_id,
-        "api_key": session.endpoint.api_key,
-        "base_urls": dict(session.endpoint.base_urls),
-        "model": model,
-        "home": None if home is None else str(place),
-        "env": {**({} if home is None else home_variables(place)), **prepared.env},
-        "unset": list(prepared.unset),
-        "files": dict(prepared.files),
-        "argv": list(prepared.argv),
-    }
-
-
-def render_shell(given: dict[str, Any], session: OpenedSession) -> str:
-    """Lines for a POSIX shell. Commands end with a semicolon and comments come last, so that an eval without quotes, which joins the
-    lines, works as well."""
-    lines = [f"unset {name};" for name in given["unset"]]
-    lines += [f"export {name}={shlex.quote(value)};" for name, value in given["env"].items()]
-    lines += [f"# session {given['session_id']} of {given['harness']}; close it afterwards with"]
-    lines += [f'#   curl -X POST {session.control.url}{session.path}/close -H "Authorization: Bearer $VERBATIM_ADMIN_TOKEN" \\']
-    lines += ['#     -d \'{"status": "completed", "reward": 1.0}\'']
-    lines += [f"# start it with: {shlex.join(given['argv'])}"]
-    if given["files"] and given["home"] is None:
-        lines += ["# these files must be in its home; --home DIR writes them:"]
-        for path, text in given["files"].items():
-            lines += [f"# ~/{path}", *(f"#   {line}".rstrip() for line in text.splitlines())]
-    return "\n".join(lines)
 
 
 # Options shared by several commands
