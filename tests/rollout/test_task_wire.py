@@ -267,7 +267,7 @@ def test_bodies_that_mean_the_same_have_one_digest() -> None:
         ),
         ({"prepare": [{}]}, "prepare.0", "a step is {upload} or {exec}"),
         ({"prepare": [{"exec": ""}]}, "prepare.0.exec.command", "at least 1"),
-        ({"prepare": [{"upload": {"path": "x", "text": "", "source": "y"}}]}, "prepare.0.upload", "just one of"),
+        ({"prepare": [{"upload": {"path": "x", "text": "", "source": "y"}}]}, "prepare.0.upload", "exactly one of"),
         ({"prepare": [{"upload": {"path": "x", "base64": "?"}}]}, "prepare.0.upload", "base64"),
         ({"prepare": [{"upload": {"path": "x", "text": "", "mode": "999"}}]}, "prepare.0.upload.mode", "pattern"),
         ({"num_samples": 0}, "num_samples", "greater than or equal to 1"),
