@@ -114,7 +114,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         peers=Peers(process, PeerStore(store), sessions, inflight, settings.close_wait_seconds),
         metrics=metrics,
     )
-    metrics.watch_engines(lambda: [*pool.replicas, *pool.draining], pool.routing.depths)
+    metrics.watch_engines(lambda: [*pool.replicas, *pool.draining], pool.seats.depths)
     metrics.watch(lambda: len(services.inflight))
     return services
 

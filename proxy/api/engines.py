@@ -93,7 +93,7 @@ async def list_engines(services: Served) -> Response:
         _engine_as_wire(spec, "api", each.models) for each in stored if (spec := EngineSpec(each.url, each.policy)) not in fixed
     ]
     replicas = [_replica_as_wire(replica) for replica in (*services.pool.replicas, *services.pool.draining)]
-    return json_response({"engines": engines, "replicas": replicas, "waiting": dict(services.pool.routing.depths())})
+    return json_response({"engines": engines, "replicas": replicas, "waiting": dict(services.pool.seats.depths())})
 
 
 @router.post(

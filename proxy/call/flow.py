@@ -36,7 +36,7 @@ from proxy.engine.apis.base import Job, Outcome, check_sampled
 from proxy.engine.apis.details import Wanted
 from proxy.engine.apis.renderer import Rendered
 from proxy.engine.pool.pool import EnginePool
-from proxy.engine.pool.routing import Caller
+from proxy.engine.pool.seats import Caller
 from proxy.engine.replica import Replica
 from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.errors import (
@@ -127,15 +127,15 @@ class Flow:
 
     async def _sample_at_some_replica(self, turn: Turn, emit: Emit) -> Sampled:
         """What the first replica that can be reached samples. Another one is tried only where nothing was sampled yet."""
-        async with self._pool.route(turn.request.model, Caller(turn.session_id, partial(self._check_open, turn))) as route:
+        async with self._pool.place(turn.request.model, Caller(turn.session_id, partial(self._check_open, turn))) as placement:
             while True:
                 turn.timeline.begin(QUEUE)
                 with turn.scope.interruptible(), Waiting(ENGINE):
-                    replica = await route.next()
+                    replica = await placement.next()
                 try:
                     return await self._sample_at(turn, replica, emit)
                 except EngineUnavailable:
-                    if turn.timeline.first_token_at or turn.scope.cancelled or not route.try_another():
+                    if turn.timeline.first_token_at or turn.scope.cancelled or not placement.try_another():
                         raise
 
     async def _sample_at(self, turn: Turn, replica: Replica, emit: Emit) -> Sampled:

@@ -1,4 +1,4 @@
-"""EnginePool: the replicas, which of them serve, and the route of a call to one of them.
+"""EnginePool: the replicas, which of them serve, and the placement of calls on them.
 
 Every replica is visited regularly: a visit finds the engine at start, notices its death and its return, and checks that its weights are
 known and current. A replica serves if it answers and its weights are admitted; otherwise `reason` says why not. One task follows
@@ -17,7 +17,7 @@ from types import TracebackType
 from proxy.engine.apis.base import EngineKinds
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.pool.membership import Member, Membership, Resolver, replica_at, resolve_with_system
-from proxy.engine.pool.routing import Caller, Routing, rank_replicas
+from proxy.engine.pool.seats import Caller, Seats, rank_replicas
 from proxy.engine.pool.standing import Gate, Standing, Watches
 from proxy.engine.replica import Health, HealthRule, Replica
 from proxy.engine.wire.channels import open_channels, open_session
@@ -59,8 +59,8 @@ class EnginePool:
         self.membership = Membership(settings.engine, store, resolver, settings.policy_models)
         self.replicas: list[Replica] = [self._make(member) for member in self.membership.members()]
         self.metrics = metrics or Metrics()
-        self.routing = Routing(self.of, settings.queue_seconds, self.metrics)
-        self._standing = Standing(self.of, self.routing, self.metrics)
+        self.seats = Seats(self.of, settings.queue_seconds, self.metrics)
+        self._standing = Standing(self.of, self.seats, self.metrics)
         self.http = EngineHttp(open_channels(settings), self.fail_call, self._watches.wake)
         local = renderer or LocalRenderer(settings.renderer, settings.renderer_options)
         self.kinds = EngineKinds(self.http, local)
@@ -102,9 +102,9 @@ class EnginePool:
         NotFound for an unknown model."""
         return rank_replicas(session_id, self.serving(self.find_policy(model)))[0]
 
-    def route(self, model: str, caller: Caller) -> Route:
-        """The route of one call to a replica that has room for it and can be reached."""
-        return Route(self, model, caller)
+    def place(self, model: str, caller: Caller) -> Placement:
+        """The placement of one call on a replica that has room for it and can be reached."""
+        return Placement(self, model, caller)
 
     @property
     def policy_names(self) -> set[str]:
@@ -236,8 +236,8 @@ REPLICAS_TRIED = 3
 """How many replicas a call is offered to."""
 
 
-class Route:
-    """`async with pool.route(...) as route`: `next` reserves a place on a replica, leaving the block releases it."""
+class Placement:
+    """`async with pool.place(...) as placement`: `next` reserves a seat on a replica, leaving the block releases it."""
 
     def __init__(self, pool: EnginePool, model: str, caller: Caller) -> None:
         self._pool = pool
@@ -246,7 +246,7 @@ class Route:
         self._tried: set[Replica] = set()
         self._replica: Replica | None = None
 
-    async def __aenter__(self) -> Route:
+    async def __aenter__(self) -> Placement:
         return self
 
     async def __aexit__(
@@ -255,14 +255,14 @@ class Route:
         self._release()
 
     async def next(self) -> Replica:
-        """A replica that serves, once no weight update holds calls back and there is room. Raises as `Routing.acquire`, NotFound for
+        """A replica that serves, once no weight update holds calls back and there is room. Raises as `Seats.acquire`, NotFound for
         an unknown model, and EngineUnavailable with every replica's reason if none serves."""
         self._release()
         while True:
             policy = self._pool.find_policy(self._model)
             await self._pool.wait_for_gate(policy)
             self._pool.serving(policy)
-            replica = self._replica = await self._pool.routing.acquire(policy, self._caller, self._tried)
+            replica = self._replica = await self._pool.seats.acquire(policy, self._caller, self._tried)
             # While it waited, weights may have changed and the replica may have failed over them.
             await self._pool.wait_for_gate(policy)
             if replica.healthy:
@@ -284,7 +284,7 @@ class Route:
 
     def _release(self) -> None:
         if self._replica is not None:
-            self._pool.routing.release(self._replica)
+            self._pool.seats.release(self._replica)
             self._replica = None
 
 

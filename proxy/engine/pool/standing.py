@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from proxy.engine.apis.probe import NotListening
-from proxy.engine.pool.routing import Routing
+from proxy.engine.pool.seats import Seats
 from proxy.engine.replica import Replica
 from proxy.errors import EngineUnavailable
 from proxy.metrics import Metrics
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 class Standing:
     """The only writer of `Replica.healthy` and `Replica.reason`. `replicas_of` gives the replicas of a policy."""
 
-    def __init__(self, replicas_of: Callable[[str], Sequence[Replica]], routing: Routing, metrics: Metrics) -> None:
+    def __init__(self, replicas_of: Callable[[str], Sequence[Replica]], seats: Seats, metrics: Metrics) -> None:
         self._replicas_of = replicas_of
-        self._routing = routing
+        self._seats = seats
         self._metrics = metrics
 
     def fail_call(self, replica: Replica, reason: str, *, refused: bool) -> None:
@@ -84,7 +84,7 @@ class Standing:
         if not replica.healthy:
             log.info("engine %s serves (%s, weights %s)", replica.name, replica.api, replica.weight_version)
         replica.healthy, replica.reason = True, ""
-        self._routing.dispatch(replica.policy)
+        self._seats.dispatch(replica.policy)
 
 
 WATCH_SECONDS = 2.0

@@ -12,7 +12,7 @@ import pytest
 
 from proxy.engine.pool.membership import EngineSpec, Membership, parse_engine, resolve_with_system
 from proxy.engine.pool.pool import EnginePool
-from proxy.engine.pool.routing import Caller
+from proxy.engine.pool.seats import Caller
 from proxy.errors import Conflict, EngineUnavailable
 from proxy.settings import Settings
 from proxy.store.connection import StoreConnection
@@ -145,8 +145,8 @@ async def test_a_replica_whose_address_is_gone_takes_no_new_call_and_ends_those_
     with ScriptedEngine() as engine:
         async with pool_of(f"dns://vllm:{engine.port}", resolver=names) as pool:
             await until(lambda: pool.ready()[0], "it serves")
-            async with pool.route("policy", Caller("s", never)) as route:
-                replica = await route.next()
+            async with pool.place("policy", Caller("s", never)) as placement:
+                replica = await placement.next()
                 names.addresses["vllm"] = []
                 await until(lambda: replica.draining, "its address is gone")
                 assert (pool.draining, pool.replicas, replica.in_flight) == ([replica], [], 1)

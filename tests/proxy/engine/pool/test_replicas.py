@@ -17,7 +17,7 @@ import pytest
 from openai import APIStatusError, InternalServerError
 
 from proxy.engine.pool.membership import replica_at
-from proxy.engine.pool.routing import rank_replicas
+from proxy.engine.pool.seats import rank_replicas
 from tests.support.engine.scripted_engine import Drop, Fail, Generation, Say, ScriptedEngine, logprobs_of
 from tests.support.service.running_service import RunningService, Session, hanging_up, wait_until
 
@@ -305,7 +305,7 @@ def test_a_call_that_waits_ends_when_its_session_is_closed(full: tuple[ScriptedE
 def test_a_call_that_waits_in_another_process_ends_too_when_its_session_is_closed(
     full: tuple[ScriptedEngine, RunningService, Future[Any]], redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.engine.pool.routing.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("proxy.engine.pool.seats.LOOK_SECONDS", 0.1)
     _, service, _ = full
     session = service.session()
     with RunningService(service.settings.engine, service.settings.redis or redis_url) as other, ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""Routing and its queue: who gets a replica when there is no room, in which order, and who stops waiting."""
+"""Seats and its queue: who gets a replica when there is no room, in which order, and who stops waiting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.engine.pool.membership import replica_at
-from proxy.engine.pool.routing import Caller, FairQueue, Routing, WaitingCall, rank_replicas
+from proxy.engine.pool.seats import Caller, FairQueue, Seats, WaitingCall, rank_replicas
 from proxy.engine.replica import Replica
 from proxy.errors import Conflict, EngineUnavailable
 
@@ -31,10 +31,10 @@ class Observed:
         self.waits.append(seconds)
 
     def tried_again(self, policy: str) -> None:
-        raise AssertionError("routing tries nothing again")
+        raise AssertionError("seats try nothing again")
 
     def ejected(self, policy: str) -> None:
-        raise AssertionError("routing takes nobody out")
+        raise AssertionError("seats take no replica out")
 
 
 class Pool:
@@ -45,16 +45,16 @@ class Pool:
         for replica in self.replicas:
             replica.max_calls, replica.healthy = room, True
         self.observed = Observed()
-        self.routing = Routing(self._of, queue_seconds, self.observed)
+        self.seats = Seats(self._of, queue_seconds, self.observed)
 
     def _of(self, policy: str) -> Sequence[Replica]:
         return [replica for replica in self.replicas if replica.policy == policy]
 
     async def take(self, session_id: str, *tried: Replica) -> Replica:
-        return await self.routing.acquire("", caller(session_id), set(tried))
+        return await self.seats.acquire("", caller(session_id), set(tried))
 
     def waiting(self, session_id: str) -> asyncio.Task[Replica]:
-        return asyncio.create_task(self.routing.acquire("", caller(session_id), set()))
+        return asyncio.create_task(self.seats.acquire("", caller(session_id), set()))
 
 
 async def settled() -> None:
@@ -89,7 +89,7 @@ async def test_a_session_whose_replica_is_full_overflows_to_its_second_choice() 
     pool = Pool(room=1, count=3)
     wanted = rank_replicas("s", pool.replicas)
     assert [await pool.take("s") for _ in range(3)] == wanted
-    pool.routing.release(wanted[0])
+    pool.seats.release(wanted[0])
     assert await pool.take("s") is wanted[0]
 
 
@@ -99,16 +99,16 @@ async def test_a_seat_that_is_freed_goes_to_the_session_whose_turn_it_is() -> No
     await pool.take("x")
     calls = {name: pool.waiting(name[0]) for name in ("a1", "a2", "a3", "b1")}
     await settled()
-    assert pool.routing.depths() == {"": 4}
+    assert pool.seats.depths() == {"": 4}
     order = []
     for _ in range(4):
-        pool.routing.release(pool.replicas[0])
+        pool.seats.release(pool.replicas[0])
         await settled()
         (name,) = [name for name, call in calls.items() if call.done()]
         order.append(name)
         del calls[name]
     assert order == ["a1", "b1", "a2", "a3"]
-    assert (pool.replicas[0].in_flight, pool.routing.depths(), len(pool.observed.waits)) == (1, {"": 0}, 5)
+    assert (pool.replicas[0].in_flight, pool.seats.depths(), len(pool.observed.waits)) == (1, {"": 0}, 5)
 
 
 async def test_who_comes_while_others_wait_does_not_get_before_them() -> None:
@@ -117,10 +117,10 @@ async def test_who_comes_while_others_wait_does_not_get_before_them() -> None:
     first = pool.waiting("a")
     await settled()
     late = pool.waiting("b")
-    pool.routing.release(pool.replicas[0])
+    pool.seats.release(pool.replicas[0])
     await settled()
     assert first.done() and not late.done()
-    pool.routing.release(pool.replicas[0])
+    pool.seats.release(pool.replicas[0])
     await late
 
 
@@ -133,7 +133,7 @@ async def test_a_replica_that_returns_serves_those_who_wait() -> None:
     await settled()
     assert not call.done()
     second.healthy = True
-    pool.routing.dispatch("")
+    pool.seats.dispatch("")
     assert await call is second
 
 
@@ -145,9 +145,9 @@ async def test_a_policys_calls_wait_for_its_own_replicas_only() -> None:
     call = pool.waiting("a")
     await settled()
     assert not call.done() and judge.has_room
-    assert await pool.routing.acquire("judge", caller("b"), set()) is judge
+    assert await pool.seats.acquire("judge", caller("b"), set()) is judge
     assert not call.done()
-    pool.routing.release(plain)
+    pool.seats.release(plain)
     await call
 
 
@@ -155,11 +155,11 @@ async def test_a_replica_that_was_tried_is_not_given_again_while_another_one_ser
     pool = Pool(room=1)
     wanted = rank_replicas("s", pool.replicas)
     assert await pool.take("s", wanted[0]) is wanted[1]
-    waits = asyncio.create_task(pool.routing.acquire("", caller("s"), {wanted[0]}))
+    waits = asyncio.create_task(pool.seats.acquire("", caller("s"), {wanted[0]}))
     await settled()
     assert not waits.done() and wanted[0].has_room
     wanted[1].healthy = False
-    pool.routing.dispatch("")
+    pool.seats.dispatch("")
     assert await waits is wanted[0]
 
 
@@ -170,8 +170,8 @@ async def test_a_call_that_is_cut_leaves_the_queue() -> None:
     await settled()
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    assert pool.routing.depths() == {"": 0}
-    pool.routing.release(pool.replicas[0])
+    assert pool.seats.depths() == {"": 0}
+    pool.seats.release(pool.replicas[0])
     assert pool.replicas[0].in_flight == 0
 
 
@@ -180,7 +180,7 @@ async def test_a_call_that_is_cut_in_the_moment_it_gets_its_seat_gives_it_back()
     await pool.take("x")
     call = pool.waiting("a")
     await settled()
-    pool.routing.release(pool.replicas[0])
+    pool.seats.release(pool.replicas[0])
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
@@ -193,11 +193,11 @@ async def test_a_call_that_waited_too_long_is_told_to_come_back() -> None:
     with pytest.raises(EngineUnavailable, match=r"no engine had room for the call within 0.01 seconds; waiting: 1") as late:
         await pool.take("a")
     assert (late.value.status, late.value.retry_after_seconds) == (503, 5.0)
-    assert pool.routing.depths() == {"": 0}
+    assert pool.seats.depths() == {"": 0}
 
 
 async def test_a_call_whose_session_was_closed_elsewhere_stops_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.engine.pool.routing.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("proxy.engine.pool.seats.LOOK_SECONDS", 0.01)
     pool = Pool(room=1, count=1)
     await pool.take("x")
 
@@ -205,5 +205,5 @@ async def test_a_call_whose_session_was_closed_elsewhere_stops_waiting(monkeypat
         raise Conflict("session 'a' is completed; it takes no more calls")
 
     with pytest.raises(Conflict):
-        await pool.routing.acquire("", Caller("a", closed), set())
-    assert pool.routing.depths() == {"": 0}
+        await pool.seats.acquire("", Caller("a", closed), set())
+    assert pool.seats.depths() == {"": 0}

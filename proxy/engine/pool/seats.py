@@ -1,4 +1,4 @@
-"""Routing: which replica a call goes to, and the calls that wait because none has room.
+"""Seats on replicas: which one a call gets, and the calls that wait because none has room.
 
 A session prefers replicas in the order of `rank_replicas`. A call goes to the first of them that has room; if none has, it waits in
 its policy's fair queue. The numbers are this process's own.
@@ -53,7 +53,7 @@ class WaitingCall:
     assigned: asyncio.Future[Replica] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class Routing:
+class Seats:
     """`replicas_of` gives the replicas of a policy."""
 
     def __init__(self, replicas_of: Callable[[str], Sequence[Replica]], queue_seconds: float, metrics: Metrics) -> None:

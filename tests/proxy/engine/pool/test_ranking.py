@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from proxy.engine.pool.membership import replica_at
 from proxy.engine.pool.pool import catalogue, find_policy, is_frozen
-from proxy.engine.pool.routing import rank_replicas
+from proxy.engine.pool.seats import rank_replicas
 from proxy.engine.replica import Replica
 from proxy.errors import EngineUnavailable, NotFound
 
