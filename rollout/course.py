@@ -52,6 +52,9 @@ from rollout.task import Task
 
 log = logging.getLogger(__name__)
 
+OUTPUT_BYTES = 30_000
+"""Of the end of an agent's stdout, and of its stderr, that the session's page shows."""
+
 T = TypeVar("T")
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 5.0
 TIMEOUTS = (Failure.TOTAL_TIMEOUT, Failure.PREPARE_TIMEOUT)
@@ -172,6 +175,9 @@ class Course:
         if not model and harness.harness.takes_model:
             model = await self._wait_for_service(budget, lambda: find_first_model(parts.url, opened))
         done = await harness.run(parts.url, opened, model)
+        # It helps people and nothing depends on it: a service of an earlier version refuses it.
+        with suppress(SessionFailed):
+            await parts.sessions.store_log(session_id, join_output(done.stdout, done.stderr))
         calls = await self._wait_for_service(budget, lambda: parts.sessions.list_calls(session_id))
         session = await self._wait_for_service(budget, lambda: parts.sessions.load(session_id))
         check_run(harness, done, calls, session.get("unserved"))
@@ -344,6 +350,17 @@ async def close_member(sessions: Sessions, task: Task, index: int, session_id: s
     except SessionRefused as error:
         # Every caller would be refused.
         log.error("session %s cannot be closed and is left as it is: %s", session_id, error)
+
+
+def join_output(stdout: bytes, stderr: bytes) -> str:
+    """The end of what an agent printed."""
+    parts = [("", stdout), ("\n[stderr]\n", stderr)]
+    return "".join(title + _read_end(output) for title, output in parts if output)
+
+
+def _read_end(output: bytes) -> str:
+    text = output[-OUTPUT_BYTES:].decode("utf-8", "replace")
+    return text if len(output) <= OUTPUT_BYTES else f"[… the end of {len(output)} bytes …]\n{text}"
 
 
 async def post_reward(sessions: Sessions, session_id: str, verdict: Verdict) -> None:

@@ -37,6 +37,7 @@ ACCEPT = "application/msgpack;arrays=packed"
 ARRAYS = ("prompt_ids", "completion_ids", "logprobs", "weight_versions")
 PAGE = 200
 
+LOG_CHARACTERS = 65536
 _GROWING = wait_random_exponential(multiplier=0.2, max=10)
 
 
@@ -141,6 +142,10 @@ class Sessions:
         """Raises `NoSession`, `SessionFailed`."""
         body = {"reward": reward, "per_call": dict(per_call or {}), "per_branch": dict(per_branch or {})}
         await self._ask("POST", _path(session_id, "/reward"), body | {"metadata": dict(metadata or {})})
+
+    async def store_log(self, session_id: str, text: str) -> None:
+        """Store the end of the agent's output with its session. Raises `NoSession`, `SessionFailed`."""
+        await self._ask("PUT", _path(session_id, "/log"), {"text": text[-LOG_CHARACTERS:]})
 
     async def close_session(
         self, session_id: str, status: Ended, *, reward: float | None = None, error: str | None = None

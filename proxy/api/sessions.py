@@ -131,6 +131,10 @@ class Close(Body, json_schema_extra={"example": {"status": "completed", "reward"
     """What went wrong, in words."""
 
 
+class AgentLog(Body, json_schema_extra={"example": {"text": "$ pytest\n1 failed, 3 passed\n"}}):
+    text: str = Field(max_length=65536)
+
+
 OPENED: dict[str, Any] = json.loads("""
 {"session_id": "first", "api_key": "vb-0123456789abcdef0123456789abcdef01234567-first",
  "base_urls": {"openai": "http://127.0.0.1:8700/s/first/v1", "anthropic": "http://127.0.0.1:8700/s/first",
@@ -320,6 +324,15 @@ async def close_session(
     close is not an error."""
     state = await closing.close_session(services, session_id, body.status, body.reward, body.error)
     return json_response(session_as_wire(state))
+
+
+@router.put("/{session_id}/log", dependencies=NODE, status_code=204, responses={204: {"description": "stored"}})
+async def store_log(
+    services: Served, session_id: SessionId, body: Annotated[AgentLog, Depends(JsonBody(AgentLog).read)]
+) -> Response:
+    """The end of what the agent printed, for its page in the web UI. Replaces an earlier one; never given to a trainer."""
+    await services.sessions.set_log(session_id, body.text)
+    return Response(status_code=204)
 
 
 def session_as_wire(state: SessionState) -> dict[str, Any]:

@@ -8,6 +8,7 @@ One session, all in the slot of `{s:<session_id>}`, until the session is deleted
     vb:{s:<id>}:index      hash    call_id -> digest of its record: makes a repeated commit a no-op and detects a conflicting one
     vb:{s:<id>}:intents    hash    call_id -> Intent (msgpack), which names its process; the commit removes it, a crash leaves it dangling
     vb:{s:<id>}:delivered  set     call_ids whose reply was flushed to the harness
+    vb:{s:<id>}:log        string  the end of the agent's output, if its node sent it
 
 Listings, in slots of their own. Written before the session and removed after it, so readers skip an entry without a session:
 
@@ -131,6 +132,10 @@ def delivered(session_id: str) -> str:
     return f"vb:{{s:{session_id}}}:delivered"
 
 
+def log(session_id: str) -> str:
+    return f"vb:{{s:{session_id}}}:log"
+
+
 def group_sessions(group_id: str) -> str:
     return f"vb:{{g:{group_id}}}:sessions"
 
@@ -152,7 +157,7 @@ def parse_member(member: str) -> tuple[str, float]:
 
 def session(session_id: str) -> tuple[str, ...]:
     """All keys of one session."""
-    return tuple(key(session_id) for key in (state, calls, index, intents, delivered))
+    return tuple(key(session_id) for key in (state, calls, index, intents, delivered, log))
 
 
 # Stored values: msgpack behind a schema version. A newer build's value raises `StoredValueError` instead of being half understood.

@@ -221,6 +221,15 @@ class SessionStore:
         """The calls whose replies were flushed to the harness."""
         return {member.decode() for member in await self._redis.execute("SMEMBERS", keys.delivered(session_id))}
 
+    async def set_log(self, session_id: str, text: str) -> None:
+        """Replaces the session's log. Raises `NotFound`."""
+        if not await self._run("set_log", (keys.state(session_id), keys.log(session_id)), (text.encode("utf-8", "replace"),)):
+            raise NotFound(f"there is no session {session_id}")
+
+    async def load_log(self, session_id: str) -> str:
+        """The log as it was stored; "" if there is none."""
+        return (await self._redis.execute("GET", keys.log(session_id)) or b"").decode()
+
     async def load_records(self, session_id: str, start: int = 0, stop: int = -1) -> list[bytes]:
         """In commit order; indexes as in LRANGE."""
         return list(await self._redis.execute("LRANGE", keys.calls(session_id), start, stop))

@@ -43,6 +43,7 @@ CONTROL = {
     ("GET", "/sessions/{session_id}/trajectories"): "admin",
     ("POST", "/sessions/{session_id}/reward"): "node",
     ("POST", "/sessions/{session_id}/close"): "node",
+    ("PUT", "/sessions/{session_id}/log"): "node",
     ("GET", "/sessions/{session_id}/records"): "admin",
     ("POST", "/sessions/{session_id}/records"): "admin",
     ("GET", "/batches/dead"): "admin",
