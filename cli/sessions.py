@@ -137,7 +137,7 @@ def view(
     session_id: Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write it. Default: SESSION.html.")] = None,
 ) -> None:
-    """Save a session's page as one HTML file: its tree, its messages, and every token with its logprob and weight version."""
+    """Save a session's page as one HTML file: reward, feedback, the conversation, and every token with its logprob and weights."""
     from cli.control import Control
 
     page = Control().fetch(f"/ui/sessions/{quote(session_id, safe='')}/download/page.html").content

@@ -1,4 +1,4 @@
-"""The pages: each reads what it shows, puts it into words of the templates, and renders."""
+"""The pages: each handler loads what its template shows."""
 
 from __future__ import annotations
 
@@ -16,23 +16,20 @@ from fastapi.routing import APIRoute
 from proxy.api.closing import RUN_ENDED
 from proxy.api.sessions import Status
 from proxy.errors import NotFound
-from proxy.rows import sampling_as_wire
 from proxy.services import Services
 from proxy.store.keys import listing_member
 from proxy.store.sessions import SessionState
-from proxy.ui.look import ONLY, CallFilter, CallLine, Look, branch_reasons
-from proxy.ui.messages import ShownMessage, conversation, reply_of, request_messages, shown_message, tools_of
-from proxy.ui.pictures import Rewards, tree_picture
+from proxy.ui.conversation import ShownMessage, Thread, Turn, list_messages, show_message
+from proxy.ui.pictures import Rewards, draw_tree
 from proxy.ui.rendering import page
+from proxy.ui.session_view import ONLY, CallFilter, SessionView, describe_call, show_turn, summarize
 from proxy.ui.shown import Shown, Ui
 from reconstruct.forest import shared_length
 from reconstruct.messages import canonical_json
 from reconstruct.records import Call
 
-CALLS_ON_A_PAGE = 100
+TURNS_ON_A_PAGE = 30
 ROWS_ON_A_PAGE = 100
-MESSAGES_ON_A_PAGE = 40
-MOST_BRANCHES = 50
 
 Text = Annotated[str, Query(max_length=500)]
 Offset = Annotated[int, Query(ge=0, le=10**9)]
@@ -40,17 +37,17 @@ Offset = Annotated[int, Query(ge=0, le=10**9)]
 
 def routes(kind: type[APIRoute]) -> APIRouter:
     router = APIRouter(prefix="/ui", route_class=kind)
-    for path, shows in (
+    for path, handler in (
         ("", sessions),
         ("/", sessions),
         ("/groups", groups),
         ("/group", group),
         ("/compare", comparison),
         ("/sessions/{session_id}", session),
-        ("/sessions/{session_id}/calls/{call_id}", call),
-        ("/sessions/{session_id}/rows/{trajectory_id}", row),
+        ("/sessions/{session_id}/turns", turns),
+        ("/sessions/{session_id}/calls/{call_id}/details", call_details),
     ):
-        router.add_api_route(path, shows, methods=["GET"])
+        router.add_api_route(path, handler, methods=["GET"])
     return router
 
 
@@ -74,136 +71,15 @@ async def groups(request: Request, ui: Shown, q: Text = "") -> Response:
 
 
 async def group(request: Request, ui: Shown, id: Text) -> Response:
-    found = await one_group(ui.services, id)
+    found = await load_group(ui.services, id)
     if found is None:
         raise NotFound(f"there is no group {id}")
     live = found.closed < max(found.size, len(found.sessions))
     return page(request, "group.html", group=found, rewards=found.rewards, live=live)
 
 
-async def comparison(request: Request, ui: Shown, left: Text, right: Text) -> Response:
-    one, other = await ui.looks.at(left), await ui.looks.at(right)
-    compared = await asyncio.to_thread(compare, one, other)
-    sides = [_side(one, compared.left), _side(other, compared.right)]
-    return page(request, "compare.html", sides=sides, compared=compared, live=False)
-
-
-async def session(
-    request: Request,
-    ui: Shown,
-    session_id: str,
-    q: Text = "",
-    role: Text = "",
-    only: Text = "",
-    start: Offset = 0,
-    row_start: Offset = 0,
-) -> Response:
-    look = await ui.looks.at(session_id)
-    wanted = CallFilter(q.strip(), role, only if only in ONLY else "")
-    lines = await asyncio.to_thread(_filtered, look, wanted)
-    members = await one_group(ui.services, look.state.info.group_id) if look.state.info.group_id else None
-    rows = look.built.rows
-    return page(
-        request,
-        "session.html",
-        look=look,
-        state=look.state,
-        lines=lines[start : start + CALLS_ON_A_PAGE],
-        found=len(lines),
-        start=start,
-        step=CALLS_ON_A_PAGE,
-        rows=rows[row_start : row_start + ROWS_ON_A_PAGE],
-        row_count=len(rows),
-        row_start=row_start,
-        row_step=ROWS_ON_A_PAGE,
-        query={"q": q, "role": role, "only": wanted.only},
-        only=ONLY,
-        roles=sorted({line.role for line in look.lines}),
-        reasons=branch_reasons(look.lines),
-        tree=tree_picture(look.lines),
-        total=totals(look),
-        group=members,
-        live=look.state.status in ("open", "closing"),
-    )
-
-
-async def call(request: Request, ui: Shown, session_id: str, call_id: str, message: Offset | None = None) -> Response:
-    look = await ui.looks.at(session_id)
-    found = look.call(call_id)
-    line = _line(look, call_id)
-    messages = await asyncio.to_thread(request_messages, look, found)
-    first = max(0, len(messages) - MESSAGES_ON_A_PAGE) if message is None else min(message, max(0, len(messages) - 1))
-    part = messages[first : first + MESSAGES_ON_A_PAGE]
-    shown: list[ShownMessage] = [shown_message(first + at, each) for at, each in enumerate(part)]
-    return page(
-        request,
-        "call.html",
-        look=look,
-        state=look.state,
-        call=found,
-        line=line,
-        messages=shown,
-        message_count=len(messages),
-        first=first,
-        step=MESSAGES_ON_A_PAGE,
-        reply=shown_message(len(messages), reply_of(found), is_reply=True),
-        tools=tools_of(look, found),
-        sampling={name: value for name, value in sampling_as_wire(found.sampling).items() if value not in (None, [])},
-        before=_neighbour(look, line, -1),
-        behind=_neighbour(look, line, 1),
-        children=_branches(look, call_id),
-        row=look.row_of.get(call_id),
-        delivered=call_id in look.delivered,
-        live=False,
-    )
-
-
-async def row(request: Request, ui: Shown, session_id: str, trajectory_id: str) -> Response:
-    look = await ui.looks.at(session_id)
-    found = look.row(trajectory_id)
-    lines = {line.call_id: line for line in look.lines}
-    numbers = [each.trajectory_id for each in look.built.rows]
-    at = numbers.index(trajectory_id)
-    return page(
-        request,
-        "row.html",
-        look=look,
-        state=look.state,
-        row=found,
-        number=at + 1,
-        trained=int(found.loss_mask.sum()),
-        calls=[lines[call_id] for call_id in found.call_ids],
-        prompt_length=look.forest.prompt_length,
-        before=numbers[at - 1] if at else None,
-        behind=numbers[at + 1] if at + 1 < len(numbers) else None,
-        live=False,
-    )
-
-
-def _side(look: Look, last: Call | None) -> dict[str, Any]:
-    return {"look": look, "state": look.state, "total": totals(look), "call_id": last.call_id if last else None}
-
-
-def _filtered(look: Look, wanted: CallFilter) -> list[CallLine]:
-    return [line for line in look.lines if wanted.takes(line, look.calls[line.call_id])]
-
-
-def _line(look: Look, call_id: str) -> CallLine:
-    return next(line for line in look.lines if line.call_id == call_id)
-
-
-def _neighbour(look: Look, line: CallLine, step: int) -> CallLine | None:
-    at = line.number - 1 + step
-    return look.lines[at] if 0 <= at < len(look.lines) else None
-
-
-def _branches(look: Look, call_id: str) -> Sequence[CallLine]:
-    """The calls that go on from this one, the first of them."""
-    return [line for line in look.lines if line.parent_id == call_id][:MOST_BRANCHES]
-
-
 async def _now(ui: Ui) -> dict[str, Any]:
-    """Engines and groups, as they stand."""
+    """The engines and groups as they are."""
     counts = await ui.services.delivery.count_groups()
     shown = ("opened", "filling", "ready", "leased", "acked", "dropped", "dead")
     return {
@@ -215,24 +91,130 @@ async def _now(ui: Ui) -> dict[str, Any]:
 
 
 def _number(text: str) -> float | None:
-    """None for what is no number: a half-typed one finds everything."""
+    """None, which finds everything, for a text that is no number."""
     try:
         return float(text)
     except ValueError:
         return None
 
 
+# A session: one conversation, of which the page has the first turns; the browser loads further ones and forks as fragments.
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some turns of a conversation, of one of its forks (`thread`), or of the `count` calls that a search found. `following` and
+    `preceding` are where the parts after and before it begin; None: there is none."""
+
+    turns: Sequence[Turn]
+    start: int
+    count: int
+    following: int | None
+    preceding: int | None
+    thread: Thread | None
+
+    @property
+    def last_start(self) -> int:
+        return (self.count - 1) // TURNS_ON_A_PAGE * TURNS_ON_A_PAGE
+
+
+async def session(
+    request: Request,
+    ui: Shown,
+    session_id: str,
+    q: Text = "",
+    role: Text = "",
+    only: Text = "",
+    start: Offset = 0,
+    at: Text = "",
+    token: Offset | None = None,
+    thread: Text = "",
+    row_start: Offset = 0,
+) -> Response:
+    """With `at`, the part that has this call; with `token` too, that call's tokens from there on."""
+    view = await ui.views.load(session_id)
+    wanted = CallFilter(q.strip(), role, only if only in ONLY else "")
+    part = await asyncio.to_thread(cut_part, view, wanted, start, at, thread)
+    info, rows = view.state.info, view.built.rows
+    return page(
+        request,
+        "session.html",
+        view=view,
+        state=view.state,
+        part=part,
+        at=at,
+        token=token,
+        query={"q": wanted.text, "role": role, "only": wanted.only},
+        only=ONLY,
+        roles=sorted({call.role for call in view.summaries}),
+        rows=list(enumerate(rows, 1))[row_start : row_start + ROWS_ON_A_PAGE],
+        row_count=len(rows),
+        row_start=row_start,
+        row_step=ROWS_ON_A_PAGE,
+        tree=draw_tree(view.summaries),
+        total=summarize(view),
+        group=await load_group(ui.services, info.group_id) if info.group_id else None,
+        log=await ui.services.sessions.load_log(session_id),
+        live=view.state.status in ("open", "closing"),
+    )
+
+
+async def turns(
+    request: Request,
+    ui: Shown,
+    session_id: str,
+    q: Text = "",
+    role: Text = "",
+    only: Text = "",
+    start: Offset = 0,
+    thread: Text = "",
+) -> Response:
+    """A fragment: the turns from `start` on of the conversation, or of the fork that has the call `thread`."""
+    view = await ui.views.load(session_id)
+    wanted = CallFilter(q.strip(), role, only if only in ONLY else "")
+    part = await asyncio.to_thread(cut_part, view, wanted, start, "", thread)
+    query = {"q": wanted.text, "role": role, "only": wanted.only}
+    return page(request, "turns.html", view=view, state=view.state, part=part, at="", token=None, query=query)
+
+
+async def call_details(request: Request, ui: Shown, session_id: str, call_id: str) -> Response:
+    """A fragment: what is known of a call besides its messages."""
+    view = await ui.views.load(session_id)
+    return page(request, "call.html", state=view.state, **describe_call(view, call_id))
+
+
+def cut_part(view: SessionView, wanted: CallFilter, start: int, at: str, thread_id: str) -> Part:
+    """Raises NotFound for an unknown call or thread."""
+    conversation, thread = view.conversation, None
+    if at or thread_id:
+        thread = conversation.thread_of[view.find_summary(at or thread_id).call_id]
+        thread = thread if thread.fork_of else None
+    calls = wanted.select(view) if wanted.narrows else thread.calls if thread else conversation.main_line
+    if at:
+        place = next((place for place, call in enumerate(calls) if call.call_id == at), 0)
+        start = place // TURNS_ON_A_PAGE * TURNS_ON_A_PAGE
+    end = start + TURNS_ON_A_PAGE
+    return Part(
+        [show_turn(view, call, with_forks=not wanted.narrows) for call in calls[start:end]],
+        start,
+        len(calls),
+        end if end < len(calls) else None,
+        max(0, start - TURNS_ON_A_PAGE) if start else None,
+        thread,
+    )
+
+
 # Two sessions side by side, from where their main branches diverge.
 
 
 COMPARED = 400
-"""Messages of each side at most."""
-SHOWN_CHARACTERS = 4000
+"""Messages compared of each side."""
+COMPARED_CHARACTERS = 4000
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What stands at one place in both conversations; None where one has ended."""
+    """The messages at one position of both conversations; None where one has ended."""
 
     left: ShownMessage | None
     right: ShownMessage | None
@@ -241,7 +223,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`last` is the call whose conversation is shown of each side. `same_messages` and `same_tokens` are how many both begin with."""
+    """`left` and `right` are the last calls of the compared branches, which share their first `same_messages` and `same_tokens`."""
 
     left: Call | None
     right: Call | None
@@ -251,9 +233,20 @@ class Comparison:
     left_out: int
 
 
-def compare(left: Look, right: Look) -> Comparison:
-    one, other = last_call(left), last_call(right)
-    first, second = (conversation(look, call) if call else [] for look, call in ((left, one), (right, other)))
+async def comparison(request: Request, ui: Shown, left: Text, right: Text) -> Response:
+    one, other = await ui.views.load(left), await ui.views.load(right)
+    compared = await asyncio.to_thread(compare, one, other)
+    sides = [_side(one, compared.left), _side(other, compared.right)]
+    return page(request, "compare.html", sides=sides, compared=compared, live=False)
+
+
+def _side(view: SessionView, last: Call | None) -> dict[str, Any]:
+    return {"view": view, "state": view.state, "total": summarize(view), "call_id": last.call_id if last else None}
+
+
+def compare(left: SessionView, right: SessionView) -> Comparison:
+    one, other = find_last_call(left), find_last_call(right)
+    first, second = (list_messages(call, view.forest) if call else [] for view, call in ((left, one), (right, other)))
     pairs = [
         _pair(index, mine, theirs, len(first), len(second)) for index, (mine, theirs) in enumerate(zip_longest(first, second))
     ]
@@ -262,62 +255,41 @@ def compare(left: Look, right: Look) -> Comparison:
     return Comparison(one, other, pairs[:COMPARED], same, tokens, max(0, len(pairs) - COMPARED))
 
 
-def last_call(look: Look) -> Call | None:
-    """The end of the session's longest branch of the role main; of any role where there is none."""
-    lines = [line for line in look.lines if line.in_tree]
-    of_main = [line for line in lines if line.role == "main"] or lines
-    if not of_main:
+def find_last_call(view: SessionView) -> Call | None:
+    """The end of the session's longest branch of the role main, or of any role if there is none."""
+    calls = [call for call in view.summaries if call.in_tree]
+    calls = [call for call in calls if call.role == "main"] or calls
+    if not calls:
         return None
-    longest = max(of_main, key=lambda line: (line.prompt_tokens + line.sampled_tokens, line.number))
-    return look.forest.calls[longest.call_id]
+    longest = max(calls, key=lambda call: (call.prompt_tokens + call.sampled_tokens, call.number))
+    return view.forest.calls[longest.call_id]
 
 
 def _pair(index: int, left: Any, right: Any, left_count: int, right_count: int) -> Pair:
-    return Pair(
-        _shown(index, left, is_reply=index == left_count - 1),
-        _shown(index, right, is_reply=index == right_count - 1),
-        left is not None and right is not None and _said(left) == _said(right),
-    )
+    def show(message: Any, count: int) -> ShownMessage | None:
+        if message is None:
+            return None
+        return show_message(index, message, is_reply=index == count - 1, limit=COMPARED_CHARACTERS)
+
+    same = left is not None and right is not None and _without_ids(left) == _without_ids(right)
+    return Pair(show(left, left_count), show(right, right_count), same)
 
 
-def _shown(index: int, message: Any, *, is_reply: bool) -> ShownMessage | None:
-    return None if message is None else shown_message(index, message, is_reply=is_reply, most=SHOWN_CHARACTERS)
-
-
-def _said(message: Any) -> bytes:
-    """What a message says, without the ids that name its calls: those differ where nothing else does."""
+def _without_ids(message: Any) -> bytes:
+    """The message without the ids of its tool calls, which differ between any two sessions."""
     if not isinstance(message, dict):
         return canonical_json(message)
     calls = [call.get("function") for call in message.get("tool_calls") or () if isinstance(call, dict)]
     return canonical_json({**message, "tool_call_id": None, "tool_calls": calls or None})
 
 
-# Totals of a session.
-
-
-def totals(look: Look) -> dict[str, Any]:
-    """Tokens by what became of them, weight versions, and seconds."""
-    lines, accounting = look.lines, look.built.accounting
-    versions = sorted({version for line in lines for version in line.versions})
-    started = min((line.started_at for line in lines), default=None)
-    return {
-        "sampled": accounting.sampled_tokens,
-        "exported": accounting.exported_tokens,
-        "quarantined": accounting.sampled_tokens - accounting.exported_tokens,
-        "items": list(accounting.quarantined),
-        "versions": versions,
-        "engine_seconds": sum(line.engine_seconds for line in lines),
-        "seconds": None if started is None else (look.state.closed_at or look.state.updated_at) - started,
-    }
-
-
 # Lists of sessions and groups, with search and filters.
 
 
 PAGE = 50
-READ_AT_ONCE = 200
-LOOKED_AT = 2000
-"""Sessions that one page looks at; a search that finds few among them is short and goes on with the next page."""
+READ_TOGETHER = 200
+SEARCHED = 2000
+"""Sessions searched for one page; the next page continues."""
 GROUPS_AMONG = 1000
 MOST_MEMBERS = 1000
 
@@ -326,7 +298,7 @@ STATUSES: tuple[str, ...] = get_args(Status)
 
 @dataclass(frozen=True, slots=True)
 class SessionFilter:
-    """`text` is looked for in ids and metadata; rewards are inclusive. None and "": no limit."""
+    """`text` is searched in ids, metadata, feedback and errors; rewards are inclusive. None and "": no limit."""
 
     text: str = ""
     status: str = ""
@@ -337,26 +309,26 @@ class SessionFilter:
     def narrows(self) -> bool:
         return self != SessionFilter(status=self.status)
 
-    def takes(self, state: SessionState) -> bool:
+    def accepts(self, state: SessionState) -> bool:
         if self.at_least is not None and (state.reward is None or state.reward < self.at_least):
             return False
         if self.at_most is not None and (state.reward is None or state.reward > self.at_most):
             return False
-        return not self.text or _tells(state, self.text.casefold())
+        return not self.text or _finds_text(state, self.text.casefold())
 
 
 @dataclass(frozen=True, slots=True)
 class SessionPage:
-    """`looked_at` sessions were read for it; `cursor` is where the next page begins, None at the end."""
+    """`searched` counts the sessions read for it; `cursor` is where the next page begins, None at the end."""
 
     sessions: Sequence[SessionState]
     cursor: str | None
-    looked_at: int
+    searched: int
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What is known of a group from its sessions. `size` is what they were opened with."""
+    """The sessions of a group. `size` is the one they were opened with."""
 
     group_id: str
     size: int
@@ -372,7 +344,7 @@ class Group:
 
     @property
     def failed(self) -> int:
-        """Members that closed with nothing to train on. A completed one without a reward is waited for."""
+        """Members that closed with nothing to train on. A completed one may still get a reward."""
         return sum(
             state.closed_at is not None
             and (state.status not in RUN_ENDED or (state.status == "timeout" and state.reward is None))
@@ -385,32 +357,32 @@ class Group:
 
 
 async def session_page(services: Services, wanted: SessionFilter, cursor: str | None) -> SessionPage:
-    """The newest sessions that the filter takes, from behind the cursor."""
+    """The newest sessions that the filter accepts, from the cursor on."""
     found: list[SessionState] = []
-    looked_at = 0
-    limit = READ_AT_ONCE if wanted.narrows else PAGE
-    while looked_at < LOOKED_AT:
+    searched = 0
+    limit = READ_TOGETHER if wanted.narrows else PAGE
+    while searched < SEARCHED:
         states, cursor = await services.sessions.list_sessions(
             status=wanted.status or None, group_id=None, limit=limit, cursor=cursor
         )
         for at, state in enumerate(states):
-            looked_at += 1
-            if wanted.takes(state):
+            searched += 1
+            if wanted.accepts(state):
                 found.append(state)
                 if len(found) == PAGE and (at + 1 < len(states) or cursor is not None):
-                    return SessionPage(found, _behind(state), looked_at)
+                    return SessionPage(found, _cursor_after(state), searched)
         if cursor is None:
             break
-    return SessionPage(found, cursor, looked_at)
+    return SessionPage(found, cursor, searched)
 
 
 async def newest_groups(services: Services, text: str) -> list[Group]:
-    """The groups of the newest sessions, newest first, whose ids have the text in them."""
+    """The groups of the newest sessions whose ids contain the text, newest first."""
     members: dict[str, list[SessionState]] = {}
-    cursor, looked_at = None, 0
-    while looked_at < GROUPS_AMONG:
-        states, cursor = await services.sessions.list_sessions(status=None, group_id=None, limit=READ_AT_ONCE, cursor=cursor)
-        looked_at += len(states)
+    cursor, searched = None, 0
+    while searched < GROUPS_AMONG:
+        states, cursor = await services.sessions.list_sessions(status=None, group_id=None, limit=READ_TOGETHER, cursor=cursor)
+        searched += len(states)
         for state in states:
             named = state.info.group_id
             if named is not None and text.casefold() in named.casefold():
@@ -420,12 +392,12 @@ async def newest_groups(services: Services, text: str) -> list[Group]:
     return [Group(name, max(each.info.group_size for each in states), states) for name, states in members.items()]
 
 
-async def one_group(services: Services, group_id: str) -> Group | None:
-    """The group with all its sessions, oldest first; None where it has none."""
+async def load_group(services: Services, group_id: str) -> Group | None:
+    """The group with all its sessions, oldest first; None if it has none."""
     states: list[SessionState] = []
     cursor = None
     while len(states) < MOST_MEMBERS:
-        part, cursor = await services.sessions.list_sessions(status=None, group_id=group_id, limit=READ_AT_ONCE, cursor=cursor)
+        part, cursor = await services.sessions.list_sessions(status=None, group_id=group_id, limit=READ_TOGETHER, cursor=cursor)
         states += part
         if cursor is None:
             break
@@ -434,7 +406,7 @@ async def one_group(services: Services, group_id: str) -> Group | None:
     return Group(group_id, max(state.info.group_size for state in states), states[::-1])
 
 
-def _tells(state: SessionState, wanted: str) -> bool:
+def _finds_text(state: SessionState, wanted: str) -> bool:
     info = state.info
     named = (info.session_id, info.task_id or "", info.group_id or "", state.error or "")
     if any(wanted in name.casefold() for name in named):
@@ -442,6 +414,6 @@ def _tells(state: SessionState, wanted: str) -> bool:
     return wanted in msgspec.json.encode([info.metadata, state.reward_metadata]).decode().casefold()
 
 
-def _behind(state: SessionState) -> str:
-    """The cursor of the page that begins behind a session."""
+def _cursor_after(state: SessionState) -> str:
+    """The cursor of the page that begins after a session."""
     return listing_member(state.info.created_at, state.info.session_id)

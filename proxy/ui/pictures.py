@@ -1,6 +1,7 @@
-"""TreePicture: a session's tree as boxes and lines. Time runs to the right, every branch has a line of its own.
+"""Pictures: a session's tree as boxes and lines, and the rewards of a group.
 
-Calls that each go on from the one before make a *stretch*. In a small tree every call is drawn; in a large one a stretch is one box.
+In the tree time runs to the right and every branch has its own line. A *run* is a sequence of calls of which each continues the one
+before. A small tree shows every call, a large one a box per run.
 """
 
 from __future__ import annotations
@@ -9,24 +10,24 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from proxy.ui.look import CallLine
+from proxy.ui.conversation import CallSummary
 
 EACH_CALL = 120
-"""Calls up to which all are drawn; with more a stretch is one box."""
+"""Up to so many calls are drawn one by one; of more, a run is one box."""
 LONGEST = 48
-"""The same for the longest way from a root to a leaf."""
-MOST_STRETCHES = 300
+"""The same for the longest path from a root to a leaf."""
+MOST_RUNS = 300
 STEP, LANE, RADIUS, MARGIN = 44, 38, 13, 22
 WIDEST = 4
-"""Steps that the box of a stretch is wide at most."""
+"""The most steps that the box of a run is wide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """`first` and `last` are the calls in it, `count` how many. `mark` is why it begins a branch."""
+    """A run of `count` calls, of which `quarantined` are."""
 
-    first: CallLine
-    last: CallLine
+    first: CallSummary
+    last: CallSummary
     count: int
     x: int
     y: int
@@ -43,13 +44,13 @@ class Box:
         what = f"call {line.number}" if self.count == 1 else f"calls {line.number} to {self.last.number}"
         parts = [what, line.role, line.branch_reason and f"branch: {line.branch_reason}"]
         parts.append(f"{line.prompt_tokens} + {line.sampled_tokens} tokens" if self.count == 1 else "")
-        parts.append(f"{self.quarantined} quarantined" if self.quarantined and self.count > 1 else line.refused)
+        parts.append(f"{self.quarantined} quarantined" if self.quarantined and self.count > 1 else line.quarantine_reason)
         return ", ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True)
 class TreePicture:
-    """`left_out` calls are in none of the boxes."""
+    """`left_out` counts the calls in no box."""
 
     boxes: Sequence[Box]
     lines: Sequence[str]
@@ -58,36 +59,36 @@ class TreePicture:
     left_out: int
 
 
-def tree_picture(lines: Sequence[CallLine]) -> TreePicture:
+def draw_tree(lines: Sequence[CallSummary]) -> TreePicture:
     children = _children(lines)
     depth = _depth(lines)
     split = len(lines) <= EACH_CALL and depth <= LONGEST
     boxes: list[Box] = []
     drawn: list[str] = []
     left = [(line, 0, None) for line in reversed(children[""])]
-    pending: list[tuple[CallLine, int, Box | None]] = list(left)
+    pending: list[tuple[CallSummary, int, Box | None]] = list(left)
     lanes = 0
-    while pending and len(boxes) < MOST_STRETCHES:
+    while pending and len(boxes) < MOST_RUNS:
         line, column, parent = pending.pop()
-        stretch = [line] if split else _stretch(line, children)
-        # The first that goes on from a box stays on its lane; every other one gets a new lane.
+        run = [line] if split else _find_run(line, children)
+        # The first child of a box stays in its lane; every other one gets a new lane.
         straight = parent is not None and not any(box.y == parent.y and box.x > parent.x for box in boxes)
         lane = (parent.y - MARGIN) // LANE if parent is not None and straight else lanes
         lanes = max(lanes, lane + 1)
-        box = _box(stretch, column, lane)
+        box = _box(run, column, lane)
         boxes.append(box)
         if parent is not None:
-            drawn.append(_line(parent, box))
+            drawn.append(_connect(parent, box))
         after = column + (box.width + STEP - 1) // STEP
-        pending += [(child, after, box) for child in reversed(children.get(stretch[-1].call_id, []))]
+        pending += [(child, after, box) for child in reversed(children.get(run[-1].call_id, []))]
     width = max((box.x + box.width for box in boxes), default=0) + MARGIN
     return TreePicture(boxes, drawn, width, lanes * LANE + MARGIN // 2, len(lines) - sum(box.count for box in boxes))
 
 
-def _children(lines: Sequence[CallLine]) -> dict[str, list[CallLine]]:
-    """By parent, those that go straight on first. What has no parent here is a root, under ""."""
+def _children(lines: Sequence[CallSummary]) -> dict[str, list[CallSummary]]:
+    """By parent, continuations before branches. Calls whose parent is unknown are roots, under ""."""
     known = {line.call_id for line in lines}
-    found: dict[str, list[CallLine]] = {"": []}
+    found: dict[str, list[CallSummary]] = {"": []}
     for line in lines:
         found.setdefault(line.parent_id if line.parent_id in known and line.parent_id else "", []).append(line)
     for each in found.values():
@@ -95,30 +96,30 @@ def _children(lines: Sequence[CallLine]) -> dict[str, list[CallLine]]:
     return found
 
 
-def _depth(lines: Sequence[CallLine]) -> int:
+def _depth(lines: Sequence[CallSummary]) -> int:
     depths: dict[str, int] = {}
     for line in lines:
         depths[line.call_id] = depths.get(line.parent_id or "", 0) + 1
     return max(depths.values(), default=0)
 
 
-def _stretch(line: CallLine, children: dict[str, list[CallLine]]) -> list[CallLine]:
-    """The call and those that go straight on from it, up to where the tree branches."""
-    stretch = [line]
-    while len(following := children.get(stretch[-1].call_id, [])) == 1 and not following[0].branch_reason:
-        stretch.append(following[0])
-    return stretch
+def _find_run(line: CallSummary, children: dict[str, list[CallSummary]]) -> list[CallSummary]:
+    """The call and those that continue it, up to where the tree branches."""
+    run = [line]
+    while len(following := children.get(run[-1].call_id, [])) == 1 and not following[0].branch_reason:
+        run.append(following[0])
+    return run
 
 
-def _box(stretch: Sequence[CallLine], column: int, lane: int) -> Box:
-    steps = 1 if len(stretch) == 1 else min(WIDEST, 2 + len(stretch) // 25)
+def _box(run: Sequence[CallSummary], column: int, lane: int) -> Box:
+    steps = 1 if len(run) == 1 else min(WIDEST, 2 + len(run) // 25)
     width = 2 * RADIUS + (steps - 1) * STEP
     x, y = MARGIN + column * STEP, MARGIN + lane * LANE
-    return Box(stretch[0], stretch[-1], len(stretch), x, y, width, sum(bool(line.refused) for line in stretch))
+    return Box(run[0], run[-1], len(run), x, y, width, sum(bool(line.quarantine_reason) for line in run))
 
 
-def _line(parent: Box, child: Box) -> str:
-    """The path from the parent's right end to the child's left one."""
+def _connect(parent: Box, child: Box) -> str:
+    """The SVG path from the parent's right end to the child's left one."""
     x, end = parent.x + parent.width - RADIUS, child.x - RADIUS
     if parent.y == child.y:
         return f"M{x} {parent.y}H{end}"
@@ -126,7 +127,7 @@ def _line(parent: Box, child: Box) -> str:
     return f"M{x} {parent.y}C{turn} {parent.y} {x} {child.y} {end} {child.y}"
 
 
-# Rewards of a group: statistics, a strip of dots and a histogram.
+# The rewards of a group: statistics, a strip of dots, a histogram.
 
 
 BARS = 12
@@ -145,7 +146,7 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """`x` to `x + width` stands for rewards from `low` to `high`."""
+    """`x` to `x + width` represents rewards from `low` to `high`."""
 
     x: float
     width: float
@@ -157,7 +158,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """Of `values`, those of sessions that have one, by session id. `spread` is the population's standard deviation."""
+    """`values`: session ids and rewards, of sessions that have one. `spread` is the population's standard deviation."""
 
     values: Sequence[tuple[str, float]]
     low: float
@@ -167,7 +168,7 @@ class Rewards:
 
     @classmethod
     def of(cls, given: Iterable[tuple[str, float | None]]) -> Rewards | None:
-        """None where there is not one finite reward."""
+        """None if no reward is finite."""
         values = [(name, reward) for name, reward in given if reward is not None and math.isfinite(reward)]
         if not values:
             return None
@@ -178,7 +179,7 @@ class Rewards:
 
     @property
     def flat(self) -> bool:
-        """Whether all are equal: then a group teaches nothing by comparison."""
+        """Whether all are equal, so that comparing them teaches nothing."""
         return self.low == self.high
 
     @property
@@ -188,13 +189,13 @@ class Rewards:
         return ordered[0][0], ordered[-1][0]
 
     def dots(self) -> list[Dot]:
-        """One per session from left (lowest) to right, equal ones on top of each other as far as there is room."""
-        piled: dict[int, int] = {}
+        """One per session, lowest first; equal ones are stacked as far as there is room."""
+        stacked: dict[int, int] = {}
         dots = []
         for name, reward in sorted(self.values, key=lambda each: each[1]):
             x = DOT_RADIUS + self._place(reward) * (WIDTH - 2 * DOT_RADIUS)
             column = round(x / (2 * DOT_RADIUS))
-            height = piled[column] = piled.get(column, 0) + 1
+            height = stacked[column] = stacked.get(column, 0) + 1
             dots.append(Dot(round(x, 1), round(HEIGHT - DOT_RADIUS - min(height - 1, 4) * DOT_RADIUS, 1), name, reward))
         return dots
 
@@ -219,8 +220,8 @@ class Rewards:
         ]
 
     def _place(self, reward: float) -> float:
-        """From 0 at the lowest to 1 at the highest; the middle where there is but one."""
+        """From 0 at the lowest to 1 at the highest; 0.5 if all are equal."""
         if self.flat:
             return 0.5
-        # Halved, the difference of the largest numbers is a number, too.
+        # Halved first: the difference of the largest floats overflows.
         return (reward / 2 - self.low / 2) / (self.high / 2 - self.low / 2)

@@ -1,13 +1,12 @@
-"""Pages from templates, with the headers that every answer of these pages carries.
+"""Renders the templates, with the headers of every response of these pages.
 
-Everything shown is escaped by the templates, and a browser runs and applies nothing but the files of this package: what agents and
-models say is text, whatever it looks like.
+The templates escape everything, and browsers run and apply nothing but the files of this package: the text of agents and models stays text.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
@@ -17,7 +16,10 @@ from urllib.parse import quote, urlencode
 
 import jinja2
 from fastapi import Request, Response
-from markupsafe import Markup
+from markupsafe import Markup, escape
+
+from proxy.store.sessions import SessionState
+from proxy.ui.conversation import pretty
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -31,13 +33,13 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-SCRIPTS = ("theme.js", "app.js", "token_sources.js", "tokens.js")
+SCRIPTS = ("theme.js", "app.js", "tokens.js")
 STATIC = {"app.css": "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
 
-
-TURNING = {code: f"\\u{code:04x}" for code in (0x200E, 0x200F, 0x61C, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
-NOTHING = "\u2013"
-"""Stands where there is no number."""
+DIRECTION_MARKS = {code: f"\\u{code:04x}" for code in (0x200E, 0x200F, 0x61C, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+"""Characters that reverse the direction of text, made visible."""
+NO_NUMBER = "\u2013"
+FEEDBACK_LINES, FEEDBACK_CHARACTERS = 3, 240
 
 
 @cache
@@ -47,8 +49,8 @@ def static(name: str) -> bytes:
 
 
 @cache
-def static_mark() -> str:
-    """Another one whenever a file changes: part of their addresses, so that they may be kept."""
+def static_version() -> str:
+    """Changes with the files; part of their URLs, so that browsers may cache them."""
     return hashlib.sha256(b"".join(static(name) for name in STATIC)).hexdigest()[:12]
 
 
@@ -60,64 +62,68 @@ def templates() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_finalized,
+        finalize=_finalize,
     )
     made.filters |= {
-        "count": counted,
-        "number": number,
-        "time": told_time,
-        "iso": iso_time,
-        "seconds": seconds,
-        "part": part,
+        "count": format_count,
+        "number": format_number,
+        "time": format_time,
+        "iso": format_iso,
+        "seconds": format_seconds,
+        "part": format_share,
         "pretty": pretty,
+        "highlight": highlight,
+        "feedback": read_feedback,
+        "begin": cut_feedback,
     }
     made.globals["address"] = address
     return made
 
 
-def _finalized(value: Any) -> Any:
-    """Nothing for None; signs that turn the direction of writing around can be seen, and turn nothing."""
+def _finalize(value: Any) -> Any:
+    """A text with its direction marks made visible; "" for None."""
     if value is None:
         return ""
-    return value.translate(TURNING) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return value.translate(DIRECTION_MARKS) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def page(request: Request, name: str, status: int = 200, **shown: Any) -> Response:
-    """The page of a template."""
-    text = templates().get_template(name).render(home=home_of(request), mark=static_mark(), path=request.url.path, **shown)
-    # A message may hold half a character.
+    """A response with the rendered template."""
+    text = (
+        templates().get_template(name).render(home=home_of(request), version=static_version(), path=request.url.path, **shown)
+    )
+    # "replace": a message may contain half a character.
     return Response(text.encode("utf-8", "replace"), status, media_type="text/html; charset=utf-8", headers=HEADERS)
 
 
 def home_of(request: Request) -> str:
-    """The path of these pages, behind whatever the service itself is under."""
+    """The path of these pages, after the path that the service itself is mounted under."""
     return f"{request.scope.get('root_path', '')}/ui"
 
 
 def address(path: str, query: Mapping[str, Any] | None = None, **more: Any) -> str:
-    """The path with its parts quoted, and a query of what is neither None nor ""."""
+    """The quoted path, with a query of the values that are neither None nor ""."""
     given = {name: value for name, value in {**(query or {}), **more}.items() if value not in (None, "")}
     return quote(path, safe="/") + (f"?{urlencode(given)}" if given else "")
 
 
-def counted(value: int) -> str:
-    """With blanks between thousands, as no language disputes."""
+def format_count(value: int) -> str:
+    """With thin spaces between thousands."""
     return f"{value:,}".replace(",", "\u202f")
 
 
-def number(value: float | None, places: int = 4) -> str:
-    return NOTHING if value is None else f"{value:.{places}g}"
+def format_number(value: float | None, places: int = 4) -> str:
+    return NO_NUMBER if value is None else f"{value:.{places}g}"
 
 
-def part(value: float, whole: float) -> str:
-    """A share in hundredths, for a picture's width."""
+def format_share(value: float, whole: float) -> str:
+    """In percent."""
     return f"{100 * value / whole:.2f}" if whole else "0"
 
 
-def seconds(value: float | None) -> str:
-    """A span of time, short."""
+def format_seconds(value: float | None) -> str:
     if value is None:
-        return NOTHING
+        return NO_NUMBER
     if value < 1:
         return f"{value * 1000:.0f} ms"
     if value < 90:
@@ -126,17 +132,31 @@ def seconds(value: float | None) -> str:
     return f"{minutes} min {rest:02} s" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def pretty(value: Any) -> str:
-    """As indented JSON; of what is nested too deeply for that only what it is."""
-    try:
-        return json.dumps(value, indent=2, ensure_ascii=False)
-    except RecursionError:
-        return str(type(value))
+def highlight(text: str, wanted: str) -> str | Markup:
+    """`text` with every occurrence of `wanted` marked, in any case."""
+    if not wanted:
+        return text
+    pieces = re.split(f"({re.escape(wanted)})", text.translate(DIRECTION_MARKS), flags=re.IGNORECASE)
+    return Markup("").join(
+        Markup("<mark>{}</mark>").format(piece) if number % 2 else escape(piece) for number, piece in enumerate(pieces)
+    )
 
 
-def told_time(epoch_seconds: float) -> str:
+def read_feedback(state: SessionState) -> str:
+    """The evaluator's own words; "" if it gave none."""
+    feedback = state.reward_metadata.get("feedback")
+    return feedback.strip() if isinstance(feedback, str) else ""
+
+
+def cut_feedback(text: str) -> str:
+    """The first lines."""
+    cut = "\n".join(text.splitlines()[:FEEDBACK_LINES])[:FEEDBACK_CHARACTERS]
+    return cut if len(cut) == len(text) else f"{cut} …"
+
+
+def format_time(epoch_seconds: float) -> str:
     return datetime.fromtimestamp(epoch_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def iso_time(epoch_seconds: float) -> str:
+def format_iso(epoch_seconds: float) -> str:
     return datetime.fromtimestamp(epoch_seconds, UTC).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""Ui: what the pages of one process hold, and how a request gets at it."""
+"""Ui: what the pages of one process share."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from proxy.services import Services
-from proxy.ui.look import Looks
+from proxy.ui.session_view import SessionViews
 from proxy.ui.tokens import TokenTexts
 
 
 class Ui:
     def __init__(self, services: Services) -> None:
         self.services = services
-        self.looks = Looks(services)
+        self.views = SessionViews(services)
         self.texts = TokenTexts(services.pool)
 
 
-def ui_of(request: Request) -> Ui:
+def _get_ui(request: Request) -> Ui:
     ui: Ui = request.app.state.ui
     return ui
 
 
-Shown = Annotated[Ui, Depends(ui_of)]
+Shown = Annotated[Ui, Depends(_get_ui)]

@@ -56,6 +56,8 @@ async def test_what_an_agent_printed_is_kept_apart_and_whole_where_the_rollout_s
     folder = Path(state.logs.partition(":")[2])
     assert (folder / "agent.out").read_text() == "heard\n"
     assert (folder / "agent.err").read_text() == "complained\n"
+    shown = world.service.request("GET", f"/ui/sessions/{state.session_id}").text
+    assert "heard\n\n[stderr]\ncomplained\n</pre>" in shown
 
 
 FAILS: dict[Failure, dict[str, Any]] = {

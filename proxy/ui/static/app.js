@@ -1,4 +1,4 @@
-// What every page does: the theme, keys, the tree, and lists that keep themselves up to date.
+// What every page does: the theme, keys, the tree, live lists, and a conversation that loads as it is read.
 
 const LIVE_MILLISECONDS = 3000;
 
@@ -9,12 +9,12 @@ function switchTheme() {
   try {
     localStorage.setItem("verbatim-theme", root.dataset.theme);
   } catch {
-    // It holds for this page then.
+    // Without storage it holds for this page.
   }
 }
 
-/** Move among links that the marker `attribute` names, one tab stop for all of them. */
-function roving(links, current) {
+/** Make `current` the one tab stop among the links. */
+function setTabStop(links, current) {
   for (const link of links) link.tabIndex = link === current ? 0 : -1;
 }
 
@@ -23,14 +23,14 @@ function tree() {
   if (!picture) return;
   const links = [...picture.querySelectorAll("a")];
   if (!links.length) return;
-  roving(links, links[0]);
+  setTabStop(links, links[0]);
   picture.addEventListener("keydown", (event) => {
     const here = event.target.closest("a");
     if (!here || event.ctrlKey || event.metaKey || event.altKey) return;
     const to = nearest(links, here, event.key);
     if (!to) return;
     event.preventDefault();
-    roving(links, to);
+    setTabStop(links, to);
     to.focus();
   });
 }
@@ -55,7 +55,7 @@ function nearest(links, here, key) {
   return best;
 }
 
-/** j and k walk through the list of the page; Enter opens, as on every link. */
+/** j and k move through the page's list; Enter opens, as on every link. */
 function walk(step) {
   const links = [...document.querySelectorAll("[data-item]")].filter((link) => link.offsetParent);
   if (!links.length) return;
@@ -88,16 +88,16 @@ function keys() {
   for (const button of document.querySelectorAll("[data-keys]")) button.addEventListener("click", () => help.showModal());
 }
 
-/** Parts marked as live are exchanged when the service shows them otherwise. */
+/** Replace live parts when the service's page has others. */
 function live() {
   const pause = document.querySelector("[data-pause]");
   if (!pause) return;
   let going = true;
-  const told = pause.querySelector("[data-told]");
+  const label = pause.querySelector("[data-label]");
   pause.addEventListener("click", () => {
     going = !going;
     pause.setAttribute("aria-pressed", String(!going));
-    told.textContent = going ? "live" : "paused";
+    label.textContent = going ? "live" : "paused";
   });
   setInterval(async () => {
     if (!going || document.hidden) return;
@@ -105,21 +105,23 @@ function live() {
       const answer = await fetch(location.href, { headers: { accept: "text/html" } });
       if (answer.status === 401) return location.reload();
       if (!answer.ok) return;
-      exchange(new DOMParser().parseFromString(await answer.text(), "text/html"));
-      told.textContent = going ? "live" : "paused";
+      const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+      exchange(fresh);
+      grow(fresh);
+      label.textContent = going ? "live" : "paused";
     } catch {
-      told.textContent = "not reachable";
+      label.textContent = "unreachable";
     }
   }, LIVE_MILLISECONDS);
 }
 
-/** What live parts were last exchanged for, before anything here touched it. */
+/** The last content of each live part, before this script changed it. */
 const seen = new WeakMap();
 
 function exchange(fresh) {
   for (const old of document.querySelectorAll("[data-live]")) {
     const now = fresh.querySelector(`[data-live="${old.dataset.live}"]`);
-    // Who works in a part is not disturbed.
+    // A part that has the focus is being used.
     if (!now || old.contains(document.activeElement) || (seen.get(old) ?? old.innerHTML) === now.innerHTML) continue;
     seen.set(old, now.innerHTML);
     const chosen = new Set([...old.querySelectorAll("input:checked")].map((box) => box.value));
@@ -129,7 +131,7 @@ function exchange(fresh) {
   }
 }
 
-/** Two members of a group are chosen to be compared. */
+/** Choose two members of a group to compare. */
 function pairs() {
   const form = document.querySelector("[data-compare]");
   if (!form) return;
@@ -147,7 +149,7 @@ function pairs() {
   check();
 }
 
-/** Which parts are folded away on the page of a comparison. */
+/** Hide equal messages on the page of a comparison. */
 function folding() {
   const choice = document.querySelector("[data-only-different]");
   if (!choice) return;
@@ -156,14 +158,119 @@ function folding() {
   apply();
 }
 
-/** A part that the address names is opened. */
-function unfold() {
-  const named = location.hash.length > 1 ? document.getElementById(location.hash.slice(1)) : null;
-  if (named instanceof HTMLDetailsElement) named.open = true;
+// The conversation of a session.
+
+/** The elements of a fragment that the service renders. */
+async function fetchFragment(url) {
+  const answer = await fetch(url, { headers: { accept: "text/html" } });
+  if (answer.status === 401) location.reload();
+  const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+  return answer.ok ? [...page.body.children] : [...page.querySelectorAll("main > *")];
 }
 
-addEventListener("hashchange", unfold);
-unfold();
+/** Load what an opened part of the conversation shows: a fork's turns, or a call's details and tokens. */
+async function unfold(part) {
+  if (!part.open) return;
+  const { load, details } = part.dataset;
+  delete part.dataset.load;
+  delete part.dataset.details;
+  if (load) part.querySelector("[data-loaded]").append(...(await fetchFragment(load)));
+  if (details) part.querySelector("[data-about]").append(...(await fetchFragment(details)));
+  if ("tokens" in part.dataset) showTokens(part);
+  watch();
+}
+
+/** Load the turns that follow, in place of the link to them. */
+async function loadMore(link) {
+  const url = link.dataset.more;
+  if (!url) return;
+  delete link.dataset.more;
+  const arrived = await fetchFragment(url);
+  link.closest(".more").replaceWith(...arrived.filter((element) => !element.id || !document.getElementById(element.id)));
+  watch();
+}
+
+const nearing = new IntersectionObserver(
+  (entries) => {
+    for (const { isIntersecting, target } of entries) if (isIntersecting) loadMore(target);
+  },
+  { rootMargin: "300px" },
+);
+
+/** Load more turns as their link comes into view. */
+function watch() {
+  for (const link of document.querySelectorAll("[data-more]")) nearing.observe(link);
+}
+
+/** Add the turns that arrived meanwhile. */
+function grow(fresh) {
+  const turns = document.querySelector("[data-growing]");
+  const arrived = fresh.querySelector("[data-growing]");
+  if (!turns || !arrived) return;
+  let previous = null;
+  for (const element of [...arrived.children]) {
+    let here = element.id ? document.getElementById(element.id) : turns.querySelector(".more");
+    if (!here) {
+      if (!element.id) turns.append(element);
+      else if (previous) previous.after(element);
+      else turns.prepend(element);
+      here = element;
+    }
+    previous = here;
+  }
+  if (turns.children.length) document.querySelector("[data-empty]")?.remove();
+  watch();
+}
+
+/** Show only the turns that have the text. For an exported page, which no service searches. */
+function findText() {
+  const form = document.querySelector("[data-find-text]");
+  if (!form) return;
+  const find = () => {
+    const wanted = form.querySelector("input").value.trim().toLowerCase();
+    let count = 0;
+    for (const turn of document.querySelectorAll(".turn")) {
+      const texts = [...turn.querySelectorAll(".message pre, .tag")];
+      turn.hidden = Boolean(wanted) && !texts.some((text) => text.textContent.toLowerCase().includes(wanted));
+      if (!turn.hidden) count++;
+    }
+    for (const fork of document.querySelectorAll(".fork")) {
+      fork.open = Boolean(wanted) && fork.querySelector(".turn:not([hidden])") !== null;
+      fork.hidden = Boolean(wanted) && !fork.open;
+    }
+    form.querySelector("[data-found]").textContent = wanted ? `${count} calls found` : "";
+  };
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    find();
+  });
+  form.addEventListener("input", find);
+}
+
+function openAround(element) {
+  for (let part = element.closest("details"); part; part = part.parentElement.closest("details")) part.open = true;
+}
+
+/** Open what the address names. */
+function openTarget() {
+  const target = location.hash.length > 1 && document.getElementById(location.hash.slice(1));
+  if (!target) return;
+  openAround(target);
+  target.scrollIntoView();
+}
+
+document.addEventListener("toggle", (event) => unfold(event.target), true);
+document.addEventListener("click", (event) => {
+  const link = event.target.closest("[data-more]");
+  if (!link || event.ctrlKey || event.metaKey) return;
+  event.preventDefault();
+  loadMore(link);
+});
+addEventListener("hashchange", openTarget);
+openTarget();
+for (const part of document.querySelectorAll("details.about[open], details.fork[open]")) unfold(part);
+watch();
+findText();
 tree();
 keys();
 live();

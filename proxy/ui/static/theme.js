@@ -1,9 +1,9 @@
-// Before anything is painted: the theme that was chosen here, if one was.
+// Runs before the first paint: apply the theme chosen earlier.
 (() => {
   try {
     const chosen = localStorage.getItem("verbatim-theme");
     if (chosen === "dark" || chosen === "light") document.documentElement.dataset.theme = chosen;
   } catch {
-    // Storage may be forbidden; the system's theme it is.
+    // Without storage the system's theme applies.
   }
 })();

@@ -1,8 +1,125 @@
 // The token view: one page of tokens at a time, so that a call of any length costs the browser the same.
 
+const PAGE = 400;
+const SURPRISE = -3;
+const CONTEXT = 2;
+const NO_VERSION = -1;
+const BINS = 160;
 const EDGES = [-0.05, -0.3, -1, -2.5, -5];
-const KINDS = ["given", "sampled, mask 1", "sampled elsewhere, mask 0", "sampled, quarantined"];
+const KINDS = ["prompt", "sampled, mask 1", "sampled by an earlier call, mask 0", "sampled, quarantined"];
 const VERSION_COLOURS = 6;
+
+/** Tokens that the service returns page by page. */
+class RemoteTokens {
+  constructor(url) {
+    this.url = url;
+  }
+
+  async page(start, overview) {
+    return this.get(`tokens?start=${start}&count=${PAGE}&overview=${overview}`);
+  }
+
+  async next(what, after, value) {
+    const given = value === undefined ? "" : `&value=${value}`;
+    return (await this.get(`next?what=${what}&after=${after}${given}`)).position;
+  }
+
+  async get(path) {
+    const answer = await fetch(`${this.url}/${path}`, { headers: { accept: "application/json" } });
+    if (answer.status === 401) location.reload();
+    if (!answer.ok) throw new Error(`the service answered ${answer.status}`);
+    return answer.json();
+  }
+}
+
+/** Tokens that an exported page contains. Each call has its own; those before them are its base's. */
+class StoredTokens {
+  /** `name` is calls/N or rows/N. */
+  constructor(stored, name) {
+    const [tree, number] = name.split("/");
+    const { last: lastAt, trained } = tree === "rows" ? stored.rows[number] : { last: Number(number) };
+    const last = stored.calls[lastAt];
+    const length = last.base_length + unpack(last.ids).byteLength / 4;
+    this.ids = new Int32Array(length);
+    this.kinds = new Uint8Array(length);
+    this.logprobs = new Float32Array(length).fill(NaN);
+    this.places = new Int32Array(length);
+    // Versions are whole numbers of 53 bits: a trainer may count in milliseconds.
+    this.versions = new Float64Array(length).fill(NO_VERSION);
+    this.texts = stored.texts;
+    this.missing = stored.missing;
+    let limit = length;
+    for (let at = lastAt; at !== null; at = stored.calls[at].base) limit = this.fill(stored.calls[at], limit);
+    if (trained) for (const [from, to] of trained) this.kinds.fill(1, from, to);
+    else this.kinds.fill(last.kind, last.base_length + last.added);
+  }
+
+  /** Write the call's own tokens among the first `limit` ones. Returns how many precede them. */
+  fill(call, limit) {
+    const from = call.base_length;
+    if (limit <= from) return limit;
+    const sampled = from + call.added;
+    this.ids.set(new Int32Array(unpack(call.ids)).subarray(0, limit - from), from);
+    this.places.set(new Int32Array(unpack(call.texts)).subarray(0, limit - from), from);
+    if (limit > sampled) {
+      this.kinds.fill(CONTEXT, sampled, limit);
+      this.logprobs.set(new Float32Array(unpack(call.logprobs)).subarray(0, limit - sampled), sampled);
+      for (const [version, start, end] of call.spans) this.versions.fill(version, Math.min(limit, sampled + start), Math.min(limit, sampled + end));
+    }
+    return from;
+  }
+
+  async page(start, overview) {
+    const end = Math.min(this.ids.length, start + PAGE);
+    return {
+      start,
+      total: this.ids.length,
+      ids: Array.from(this.ids.subarray(start, end)),
+      kinds: Array.from(this.kinds.subarray(start, end)).join(""),
+      logprobs: Array.from(this.logprobs.subarray(start, end), (each) => (Number.isNaN(each) ? null : each)),
+      versions: Array.from(this.versions.subarray(start, end), (each, at) => [each, at, at + 1]).filter(([version]) => version !== NO_VERSION),
+      texts: Array.from(this.places.subarray(start, end), (at) => (at < 0 ? null : this.texts[at])),
+      missing: this.missing,
+      alternatives: {},
+      overview: overview ? this.bins() : undefined,
+    };
+  }
+
+  /** Per bin: its first position, the share of sampled tokens, their mean logprob. */
+  bins() {
+    const total = this.ids.length;
+    const bins = Math.min(BINS, total);
+    return Array.from({ length: bins }, (_, at) => {
+      const start = Math.floor((at * total) / bins);
+      const end = Math.floor(((at + 1) * total) / bins);
+      let count = 0;
+      let sum = 0;
+      for (let each = start; each < end; each++) {
+        if (this.kinds[each] === 0) continue;
+        count++;
+        sum += this.logprobs[each];
+      }
+      return [start, count / (end - start), count && Number.isFinite(sum) ? sum / count : null];
+    });
+  }
+
+  async next(what, after, value) {
+    let known = NO_VERSION;
+    for (let at = Math.min(after, this.ids.length - 1); at >= 0 && known === NO_VERSION; at--) known = this.versions[at];
+    const found = {
+      surprise: (at) => this.logprobs[at] < (value ?? SURPRISE),
+      id: (at) => this.ids[at] === value,
+      kind: (at) => at > 0 && this.kinds[at] !== this.kinds[at - 1],
+      version: (at) => this.versions[at] !== NO_VERSION && this.versions[at] !== known,
+    }[what];
+    for (let at = after + 1; at < this.ids.length; at++) if (found(at)) return at;
+    return null;
+  }
+}
+
+function unpack(text) {
+  return Uint8Array.from(atob(text), (character) => character.charCodeAt(0)).buffer;
+}
 
 class TokenView {
   constructor(root, source) {
@@ -15,9 +132,9 @@ class TokenView {
     this.overview = root.querySelector("[data-overview]");
     this.legend = root.querySelector("[data-legend]");
     this.mode = "logprob";
-    this.told = null;
+    this.page = null;
     this.at = 0;
-    this.asked = 0;
+    this.requests = 0;
     this.listen();
   }
 
@@ -35,7 +152,7 @@ class TokenView {
     this.slider.addEventListener("change", () => this.show(Number(this.slider.value)));
     this.stream.addEventListener("keydown", (event) => this.move(event));
     this.stream.addEventListener("pointerover", (event) => this.point(event, false));
-    this.stream.addEventListener("pointerleave", () => this.tell(this.at));
+    this.stream.addEventListener("pointerleave", () => this.describe(this.at));
     this.stream.addEventListener("click", (event) => this.point(event, true));
     this.stream.addEventListener("focus", () => this.select(this.at));
     this.overview.addEventListener("click", (event) => this.jump(event));
@@ -43,59 +160,59 @@ class TokenView {
 
   /** Show the page that `position` is on, and with `select` the token itself. */
   async show(position, select = false) {
-    const turn = ++this.asked;
+    const request = ++this.requests;
     const start = Math.max(0, Math.floor(position / PAGE) * PAGE);
-    if (!this.told || this.told.start !== start) {
+    if (!this.page || this.page.start !== start) {
       this.root.setAttribute("aria-busy", "true");
-      let told;
+      let page;
       try {
-        told = await this.source.page(start, !this.bins);
+        page = await this.source.page(start, !this.bins);
       } catch (error) {
         this.card.textContent = `The tokens could not be loaded: ${error.message}.`;
         this.root.removeAttribute("aria-busy");
         return;
       }
-      // A later request may have been answered first.
-      if (turn !== this.asked) return;
-      this.take(told);
+      // A later request may have been answered before this one.
+      if (request !== this.requests) return;
+      this.take(page);
       this.at = start;
     }
     if (select) this.select(position);
   }
 
-  take(told) {
-    this.told = told;
-    if (told.overview) this.picture(told.overview);
-    this.versions = new Array(told.ids.length).fill(null);
-    for (const [version, from, to] of told.versions) this.versions.fill(version, from, to);
-    this.stream.replaceChildren(...told.ids.map((id, at) => this.span(id, at)));
-    const end = told.start + told.ids.length;
-    const note = told.missing ? ` Ids are shown: ${told.missing}.` : "";
-    this.where.textContent = told.total
-      ? `Tokens ${counted(told.start + 1)} to ${counted(end)} of ${counted(told.total)}.${note}`
+  take(page) {
+    this.page = page;
+    if (page.overview) this.drawOverview(page.overview);
+    this.versions = new Array(page.ids.length).fill(null);
+    for (const [version, from, to] of page.versions) this.versions.fill(version, from, to);
+    this.stream.replaceChildren(...page.ids.map((id, at) => this.span(id, at)));
+    const end = page.start + page.ids.length;
+    const note = page.missing ? ` Ids are shown: ${page.missing}.` : "";
+    this.where.textContent = page.total
+      ? `Tokens ${formatCount(page.start + 1)} to ${formatCount(end)} of ${formatCount(page.total)}.${note}`
       : "There are no tokens: the engine returned no ids.";
-    this.slider.max = String(Math.max(0, told.total - 1));
-    this.slider.value = String(told.start);
+    this.slider.max = String(Math.max(0, page.total - 1));
+    this.slider.value = String(page.start);
     this.slider.setAttribute("aria-valuetext", this.where.textContent);
-    this.root.querySelector('[data-page="-1"]').disabled = told.start === 0;
-    this.root.querySelector('[data-page="1"]').disabled = end >= told.total;
+    this.root.querySelector('[data-page="-1"]').disabled = page.start === 0;
+    this.root.querySelector('[data-page="1"]').disabled = end >= page.total;
     this.stream.scrollTop = 0;
     this.explain();
-    this.card.textContent = told.total ? "Point at a token, or move with the arrow keys." : "";
+    this.card.textContent = page.total ? "Point at a token, or move with the arrow keys." : "";
     this.root.removeAttribute("aria-busy");
   }
 
   span(id, at) {
     const span = document.createElement("span");
-    const text = this.told.texts[at];
-    const logprob = this.told.logprobs[at];
+    const text = this.page.texts[at];
+    const logprob = this.page.logprobs[at];
     const version = this.versions[at];
-    span.className = `t k${this.told.kinds[at]}`;
+    span.className = `t k${this.page.kinds[at]}`;
     if (logprob !== null) span.classList.add(`b${bucket(logprob)}`);
     if (version !== null) span.classList.add(`v${version % VERSION_COLOURS}`);
     if (text === null) span.classList.add("raw");
-    span.textContent = text === null ? `⟨${id}⟩` : text === "" ? "·" : visible(text);
-    span.dataset.at = String(this.told.start + at);
+    span.textContent = text === null ? `⟨${id}⟩` : text === "" ? "·" : showInvisible(text);
+    span.dataset.at = String(this.page.start + at);
     return span;
   }
 
@@ -109,27 +226,27 @@ class TokenView {
 
   explain() {
     const rows = {
-      logprob: ["p ≥ 95 %", "≥ 74 %", "≥ 37 %", "≥ 8 %", "≥ 0.7 %", "less"].map((said, at) => [`t k1 b${at}`, said]),
-      mask: KINDS.map((said, at) => [`t k${at}`, said]),
-      version: this.told
+      logprob: ["p ≥ 95 %", "≥ 74 %", "≥ 37 %", "≥ 8 %", "≥ 0.7 %", "less"].map((label, at) => [`t k1 b${at}`, label]),
+      mask: KINDS.map((label, at) => [`t k${at}`, label]),
+      version: this.page
         ? [...new Set(this.versions.filter((each) => each !== null))].map((each) => [`t k1 v${each % VERSION_COLOURS}`, `weights ${each}`])
         : [],
     }[this.mode];
-    if (this.mode !== "mask") rows.push(["t k0", "given"]);
+    if (this.mode !== "mask") rows.push(["t k0", "prompt"]);
     this.legend.dataset.colour = this.mode;
     this.legend.replaceChildren(
-      ...rows.map(([kind, said]) => {
+      ...rows.map(([kind, label]) => {
         const item = document.createElement("li");
         const mark = document.createElement("span");
         mark.className = kind;
-        mark.textContent = said;
+        mark.textContent = label;
         item.append(mark);
         return item;
       }),
     );
   }
 
-  picture(bins) {
+  drawOverview(bins) {
     this.bins = bins;
     const width = 1000 / Math.max(1, bins.length);
     const parts = bins.map(([start, share, mean], at) => {
@@ -147,21 +264,21 @@ class TokenView {
   }
 
   jump(event) {
-    if (!this.told) return;
+    if (!this.page) return;
     const { left, width } = this.overview.getBoundingClientRect();
     const share = Math.min(0.999, Math.max(0, (event.clientX - left) / width));
-    this.show(Math.floor(share * this.told.total), true);
+    this.show(Math.floor(share * this.page.total), true);
   }
 
   turn(pages) {
-    if (!this.told) return;
-    const start = this.told.start + pages * PAGE;
-    if (start >= 0 && start < this.told.total) this.show(start);
+    if (!this.page) return;
+    const start = this.page.start + pages * PAGE;
+    if (start >= 0 && start < this.page.total) this.show(start);
   }
 
   async seek(what, value) {
-    const found = await this.source.next(what, this.told ? this.at : -1, value);
-    if (found === null) this.card.textContent = "There is none behind this token.";
+    const found = await this.source.next(what, this.page ? this.at : -1, value);
+    if (found === null) this.card.textContent = "There is none after this token.";
     else await this.show(found, true);
   }
 
@@ -171,16 +288,16 @@ class TokenView {
     if (Number.isInteger(wanted)) this.seek("id", wanted);
   }
 
-  point(event, stay) {
+  point(event, click) {
     const span = event.target.closest("[data-at]");
     if (!span) return;
     const position = Number(span.dataset.at);
-    if (stay) this.select(position);
-    else this.tell(position);
+    if (click) this.select(position);
+    else this.describe(position);
   }
 
   move(event) {
-    const page = this.told;
+    const page = this.page;
     const places = {
       ArrowRight: () => this.at + 1,
       ArrowLeft: () => this.at - 1,
@@ -195,7 +312,7 @@ class TokenView {
     if (to >= 0 && to < page.total) this.show(to, true);
   }
 
-  /** How many tokens away the one below or above is. */
+  /** The distance to the token below or above. */
   line(direction) {
     const current = this.token(this.at);
     if (!current) return direction;
@@ -212,7 +329,7 @@ class TokenView {
   }
 
   token(position) {
-    return this.told ? this.stream.children[position - this.told.start] : undefined;
+    return this.page ? this.stream.children[position - this.page.start] : undefined;
   }
 
   select(position) {
@@ -225,26 +342,26 @@ class TokenView {
     if (span.offsetTop < box.scrollTop || span.offsetTop + span.offsetHeight > box.scrollTop + box.clientHeight) {
       box.scrollTop = span.offsetTop - box.clientHeight / 2;
     }
-    this.tell(position);
+    this.describe(position);
   }
 
-  tell(position) {
-    const at = position - (this.told ? this.told.start : 0);
-    if (!this.told || at < 0 || at >= this.told.ids.length) return;
-    const logprob = this.told.logprobs[at];
-    const text = this.told.texts[at];
-    const said = [
-      ["position", counted(position)],
-      ["id", String(this.told.ids[at])],
-      ["text", text === null ? "unknown" : text === "" ? "part of the character before" : quoted(text)],
-      ["", KINDS[Number(this.told.kinds[at])]],
+  describe(position) {
+    const at = position - (this.page ? this.page.start : 0);
+    if (!this.page || at < 0 || at >= this.page.ids.length) return;
+    const logprob = this.page.logprobs[at];
+    const text = this.page.texts[at];
+    const facts = [
+      ["position", formatCount(position)],
+      ["id", String(this.page.ids[at])],
+      ["text", text === null ? "unknown" : text === "" ? "part of the character before" : quote(text)],
+      ["", KINDS[Number(this.page.kinds[at])]],
     ];
-    if (logprob !== null) said.push(["logprob", `${logprob.toFixed(4)} (${percent(logprob)})`]);
-    if (this.versions[at] !== null) said.push(["weights", String(this.versions[at])]);
-    const others = this.told.alternatives[position];
-    if (others) said.push(["could have been", others.map(([id, said, odds]) => `${said === null || said === undefined ? id : quoted(said)} ${percent(odds)}`).join(", ")]);
+    if (logprob !== null) facts.push(["logprob", `${logprob.toFixed(4)} (${formatPercent(logprob)})`]);
+    if (this.versions[at] !== null) facts.push(["weights", String(this.versions[at])]);
+    const others = this.page.alternatives[position];
+    if (others) facts.push(["alternatives", others.map(([id, text, odds]) => `${text === null || text === undefined ? id : quote(text)} ${formatPercent(odds)}`).join(", ")]);
     this.card.replaceChildren(
-      ...said.map(([name, value]) => {
+      ...facts.map(([name, value]) => {
         const part = document.createElement("span");
         const label = document.createElement("b");
         label.textContent = name;
@@ -260,73 +377,65 @@ function bucket(logprob) {
   return found < 0 ? EDGES.length : found;
 }
 
-/** With blanks between thousands, as on the pages. */
-function counted(number) {
+/** With thin spaces between thousands. */
+function formatCount(number) {
   return number.toLocaleString("en").replaceAll(",", "\u202f");
 }
 
-function percent(logprob) {
+function formatPercent(logprob) {
   const share = 100 * Math.exp(logprob);
   return `${share >= 10 ? share.toFixed(0) : share >= 0.01 ? share.toPrecision(2) : "under 0.01"} %`;
 }
 
-/** Line ends and control characters can be seen; a line still ends where the text says so. */
-function visible(text) {
+/** Makes line ends and control characters visible. */
+function showInvisible(text) {
   return text
     .replace(/\n/g, "↵\n")
     .replace(/\t/g, "⇥\t")
     .replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g, (each) => `\\u${each.charCodeAt(0).toString(16).padStart(4, "0")}`);
 }
 
-/** As a string of a program, all on one line. */
-function quoted(text) {
-  return visible(JSON.stringify(text));
+/** As a string literal on one line. */
+function quote(text) {
+  return showInvisible(JSON.stringify(text));
 }
 
-function opened() {
-  const root = document.querySelector("[data-tokens]");
-  if (!root) return;
-  const stored = document.getElementById("stored-tokens");
-  if (!stored) return begin(root, new Asked(root.dataset.tokens));
-  const told = JSON.parse(stored.textContent);
-  const choice = root.querySelector("[data-source]");
-  // One at a time: together they may be many times what was said.
-  const view = begin(root, new Stored(told, told.sources[0]));
-  const choose = (number, position) => {
-    choice.value = String(number);
-    Object.assign(view, { source: new Stored(told, told.sources[number]), told: null, bins: null });
-    view.show(position, true);
-  };
-  choice.addEventListener("change", () => choose(Number(choice.value), 0));
-  for (const link of document.querySelectorAll("[data-open-source]")) {
-    link.addEventListener("click", () => {
-      choose(Number(link.dataset.openSource), Number(link.dataset.position));
-      root.scrollIntoView();
-      view.stream.focus();
-    });
+const views = new WeakMap();
+let active = null;
+
+/** Show the tokens that `holder` names in its `data-tokens`, once. */
+function showTokens(holder) {
+  if (views.has(holder)) {
+    active = views.get(holder);
+    return;
   }
-}
-
-function begin(root, source) {
+  const root = document.getElementById("token-view").content.firstElementChild.cloneNode(true);
+  holder.querySelector("[data-about]").append(root);
+  const saved = document.getElementById("stored-tokens");
+  stored ??= saved && JSON.parse(saved.textContent);
+  const source = stored ? new StoredTokens(stored, holder.dataset.tokens) : new RemoteTokens(holder.dataset.tokens);
   const view = new TokenView(root, source);
-  const named = /^#token=(\d+)$/.exec(location.hash);
-  const position = named ? Number(named[1]) : Number(root.dataset.position || 0);
-  view.colour("logprob");
-  view.show(position, Boolean(named) || position > 0);
-  document.addEventListener("keydown", (event) => {
-    if (event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
-    const modes = ["logprob", "mask", "version"];
-    const acts = {
-      "[": () => view.turn(-1),
-      "]": () => view.turn(1),
-      s: () => view.seek("surprise"),
-      v: () => view.seek("version"),
-      m: () => view.seek("kind"),
-      c: () => view.colour(modes[(modes.indexOf(view.mode) + 1) % modes.length]),
-    };
-    acts[event.key]?.();
+  views.set(holder, view);
+  active = view;
+  root.addEventListener("focusin", () => {
+    active = view;
   });
-  return view;
+  view.colour("logprob");
+  view.show(Number(holder.dataset.position), holder.dataset.position !== "0");
 }
 
-opened();
+let stored = null;
+
+document.addEventListener("keydown", (event) => {
+  if (!active?.root.isConnected || event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
+  const modes = ["logprob", "mask", "version"];
+  const acts = {
+    "[": () => active.turn(-1),
+    "]": () => active.turn(1),
+    s: () => active.seek("surprise"),
+    v: () => active.seek("version"),
+    m: () => active.seek("kind"),
+    c: () => active.colour(modes[(modes.indexOf(active.mode) + 1) % modes.length]),
+  };
+  acts[event.key]?.();
+});

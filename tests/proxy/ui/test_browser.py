@@ -13,21 +13,24 @@ from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.browser import Browser, running_browser
 from tests.support.service.running_service import ADMIN, RunningService
 from tests.support.service.ui_sessions import (
+    IMAGE_WIDTH,
     LARGE_CALLS,
     LONG_TOKENS,
     PROBE,
+    agent_session,
     group_of_four,
     hostile_session,
     imported,
     large_session,
     long_session,
+    picture_session,
     shown_engine,
     shown_service,
 )
 from tests.support.sessions.calls import Talk
 
 __all__ = ["shown_engine", "shown_service"]
-SHOWN = (group_of_four, hostile_session, large_session, long_session)
+SHOWN = (group_of_four, agent_session, picture_session, hostile_session, large_session, long_session)
 DESKTOP, PHONE = (1360, 900), (390, 844)
 FEW_NODES = 3000
 """More than any page has, and a fortieth of the tokens of the long call."""
@@ -63,18 +66,19 @@ def browser(window: Browser) -> Iterator[Browser]:
 
 def call_of(service: RunningService, session_id: str, number: int) -> str:
     call_id: str = service.request("GET", f"/sessions/{session_id}/calls").json()["calls"][number - 1]["call_id"]
-    return f"/ui/sessions/{session_id}/calls/{call_id}"
-
-
-def row_of(service: RunningService, session_id: str) -> str:
-    rows = service.request("GET", f"/sessions/{session_id}/trajectories").json()["trajectories"]
-    return f"/ui/sessions/{session_id}/rows/{rows[0]['trajectory_id']}"
+    return f"/ui/sessions/{session_id}?at={call_id}#call-{number}"
 
 
 def opened(browser: Browser, service: RunningService, path: str) -> None:
     browser.open(service.url + path)
-    if browser.all("[data-tokens]"):
-        browser.wait(lambda: browser.all(".stream .t"), "tokens")
+
+
+def opened_tokens(browser: Browser, service: RunningService, session_id: str, number: int) -> None:
+    """The tokens of a call, one click below its reply."""
+    browser.open("about:blank")
+    browser.open(service.url + call_of(service, session_id, number))
+    browser.one(f"#call-{number} .about > summary").click()
+    browser.wait(lambda: browser.all(".stream .t"), "tokens")
 
 
 def told(browser: Browser, selector: str) -> str:
@@ -91,7 +95,17 @@ def nodes(browser: Browser) -> int:
     return count
 
 
-PAGES = ["sessions", "groups", "group", "session", "hostile", "call", "long", "row", "compare"]
+PAGES = ["sessions", "groups", "group", "session", "agent", "picture", "hostile", "long", "search", "compare"]
+
+
+def unfold(browser: Browser) -> None:
+    """Open everything that is folded, forks first, and wait until it is loaded."""
+    unfold_all = "for (const part of document.querySelectorAll('main details')) part.open = true"
+    done = "return [...document.querySelectorAll(arguments[0])].every((e) => e.textContent && !e.textContent.startsWith('Loading'))"
+    browser.run(unfold_all)
+    browser.wait(lambda: browser.run(done, ".fork > div"), "the forks")
+    browser.run(unfold_all)
+    browser.wait(lambda: browser.run(done, "[data-about], [data-where]"), "the tokens")
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -101,10 +115,11 @@ def test_a_page_keeps_nobody_out_dark_and_light_and_on_a_phone(browser: Browser,
         "groups": "/ui/groups",
         "group": "/ui/group?id=bug%207%2Fa%26b",
         "session": "/ui/sessions/rich",
-        "hostile": call_of(service, "hostile", 1),
-        "call": call_of(service, "rich", 2),
-        "long": "/ui/sessions/long/calls/c1",
-        "row": row_of(service, "rich"),
+        "agent": "/ui/sessions/agent",
+        "picture": "/ui/sessions/picture",
+        "hostile": "/ui/sessions/hostile",
+        "long": "/ui/sessions/long",
+        "search": "/ui/sessions/agent?q=work",
         "compare": "/ui/compare?left=rich&right=poor",
     }[name]
     backgrounds = set()
@@ -112,6 +127,7 @@ def test_a_page_keeps_nobody_out_dark_and_light_and_on_a_phone(browser: Browser,
         browser.prefer(scheme)
         browser.resize(*size, phone=size == PHONE)
         opened(browser, service, path)
+        unfold(browser)
         assert browser.run("return document.documentElement.scrollWidth") <= size[0]
         assert browser.barriers() == []
         backgrounds.add(browser.run("return getComputedStyle(document.body).backgroundColor"))
@@ -144,21 +160,73 @@ def test_everything_is_reached_by_keys_alone(browser: Browser, service: RunningS
     browser.wait(lambda: browser.driver.title.startswith("Session rich"), "the third of them")
     browser.run("document.querySelector('[data-tree] a').focus()")
     browser.press(Keys.ARROW_RIGHT, Keys.ENTER)
-    browser.wait(lambda: browser.text("h1") == "Call 2 of 4", "the call right of the first one")
-    browser.press("n")
-    browser.wait(lambda: browser.text("h1") == "Call 3 of 4", "the next call")
-    browser.press("p")
-    browser.wait(lambda: browser.text("h1") == "Call 2 of 4", "the one before")
+    browser.wait(lambda: browser.driver.current_url.endswith("#call-2"), "the call right of the first one")
+    browser.press("j", "j")
+    assert browser.run("return document.activeElement.textContent") == "call 2"
+    browser.press(Keys.TAB)
+    browser.press(Keys.TAB, Keys.ENTER)
+    browser.wait(lambda: browser.all("#call-2 .stream .t"), "its tokens")
     browser.press("?")
     assert browser.one("#keys").is_displayed()
     browser.press(Keys.ESCAPE)
     browser.press("u")
-    browser.wait(lambda: browser.driver.title.startswith("Session rich"), "up to the session")
+    browser.wait(lambda: browser.driver.title.startswith("Group"), "up to the group")
+
+
+def test_why_a_reward_is_zero_is_seen_in_the_list_and_whole_after_one_click(browser: Browser, service: RunningService) -> None:
+    opened(browser, service, "/ui?q=roman")
+    assert "AssertionError: assert 'IIII' == 'IV'" in browser.text("[data-live=list]")
+    browser.one("[data-item]").click()
+    browser.wait(lambda: browser.driver.title.startswith("Session agent"), "the session")
+    assert browser.text(".verdict .reward") == "0"
+    assert "+ IIII" in browser.text(".verdict")
+    top = browser.run("return document.querySelector('.verdict pre').getBoundingClientRect().bottom")
+    assert top < DESKTOP[1]
+
+
+def test_a_run_is_read_with_its_sub_agent_where_it_was_started(browser: Browser, service: RunningService) -> None:
+    opened(browser, service, "/ui/sessions/agent")
+    assert not browser.one(".system pre").is_displayed() and not browser.one(".reasoning pre").is_displayed()
+    browser.one("#fork-3 > summary").click()
+    browser.wait(lambda: browser.all("#call-4"), "the sub-agent's turns")
+    shown = told(browser, ".turns")
+    order = [
+        "output of bash",
+        "calls task",
+        "Sub-agent after call 2",
+        "docs/rules.md",
+        "output of task",
+        "Compaction after call 5",
+    ]
+    assert sorted(order, key=shown.index) == order
+    assert "quarantined: role_compaction" in shown
+    browser.one("#call-4 .about > summary").click()
+    browser.wait(lambda: browser.all("#call-4 .stream .t"), "tokens in a fork")
+
+
+def test_what_was_searched_for_is_marked_even_where_it_was_folded(browser: Browser, service: RunningService) -> None:
+    opened(browser, service, "/ui/sessions/agent")
+    browser.press("/", "unknown to me", Keys.ENTER)
+    browser.wait(lambda: "1 call found" in browser.text(".conversation"), "the call")
+    assert [mark.text for mark in browser.all("mark") if mark.is_displayed()] == ["unknown to me"]
+    browser.one("[data-item]").click()
+    browser.wait(lambda: browser.all("#call-2"), "the call among the others")
+
+
+IMAGE_SEEN = "return document.querySelector('.block img').naturalWidth"
+
+
+def test_an_image_is_seen(browser: Browser, service: RunningService, tmp_path: Path) -> None:
+    saved = tmp_path / "picture.html"
+    saved.write_bytes(service.request("GET", "/ui/sessions/picture/download/page.html").content)
+    for url in (f"{service.url}/ui/sessions/picture", f"file://{saved}"):
+        browser.open(url)
+        browser.wait(lambda: browser.run(IMAGE_SEEN) == IMAGE_WIDTH, "the image")
 
 
 def test_a_token_says_what_is_known_of_it(browser: Browser, service: RunningService) -> None:
     call = service.request("GET", "/sessions/rich/calls").json()["calls"][1]
-    opened(browser, service, call_of(service, "rich", 2))
+    opened_tokens(browser, service, "rich", 2)
     first = len(call["prompt_ids"])
 
     def card() -> str:
@@ -170,7 +238,7 @@ def test_a_token_says_what_is_known_of_it(browser: Browser, service: RunningServ
     for said in (f"position {first + 1}", f"id {call['completion_ids'][1]}", f"logprob {call['logprobs'][1]:.4f}", "weights 3"):
         assert said in card()
     browser.press(Keys.HOME)
-    assert "position 0" in card() and "given" in card() and "logprob" not in card()
+    assert "position 0" in card() and "prompt" in card() and "logprob" not in card()
     browser.press(Keys.END, Keys.ARROW_UP, Keys.ARROW_DOWN)
     assert "mask 1" in card()
     browser.press("s")
@@ -181,7 +249,7 @@ def test_masks_and_weight_versions_have_colours_of_their_own(browser: Browser, s
     """The third call was sampled under other weights than the second; the session's rows train each of them once."""
     seen = {}
     for number in (2, 3):
-        opened(browser, service, call_of(service, "rich", number))
+        opened_tokens(browser, service, "rich", number)
         browser.press("c", "c")
         assert browser.one("[data-stream]").get_attribute("data-colour") == "version"
         last = browser.all(".stream .t")[-1]
@@ -194,7 +262,7 @@ def test_masks_and_weight_versions_have_colours_of_their_own(browser: Browser, s
 
 
 def test_a_call_of_128k_tokens_costs_no_more_than_a_short_one(browser: Browser, service: RunningService) -> None:
-    opened(browser, service, "/ui/sessions/long/calls/c1")
+    opened_tokens(browser, service, "long", 1)
     assert f"of {blanks(LONG_TOKENS)}" in told(browser, "[data-where]")
     assert nodes(browser) < FEW_NODES
     sampled = LONG_TOKENS - 1000
@@ -218,23 +286,31 @@ def test_a_session_of_a_thousand_calls_opens_and_every_call_is_found(browser: Br
     assert sum(int(label.split()[0]) if "calls" in label else 1 for label in counted) == LARGE_CALLS
     browser.resize(*PHONE, phone=True)
     assert browser.run("return document.documentElement.scrollWidth") <= PHONE[0]
-    browser.press("n")
-    browser.wait(lambda: "start=100" in browser.driver.current_url, "the next hundred")
+    shown = len(browser.all(".turn"))
+    browser.run("document.querySelector('.more').scrollIntoView()")
+    browser.wait(lambda: len(browser.all(".turn")) > shown, "the turns that follow")
+    ids = browser.run("return [...document.querySelectorAll('.turn')].map((turn) => turn.id)")
+    assert len(ids) == len(set(ids))
     browser.press("/", f"call {LARGE_CALLS}", Keys.ENTER)
-    browser.wait(lambda: len(browser.all("[data-live=calls] [data-item]")) == 1, "the last one")
+    browser.wait(lambda: len(browser.all(".turn")) == 1, "the last one")
     browser.press("j", Keys.ENTER)
-    browser.wait(lambda: browser.text("h1").startswith("Call 1"), "its page")
+    browser.wait(lambda: f"at=c{LARGE_CALLS}" in browser.driver.current_url, "its place in the conversation")
+    assert "Branch after call 970." in browser.text(".conversation")
+    browser.one(f"#call-{LARGE_CALLS} .about > summary").click()
     browser.wait(lambda: browser.all(".stream .t"), "tokens")
     assert nodes(browser) < FEW_NODES
 
 
 def test_what_would_be_script_stays_text(browser: Browser, service: RunningService) -> None:
-    for path in ("/ui", "/ui/groups", "/ui/sessions/hostile", call_of(service, "hostile", 1)):
+    for path in ("/ui", "/ui/groups", "/ui/sessions/hostile", "/ui/sessions/hostile?q=img"):
         opened(browser, service, path)
+        unfold(browser)
         assert "owned" not in browser.driver.title
         assert browser.all("img") == [] and browser.all("main script") == []
         assert PROBE[:20] in browser.text("main")
+    opened_tokens(browser, service, "hostile", 1)
     assert 'onerror="document.title' in browser.text(".stream")
+    assert "owned" not in browser.driver.title
 
 
 def test_lists_keep_themselves_up_to_date(browser: Browser, service: RunningService, engine: ScriptedEngine) -> None:
@@ -244,8 +320,14 @@ def test_lists_keep_themselves_up_to_date(browser: Browser, service: RunningServ
     opened(browser, service, "/ui/sessions/arrived-later")
     engine.say(engine.family.speak("Here I am."))
     session.ask("q")
-    browser.wait(lambda: "Here I am." in browser.text("[data-live=calls]"), "its call")
-    browser.wait(lambda: len(browser.all("[data-tree] a")) == 1, "its tree")
+    browser.wait(lambda: "Here I am." in browser.text(".turns"), "its call")
+    assert "No call is recorded" not in browser.text(".conversation")
+    browser.one("#call-1 .about > summary").click()
+    engine.say(engine.family.speak("Here again."))
+    session.ask("another")
+    browser.wait(lambda: "Here again." in browser.text(".turns"), "its second call")
+    assert browser.one("#call-1 .stream").is_displayed()
+    browser.wait(lambda: len(browser.all("[data-tree] a")) == 2, "its tree")
 
 
 def test_members_of_a_group_arrive_while_two_are_being_chosen(browser: Browser, service: RunningService) -> None:
@@ -269,16 +351,16 @@ def test_two_members_of_a_group_are_compared(browser: Browser, service: RunningS
     shown = [each for each in browser.all(".pair") if each.is_displayed()]
     assert "First look the number up." in shown[1].text and "I give up." in shown[1].text
     browser.one("[data-only-different]").click()
-    assert any("You mend bugs." in each.text for each in browser.all(".pair.same") if each.is_displayed())
+    assert any("system prompt" in each.text for each in browser.all(".pair.same") if each.is_displayed())
 
 
-def chosen_row(browser: Browser, number: int, length: int) -> list[tuple[str, list[str]]]:
+def shown_row(browser: Browser, number: int, length: int) -> list[tuple[str, list[str]]]:
     """The text and the classes of each token of an exported row, once it is shown."""
-    choose = "const s = document.querySelector('[data-source]'); s.value = arguments[0]; s.dispatchEvent(new Event('change'))"
-    browser.run(choose, str(number))
-    browser.wait(lambda: f"of {length}." in told(browser, "[data-where]"), "the row's tokens")
-    shown = browser.run("return [...document.querySelectorAll('.stream .t')].map((t) => [t.textContent, [...t.classList]])")
-    return [(text, classes) for text, classes in shown]
+    row = f"[data-tokens='rows/{number}']"
+    browser.run("document.querySelector(arguments[0]).open = true", row)
+    browser.wait(lambda: f"of {length}." in told(browser, f"{row} [data-where]"), "the row's tokens")
+    tokens = "return [...document.querySelectorAll(arguments[0])].map((t) => [t.textContent, [...t.classList]])"
+    return [(text, classes) for text, classes in browser.run(tokens, f"{row} .stream .t")]
 
 
 def rows_are_put_together(browser: Browser, service: RunningService, engine: ScriptedEngine) -> None:
@@ -286,7 +368,7 @@ def rows_are_put_together(browser: Browser, service: RunningService, engine: Scr
     rows = service.request("GET", "/sessions/rich/trajectories").json()["trajectories"]
     assert len(rows) > 1
     for number, row in enumerate(rows):
-        shown = chosen_row(browser, number, len(row["token_ids"]))
+        shown = shown_row(browser, number, len(row["token_ids"]))
         assert "".join(text for text, _ in shown).replace("↵", "").replace("·", "") == engine.family.decode(row["token_ids"])
         assert [int("k1" in classes) for _, classes in shown] == row["loss_mask"]
         for version, start, end in row["weight_versions"]:
@@ -296,29 +378,44 @@ def rows_are_put_together(browser: Browser, service: RunningService, engine: Scr
 def test_an_exported_session_is_looked_at_without_the_service(
     browser: Browser, service: RunningService, engine: ScriptedEngine, tmp_path: Path
 ) -> None:
-    for name in ("rich", "hostile"):
+    for name in ("rich", "hostile", "agent"):
         answer = service.request("GET", f"/ui/sessions/{name}/download/page.html")
         (tmp_path / f"{name}.html").write_bytes(answer.content)
     browser.open(f"file://{tmp_path}/hostile.html")
-    browser.wait(lambda: browser.all(".stream .t"), "tokens")
+    unfold(browser)
     assert "owned" not in browser.driver.title and browser.all("img") == []
     browser.open(f"file://{tmp_path}/rich.html")
-    browser.wait(lambda: browser.all(".stream .t"), "tokens")
-    assert browser.barriers() == []
     rows_are_put_together(browser, service, engine)
+    assert browser.barriers() == []
     browser.run("document.querySelector('[data-tree] a').focus()")
     browser.press(Keys.ARROW_RIGHT, Keys.ENTER)
-    browser.wait(lambda: browser.all("#call-2[open]"), "the call that was chosen in the tree")
+    browser.wait(lambda: browser.driver.current_url.endswith("#call-2"), "the call that was chosen in the tree")
     assert "It is 42" in browser.text("#call-2 .reply")
-    browser.one("#call-2 [data-open-source]").click()
-    browser.wait(lambda: "mask 1" in browser.text("[data-card]") and "weights" in browser.text("[data-card]"), "its tokens")
+    browser.one("#call-2 .about > summary").click()
+    card = "#call-2 [data-card]"
+    browser.wait(lambda: "mask 1" in browser.text(card) and "weights" in browser.text(card), "its tokens")
     browser.press("c", "c")
-    assert "weights 3" in browser.text("[data-legend]")
+    assert "weights 3" in browser.text("#call-2 [data-legend]")
     loaded = browser.run("return performance.getEntriesByType('resource').length")
     assert loaded == 0
     browser.resize(*PHONE, phone=True)
     assert browser.run("return document.documentElement.scrollWidth") <= PHONE[0]
     assert browser.driver.find_element(By.TAG_NAME, "h1").text == "Session rich"
+
+
+def test_an_exported_session_is_searched_without_the_service(browser: Browser, service: RunningService, tmp_path: Path) -> None:
+    saved = tmp_path / "agent.html"
+    saved.write_bytes(service.request("GET", "/ui/sessions/agent/download/page.html").content)
+    browser.open(f"file://{saved}")
+    unfolded = "return document.querySelector('#fork-3').open"
+    assert "AssertionError" in browser.text(".verdict") and not browser.run(unfolded)
+    browser.press("/", "smaller sign")
+    browser.wait(lambda: browser.text("[data-found]") == "2 calls found", "the calls")
+    assert browser.run(unfolded) and not browser.one("#fork-6").is_displayed()
+    assert [turn.get_attribute("id") for turn in browser.all(".turn:not([hidden])")] == [
+        "call-4",
+        "call-5",
+    ]
 
 
 def test_an_exported_session_tells_weight_versions_of_any_size(
@@ -330,6 +427,7 @@ def test_an_exported_session_tells_weight_versions_of_any_size(
     imported(service, talk, reward=0.5)
     (tmp_path / "late.html").write_bytes(service.request("GET", "/ui/sessions/late/download/page.html").content)
     browser.open(f"file://{tmp_path}/late.html")
+    browser.one("#call-1 .about > summary").click()
     browser.wait(lambda: browser.all(".stream .t"), "tokens")
     browser.press("c", "c")
     assert "weights 1767225600000" in browser.text("[data-legend]")

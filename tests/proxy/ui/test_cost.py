@@ -42,7 +42,7 @@ def test_of_a_call_of_128k_tokens_no_more_is_spelled_and_sent_than_is_shown(
     service: RunningService, engine: ScriptedEngine
 ) -> None:
     long_session(service, engine)
-    assert sent(service, "/ui/sessions/long/calls/c1") < 40_000
+    assert sent(service, "/ui/sessions/long") < 60_000
     for start in (0, LONG_TOKENS // 2, LONG_TOKENS - SHOWN):
         engine.reset()
         shown = service.request("GET", "/ui/sessions/long/calls/c1/tokens", params={"start": start}).json()
@@ -64,7 +64,8 @@ def test_a_page_of_a_thousand_calls_is_as_large_as_one_of_two_hundred(service: R
         talk.go_on(f"c{number}", f"c{number - 1}" if number % 50 else f"c{number - 30}", [number, 3], [number * 7, 4])
     imported(service, talk, reward=0.25)
     fewer, large = (sent(service, f"/ui/sessions/{name}") for name in ("fewer", "large"))
-    # Calls come a hundred at a time, and the tree is drawn in stretches, of which the larger one has more.
+    # Turns come thirty at a time, and the tree is drawn in runs, of which the larger one has more.
     assert large < 2 * fewer
-    assert sent(service, "/ui/sessions/large?start=900") < 1.1 * large
-    assert sent(service, "/ui/sessions/large/calls/c1000") < 20_000
+    assert sent(service, "/ui/sessions/large?at=c1000") < 1.1 * large
+    assert sent(service, "/ui/sessions/large/turns?start=300") < large
+    assert sent(service, "/ui/sessions/large/calls/c1000/details") < 20_000

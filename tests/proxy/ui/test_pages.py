@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import tracemalloc
 from collections.abc import Iterator
@@ -17,28 +18,32 @@ from typer.testing import CliRunner
 from cli.main import app
 from proxy.auth import Role, Tokens
 from proxy.settings import Settings
-from proxy.ui.look import SAID_CHARACTERS, CallLine, said_of
-from proxy.ui.pictures import MOST_STRETCHES, Rewards, tree_picture
-from proxy.ui.router import COOKIE, opens, sealed_until
+from proxy.ui.pictures import MOST_RUNS, Rewards, draw_tree
+from proxy.ui.router import COOKIE, is_valid, sign_until
+from proxy.ui.session_view import PREVIEW_CHARACTERS, preview_reply
 from tests.support.engine.local_format import QWEN3, require_renderers, write_format
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService
 from tests.support.service.ui_sessions import (
+    FEEDBACK,
     GROUP,
     PAGES,
     PROBE,
+    agent_session,
     group_of_four,
     hostile_session,
     imported,
+    picture_session,
     shown_engine,
     shown_service,
+    summary,
 )
 from tests.support.sessions.calls import Talk
 
 __all__ = ["shown_engine", "shown_service"]
-SHOWN = (group_of_four, hostile_session)
+SHOWN = (group_of_four, agent_session, picture_session, hostile_session)
 PLACE = re.compile(r"\{\w+\}")
 
 
@@ -106,15 +111,15 @@ def test_a_cookie_ends_with_its_time_and_with_its_token(tmp_path: Path) -> None:
     now = [0.0]
     tokens = Tokens(Settings(admin_token_file=file, trainer_token=SecretStr("trainer")).given_tokens, clock=lambda: now[0])
     first, second = tokens.digests_of(Role.ADMIN)
-    cookie = sealed_until(first, 1000)
-    assert opens(tokens, cookie, lambda: 999.0) and opens(tokens, sealed_until(second, 1000), lambda: 999.0)
-    assert not opens(tokens, cookie, lambda: 1001.0)
-    assert not opens(tokens, "2000" + cookie[4:], lambda: 999.0)
+    cookie = sign_until(first, 1000)
+    assert is_valid(tokens, cookie, lambda: 999.0) and is_valid(tokens, sign_until(second, 1000), lambda: 999.0)
+    assert not is_valid(tokens, cookie, lambda: 1001.0)
+    assert not is_valid(tokens, "2000" + cookie[4:], lambda: 999.0)
     (trainer,) = tokens.digests_of(Role.TRAINER)
-    assert not opens(tokens, sealed_until(trainer, 1000), lambda: 999.0)
+    assert not is_valid(tokens, sign_until(trainer, 1000), lambda: 999.0)
     file.write_text("second-token-of-the-test\n")
     now[0] = 10.0
-    assert not opens(tokens, cookie, lambda: 999.0)
+    assert not is_valid(tokens, cookie, lambda: 999.0)
 
 
 def test_an_open_service_shows_its_pages_to_its_own_machine(redis_server: RedisServer, engine: ScriptedEngine) -> None:
@@ -238,21 +243,83 @@ def test_an_exported_file_is_no_larger_for_branches_that_lean_on_the_same_tokens
     for number in range(2, 52):
         talk.go_on(f"c{number}", "c1", [number], [number + 100], reason="repeated")
     imported(service, talk, reward=-1.0)
-    assert "50 rows of the builder" in page(service, "/ui/sessions/bush")
+    assert "Row 50 " in page(service, "/ui/sessions/bush")
     assert len(service.request("GET", "/ui/sessions/bush/download/page.html").content) < 1_000_000
 
 
 def test_hostile_text_is_escaped_wherever_it_stands(service: RunningService) -> None:
     call_id = service.request("GET", "/sessions/hostile/calls").json()["calls"][0]["call_id"]
-    paths = ["/ui", "/ui/groups", "/ui/sessions/hostile", f"/ui/sessions/hostile/calls/{call_id}"]
+    paths = ["/ui", "/ui/groups", "/ui/sessions/hostile", "/ui/sessions/hostile/turns"]
     pages = [page(service, path, q="") for path in paths] + [page(service, "/ui/group", id=PROBE)]
     pages.append(service.request("GET", "/ui/sessions/hostile/download/page.html").text)
     pages.append(service.request("GET", "/ui/group", params={"id": PROBE + "!"}).text)
     for text in pages:
         assert "<img" not in text and "<script>document" not in text and "\u202e" not in text
         assert "&lt;img src=x" in text
+    assert "&lt;<mark>img</mark> src=x" in page(service, "/ui/sessions/hostile", q="img")
     whole = service.request("GET", f"/ui/sessions/hostile/calls/{call_id}/messages/0")
     assert whole.headers["content-type"].startswith("text/plain") and whole.headers["x-content-type-options"] == "nosniff"
+
+
+def test_a_reward_of_zero_is_explained_in_the_list_and_at_the_head_of_the_session(service: RunningService) -> None:
+    first = html.escape(FEEDBACK.splitlines()[1], quote=True).replace("&#x27;", "&#39;")
+    assert first in page(service, "/ui")
+    head = page(service, "/ui/sessions/agent").partition("<aside")[0]
+    assert '<b class="reward bad">0</b>' in head and first in head and "+ IIII" in head
+    assert "The evaluator gave no feedback." in page(service, "/ui/sessions/poor")
+
+
+def test_the_log_of_the_agent_stands_beside_its_conversation(service: RunningService) -> None:
+    for path in ("/ui/sessions/agent", "/ui/sessions/agent/download/page.html"):
+        assert "$ agent --print" in service.request("GET", path).text
+    assert service.request("PUT", "/sessions/nobody/log", json={"text": "x"}).status_code == 404
+    session = service.session(session_id="logged")
+    assert service.request("PUT", "/sessions/logged/log", json={"text": "<b>first</b>"}).status_code == 204
+    assert "&lt;b&gt;first&lt;/b&gt;" in page(service, "/ui/sessions/logged")
+    session.close("failed")
+    assert service.request("DELETE", "/sessions/logged").status_code == 204
+    service.session(session_id="logged")
+    assert "first" not in page(service, "/ui/sessions/logged")
+
+
+def test_a_page_reads_as_the_run_went_and_forks_are_loaded_when_opened(service: RunningService) -> None:
+    """Calls 3 and 4 are a sub-agent's and 6 is a compaction: both are folded after the call at which they began."""
+    shown = page(service, "/ui/sessions/agent")
+    assert re.findall(r'id="((?:call|fork)-\d)"', shown) == [f"{kind}-{number}" for kind, number in READING_ORDER]
+    assert "quarantined: role_compaction" in shown and "a smaller sign before" not in shown.partition('id="fork-3"')[0]
+    load = html.unescape(re.findall(r'id="fork-3" data-load="([^"]+)"', shown)[0])
+    fork = service.request("GET", load).text
+    assert re.findall(r'id="(call-\d)"', fork) == ["call-3", "call-4"] and "docs/rules.md: IV is 4" in fork
+    assert "<html" not in fork
+
+
+READING_ORDER = [("call", 1), ("call", 2), ("fork", 3), ("call", 5), ("fork", 6), ("call", 7), ("call", 8)]
+
+
+def test_a_link_to_a_call_of_a_fork_shows_the_fork(service: RunningService) -> None:
+    call_id = service.request("GET", "/sessions/agent/calls").json()["calls"][3]["call_id"]
+    shown = page(service, "/ui/sessions/agent", at=call_id, token=5)
+    assert re.findall(r'id="(call-\d)"', shown) == ["call-3", "call-4"] and "Sub-agent</b> after" in shown
+    assert re.findall(r'data-position="(\d+)"[^>]* open>', shown) == ["5"]
+    assert service.request("GET", "/ui/sessions/agent", params={"at": "nowhere"}).status_code == 404
+
+
+def test_the_details_of_a_call_name_its_sampling_and_its_parent(service: RunningService) -> None:
+    call_id = service.request("GET", "/sessions/rich/calls").json()["calls"][1]["call_id"]
+    shown = page(service, f"/ui/sessions/rich/calls/{call_id}/details")
+    assert "call 1</a>" in shown and "raw_logprobs" in shown and "chat, token path" in shown
+
+
+def test_images_come_from_the_service_alone(service: RunningService) -> None:
+    """One by address is not fetched, and SVG, which may hold scripts, is not shown as an image."""
+    shown = page(service, "/ui/sessions/picture")
+    (source,) = re.findall(r'<img loading="lazy" src="([^"]+)"', shown)
+    image = service.request("GET", source)
+    assert (image.headers["content-type"], image.content[:4]) == ("image/png", b"\x89PNG")
+    assert shown.count("not text") == 2 and "data:image/svg+xml" in shown
+    assert service.request("GET", source[:-1] + "1").status_code == 404
+    saved = service.request("GET", "/ui/sessions/picture/download/page.html").text
+    assert re.findall(r'<img loading="lazy" src="(\w+:image/\w+)', saved) == ["data:image/png"]
 
 
 def test_sessions_and_calls_are_found_by_what_is_looked_for(service: RunningService) -> None:
@@ -260,11 +327,12 @@ def test_sessions_and_calls_are_found_by_what_is_looked_for(service: RunningServ
         return re.findall(r'data-item href="/ui/sessions/([\w.-]+)"', page(service, "/ui", **query))
 
     assert found(q="SPLIT") == ["rich"]
-    assert found(at_least="0.5") == ["fair", "rich"]
+    assert found(at_least="0.5") == ["fair", "rich", "picture"]
+    assert found(q="assert 'IIII'") == ["agent"]
     assert found(at_least="0.1", at_most="0.9", q="bug-7") == ["fair"]
     assert found(status="failed") == ["failed"]
     calls = page(service, "/ui/sessions/rich", q="then mend")
-    assert "1 to 1 of 1 calls" in calls and "Mended." in calls
+    assert "1 call found." in calls and "Mended." in calls and "It is 42" not in calls
     assert "No call matches" in page(service, "/ui/sessions/rich", only="quarantined")
     assert "mean 0.5" in page(service, "/ui/groups", q=GROUP)
 
@@ -286,13 +354,13 @@ def test_a_member_whose_time_ran_out_without_a_reward_has_failed_its_group(servi
 
 def test_a_session_that_failed_before_its_first_call_says_why(service: RunningService) -> None:
     shown = page(service, "/ui/sessions/failed")
-    assert "the agent crashed" in shown and shown.count("No call is recorded.") == 2
+    assert '<pre class="refused">the agent crashed</pre>' in shown and shown.count("No call is recorded.") == 2
 
 
 @pytest.mark.parametrize("text", ["long " * 40, "x" + " " * 700 + "y"])
-def test_the_beginning_of_what_was_said_shows_that_more_was_said(text: str) -> None:
-    said, _ = said_of({"content": text})
-    assert said.endswith("…") and len(said) <= SAID_CHARACTERS
+def test_a_preview_of_a_reply_shows_that_it_was_cut(text: str) -> None:
+    preview, _ = preview_reply({"content": text})
+    assert preview.endswith("…") and len(preview) <= PREVIEW_CHARACTERS
 
 
 @pytest.fixture
@@ -346,7 +414,7 @@ def test_a_page_has_its_texts_however_little_is_remembered(service: RunningServi
     call_id = service.request("GET", "/sessions/rich/calls").json()["calls"][0]["call_id"]
     path = f"/ui/sessions/rich/calls/{call_id}/tokens"
     told = service.request("GET", path).json()
-    monkeypatch.setattr("proxy.ui.tokens.REMEMBERED", 3)
+    monkeypatch.setattr("proxy.ui.tokens.CACHED_GROUPS", 3)
     for _ in range(2):
         assert service.request("GET", path).json() == told
     assert service.request("GET", "/ui/sessions/rich/download/page.html").status_code == 200
@@ -369,30 +437,20 @@ def test_what_else_could_have_been_sampled_is_told_with_each_token(service: Runn
 # Pictures
 
 
-def line(number: int, parent: int | None, reason: str = "") -> CallLine:
-    parent_id = None if parent is None else f"c{parent}"
-    fields: dict[str, Any] = dict.fromkeys(
-        ("role", "role_source", "agent", "dialect", "api", "status", "finish_reason", "refused", "said"), ""
-    )
-    numbers: dict[str, Any] = dict.fromkeys(("prompt_tokens", "sampled_tokens", "started_at", "engine_seconds"), 1)
-    more: dict[str, Any] = {"versions": (), "logprob": None, "delivered": True, "tools": (), "in_tree": True}
-    return CallLine(number=number, call_id=f"c{number}", parent_id=parent_id, branch_reason=reason, **fields, **numbers, **more)
-
-
 def test_a_small_tree_is_drawn_call_by_call() -> None:
     """1 - 2 - 3, and 4 branches off 1."""
-    picture = tree_picture([line(1, None), line(2, 1), line(3, 2), line(4, 1, "edited")])
+    picture = draw_tree([summary(1, None), summary(2, 1), summary(3, 2), summary(4, 1, "edited")])
     assert [box.label for box in picture.boxes] == ["1", "2", "3", "4"]
     assert len({box.y for box in picture.boxes[:3]}) == 1 and picture.boxes[3].y > picture.boxes[0].y
     assert picture.boxes[3].x == picture.boxes[1].x and len(picture.lines) == 3 and picture.left_out == 0
 
 
-def test_a_large_tree_is_drawn_in_stretches_and_no_call_is_forgotten() -> None:
-    run = [line(number, number - 1 or None) for number in range(1, 1001)]
-    picture = tree_picture(run)
+def test_a_large_tree_is_drawn_in_runs_and_every_call_is_counted() -> None:
+    run = [summary(number, number - 1 or None) for number in range(1, 1001)]
+    picture = draw_tree(run)
     assert [box.count for box in picture.boxes] == [1000]
-    bush = tree_picture([line(1, None), *(line(number, 1, "repeated") for number in range(2, 1001))])
-    assert len(bush.boxes) == MOST_STRETCHES and bush.left_out == 1000 - MOST_STRETCHES
+    bush = draw_tree([summary(1, None), *(summary(number, 1, "repeated") for number in range(2, 1001))])
+    assert len(bush.boxes) == MOST_RUNS and bush.left_out == 1000 - MOST_RUNS
 
 
 @pytest.mark.parametrize("values", [[1.0], [0.5, 0.5], [-1e308, 1e308], [0.0, 1e-300], [1.0, 2.0, 3.0, float("nan")]])

@@ -1,14 +1,18 @@
-"""Sessions to look at: a group with rewards, one session with all that can happen in it, a hostile one, and two that are large."""
+"""Sessions to show: a group with rewards, an agent's run with all that can happen in one, a hostile one, and two large ones."""
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
+from proxy.ui.conversation import CallSummary
 from reconstruct.codec import encode
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
@@ -35,11 +39,12 @@ PAGES: dict[tuple[str, str], str] = {
     ("GET", "/ui/group"): "page",
     ("GET", "/ui/compare"): "page",
     ("GET", "/ui/sessions/{session_id}"): "page",
-    ("GET", "/ui/sessions/{session_id}/calls/{call_id}"): "page",
-    ("GET", "/ui/sessions/{session_id}/rows/{trajectory_id}"): "page",
+    ("GET", "/ui/sessions/{session_id}/turns"): "page",
+    ("GET", "/ui/sessions/{session_id}/calls/{call_id}/details"): "page",
     ("GET", "/ui/sessions/{session_id}/{tree}/{name}/tokens"): "data",
     ("GET", "/ui/sessions/{session_id}/{tree}/{name}/next"): "data",
     ("GET", "/ui/sessions/{session_id}/calls/{call_id}/messages/{index}"): "data",
+    ("GET", "/ui/sessions/{session_id}/calls/{call_id}/messages/{index}/images/{number}"): "data",
     ("GET", "/ui/sessions/{session_id}/download/{name}"): "data",
 }
 """Every endpoint of the pages: those for the admin answer others with the log-in page, or as the control side does (data)."""
@@ -101,11 +106,100 @@ def group_of_four(service: RunningService, engine: ScriptedEngine) -> list[str]:
     return ["rich", "poor", "fair", "failed"]
 
 
+FEEDBACK = """3 of 4 tests passed.
+tests/test_roman.py::test_four: AssertionError: assert 'IIII' == 'IV'
+  - IV
+  + IIII"""
+AGENT = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "name": name}} for name in ("bash", "task")]
+
+
+def agent_session(service: RunningService, engine: ScriptedEngine) -> None:
+    """A coding agent whose reward is 0, with the evaluator's feedback and the agent's log.
+
+    Calls: 1 runs a tool, 2 starts a sub-agent, 3 and 4 are that sub-agent's, 5 continues 2, 6 is a compaction, which is quarantined,
+    7 begins again after it, 8 branches from 7."""
+    session, speak = (
+        service.session(session_id="agent", task_id="roman", metadata={"harness": "claude-code"}),
+        engine.family.speak,
+    )
+
+    def say(*reply: Any, **more: Any) -> None:
+        engine.say(speak(*reply, **more))
+
+    def answer(messages: list[Any], **headers: str) -> dict[str, Any]:
+        return session.answer(messages, tools=AGENT, extra_headers=headers)
+
+    def result(reply: dict[str, Any], text: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": text}
+
+    system = {"role": "system", "content": "You are a coding agent. " + "Work in small steps and run the tests. " * 20}
+    asked = [system, {"role": "user", "content": "Implement to_roman(n) in roman.py. The tests are in tests/."}]
+    say("I will look at the files first.", reasoning="The repository is unknown to me.", calls=[("bash", {"command": "ls"})])
+    one = answer(asked)
+    asked += [one, result(one, "roman.py\ntests/\n")]
+    say("", calls=[("task", {"prompt": "Find the rules of Roman numerals."})])
+    two = answer(asked)
+    helper = [
+        {"role": "system", "content": "You are a helper."},
+        {"role": "user", "content": "Find the rules of Roman numerals."},
+    ]
+    say("", calls=[("bash", {"command": "grep -r IV docs"})])
+    three = answer(helper, **{"x-claude-code-agent-id": "helper-1"})
+    say("Four is written IV: a smaller sign before a larger one is subtracted.")
+    four = answer([*helper, three, result(three, "docs/rules.md: IV is 4")], **{"x-claude-code-agent-id": "helper-1"})
+    asked += [two, result(two, four["content"])]
+    say("Now I write it.", calls=[("bash", {"command": "cat > roman.py <<EOF\ndef to_roman(n):\n    return 'I' * n\nEOF"})])
+    five = answer(asked)
+    say("The agent wrote roman.py and has yet to run the tests.")
+    answer([*asked, five, result(five, ""), {"role": "user", "content": "Summarize."}], **{"x-openai-subagent": "compact"})
+    again = [system, {"role": "user", "content": "So far: roman.py is written. Finish the work."}]
+    say("All done: to_roman is implemented.", reasoning="The tests surely pass.")
+    seven = answer(again)
+    say("It is finished.")
+    answer([*again, {**seven, "content": "All done."}, {"role": "user", "content": "Are you sure?"}])
+    posted = {"reward": 0.0, "metadata": {"feedback": FEEDBACK, "tests": {"passed": 3, "failed": 1}}}
+    assert service.request("POST", "/sessions/agent/reward", json=posted).status_code == 200
+    stored = service.request(
+        "PUT", "/sessions/agent/log", json={"text": "$ agent --print\nAll done: to_roman is implemented.\n"}
+    )
+    assert stored.status_code == 204
+    session.close(reward=0.0)
+
+
+IMAGE_WIDTH, IMAGE_HEIGHT = 48, 32
+
+
+def picture_session(service: RunningService, engine: ScriptedEngine) -> None:
+    """A call whose messages have a screenshot, an image by address, and one that claims to be SVG."""
+    talk = Talk("picture")
+    urls = [
+        f"data:image/png;base64,{base64.b64encode(_png()).decode()}",
+        "http://127.0.0.1:9/x.png",
+        "data:image/svg+xml;base64,PHN2Zz4=",
+    ]
+    parts = [{"type": "text", "text": "What is here?"}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
+    talk.say("c1", [5, 6, 7], [8, 9], fields=_said(0, "A gradient.", [{"role": "user", "content": parts}]))
+    imported(service, talk, reward=1.0)
+
+
+def _png() -> bytes:
+    rows = b"".join(
+        b"\0" + bytes(value for x in range(IMAGE_WIDTH) for value in (5 * x, 7 * y, 120)) for y in range(IMAGE_HEIGHT)
+    )
+    header = struct.pack(">IIBBBBB", IMAGE_WIDTH, IMAGE_HEIGHT, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+
+
 def hostile_session(service: RunningService, engine: ScriptedEngine) -> None:
     """One in which agent and model say what would be markup and script if anybody took it for that."""
     session = service.session(session_id="hostile", group_id=PROBE, task_id=PROBE, metadata={PROBE: PROBE})
     engine.say(engine.family.speak(PROBE, reasoning=PROBE, calls=[("lookup", {"key": PROBE})]))
     session.ask([{"role": "system", "content": PROBE}, {"role": "user", "content": PROBE}], tools=TOOLS)
+    posted = {"reward": 0.0, "metadata": {"feedback": PROBE}}
+    assert service.request("POST", "/sessions/hostile/reward", json=posted).status_code == 200
 
 
 def large_session(service: RunningService, engine: ScriptedEngine) -> None:
@@ -131,6 +225,19 @@ def long_session(service: RunningService, engine: ScriptedEngine) -> None:
     told = [{"role": "user", "content": "words of a large file " * 30_000}]
     talk.say("c1", ids[:-1000], ids[-1000:], logprobs=logprobs, version=2, fields=_said(0, "At last.", told))
     imported(service, talk, reward=0.75)
+
+
+def summary(number: int, parent: int | None, reason: str = "", **fields: Any) -> CallSummary:
+    """What a page shows of call number `number`, c3 for instance, which started as the number says."""
+    texts = ("role_source", "agent", "status", "finish_reason", "quarantine_reason", "preview")
+    numbers = ("prompt_tokens", "sampled_tokens", "engine_seconds")
+    values: dict[str, Any] = {
+        **dict.fromkeys(texts, ""),
+        **dict.fromkeys(numbers, 1),
+        **{"role": "main", "versions": (), "mean_logprob": None, "delivered": True, "tools": (), "in_tree": True},
+        **{"started_at": float(number), "parent_id": None if parent is None else f"c{parent}", "branch_reason": reason},
+    }
+    return CallSummary(number=number, call_id=f"c{number}", **{**values, **fields})
 
 
 def imported(service: RunningService, talk: Talk, reward: float) -> None:
