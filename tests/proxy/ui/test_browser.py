@@ -109,7 +109,9 @@ def unfold(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_keeps_nobody_out_dark_and_light_and_on_a_phone(browser: Browser, service: RunningService, name: str) -> None:
+def test_axe_finds_nothing_serious_dark_and_light_wide_and_on_a_phone(
+    browser: Browser, service: RunningService, name: str
+) -> None:
     path = {
         "sessions": "/ui",
         "groups": "/ui/groups",
