@@ -30,30 +30,35 @@ class Application:
 
     async def ready(self) -> None:
         """Returns once an engine serves."""
-        while (await self._ask("GET", "/readyz", ADMIN, {}))[0] != 200:  # noqa: ASYNC110  it is another process that is waited for
+        while (await self.ask("GET", "/readyz", ADMIN, {}))[0] != 200:  # noqa: ASYNC110  it is another process that is waited for
             await asyncio.sleep(0.1)
 
     async def post(self, path: str, key: str, body: Any) -> bytes:
         """The body of the answer."""
-        status, answer = await self._ask("POST", path, key, body)
+        status, answer = await self.ask("POST", path, key, body)
         assert status < 300, answer
         return answer
 
-    async def _ask(self, method: str, path: str, key: str, body: Any) -> tuple[int, bytes]:
+    async def ask(self, method: str, path: str, key: str, body: Any, leaves_at: bytes | None = None) -> tuple[int, bytes]:
+        """Status and body of the answer. Whoever asks hangs up once a part of it holds `leaves_at`."""
         content = json.dumps(body).encode()
         headers = [(b"authorization", f"Bearer {key}".encode()), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
         scope |= {"headers": headers, "http_version": "1.1", "scheme": "http", "root_path": "", "server": ("127.0.0.1", 80)}
         given = [{"type": "http.request", "body": content, "more_body": False}]
         sent: list[Any] = []
+        left = asyncio.Event()
 
         async def receive() -> Any:
             if given:
                 return given.pop()
-            return await asyncio.Event().wait()
+            await left.wait()
+            return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
             sent.append(message)
+            if leaves_at is not None and leaves_at in message.get("body", b""):
+                left.set()
 
         await self._app(scope, receive, send)
         # What is told to the store behind the answer belongs to the call.

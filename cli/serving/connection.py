@@ -237,6 +237,9 @@ class _Direct:
             pass
         finally:
             flow.write_paused = paused or flow.write_paused
+        if self._cycle.response_complete:
+            # Otherwise the two would hold each other.
+            self._cycle.scope["extensions"] = {}
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -42,11 +42,15 @@ class Exchange:
 
     def refuse(self, error: VerbatimError, metrics: Metrics) -> None:
         """Answer with the error in the dialect's shape."""
-        self.error = error
+        self.note(error)
         metrics.refused(self.dialect.name, error.code)
         answer = self.dialect.render_error(error)
         headers = [*JSON, *((name.encode(), value.encode()) for name, value in answer.headers.items())]
         self.client.send_whole(answer.status, headers, answer.body)
+
+    def note(self, error: VerbatimError) -> None:
+        """The error is what the harness is told. Its traceback goes: that holds this, which holds the error, and with it the body."""
+        self.error = error.with_traceback(None)
 
 
 class Answer:
@@ -101,7 +105,7 @@ class Answer:
         if not streamed:
             self._exchange.refuse(error, self._metrics)
             return
-        self._exchange.error = error
+        self._exchange.note(error)
         renderer = self._begin()
         self._metrics.refused(self._dialect.name, error.code)
         self._client.write(renderer.fail(error), last=True)

@@ -283,6 +283,8 @@ class Client:
         await self._drain()
         if self._watching is not None:
             self._watching.cancel()
+            # The cancelled task holds this, which would hold it.
+            self._watching = None
 
     def _put(self, message: MutableMapping[str, Any]) -> None:
         if self._direct is not None:

@@ -268,6 +268,8 @@ class Pipe(asyncio.Protocol):
         try:
             return await answer
         finally:
+            # An error in it holds this frame, which would hold it, and with it the command.
+            del answer
             self._close_if_done()
 
     def retire(self) -> None:

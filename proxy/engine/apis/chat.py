@@ -71,7 +71,10 @@ class OpenAiChat(EngineKind):
                 raise RequestError(f"engine {replica.name} takes no prompts without messages", param="prompt") from error
             except (ContextTooLong, RequestError) as error:
                 # Refused for its max_tokens, perhaps: ask for fewer.
-                job.sampling["max_tokens"] = body["max_tokens"] = await self._find_room(replica, body, error)
+                room = await self._find_room(replica, body) if _may_be_about_limit(error, body) else None
+                if room is None:
+                    raise
+                job.sampling["max_tokens"] = body["max_tokens"] = room
                 job.scope.redial()
                 await self._receive(replica, job, body, choices, reply, emit)
         version = await self._http.find_version(replica, before, job.scope)
@@ -117,21 +120,15 @@ class OpenAiChat(EngineKind):
         except UnknownRoute as error:
             raise RequestError(f"engine {replica.name} cannot count tokens: it has no /tokenize") from error
 
-    async def _find_room(self, replica: Replica, body: Mapping[str, Any], error: VerbatimError) -> int:
-        """How many tokens the window leaves after the prompt, if only max_tokens did not fit.
-
-        Re-raises the engine's refusal if something else is wrong or the engine cannot count."""
-        about_limit = isinstance(error, ContextTooLong) or error.param == "max_tokens" or "max_tokens" in error.message
-        if "max_tokens" not in body or not about_limit:
-            raise error
+    async def _find_room(self, replica: Replica, body: Mapping[str, Any]) -> int | None:
+        """How many tokens the window leaves after the prompt, if only max_tokens did not fit; None if something else is wrong or the
+        engine cannot count."""
         try:
             tokenized = await self._tokenize(replica, body)
         except VerbatimError:
-            raise error from None
+            return None
         room = (tokenized.max_model_len or 0) - tokenized.count
-        if room < 1 or room >= body["max_tokens"]:
-            raise error
-        return room
+        return room if 1 <= room < body["max_tokens"] else None
 
     async def _tokenize(self, replica: Replica, body: Mapping[str, Any]) -> _Tokenized:
         prompt = body.get("prompt")
@@ -139,6 +136,11 @@ class OpenAiChat(EngineKind):
             return _Tokenized(len(prompt), replica.max_model_len)
         question = {key: body[key] for key in _TOKENIZE_FIELDS if key in body}
         return await self._http.ask(replica, "/tokenize", question, _Tokenized)
+
+
+def _may_be_about_limit(error: VerbatimError, body: Mapping[str, Any]) -> bool:
+    about_limit = isinstance(error, ContextTooLong) or error.param == "max_tokens" or "max_tokens" in error.message
+    return about_limit and "max_tokens" in body
 
 
 def _body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:

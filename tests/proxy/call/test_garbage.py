@@ -1,0 +1,161 @@
+"""Calls leave no reference cycles, however they end, and nothing that stays: the garbage collector of a server looks for cycles rarely.
+
+A cycle through a call keeps its body and its reply until the collector looks, and with it as many others as have come by then.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from benchmarks.application import Application, application
+from benchmarks.processes import ADMIN, ROOT
+from cli.serving.connection import Connection, Patience
+from proxy.settings import Settings
+from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import RunningService
+
+CALLS = 3
+PATH = "/v1/chat/completions"
+SAMPLED = {"token": "/inference/v1/generate", "chat": PATH}
+BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "q"}]}
+
+STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+
+
+@pytest.fixture
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine("qwen3") as engine:
+        yield engine.say("hello world")
+
+
+@pytest.fixture(params=["token", "chat"])
+def api(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def app(api: str, engine: ScriptedEngine, redis_server: RedisServer) -> AsyncIterator[Application]:
+    redis_server.flushall()
+    async with application(engine.url, redis_server.port, api) as app:
+        yield app
+
+
+def is_own(thing: Any) -> bool:
+    """Whether it is the service's, or a frame of the service's, which holds what its function does."""
+    if isinstance(thing, FrameType):
+        return thing.f_code.co_filename.startswith(f"{ROOT}/proxy/")
+    return str(type(thing).__module__).startswith(("cli.", "proxy.", "reconstruct."))
+
+
+def own_kinds(things: list[Any]) -> Counter[str]:
+    return Counter(_kind(thing) for thing in things if is_own(thing))
+
+
+def _kind(thing: Any) -> str:
+    return f"frame of {thing.f_code.co_qualname}" if isinstance(thing, FrameType) else type(thing).__qualname__
+
+
+@contextmanager
+def cycles() -> Iterator[Counter[str]]:
+    """Counts the service's own things that the block leaves in cycles, by kind."""
+    found: Counter[str] = Counter()
+    gc.collect()
+    gc.disable()
+    try:
+        yield found
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found.update(own_kinds(gc.garbage))
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+async def ask(app: Application, key: str, status: int, body: dict[str, Any], leaves_at: bytes | None = None) -> None:
+    for _ in range(CALLS):
+        assert (await app.ask("POST", PATH, key, body, leaves_at))[0] == status
+
+
+@STREAMED
+async def test_an_answered_call_leaves_no_cycle(app: Application, stream: bool) -> None:
+    _, key = await app.opened()
+    body = {**BODY, "stream": stream}
+    await ask(app, key, 200, body)
+    with cycles() as found:
+        await ask(app, key, 200, body)
+    assert not found
+
+
+@STREAMED
+@pytest.mark.parametrize("failure", [Fail(400), Fail(500)], ids=["refused", "failed"])
+async def test_a_call_that_its_engine_does_not_take_leaves_no_cycle(
+    app: Application, api: str, engine: ScriptedEngine, stream: bool, failure: Fail
+) -> None:
+    _, key = await app.opened()
+    with cycles() as found:
+        for _ in range(CALLS):
+            engine.fault(SAMPLED[api], failure)
+            status, _ = await app.ask("POST", PATH, key, {**BODY, "stream": stream})
+            assert status >= 400
+    assert not found
+
+
+async def test_a_refused_request_leaves_no_cycle(app: Application) -> None:
+    _, key = await app.opened()
+    with cycles() as found:
+        await ask(app, key, 400, {"messages": 3})
+        await ask(app, "wrong", 401, BODY)
+    assert not found
+
+
+async def test_a_harness_that_hangs_up_leaves_no_cycle(app: Application, engine: ScriptedEngine) -> None:
+    _, key = await app.opened()
+    engine.say(Say("hello world", gate=threading.Event(), gate_after=2))
+    with cycles() as found:
+        await ask(app, key, 200, {**BODY, "stream": True}, leaves_at=b"hello")
+    assert not found
+
+
+@STREAMED
+def test_the_servers_own_connection_leaves_no_cycle(engine: ScriptedEngine, redis_server: RedisServer, stream: bool) -> None:
+    redis_server.flushall()
+    own = partial(Connection, patience=Patience.of(Settings()))
+    with RunningService(engine.url, redis_server.url, protocol=own) as service:
+        session = service.session()
+        session.ask("q")
+        with cycles() as found:
+            for _ in range(CALLS):
+                answer = session.ask("q", stream=stream)
+                for _ in answer if stream else ():
+                    pass
+        assert not found
+
+
+async def test_calls_of_sessions_that_are_gone_leave_nothing(app: Application) -> None:
+    async def live() -> Counter[str]:
+        """What is there after a session's life."""
+        session_id, key = await app.opened()
+        await ask(app, key, 200, BODY)
+        await app.post(f"/sessions/{session_id}/close", ADMIN, {"status": "completed", "reward": 1.0})
+        assert (await app.ask("DELETE", f"/sessions/{session_id}", ADMIN, {}))[0] < 300
+        gc.collect()
+        return own_kinds(gc.get_objects())
+
+    await live()
+    before = await live()
+    for _ in range(3):
+        after = await live()
+    bounded = {"IdText", "_Known"}
+    """Lists of ids of the most recent sessions, which `IdTexts` limits by number and bytes."""
+    assert {kind: more for kind, more in (after - before).items() if kind not in bounded} == {}
