@@ -78,6 +78,17 @@ def test_images_are_pinned_and_run_as_nobody_in_particular(file: Path) -> None:
         assert not [rest for name, rest in stage if name == "ADD"]
 
 
+@pytest.mark.parametrize("name", ["proxy", "node"])
+def test_images_run_on_the_python_that_is_built_with_profile_guided_optimization(name: str) -> None:
+    """It takes 4 to 10 % off a call. The official images are configured with --enable-optimizations and --with-lto
+    (docker-library/python, 3.11/slim-bookworm/Dockerfile); pyenv's and others' builds often are not. The environment is made by the same
+    Python that runs it."""
+    made, run = ({rest.split()[0] for key, rest in stage if key == "FROM"} for stage in stages(DEPLOY / f"{name}.Dockerfile"))
+    assert made == run and all(re.fullmatch(r"python:[\d.]+-slim-\w+", base) for base in run)
+    installed = [rest for key, rest in instructions(DEPLOY / f"{name}.Dockerfile") if key == "RUN" and "apt-get" in rest]
+    assert not any("python" in packages for packages in installed)
+
+
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
 def test_what_an_image_copies_is_there_and_not_ignored(file: Path) -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()

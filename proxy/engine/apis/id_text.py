@@ -4,6 +4,10 @@ Every call sends a whole prompt to the engine and reads a whole rendering back. 
 the previous one, so the text is compared with the last ones and only the rest is parsed or written: comparing is about a hundred
 times cheaper than parsing, except for short lists. A rendering that is sampled from unchanged is sent back as the engine wrote it.
 `IdTexts` holds the lists of the most recent sessions.
+
+What is new is read and written by msgspec: 32,000 ids take 0.96 ms to read and 0.47 to write. orjson (1.1, 0.16) and simdjson (0.40 to
+read) would save half a millisecond of the first call of a session, and be one more dependency; numpy's reader of text (0.62) takes for
+numbers what is none.
 """
 
 from __future__ import annotations
