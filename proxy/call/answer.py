@@ -143,7 +143,7 @@ class Answer:
 
 
 class Afterwork:
-    """What is still to be stored when a call is answered: that its reply was delivered, or why there was none."""
+    """What is still to be stored when a call has failed: why there was no reply."""
 
     def __init__(self, sessions: SessionStore, stopping: asyncio.Event) -> None:
         self._sessions = sessions
@@ -151,9 +151,6 @@ class Afterwork:
         self._tasks: set[asyncio.Task[None]] = set()
         self._unnoted: dict[str, Unserved] = {}
         """Of each session what the store could not be told yet: the last, which alone counts."""
-
-    def mark_delivered(self, turn: Turn) -> None:
-        self._spawn(self._sessions.mark_delivered(turn.session_id, turn.call_ids))
 
     async def note_unserved(self, turn: Turn, error: VerbatimError) -> None:
         """Returns before the harness hears of the error: what it does then is nothing that the model made it do. A harness that hung up

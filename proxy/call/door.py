@@ -186,6 +186,7 @@ class Harness:
     async def _run(self, exchange: Exchange, turn: Turn) -> None:
         answer = Answer(exchange, turn, self._services.metrics, self._settings.keepalive_seconds)
         exchange.client.on_leave(turn.scope.cancel)
+        delivered = False
         try:
             reply = await self._flow.run(turn, answer.emit)
         except VerbatimError as error:
@@ -202,7 +203,9 @@ class Harness:
             await self._afterwork.note_unserved(turn, failed)
             answer.fail(failed)
         else:
-            await self._deliver(exchange, turn, answer, reply)
+            delivered = await self._deliver(exchange, turn, answer, reply)
+        finally:
+            self._services.sessions.note_answered(turn.session_id, turn.call_ids, delivered=delivered)
 
     async def _fail(self, turn: Turn, answer: Answer, error: VerbatimError) -> None:
         if isinstance(error, (NotFound, Conflict)):
@@ -212,14 +215,14 @@ class Harness:
             await self._afterwork.note_unserved(turn, error)
         answer.fail(error)
 
-    async def _deliver(self, exchange: Exchange, turn: Turn, answer: Answer, reply: Reply) -> None:
+    async def _deliver(self, exchange: Exchange, turn: Turn, answer: Answer, reply: Reply) -> bool:
+        """Whether all of the reply went out to a harness that was still there."""
         if turn.scope.cancelled:
             await self._afterwork.note_unserved(turn, EngineFailed("the service stopped in the middle of the reply"))
         delivered = await answer.finish(reply)
         if exchange.timeline.step == REPLY:
             self._services.metrics.steps.took(exchange.timeline)
-        if delivered and not turn.scope.cancelled:
-            self._afterwork.mark_delivered(turn)
+        return delivered and not turn.scope.cancelled
 
     async def _parse(self, draft: Draft, parse: Parse, incoming: Incoming) -> Request:
         """Parse with what this process knows of the session, and if that is not enough, once more with what the store knows."""

@@ -54,6 +54,7 @@ class Peers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(StoreUnavailable):
             await self._sessions.disown(())
+            await self._sessions.settle_answers()
             await self._store.leave(self.process)
 
     async def cut(self, session_id: str) -> None:
@@ -96,7 +97,7 @@ class Peers:
 
     async def _held_elsewhere(self, session_id: str) -> set[str]:
         """The other processes that have calls of the session under way, as far as the store knows."""
-        return {intent.process for intent in await self._sessions.load_intents(session_id)} - {"", self.process}
+        return await self._sessions.find_holders(session_id) - {self.process}
 
     async def _beat_forever(self) -> None:
         while True:
@@ -117,7 +118,13 @@ class Peers:
 
     def _cut_all(self, session_ids: Sequence[str]) -> None:
         for session_id in dict.fromkeys(session_ids):
-            self._spawn(self._inflight.cut(session_id))
+            self._spawn(self._end_here(session_id))
+
+    async def _end_here(self, session_id: str) -> None:
+        """Another process closes the session: it waits until this one has no call of it, and has told what became of its replies."""
+        await self._inflight.cut(session_id)
+        with contextlib.suppress(StoreUnavailable):
+            await self._sessions.settle_answers(session_id)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

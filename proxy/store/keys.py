@@ -9,6 +9,8 @@ One session, all in the slot of `{s:<session_id>}`, until the session is deleted
     vb:{s:<id>}:intents    hash    call_id -> Intent (msgpack), which names its process; the commit removes it, a crash leaves it dangling
     vb:{s:<id>}:delivered  set     call_ids whose reply was flushed to the harness
     vb:{s:<id>}:log        string  the end of the agent's output, if its node sent it
+    vb:{s:<id>}:answering  hash    call_id of a recorded call -> process that answers it; until it has told whether the reply was
+                                   delivered, or the session is closed
 
 Listings, in slots of their own. Written before the session and removed after it, so readers skip an entry without a session:
 
@@ -136,6 +138,10 @@ def log(session_id: str) -> str:
     return f"vb:{{s:{session_id}}}:log"
 
 
+def answering(session_id: str) -> str:
+    return f"vb:{{s:{session_id}}}:answering"
+
+
 def group_sessions(group_id: str) -> str:
     return f"vb:{{g:{group_id}}}:sessions"
 
@@ -157,7 +163,7 @@ def parse_member(member: str) -> tuple[str, float]:
 
 def session(session_id: str) -> tuple[str, ...]:
     """All keys of one session."""
-    return tuple(key(session_id) for key in (state, calls, index, intents, delivered, log))
+    return tuple(key(session_id) for key in (state, calls, index, intents, delivered, answering, log))
 
 
 # Stored values: msgpack behind a schema version. A newer build's value raises `StoredValueError` instead of being half understood.

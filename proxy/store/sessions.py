@@ -14,6 +14,7 @@ from typing import Any
 
 from proxy.errors import Conflict, NotFound
 from proxy.store import keys
+from proxy.store.answers import Answers
 from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.groups import GroupRule
 from proxy.store.keys import pack, pack_versioned, unpack, unpack_versioned
@@ -122,6 +123,7 @@ class SessionStore:
         self._process = process
         self._clock = clock
         self._unsettled: dict[str, _Unsettled] = {}
+        self._answers = Answers(self._write_answers)
         self._listing = SessionListing(connection, self.load)
 
     async def ping(self) -> None:
@@ -156,6 +158,7 @@ class SessionStore:
         if state is not None:
             await self._listing.remove(state.info)
         await self.mark_active(session_id, None)
+        self._answers.forget_session(session_id)
         return bool(removed)
 
     async def begin(self, session_id: str, known_calls: int, intent: Intent, most_bytes: int = 0) -> Begun:
@@ -165,9 +168,12 @@ class SessionStore:
         )
         # The intent may have been written even when no answer arrives.
         self._unsettled[intent.call_id] = _Unsettled(session_id, None)
-        args = (known_calls, intent.call_id, pack_versioned(signed), most_bytes)
-        status, accepted, created_at, records = await self._run("begin", _with_intents(session_id), args)
+        answers = self._answers.encode(session_id)
+        args = (known_calls, intent.call_id, pack_versioned(signed), most_bytes, *answers)
+        parts = (*_with_intents(session_id), *_answers_of(session_id))
+        status, accepted, created_at, records = await self._run("begin", parts, args)
         if accepted:
+            self._answers.forget(session_id, answers)
             self._unsettled[intent.call_id] = _Unsettled(session_id, intent)
         else:
             self._unsettled.pop(intent.call_id, None)
@@ -179,13 +185,18 @@ class SessionStore:
 
         Repeating a commit is a no-op. Raises `Conflict` when a call id was recorded with other bytes, and when the session was
         frozen or deleted meanwhile; one that is `closing` still takes the calls in flight."""
-        parts = (*_state_and_calls(session_id), keys.index(session_id), keys.intents(session_id))
-        args: list[Argument] = [intent_id, self._now(), str(size_bytes)]
+        answers = self._answers.encode(session_id)
+        parts = (*_state_and_calls(session_id), keys.index(session_id), keys.intents(session_id), *_answers_of(session_id))
+        args: list[Argument] = [intent_id, self._now(), str(size_bytes), self._process, len(records)]
         for call_id, record in records.items():
             args += (call_id, digest(record), record)
+        args += answers
+        # They may have been recorded even when no answer arrives.
+        self._answers.expect(session_id, records)
         outcome, *detail = await self._run("commit", parts, args, durable=True, patient=True)
         if outcome == b"ok":
             self._unsettled.pop(intent_id, None)
+            self._answers.forget(session_id, answers)
             return int(detail[0])
         if outcome == b"conflict":
             raise Conflict(f"call {detail[0].decode()} of session {session_id} was recorded before with other content")
@@ -205,7 +216,8 @@ class SessionStore:
 
     async def disown(self, running: Container[str]) -> None:
         """Settles the intents of this process whose calls are not `running` any more, for when the store was away as they ended: drops
-        those without a call, and gives the others up, so that they are dangling."""
+        those without a call, and gives the others up, so that they are dangling. Writes the outcomes that wait."""
+        await self._answers.flush()
         for call_id, left in [each for each in self._unsettled.items() if each[0] not in running]:
             if left.intent is None:
                 await self.drop_intent(left.session_id, call_id)
@@ -213,13 +225,26 @@ class SessionStore:
                 await self._run("disown", _with_intents(left.session_id), (call_id, pack_versioned(left.intent)))
                 self._unsettled.pop(call_id, None)
 
-    async def mark_delivered(self, session_id: str, call_ids: Sequence[str]) -> None:
-        if call_ids:
-            await self._run("mark_delivered", (*_state_and_calls(session_id), keys.delivered(session_id)), tuple(call_ids))
+    def note_answered(self, session_id: str, call_ids: Sequence[str], *, delivered: bool) -> None:
+        """Whether the replies of a request were flushed to the harness; see `proxy.store.answers`."""
+        self._answers.note(session_id, call_ids, delivered)
+
+    async def settle_answers(self, session_id: str | None = None) -> None:
+        """Returns when the store knows what became of the session's replies, None: of all. One that is on its way counts as not
+        delivered."""
+        await self._answers.settle(session_id)
 
     async def load_delivered(self, session_id: str) -> set[str]:
         """The calls whose replies were flushed to the harness."""
-        return {member.decode() for member in await self._redis.execute("SMEMBERS", keys.delivered(session_id))}
+        waiting = self._answers.find_delivered(session_id)
+        return waiting | {member.decode() for member in await self._redis.execute("SMEMBERS", keys.delivered(session_id))}
+
+    async def find_holders(self, session_id: str) -> set[str]:
+        """The processes that have calls of the session under way, or have not told what became of their replies."""
+        intents = self.load_intents(session_id)
+        answering = self._redis.execute("HVALS", keys.answering(session_id))
+        under_way, processes = await asyncio.gather(intents, answering)
+        return {intent.process for intent in under_way} | {process.decode() for process in processes} - {""}
 
     async def set_log(self, session_id: str, text: str) -> None:
         """Replaces the session's log. Raises `NotFound`."""
@@ -266,10 +291,13 @@ class SessionStore:
         self, session_id: str, status: str, reward: float | None, error: str | None, closed_at: float
     ) -> SessionState:
         """closing -> `status`, frozen. Repeating it is a no-op. Raises `Conflict` when it is frozen with another status."""
-        args = (status, _number(reward), error or "", repr(closed_at))
-        outcome, *answer = await self._run("close", _state_and_calls(session_id), args, durable=True)
+        answers = self._answers.encode(session_id)
+        args = (status, _number(reward), error or "", repr(closed_at), *answers)
+        parts = (*_state_and_calls(session_id), *_answers_of(session_id))
+        outcome, *answer = await self._run("close", parts, args, durable=True)
         if outcome == b"frozen":
             raise Conflict(f"session {session_id} is closed as {answer[0].decode()}, not {status}")
+        self._answers.forget_session(session_id)
         await self.mark_active(session_id, None)
         return _require_state(session_id, answer[0] if answer else None)
 
@@ -291,6 +319,9 @@ class SessionStore:
         half closed before `closing_since`. True for one caller only, which then closes the session."""
         args = (repr(idle_since), repr(closing_since), intents, self._now())
         return bool(await self._run("expire", _with_intents(session_id), args))
+
+    async def _write_answers(self, session_id: str, outcomes: Sequence[Argument]) -> None:
+        await self._run("note_answers", _answers_of(session_id), outcomes)
 
     def _run(self, script: str, parts: Sequence[str], args: Sequence[Argument] = (), **how: bool) -> Awaitable[Any]:
         return self._redis.run(Script.read(script, "_session"), parts, args, **how)
@@ -361,6 +392,10 @@ def _state_and_calls(session_id: str) -> tuple[str, str]:
 
 def _with_intents(session_id: str) -> tuple[str, str, str]:
     return keys.state(session_id), keys.calls(session_id), keys.intents(session_id)
+
+
+def _answers_of(session_id: str) -> tuple[str, str]:
+    return keys.delivered(session_id), keys.answering(session_id)
 
 
 def _number(value: float | None) -> str:

@@ -164,8 +164,8 @@ FAULTS = (
     ),
     Fault(
         "A reply is delivered and nobody notes it, so that a later sample of the same prompt throws it away.",
-        "        if delivered and not turn.scope.cancelled:\n",
-        "        if delivered and turn.scope.cancelled:\n",
+        "        return delivered and not turn.scope.cancelled\n",
+        "        return delivered and turn.scope.cancelled\n",
         "tests/proxy/call/test_flow.py -k 'the_harness_gets_the_text'",
     ),
     Fault(

@@ -34,8 +34,8 @@ FAULTS = (
     ),
     Fault(
         "The intent stays behind when its call was recorded: every call looks as if it was lost.",
-        "redis.call('HDEL', KEYS[4], ARGV[1])\nif #fresh",
-        "if #fresh",
+        "redis.call('HDEL', KEYS[4], ARGV[1])\nnote_answers",
+        "note_answers",
         _SESSIONS,
     ),
     Fault(
@@ -67,6 +67,18 @@ FAULTS = (
         "        if synced < 1 or replicas < self._wait_replicas:\n",
         "        if synced < 1:\n",
         "tests/proxy/store/test_cluster.py -k 'waits_for_the_replicas'",
+    ),
+    Fault(
+        "A reply that arrives after its session was closed changes the rows that its group has counted.",
+        "    if redis.call('HDEL', answering, ARGV[i]) == 1 and ARGV[i + 1] == '1' then\n",
+        "    if ARGV[i + 1] == '1' then\n",
+        "tests/proxy/store/test_answers.py -k 'after_the_close or later_session'",
+    ),
+    Fault(
+        "A session is closed before another process has told that its replies were delivered: they pass for replaced attempts.",
+        '        return {intent.process for intent in under_way} | {process.decode() for process in processes} - {""}\n',
+        '        return {intent.process for intent in under_way} - {""}\n',
+        "tests/proxy/call/test_lifecycle.py -k 'counts_every_reply'",
     ),
     # Delivery
     Fault(

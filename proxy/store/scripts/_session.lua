@@ -28,3 +28,13 @@ end
 local function frozen(word)
   return word ~= 'open' and word ~= 'closing'
 end
+
+-- From ARGV[first] on: call id, and '1' if its reply was delivered. Only of calls that are being answered: a closed session has none.
+-- Frees memory at first: in a script that may be refused by a full Redis another write comes before.
+local function note_answers(delivered, answering, first)
+  for i = first, #ARGV, 2 do
+    if redis.call('HDEL', answering, ARGV[i]) == 1 and ARGV[i + 1] == '1' then
+      redis.call('SADD', delivered, ARGV[i])
+    end
+  end
+end

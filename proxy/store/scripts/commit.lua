@@ -1,11 +1,12 @@
--- KEYS: state, calls, index, intents. ARGV: intent id, now or '', bytes of all calls, then call id, digest, record of each.
+-- KEYS: state, calls, index, intents, delivered, answering. ARGV: intent id, now or '', bytes of all calls, process, number of calls,
+-- then call id, digest, record of each, then what became of earlier replies.
 -- Returns {'ok', calls}, {'conflict', call id}, {'frozen', status} or {'missing'}.
 local now = status()
 if not now then
   return {'missing'}
 end
-local fresh = {}
-for i = 4, #ARGV, 3 do
+local fresh, last = {}, 5 + 3 * ARGV[5]
+for i = 6, last, 3 do
   local digest = redis.call('HGET', KEYS[3], ARGV[i])
   if not digest then
     fresh[#fresh + 1] = i
@@ -20,8 +21,10 @@ end
 for _, i in ipairs(fresh) do
   redis.call('RPUSH', KEYS[2], ARGV[i + 2])
   redis.call('HSET', KEYS[3], ARGV[i], ARGV[i + 1])
+  redis.call('HSET', KEYS[6], ARGV[i], ARGV[4])
 end
 redis.call('HDEL', KEYS[4], ARGV[1])
+note_answers(KEYS[5], KEYS[6], last + 1)
 if #fresh > 0 then
   redis.call('HINCRBY', KEYS[1], 'bytes', ARGV[3])
 end

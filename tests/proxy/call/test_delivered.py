@@ -128,6 +128,22 @@ async def test_an_answer_that_its_harness_takes_slowly_is_delivered(
         wait_until(lambda: session.calls[0]["delivered"], 30, "the delivery is noted")
 
 
+@STREAMED
+async def test_a_reply_on_its_way_when_another_process_closes_its_session_stays_undelivered(
+    redis_server: RedisServer, stream: bool
+) -> None:
+    """It was marked afterwards, and the rows of the closed session were others than those that its group had counted."""
+    with serving(redis_server) as (engine, service), RunningService(engine.url, redis_server.url) as other:
+        session = service.session()
+        with asking(session, stream) as connection:
+            assert connection.recv(1) == b"H"
+            wait_until(lambda: recorded(session), 30, "the call is recorded")
+            path = f"/sessions/{session.session_id}"
+            assert other.request("POST", f"{path}/close", json={"status": "completed", "reward": 1.0}).status_code == 200
+            whole(connection, stream)
+    assert await delivered(redis_server, session.session_id) == 0
+
+
 async def test_a_harness_that_is_given_up_has_not_got_its_answer(redis_server: RedisServer) -> None:
     impatient = partial(Connection, patience=Patience.of(Settings(write_timeout_seconds=0.1)))
     with ExitStack() as harness:

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from proxy.app import build_services
 from proxy.call import inflight
 from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.errors import Conflict, RequestError
-from proxy.rows import CallsCursor
+from proxy.rows import CallsCursor, session_rows
 from proxy.services import Services
 from proxy.settings import Settings
-from proxy.store import keys
+from proxy.store import answers, keys
 from proxy.store.connection import StoreConnection
 from proxy.store.service import RedisClock
 from proxy.store.sessions import Intent, SessionInfo, SessionState, SessionStore
+from reconstruct.codec import decode, encode
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisKind, RedisServer, running_redis
@@ -293,6 +295,39 @@ async def test_a_close_waits_no_longer_than_it_may_for_a_process_that_does_not_e
         await own.sessions.commit("s", "c1", {"c1": record("c1", "s", prompt=[1], sampled=[2])})
 
 
+async def test_a_close_in_another_process_counts_every_reply_that_was_delivered(
+    own: Services, redis_kind: RedisKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """c0 and c1 are equal requests. Were the outcome of c0 missing, c1 would pass for its retry."""
+    monkeypatch.setattr(answers, "CARRIED_WITHIN_SECONDS", 3600.0)
+    await opened(own)
+    async with process(redis_kind.url) as other:
+        for number, call_id in enumerate(("c0", "c1")):
+            await other.sessions.begin("s", number, intent(call_id))
+            equal = replace(decode(record(call_id, "s", prompt=[1], sampled=[2])), digest=b"q", started_at=float(number))
+            await other.sessions.commit("s", call_id, {call_id: encode(equal)})
+            other.sessions.note_answered("s", [call_id], delivered=True)
+        state = await close_session(own, "s", "completed", 1.0, None)
+        built = await session_rows(own, state)
+        assert (built.accounting.exported_tokens, built.accounting.quarantined) == (2, ())
+        assert await own.sessions.load_delivered("s") == {"c0", "c1"}
+
+
+async def test_a_process_that_stops_has_told_what_became_of_its_replies(
+    own: Services, redis_kind: RedisKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """c1 is on its way when the process stops."""
+    monkeypatch.setattr(answers, "CARRIED_WITHIN_SECONDS", 3600.0)
+    await opened(own)
+    async with process(redis_kind.url) as other:
+        for number, call_id in enumerate(("c0", "c1")):
+            await other.sessions.begin("s", number, intent(call_id))
+            await other.sessions.commit("s", call_id, {call_id: record(call_id, "s", prompt=[1], sampled=[2])})
+        other.sessions.note_answered("s", ["c0"], delivered=True)
+    assert await own.sessions.find_holders("s") == set()
+    assert await own.sessions.load_delivered("s") == {"c0"}
+
+
 async def test_a_close_does_not_wait_for_a_process_that_is_dead(own: Services, redis_kind: RedisKind, clock: Clock) -> None:
     await opened(own)
     await begun_elsewhere(own, redis_kind.url, "dead", "c1")
@@ -475,7 +510,8 @@ async def test_a_delete_removes_every_key_of_a_session(own: Services, redis_kind
         await own.sessions.begin("s", 0, intent("c0"))
         await own.sessions.commit("s", "c0", {"c0": record("c0", "s", prompt=[1], sampled=[2])})
         await own.sessions.begin("s", 1, intent("dangling"))
-        await own.sessions.mark_delivered("s", ["c0"])
+        own.sessions.note_answered("s", ["c0"], delivered=True)
+        await own.sessions.disown(["dangling"])
         await own.sessions.set_reward("s", 1.0, {"c0": 1.0}, {}, {"a": 1})
         if ended:
             await close_session(own, "s", "completed", 1.0, None)

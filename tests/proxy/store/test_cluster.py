@@ -135,9 +135,11 @@ async def test_all_keys_of_a_session_are_in_one_slot_and_go_with_it(cluster: Red
     await stored.sessions.create(SessionInfo("s", b"hash", 2.0, group_id="g"))
     await one_call(stored, "s")
     await stored.sessions.begin("s", 1, intent("left"))
-    await stored.sessions.mark_delivered("s", ["c0"])
+    stored.sessions.note_answered("s", ["c0"], delivered=True)
+    await stored.sessions.begin("s", 1, intent("carries it"))
+    await stored.sessions.commit("s", "c1", {"c1": b"record 1"})
     own = {key for key in cluster.all_keys() - before if b"{s:s}" in key}
-    assert len(own) == 5
+    assert len(own) == 6
     assert {key_slot(key) for key in own} == {slot_of("s")}
     await stored.sessions.delete("s")
     assert cluster.all_keys() == before

@@ -29,12 +29,12 @@ WRITES: dict[str, Callable[[Store], Awaitable[object]]] = {
     "create": lambda store: store.sessions.create(INFO),
     "begin": lambda store: store.sessions.begin("s", 1, INTENT),
     "commit": lambda store: store.sessions.commit("s", "c9", {"c9": b"x" * 100}),
-    "mark_delivered": lambda store: store.sessions.mark_delivered("s", ["c0"]),
     "set_reward": lambda store: store.sessions.set_reward("s", 1.0, {}, {}, {"why": "x" * 65536}),
     "advance": lambda store: store.weights.advance(WeightState(7)),
 }
 ENDS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "drop_intent": lambda store: store.sessions.drop_intent("s", "c1"),
+    "settle_answers": lambda store: store.sessions.settle_answers("s"),
     "ask_to_cut": lambda store: store.peers.request_cut("s"),
     "announce": lambda store: store.delivery.announce("s", None, 1.0),
     "begin_close": lambda store: store.sessions.begin_close("s"),

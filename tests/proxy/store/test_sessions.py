@@ -122,11 +122,13 @@ async def test_a_commit_to_a_deleted_session_is_a_conflict_and_leaves_no_key(sto
     await store.sessions.create(session(group_id="g"))
     await store.sessions.begin("s1", 0, intent())
     await store.sessions.commit("s1", "c0", {"c0": b"zero"})
-    await store.sessions.mark_delivered("s1", ["c0"])
+    store.sessions.note_answered("s1", ["c0"], delivered=True)
+    await store.sessions.disown(())
     assert await store.sessions.delete("s1")
     with pytest.raises(Conflict, match="deleted"):
         await store.sessions.commit("s1", "c1", {"c1": b"one"})
-    await store.sessions.mark_delivered("s1", ["c1"])
+    store.sessions.note_answered("s1", ["c1"], delivered=True)
+    await store.sessions.disown(())
     assert redis_kind.all_keys() == set()
 
 
@@ -135,13 +137,6 @@ async def test_a_dropped_intent_leaves_the_session_as_it_was(store: Store) -> No
     await store.sessions.begin("s1", 0, intent())
     await store.sessions.drop_intent("s1", "c1")
     assert await store.sessions.load_intents("s1") == []
-
-
-async def test_delivered_calls_are_remembered(store: Store) -> None:
-    await store.sessions.create(session())
-    await store.sessions.mark_delivered("s1", ["c1", "c2"])
-    await store.sessions.mark_delivered("s1", [])
-    assert await store.sessions.load_delivered("s1") == {"c1", "c2"}
 
 
 async def test_a_reward_may_come_before_or_after_the_close_but_not_after_the_lease(store: Store) -> None:
