@@ -2,7 +2,8 @@
 
 What is spent is counted over the records of the session's calls, so that all processes count alike. A call that the budget does not
 cover is refused before its engine is asked; one that it covers in part samples so many tokens and no more. Calls under way in this
-process count as calls; calls that are under way at once may together go over a budget of tokens.
+process count as calls; calls that are under way at once may together go over a budget of tokens. Reservations would prevent that and do
+worse: a call may sample all that is left, so the call beside it would be refused, and end the harness's run, though both fit.
 """
 
 from __future__ import annotations
