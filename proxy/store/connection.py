@@ -24,7 +24,7 @@ import redis.exceptions as broken
 
 from proxy.errors import StoreUnavailable
 from proxy.store.cluster import Cluster
-from proxy.store.node import Address, Argument, Command, Link, Node, Place
+from proxy.store.node import Address, Argument, Command, Link, Node, Place, goes_through_pipe
 from proxy.timeline import Deadline
 
 if TYPE_CHECKING:
@@ -180,16 +180,21 @@ class StoreConnection:
             await asyncio.sleep(pause)
 
     async def _send(self, key: str | None, commands: Sequence[Command]) -> list[Any]:
-        answers: list[Any] = await self._guard(lambda link: link.send(key, commands))
+        pooled = not goes_through_pipe(commands)
+        answers: list[Any] = await self._guard(lambda link: link.send(key, commands), pooled=pooled)
         return answers
 
-    async def _guard(self, act: Callable[[Link], Awaitable[Any]]) -> Any:
-        """The result of `act`, within the deadline. Translates Redis's errors to `StoreUnavailable`, except NoScriptError."""
-        waiting = True
+    async def _guard(self, act: Callable[[Link], Awaitable[Any]], *, pooled: bool = True) -> Any:
+        """The result of `act`, within the deadline. Translates Redis's errors to `StoreUnavailable`, except NoScriptError. `pooled`: it
+        needs a connection of its own."""
+        waiting = pooled
         try:
-            async with Deadline(self.timeout_seconds), self._free:
-                waiting = False
-                return await act(self._link or await self._open())
+            async with Deadline(self.timeout_seconds):
+                if not pooled:
+                    return await act(self._link or await self._open())
+                async with self._free:
+                    waiting = False
+                    return await act(self._link or await self._open())
         except broken.NoScriptError:
             raise
         except TimeoutError as error:

@@ -39,6 +39,11 @@ _CLOSED = "handler is closed"
 """uvloop raises a RuntimeError with these words for a connection that the server has reset; redis-py does not translate it."""
 
 
+def goes_through_pipe(commands: Sequence[Command]) -> bool:
+    """Whether they take no connection of the pool, but share one. A command behind a script (WAIT) would block the others there."""
+    return len(commands) == 1 and commands[0][0] in _SCRIPTS
+
+
 class Link(Protocol):
     """The way to the server that holds a key: `Node` or `proxy.store.cluster.Cluster`. Raises redis-py's errors."""
 
@@ -132,7 +137,7 @@ class Node:
             return (await self._send_pipeline([_ASKING, *commands]))[1:]
         if len(commands) > 1:
             return await self._send_pipeline(commands)
-        if commands[0][0] in _SCRIPTS:
+        if goes_through_pipe(commands):
             return [await self._send_script(commands[0])]
         return [await self._client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]
 

@@ -224,3 +224,16 @@ async def test_a_redis_without_an_append_only_file_is_warned_of(caplog: pytest.L
             await connection.ping()
         await connection.close()
     assert "keeps no append-only file" in caplog.text
+
+
+async def test_a_script_waits_for_no_connection(redis_url: str) -> None:
+    """It shares one with the others. 500 calls at once went to Redis by 64, and what held the connections held them up."""
+    connection = StoreConnection(redis_url, max_connections=1, timeout_seconds=60.0)
+    await connection.ping()
+    waiting = asyncio.ensure_future(connection.execute("BLPOP", "a-list", 0))
+    while not connection._free.locked():
+        await asyncio.sleep(0)
+    script = Script(b"return redis.call('RPUSH', KEYS[1], ARGV[1])", "0" * 40)
+    assert await connection.run(script, ("a-list",), ("word",)) == 1
+    assert await waiting == (b"a-list", b"word")
+    await connection.close()
