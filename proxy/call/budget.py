@@ -54,16 +54,15 @@ def has_budget(info: SessionInfo) -> bool:
     return any(most is not None for most in (info.max_calls, info.max_completion_tokens, info.max_total_tokens))
 
 
-def check_budget(turn: Turn, under_way: Collection[str]) -> None:
-    """Raises BudgetExhausted where the call is not covered; `under_way` are the session's calls in this process that it does not know
-    the records of yet."""
+def check_budget(turn: Turn, before: Collection[str]) -> None:
+    """Raises BudgetExhausted where the call is not covered. `before`: the session's calls that entered this process earlier and are
+    still under way: of calls that come at once the first ones are covered."""
     info, forest = turn.tree.info, turn.tree.forest
     if not has_budget(info):
         return
     left = Left.of(info, forest)
-    # Of calls that came at once the first ones are covered.
-    before = sum(1 for call_id in under_way if call_id not in forest.calls and call_id < turn.call_ids[0])
-    if left.calls is not None and left.calls < before + turn.request.n:
+    earlier = sum(1 for call_id in before if call_id not in forest.calls)
+    if left.calls is not None and left.calls < earlier + turn.request.n:
         raise _exhausted(info, "max_calls")
     if left.spent:
         raise _exhausted(info, left.spent)

@@ -160,7 +160,7 @@ class Flow:
         find = continuation if turn.request.prompt is None else prompt_continuation
         for _ in range(_TRIES):
             found = find(turn.tree, turn.request, replica.policy)
-            check_budget(turn, self._inflight.of(turn.session_id))
+            check_budget(turn, self._inflight.before(turn.scope))
             parent_id = found.parent.call_id if found.parent else None
             intent = Intent(turn.call_id, parent_id, turn.digest, replica.name, turn.started_at)
             known = turn.tree.known

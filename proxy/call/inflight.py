@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Coroutine, Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 from proxy.engine.wire.cancel_scope import CancelScope
@@ -149,7 +150,7 @@ def _kept_going(what: str) -> Iterator[None]:
 
 class Inflight:
     def __init__(self) -> None:
-        self._scopes: dict[str, set[CancelScope]] = {}
+        self._scopes: dict[str, dict[CancelScope, None]] = {}
 
     def __len__(self) -> int:
         return sum(len(scopes) for scopes in self._scopes.values())
@@ -157,17 +158,17 @@ class Inflight:
     def call_ids(self) -> set[str]:
         return {scope.call_id for scopes in self._scopes.values() for scope in scopes}
 
-    def of(self, session_id: str) -> set[str]:
-        """The ids of the session's calls."""
-        return {scope.call_id for scope in self._scopes.get(session_id, ())}
+    def before(self, call: CancelScope) -> list[str]:
+        """The ids of the session's calls that entered before this one."""
+        return [scope.call_id for scope in takewhile(lambda scope: scope is not call, self._scopes.get(call.session_id, ()))]
 
     def enter(self, scope: CancelScope) -> None:
-        self._scopes.setdefault(scope.session_id, set()).add(scope)
+        self._scopes.setdefault(scope.session_id, {})[scope] = None
 
     def leave(self, scope: CancelScope) -> None:
         scope.done.set()
-        scopes = self._scopes.get(scope.session_id, set())
-        scopes.discard(scope)
+        scopes = self._scopes.get(scope.session_id, {})
+        scopes.pop(scope, None)
         if not scopes:
             self._scopes.pop(scope.session_id, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -123,7 +124,14 @@ def test_choices_are_calls(engine: ScriptedEngine, service: RunningService) -> N
     assert ask(session).status_code == 200 and len(session.calls) == 3
 
 
-def test_calls_at_once_do_not_go_over_the_budget(engine: ScriptedEngine, service: RunningService) -> None:
+@pytest.mark.parametrize("ids_rise", [True, False])
+def test_calls_at_once_do_not_go_over_the_budget(
+    engine: ScriptedEngine, service: RunningService, ids_rise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids of one millisecond are in any order: a call that came last and had the lowest was let in beside the first two."""
+    if not ids_rise:
+        ids = itertools.count(2**96 - 1, -1)
+        monkeypatch.setattr("proxy.call.flow.new_call_id", lambda: f"{next(ids):024x}")
     session, gate = service.session(max_calls=2), threading.Event()
     engine.script = lambda generation, index: Say("hello", gate=gate)
     with ThreadPoolExecutor(6) as pool:
