@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import quote
 
 import typer
 
+from cli.options import ServiceUrl, SessionId
 from cli.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 
 
 def audit(
-    session_id: Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")],
+    session_id: SessionId,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -32,8 +32,9 @@ def audit(
     ] = None,
     builder: Annotated[str, typer.Option(metavar="NAME", help="merged (one row per branch) or per_call.")] = "merged",
     tolerance: Annotated[float, typer.Option(metavar="X", help="The largest accepted difference.")] = TOLERANCE,
+    url: ServiceUrl = None,
 ) -> None:
-    """Show a session's tree, its token accounting and, with a model, the error of its logprobs.
+    """Show a session's tree, its reward with the evaluator's feedback, its token accounting and, with a model, the error of its logprobs.
 
     The exit code is 1 if sampled tokens are unaccounted for or a logprob is off by more than the tolerance. Compare with an engine
     that runs in float32: in bfloat16 the engine and transformers differ by about 0.03.
@@ -45,15 +46,17 @@ def audit(
     from rich.console import Console
 
     from cli.control import Control
-    from cli.sessions import accounting_line, list_calls
+    from cli.feedback import print_reward
+    from cli.sessions import accounting_line, list_calls, path_of
 
-    control, console = Control(), Console()
-    path = f"/sessions/{quote(session_id, safe='')}"
+    control, console, path = Control(url), Console(), path_of(session_id)
+    session = control.get(path)
     calls = list_calls(control, session_id)
     exported = control.get(f"{path}/trajectories", builder=builder)
     console.print(session_tree(session_id, calls, exported["accounting"]))
     for line in branch_lines(calls):
         console.print(line)
+    print_reward(console, session)
     console.print(accounting_line(len(exported["trajectories"]), exported["accounting"]))
     problems = accounting_problems(exported["accounting"])
     if model:

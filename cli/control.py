@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -51,7 +52,7 @@ class Declined(Refusal):
 
 class Control:
     """Requests to the service at `url` (default: VERBATIM_URL, then http://127.0.0.1:8700), authenticated with `token` or with the first
-    of the environment `variables` that is set. Requests are not retried.
+    of the environment `variables` that is set, itself or as `<variable>_FILE`. Requests are not retried.
 
     Every method raises `NoAnswer`, `HeldBack` or `Declined`, each a `Refusal`."""
 
@@ -60,8 +61,8 @@ class Control:
 
     def __init__(self, url: str | None = None, token: str | None = None, variables: Sequence[str] = (ADMIN,)) -> None:
         self.url = (url or os.environ.get("VERBATIM_URL") or "http://127.0.0.1:8700").rstrip("/")
-        self._variable = next((name for name in variables if os.environ.get(name)), variables[0])
-        self.token = token or os.environ.get(self._variable) or ""
+        self._variable, found = find_token(variables)
+        self.token = token or found
         if not self.token:
             role = self._variable.split("_")[1].lower()
             raise Refusal(f"no {role} token: set {self._variable} to the one that verbatim serve uses", exit_code=2)
@@ -142,6 +143,23 @@ class Control:
         if error.status == httpx.codes.NOT_FOUND and (not error.code or error.code.isdecimal()):
             return f"what answers at {self.url}{path} is no Verbatim service (set VERBATIM_URL to where it is)"
         return error.reason or f"{self.url}{path} answered {error.status}"
+
+
+def find_token(variables: Sequence[str] = (ADMIN,)) -> tuple[str, str]:
+    """The first of the variables that has a token, itself or in the file that `<variable>_FILE` names, and the token; the first variable
+    and "" if none has. Raises `Refusal` (exit code 2) if the file cannot be read."""
+    for name in variables:
+        if token := os.environ.get(name):
+            return name, token
+        if path := os.environ.get(f"{name}_FILE"):
+            try:
+                lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+            except (OSError, UnicodeDecodeError) as error:
+                raise Refusal(f"{name}_FILE {path} cannot be read: {error}", exit_code=2) from error
+            # As the service reads it: a token per line.
+            if tokens := [line for line in lines if line and not line.startswith("#")]:
+                return f"{name}_FILE", tokens[0]
+    return variables[0], ""
 
 
 def _parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:

@@ -7,22 +7,29 @@ from urllib.parse import quote
 
 import typer
 
+from cli.options import SERVICE, AsJson, ServiceUrl
+
 if TYPE_CHECKING:
     from rich.table import Table
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="List, add and remove the engines of a running service (VERBATIM_URL, VERBATIM_ADMIN_TOKEN).",
-)
+app = typer.Typer(no_args_is_help=True, help=f"List, add and remove engines. {SERVICE}")
 
 
 @app.command("list")
-def list_() -> None:
-    """List the replicas, what they serve, and why one does not."""
-    from cli.control import Control
-    from cli.tables import standard_output
+def list_(url: ServiceUrl = None, as_json: AsJson = False) -> None:
+    """List the replicas, what they serve, and why one does not.
 
-    found = Control().get("/engines")
+    \b
+    verbatim engines list
+    verbatim engines list --json | jq -r '.[] | select(.status == "down") | .reason'
+    """
+    from cli.control import Control
+    from cli.tables import print_json, standard_output
+
+    found = Control(url).get("/engines")
+    if as_json:
+        print_json(found["replicas"])
+        return
     console = standard_output()
     console.print(replicas_table(found["replicas"]))
     for policy, calls in found["waiting"].items():
@@ -35,7 +42,9 @@ def list_() -> None:
 
 @app.command("add")
 def add(
-    url: Annotated[str, typer.Argument(metavar="URL", help="http://HOST:PORT, or dns://NAME:PORT for all its addresses.")],
+    engine: Annotated[
+        str, typer.Argument(metavar="ENGINE", help="http://HOST:PORT, or dns://NAME:PORT for all its addresses.")
+    ],
     policy: Annotated[
         str,
         typer.Option(
@@ -46,6 +55,7 @@ def add(
         list[str] | None,
         typer.Option(metavar="NAME", help="A model it serves, so that calls for that model wait for this engine. Repeatable."),
     ] = None,
+    url: ServiceUrl = None,
 ) -> None:
     """Add an engine. It takes calls once it answers and has the current weights; it stays across restarts of the service.
 
@@ -55,18 +65,23 @@ def add(
     """
     from cli.control import Control
 
-    added = Control().post("/engines", {"url": url, "policy": policy} | ({"models": model} if model else {}))
+    added = Control(url).post("/engines", {"url": engine, "policy": policy} | ({"models": model} if model else {}))
     typer.echo(f"{added['name']} added to {added['policy'] or 'the default policy'}")
 
 
 @app.command("remove")
 def remove(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Its name in the list: HOST:PORT, or dns:NAME:PORT.")],
+    url: ServiceUrl = None,
 ) -> None:
-    """Remove an engine that was added. Calls in flight finish on it."""
+    """Remove an engine that was added. Calls in flight finish on it.
+
+    \b
+    verbatim engines remove 10.0.0.7:8000
+    """
     from cli.control import Control
 
-    Control().delete(f"/engines/{quote(name, safe='')}")
+    Control(url).delete(f"/engines/{quote(name, safe='')}")
     typer.echo(f"{name} removed; calls in flight finish on it")
 
 

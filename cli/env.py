@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from cli.options import NewSessionId, ServiceUrl
 from cli.refusal import Refusal
-from cli.run import HarnessName, ModelName, OpenedSession, ServiceUrl, SessionId, load_harness, open_session
+from cli.run import HarnessName, ModelName, OpenedSession, load_harness, open_session
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import HarnessError, home_variables
 
@@ -19,7 +20,7 @@ FORMATS = ("shell", "json")
 
 def env(
     harness: HarnessName,
-    session_id: SessionId = None,
+    session_id: NewSessionId = None,
     model: ModelName = None,
     home: Annotated[
         Path | None,
@@ -37,7 +38,7 @@ def env(
     """Open a session and print a harness's settings for it.
 
     For harnesses that verbatim run cannot start: in a container, on another machine, from your own script. The session stays
-    open until it is closed with POST /sessions/ID/close. VERBATIM_ADMIN_TOKEN must be the token of the service.
+    open until verbatim sessions close. VERBATIM_ADMIN_TOKEN must be the token of the service.
 
     \b
     eval "$(verbatim env --harness shell)"; python my_agent.py
@@ -96,8 +97,7 @@ def render_shell(given: dict[str, Any], session: OpenedSession) -> str:
     lines = [f"unset {name};" for name in given["unset"]]
     lines += [f"export {name}={shlex.quote(value)};" for name, value in given["env"].items()]
     lines += [f"# session {given['session_id']} of {given['harness']}; close it afterwards with"]
-    lines += [f'#   curl -X POST {session.control.url}{session.path}/close -H "Authorization: Bearer $VERBATIM_ADMIN_TOKEN" \\']
-    lines += ['#     -d \'{"status": "completed", "reward": 1.0}\'']
+    lines += [f"#   verbatim sessions close {shlex.quote(given['session_id'])} --url {session.control.url} --reward 1"]
     lines += [f"# start it with: {shlex.join(given['argv'])}"]
     if given["files"] and given["home"] is None:
         lines += ["# these files must be in its home; --home DIR writes them:"]

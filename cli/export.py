@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cli.options import ServiceUrl
 from cli.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -47,11 +48,12 @@ def export(
         typer.Option(metavar="STATUS", help="Only these: completed, failed, timeout or cancelled. Repeatable."),
     ] = None,
     builder: Annotated[str, typer.Option(metavar="NAME", help="merged (one row per branch) or per_call.")] = "merged",
+    url: ServiceUrl = None,
 ) -> None:
     """Write closed sessions to DIR: one row per trajectory, and everything verbatim import needs to restore the sessions.
 
-    Repeat the command to continue an interrupted export, or to add new sessions to a finished one. Reads the service at
-    VERBATIM_URL with VERBATIM_ADMIN_TOKEN. docs/store.md describes the files.
+    Repeat the command to continue an interrupted export, or to add new sessions to a finished one. docs/store.md
+    describes the files.
 
     \b
     verbatim export --since 7d --out week
@@ -71,7 +73,7 @@ def export(
             raise Refusal(f"--status {name!r} is invalid: choose from {', '.join(CLOSED)}", exit_code=2)
     wanted = Filter(parse_time("--since", since), parse_time("--until", until), group, task, tuple(status or CLOSED))
     console = Console(stderr=True)
-    with ArchiveApi() as api:
+    with ArchiveApi(url) as api:
         try:
             with ArchiveWriter(out, format=format, builder=builder) as writer:  # type: ignore[arg-type]
                 totals = _export(api, writer, wanted, console)
@@ -184,8 +186,9 @@ def import_sessions(
             "are history: never delivered, and their rewards cannot change.",
         ),
     ] = False,
+    url: ServiceUrl = None,
 ) -> None:
-    """Put the sessions of DIR into the store of the service at VERBATIM_URL: records, state, rewards and marks.
+    """Put the sessions of DIR into the store of a service: records, state, rewards and marks.
 
     A session that is already there is skipped; one that is there and differs ends the import with exit code 1 and is not changed.
     Repeat the command to continue an interrupted import. Session keys are not restored, so no harness can use the sessions.
@@ -202,7 +205,7 @@ def import_sessions(
         reader = ArchiveReader(folder)
         if reader.manifest["format"] == "parquet" and find_spec("pyarrow") is None:
             raise Refusal(f"{folder} is in Parquet, which needs pyarrow: pip install 'verbatim-rl[archive]'")
-        with ArchiveApi() as api:
+        with ArchiveApi(url) as api:
             counted = _import(api, reader, deliver, Console(stderr=True))
     except (ArchiveError, OSError) as error:
         raise Refusal(str(error)) from error

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cli.options import check_installed
 from cli.refusal import Refusal
-from cli.run import check_installed
 from cli.stop_signals import StopSignals
 
 if TYPE_CHECKING:

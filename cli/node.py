@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 import typer
 
+from cli.options import ServiceUrl, check_installed
 from cli.refusal import Refusal
-from cli.run import ServiceUrl, check_installed
 
 if TYPE_CHECKING:
     from cli.control import Control

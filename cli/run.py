@@ -9,10 +9,9 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 from urllib.parse import quote
@@ -20,6 +19,7 @@ from urllib.parse import quote
 import httpx
 import typer
 
+from cli.options import NewSessionId, ServiceUrl
 from cli.refusal import Refusal
 from cli.sessions import accounting_line, count_roles
 from cli.stop_signals import StopSignals
@@ -47,7 +47,7 @@ def run(
     ] = None,
     model: ModelName = None,
     url: ServiceUrl = None,
-    session_id: SessionId = None,
+    session_id: NewSessionId = None,
     task_id: Annotated[str | None, typer.Option(metavar="ID", help="The task that this run attempts.")] = None,
     group_id: Annotated[str | None, typer.Option(metavar="ID", help="The group of attempts that a trainer compares.")] = None,
     group_size: Annotated[
@@ -267,10 +267,10 @@ def report(session: OpenedSession, outcome: Outcome, reward: float | None) -> No
         tell(f"session {session.session_id} {outcome.status}; {refusal}")
     if outcome.warning:
         tell(outcome.warning)
-    look = f"verbatim audit {shlex.quote(session.session_id)}, or GET {session.control.url}{session.path}/trajectories"
-    tell(f"inspect it: {look}")
+    name = shlex.quote(session.session_id)
+    tell(f"inspect it: verbatim audit {name}, or GET {session.control.url}{session.path}/trajectories")
     if outcome.status == "completed" and reward is None:
-        tell(f"no trainer gets it until it has a reward: POST {session.control.url}{session.path}/reward")
+        tell(f"no trainer gets it until it has a reward: verbatim sessions reward {name} REWARD")
 
 
 class WaitIndicator:
@@ -400,7 +400,7 @@ class OpenedSession:
         return [*lines, f"rows: {count_roles(rows)}"] if rows else lines
 
 
-# Options shared by several commands
+# Options of both commands
 
 
 HarnessName = Annotated[
@@ -412,16 +412,6 @@ HarnessName = Annotated[
         "path of a .toml file.",
     ),
 ]
-SessionId = Annotated[str | None, typer.Option(metavar="ID", help="The new session's id. Default: random.")]
 ModelName = Annotated[
     str | None, typer.Option(metavar="M", help="The model to request. Default: the first one that the service lists.")
 ]
-ServiceUrl = Annotated[
-    str | None, typer.Option(metavar="URL", help="The service. Default: VERBATIM_URL, or http://127.0.0.1:8700.")
-]
-
-
-def check_installed(command: str, modules: Sequence[str], extras: str) -> None:
-    """Raises `Refusal` that names the missing modules and the extras that install them."""
-    if missing := [name for name in modules if find_spec(name) is None]:
-        raise Refusal(f"verbatim {command} needs {', '.join(missing)}: pip install 'verbatim-rl[{extras}]'")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
+from cli.options import SERVICE, AsJson, NewSessionId, ServiceUrl, SessionId
 from cli.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -18,45 +22,201 @@ if TYPE_CHECKING:
     from cli.control import Control
 
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="List and show the sessions of a running service (VERBATIM_URL, default http://127.0.0.1:8700; VERBATIM_ADMIN_TOKEN).",
-)
+app = typer.Typer(no_args_is_help=True, help=f"Open, list, show, reward and close sessions. {SERVICE}")
 
 
-@app.command("ls")
-def ls(
+@app.command("list", short_help="List sessions, newest first.")
+def list_sessions(
     status: Annotated[
         str | None, typer.Option(metavar="STATUS", help="Only these: open, closing, completed, failed, timeout or cancelled.")
     ] = None,
     group: Annotated[str | None, typer.Option(metavar="ID", help="Only the sessions of this group.")] = None,
     limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many to list.")] = 50,
+    url: ServiceUrl = None,
+    as_json: AsJson = False,
 ) -> None:
-    """List sessions, newest first."""
+    """List sessions, newest first.
+
+    \b
+    verbatim sessions list --status open --limit 10
+    verbatim sessions list --group task-7 --json | jq '.[].reward'
+    """
     from cli.control import Control
-    from cli.tables import standard_output
+    from cli.tables import print_listing
 
-    answer = Control().get("/sessions", status=status, group_id=group, limit=limit)
-    console = standard_output()
-    console.print(sessions_table(answer["sessions"]))
-    if answer.get("cursor"):
-        console.print(f"There are more: raise --limit above {limit}.")
+    answer = Control(url).get("/sessions", status=status, group_id=group, limit=limit)
+    print_listing(answer["sessions"], sessions_table, as_json, limit if answer.get("cursor") else None)
 
 
-@app.command("show")
-def show(session_id: Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")]) -> None:
-    """Show one session: its state, its calls, and the accounting of its sampled tokens."""
+@app.command("show", short_help="Show a session, its reward and feedback.")
+def show(session_id: SessionId, url: ServiceUrl = None, as_json: AsJson = False) -> None:
+    """Show one session: its state, its reward with the evaluator's feedback, its calls, and the accounting of its sampled tokens.
+
+    \b
+    verbatim sessions show first
+    """
     from cli.control import Control
-    from cli.tables import standard_output
+    from cli.feedback import print_reward, remove_controls
+    from cli.tables import print_json, standard_output
 
-    control, path = Control(), f"/sessions/{quote(session_id, safe='')}"
+    control, path = Control(url), path_of(session_id)
     session = control.get(path)
     calls = list_calls(control, session_id)
     exported = control.get(f"{path}/trajectories")
+    rows, accounting = exported["trajectories"], exported["accounting"]
+    if as_json:
+        kept = [{name: value for name, value in call.items() if name not in CALL_ARRAYS} for call in calls]
+        print_json({**session, "calls": kept, "trajectories": len(rows), "accounting": accounting})
+        return
     console = standard_output()
     console.print(sessions_table([session]))
+    if session.get("error"):
+        console.print(f"error: {remove_controls(session['error'])}", markup=False, highlight=False, soft_wrap=True)
+    print_reward(console, session)
     console.print(calls_table(calls))
-    console.print(accounting_line(len(exported["trajectories"]), exported["accounting"]))
+    console.print(accounting_line(len(rows), accounting))
+
+
+@app.command("open", short_help="Open a session for an agent.")
+def open_(
+    session_id: NewSessionId = None,
+    task_id: Annotated[str | None, typer.Option(metavar="ID", help="The task that it attempts.")] = None,
+    group_id: Annotated[str | None, typer.Option(metavar="ID", help="The group of attempts that a trainer compares.")] = None,
+    group_size: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="How many sessions complete the group. Needs --group-id.")
+    ] = None,
+    metadata: Annotated[str | None, typer.Option(metavar="JSON", help="An object that is kept with the session.")] = None,
+    url: ServiceUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Open a session and print what an agent needs: its key and its base URLs, of which it takes one.
+
+    It stays open until verbatim sessions close. verbatim env prints a known harness's own settings instead, and verbatim run
+    opens, runs and closes in one.
+
+    \b
+    verbatim sessions open --session-id first --group-id task-7 --group-size 4
+    key=$(verbatim sessions open --json | jq -r .api_key)
+    """
+    from cli.control import Control
+    from cli.tables import print_json
+
+    fields = {"session_id": session_id, "task_id": task_id, "group_id": group_id, "group_size": group_size}
+    fields["metadata"] = None if metadata is None else _parse_object("--metadata", metadata)
+    opened = Control(url).post("/sessions", {name: value for name, value in fields.items() if value is not None})
+    if as_json:
+        print_json(opened)
+        return
+    names = {"session": opened["session_id"], "key": opened["api_key"], **opened["base_urls"]}
+    for name, value in names.items():
+        typer.echo(f"{name + ':':<11}{value}")
+
+
+NUMBERS = {"ignore_unknown_options": True}
+"""Lets a negative reward be an argument."""
+
+
+@app.command("reward", short_help="Set a session's reward.", context_settings=NUMBERS)
+def reward(
+    session_id: SessionId,
+    value: Annotated[float, typer.Argument(metavar="REWARD", help="A finite number.")],
+    feedback: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Why: shown wherever the session is. - reads standard input.")
+    ] = None,
+    call: Annotated[
+        list[str] | None, typer.Option(metavar="ID=X", help="The reward of one call's own row. Repeatable.")
+    ] = None,
+    branch: Annotated[
+        list[str] | None, typer.Option(metavar="ID=X", help="The reward of the branch that ends in this call. Repeatable.")
+    ] = None,
+    url: ServiceUrl = None,
+) -> None:
+    """Set a session's reward. Until its group is delivered, it can be changed.
+
+    \b
+    verbatim sessions reward first 1
+    verbatim sessions reward first -0.5 --feedback "3 passed, 1 failed: IIII is not IV"
+    """
+    from cli.control import Control
+
+    body: dict[str, Any] = {"reward": _check_finite("REWARD", value)}
+    body |= {"per_call": _parse_rewards("--call", call)} if call else {}
+    body |= {"per_branch": _parse_rewards("--branch", branch)} if branch else {}
+    if feedback is not None:
+        body["metadata"] = {"feedback": typer.get_text_stream("stdin").read() if feedback == "-" else feedback}
+    Control(url).post(f"{path_of(session_id)}/reward", body)
+    typer.echo(f"session {session_id}: reward {value:g}")
+
+
+class Status(StrEnum):
+    COMPLETED = "completed"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+
+
+@app.command("close", short_help="Close a session.")
+def close(
+    session_id: SessionId,
+    status: Annotated[Status, typer.Option(help="How it ended.")] = Status.COMPLETED,
+    reward: Annotated[float | None, typer.Option(metavar="X", help="Its reward.")] = None,
+    error: Annotated[str | None, typer.Option(metavar="TEXT", help="What went wrong.")] = None,
+    url: ServiceUrl = None,
+) -> None:
+    """Close a session: its calls are refused from now on, and a trainer gets its rows once it has a reward.
+
+    \b
+    verbatim sessions close first --reward 1
+    verbatim sessions close first --status failed --error "the agent crashed"
+    """
+    from cli.control import Control
+
+    body = {"status": status.value, "error": error, "reward": None if reward is None else _check_finite("--reward", reward)}
+    control = Control(url)
+    control.post(f"{path_of(session_id)}/close", {name: given for name, given in body.items() if given is not None})
+    closed = control.get(path_of(session_id))
+    earned = (
+        f"reward {closed['reward']:g}" if closed["reward"] is not None else "no reward yet: verbatim sessions reward sets it"
+    )
+    typer.echo(f"session {session_id} {closed['status']}: {closed['calls']} calls, {earned}")
+
+
+def _check_finite(name: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise Refusal(f"{name} {value} is invalid: pass a finite number", exit_code=2)
+    return value
+
+
+def _parse_rewards(flag: str, given: list[str]) -> dict[str, float]:
+    """Rewards by call id. Raises `Refusal` (exit code 2)."""
+    rewards = {}
+    for item in given:
+        call_id, _, number = item.rpartition("=")
+        try:
+            rewards[call_id] = _check_finite(flag, float(number))
+        except ValueError as error:
+            raise Refusal(f"{flag} {item!r} is not ID=NUMBER", exit_code=2) from error
+        if not call_id:
+            raise Refusal(f"{flag} {item!r} is not ID=NUMBER", exit_code=2)
+    return rewards
+
+
+def _parse_object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise Refusal(f"{flag} is not JSON: {error}", exit_code=2) from error
+    if not isinstance(value, dict):
+        raise Refusal(f"{flag} is not a JSON object", exit_code=2)
+    return value
+
+
+CALL_ARRAYS = ("prompt_ids", "completion_ids", "logprobs", "messages", "reply")
+"""Left out of a session's JSON: GET /sessions/ID/calls has them."""
+
+
+def path_of(session_id: str) -> str:
+    return f"/sessions/{quote(session_id, safe='')}"
 
 
 def list_calls(control: Control, session_id: str) -> list[dict[str, Any]]:
@@ -64,7 +224,7 @@ def list_calls(control: Control, session_id: str) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
     cursor = None
     while True:
-        page = control.get(f"/sessions/{quote(session_id, safe='')}/calls", cursor=cursor)
+        page = control.get(f"{path_of(session_id)}/calls", cursor=cursor)
         calls += page["calls"]
         cursor = page.get("cursor")
         if cursor is None:
@@ -134,13 +294,18 @@ def count_roles(rows: list[dict[str, Any]]) -> str:
 
 
 def view(
-    session_id: Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")],
+    session_id: SessionId,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write it. Default: SESSION.html.")] = None,
+    url: ServiceUrl = None,
 ) -> None:
-    """Save a session's page as one HTML file: reward, feedback, the conversation, and every token with its logprob and weights."""
+    """Save a session's page as one HTML file: reward, feedback, the conversation, and every token with its logprob and weights.
+
+    \b
+    verbatim view first --out first.html
+    """
     from cli.control import Control
 
-    page = Control().fetch(f"/ui/sessions/{quote(session_id, safe='')}/download/page.html").content
+    page = Control(url).fetch(f"/ui/sessions/{quote(session_id, safe='')}/download/page.html").content
     target = out or Path(f"{session_id}.html")
     try:
         target.write_bytes(page)
@@ -151,8 +316,7 @@ def view(
 
 dead_letters = typer.Typer(
     no_args_is_help=True,
-    help="Groups no longer delivered because they were delivered too often, are unreadable, or never became complete "
-    "(VERBATIM_URL, VERBATIM_ADMIN_TOKEN).",
+    help=f"Groups no longer delivered because they were delivered too often, are unreadable, or never became complete. {SERVICE}",
 )
 
 PAGE = 1000
@@ -166,22 +330,25 @@ Reason = Annotated[str | None, typer.Option(metavar="TEXT", help="Only letters w
 def list_(
     reason: Reason = None,
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="How many to list.")] = 50,
+    url: ServiceUrl = None,
+    as_json: AsJson = False,
 ) -> None:
-    """List dead letters with their reasons, newest first."""
+    """List dead letters with their reasons, newest first.
+
+    \b
+    verbatim dead-letters list --reason incomplete
+    """
     from itertools import islice
 
     from cli.control import Control
-    from cli.tables import standard_output
+    from cli.tables import print_listing
 
-    found = list(islice(list_letters(Control(), reason), limit + 1))
-    console = standard_output()
-    console.print(letters_table(found[:limit]))
-    if len(found) > limit:
-        console.print(f"There are more: raise --limit above {limit}.")
+    found = list(islice(list_letters(Control(url), reason), limit + 1))
+    print_listing(found[:limit], letters_table, as_json, limit if len(found) > limit else None)
 
 
 @dead_letters.command("retry")
-def retry(names: Letters = None, all_: All = False, reason: Reason = None) -> None:
+def retry(names: Letters = None, all_: All = False, reason: Reason = None, url: ServiceUrl = None) -> None:
     """Deliver groups again, with their delivery count reset; an incomplete group waits for its members again.
 
     \b
@@ -189,16 +356,20 @@ def retry(names: Letters = None, all_: All = False, reason: Reason = None) -> No
     """
     from cli.control import Control
 
-    control = Control()
+    control = Control(url)
     _apply(control, names, all_, reason, "delivered again", lambda path: control.post(f"{path}/retry", {}))
 
 
 @dead_letters.command("drop")
-def drop(names: Letters = None, all_: All = False, reason: Reason = None) -> None:
-    """Remove groups from the list for good. Their sessions stay until they are deleted."""
+def drop(names: Letters = None, all_: All = False, reason: Reason = None, url: ServiceUrl = None) -> None:
+    """Remove groups from the list for good. Their sessions stay until they are deleted.
+
+    \b
+    verbatim dead-letters drop --all --reason unreadable
+    """
     from cli.control import Control
 
-    control = Control()
+    control = Control(url)
     _apply(control, names, all_, reason, "dropped", control.delete)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any, get_args
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
@@ -25,6 +27,22 @@ def standard_output() -> Console:
 def make_table(*columns: str | Column) -> Table:
     """A table that wraps a cell instead of truncating it."""
     return Table(*(Column(column, overflow="fold") if isinstance(column, str) else column for column in columns))
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def print_listing(
+    found: list[dict[str, Any]], make: Callable[[list[dict[str, Any]]], Table], as_json: bool, cut_at: int | None = None
+) -> None:
+    """Print the objects as a JSON array, or as the table that `make` makes of them. `cut_at`: the limit that left some out."""
+    if as_json:
+        print_json(found)
+    else:
+        standard_output().print(make(found))
+    if cut_at is not None:
+        typer.echo(f"There are more: raise --limit above {cut_at}.", err=True)
 
 
 def format_time(at: float) -> str:

@@ -6,12 +6,14 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
+from cli.options import SERVICE, AsJson, ServiceUrl
 from cli.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Submit, watch and cancel the tasks of a running service (VERBATIM_URL, VERBATIM_ADMIN_TOKEN). A task is an instruction "
-    "that nodes attempt num_samples times; verbatim tasks submit --help lists its fields.",
+    help="Import, submit, watch, list, show and cancel tasks. A task is an instruction that nodes attempt num_samples times; "
+    f"verbatim tasks submit --help lists its fields. {SERVICE}",
 )
 
 POLL_SECONDS = 1.0
@@ -34,10 +36,11 @@ OVER = ("completed", "cancelled")
 TaskId = Annotated[str, typer.Argument(metavar="TASK", help="The task's id.")]
 
 
-@app.command("submit")
+@app.command("submit", short_help="Submit tasks from a file.")
 def submit(
     file: Annotated[str, typer.Argument(metavar="FILE", help="One task per line as JSON; - reads standard input.")],
     wait: Annotated[bool, typer.Option("--wait", help="Wait until every task has ended, then print a table.")] = False,
+    url: ServiceUrl = None,
 ) -> None:
     """Submit tasks, and print their ids.
 
@@ -59,7 +62,7 @@ def submit(
     from cli.control import Control
 
     bodies = read_bodies(file)
-    control, screen = Control(), Console(stderr=True)
+    control, screen = Control(url), Console(stderr=True)
     try:
         submitted, refusals = _submit_all(control, bodies, screen)
         if wait and submitted:
@@ -71,25 +74,59 @@ def submit(
         raise Refusal(f"{len(refusals)} of {len(bodies)} tasks were refused: " + "; ".join(refusals[:SHOWN]) + more)
 
 
-@app.command("watch")
-def watch(task_id: TaskId) -> None:
-    """Print a task's events from its start until it ends."""
+@app.command("watch", short_help="Follow a task's events, rewards and feedback.")
+def watch(task_id: TaskId, url: ServiceUrl = None, as_json: AsJson = False) -> None:
+    """Print a task's events from its start until it ends, with the reward and feedback of each rollout.
+
+    \b
+    verbatim tasks watch bug-7
+    """
     from cli.control import Control
 
-    for event in _follow_events(Control(), task_id):
+    control = Control(url)
+    for event in _follow_events(control, task_id):
+        if as_json:
+            typer.echo(json.dumps({"kind": event.kind, **event.data}))
+            continue
         at = time.strftime("%H:%M:%S", time.localtime(event.data["at"]))
         values = " ".join(f"{name}={value}" for name, value in event.data.items() if name not in ("at", "kind", "status"))
         typer.echo(f"{at} {event.kind:<20} {values}" + (f" {event.data['status']}" if event.kind == "task.ended" else ""))
+        if event.data.get("reward") is not None:
+            _print_feedback_of(control, task_id, event.data)
 
 
-@app.command("cancel")
-def cancel(task_ids: Annotated[list[str] | None, typer.Argument(metavar="TASK...", help="Ids of tasks.")] = None) -> None:
-    """Cancel tasks. Their unfinished rollouts stop and do not count; finished ones are unchanged."""
+def _print_feedback_of(control: Control, task_id: str, rollout: dict[str, Any]) -> None:
+    """The beginning of the evaluator's feedback on a rollout that has ended."""
+    from cli.control import Declined
+    from cli.feedback import FIRST_LINES, print_feedback, read_feedback
+    from cli.sessions import path_of
+    from cli.tables import standard_output
+
+    session_id = f"{task_id}.{rollout['index']}.{rollout['attempt']}"
+    # The session may have been deleted since.
+    with suppress(Declined):
+        if feedback := read_feedback(control.get(path_of(session_id))):
+            rest = f"verbatim sessions show {session_id}"
+            print_feedback(
+                standard_output(), f"         reward of {session_id}:", rollout["reward"], feedback, FIRST_LINES, rest
+            )
+
+
+@app.command("cancel", short_help="Cancel tasks.")
+def cancel(
+    task_ids: Annotated[list[str] | None, typer.Argument(metavar="TASK...", help="Ids of tasks.")] = None,
+    url: ServiceUrl = None,
+) -> None:
+    """Cancel tasks. Their unfinished rollouts stop and do not count; finished ones are unchanged.
+
+    \b
+    verbatim tasks cancel bug-7 bug-8
+    """
     from cli.control import Control, Declined
 
     if not task_ids:
         raise Refusal("name the tasks to cancel", exit_code=2)
-    control, refusals = Control(), []
+    control, refusals = Control(url), []
     for task_id in task_ids:
         try:
             answer = control.delete(_path(task_id))
@@ -102,37 +139,55 @@ def cancel(task_ids: Annotated[list[str] | None, typer.Argument(metavar="TASK...
         raise Refusal("; ".join(refusals))
 
 
-@app.command("ls")
-def ls(
+@app.command("list", short_help="List tasks, newest first.")
+def list_(
     status: Annotated[
         str | None, typer.Option(metavar="STATUS", help="Only these: queued, running, completed or cancelled.")
     ] = None,
     limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many to list.")] = 50,
+    url: ServiceUrl = None,
+    as_json: AsJson = False,
 ) -> None:
-    """List tasks, newest first."""
+    """List tasks, newest first.
+
+    \b
+    verbatim tasks list --status running
+    """
     from cli.control import Control
-    from cli.tables import standard_output, tasks_table
+    from cli.tables import print_listing, tasks_table
 
-    answer = Control().get("/tasks", status=status, limit=limit)
-    console = standard_output()
-    console.print(tasks_table(answer["tasks"]))
-    if answer["cursor"]:
-        console.print(f"There are more: raise --limit above {limit}.")
+    answer = Control(url).get("/tasks", status=status, limit=limit)
+    print_listing(answer["tasks"], tasks_table, as_json, limit if answer["cursor"] else None)
 
 
-@app.command("show")
-def show(task_id: TaskId) -> None:
-    """Show one task: its status, its rollouts, and why attempts failed."""
+@app.command("show", short_help="Show a task, its rollouts and their feedback.")
+def show(task_id: TaskId, url: ServiceUrl = None, as_json: AsJson = False) -> None:
+    """Show one task: its status, its rollouts with their rewards and feedback, and why attempts failed.
+
+    \b
+    verbatim tasks show bug-7
+    """
     from cli.control import Control
-    from cli.tables import callback_line, failures_table, rollouts_table, standard_output, tasks_table
+    from cli.feedback import FIRST_LINES, print_feedback
+    from cli.tables import callback_line, failures_table, print_json, rollouts_table, standard_output, tasks_table
 
-    control, console = Control(), standard_output()
+    control = Control(url)
     task = control.get(_path(task_id))
     rollouts = control.get(_path(task_id, "/rollouts"))["rollouts"]
+    if as_json:
+        print_json({"task": task, "rollouts": rollouts})
+        return
+    console = standard_output()
     console.print(tasks_table([task]))
     if waits := _explain_wait(control, task):
         console.print(f"waiting: {waits}", markup=False)
     console.print(rollouts_table(rollouts))
+    for rollout in rollouts:
+        if (verdict := rollout["verdict"] or {}).get("feedback"):
+            rest = f"verbatim sessions show {rollout['session_id']}"
+            print_feedback(
+                console, f"rollout {rollout['index']}: reward", verdict["reward"], verdict["feedback"], FIRST_LINES, rest
+            )
     if any(rollout["failures"] or (rollout["verdict"] or {}).get("failure") for rollout in rollouts):
         console.print(failures_table(rollouts))
     if task["callback"]:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.engines import replicas_table
+from cli.options import ServiceUrl
 from cli.refusal import Refusal
 from cli.sessions import sessions_table
 from cli.tables import make_table
@@ -34,10 +35,11 @@ def top(
     sessions: Annotated[
         int, typer.Option(metavar="N", min=1, max=1000, help="How many open sessions to show, newest first.")
     ] = 20,
+    url: ServiceUrl = None,
 ) -> None:
     """Watch calls, engines and their weights, queues, groups and leases, nodes, and open sessions live. Ctrl-C ends it.
 
-    Reads /metrics and the admin API (VERBATIM_URL, VERBATIM_ADMIN_TOKEN). If several processes or machines serve one address, calls
+    Reads /metrics and the admin API. If several processes or machines serve one address, calls
     in flight and waiting are those of the process that answers; groups, nodes and sessions are those of the whole service.
 
     \b
@@ -47,7 +49,7 @@ def top(
     from cli.control import Control
     from cli.tables import standard_output
 
-    control = Control()
+    control = Control(url)
     # Before anything is drawn, so that a wrong address or token is reported as one sentence.
     first = take_snapshot(control, sessions)
     if as_json:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cli.options import SERVICE, AsJson, ServiceUrl
 from cli.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -17,10 +18,7 @@ if TYPE_CHECKING:
 
     from cli.control import Control
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Push weights into the engines, show what they hold, roll back (VERBATIM_URL, VERBATIM_ADMIN_TOKEN).",
-)
+app = typer.Typer(no_args_is_help=True, help=f"Push weights into the engines, show what they hold, roll back. {SERVICE}")
 
 SILENCE_SECONDS = 3600.0
 """A push reports nothing while a replica loads or waits for calls to end."""
@@ -53,6 +51,7 @@ def push(
     kind: Annotated[Kind, typer.Option("--kind", help="Full weights, or a LoRA adapter.")] = Kind.FULL,
     mode: In = Mode.KEEP,
     model: Model = "",
+    url: ServiceUrl = None,
 ) -> None:
     """Push a checkpoint into every replica and show the progress. Exit code 1 if a replica fails.
 
@@ -61,7 +60,7 @@ def push(
     """
     from cli.control import Control
 
-    control = Control()
+    control = Control(url)
     if version is None:
         version = int(load_model(control, model)["current"]["version"]) + 1
     # The engines open it, perhaps on other machines, so it need not exist here.
@@ -75,11 +74,16 @@ def rollback(
     ] = None,
     mode: In = Mode.KEEP,
     model: Model = "",
+    url: ServiceUrl = None,
 ) -> None:
-    """Push an earlier checkpoint of the history again, as a new version: versions only increase."""
+    """Push an earlier checkpoint of the history again, as a new version: versions only increase.
+
+    \b
+    verbatim weights rollback --to 11
+    """
     from cli.control import Control
 
-    control = Control()
+    control = Control(url)
     line = load_model(control, model)
     earlier = find_earlier(line, to)
     version = int(line["current"]["version"]) + 1
@@ -91,12 +95,21 @@ def rollback(
 @app.command("status")
 def status(
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="How many versions of the history to show, newest first.")] = 5,
+    url: ServiceUrl = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Show the current version of every model, what each replica holds, and earlier pushes."""
-    from cli.control import Control
-    from cli.tables import standard_output
+    """Show the current version of every model, what each replica holds, and earlier pushes.
 
-    console, answer = standard_output(), Control().get("/weights")
+    \b
+    verbatim weights status --limit 10
+    """
+    from cli.control import Control
+    from cli.tables import print_json, standard_output
+
+    console, answer = standard_output(), Control(url).get("/weights")
+    if as_json:
+        print_json(answer)
+        return
     for name, line in {"": answer, **answer["models"]}.items():
         if name or line["replicas"] or not answer["models"]:
             _show(console, name, line, limit)

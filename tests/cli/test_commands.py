@@ -201,11 +201,11 @@ def test_a_second_service_on_one_data_directory_is_refused(tmp_path: Path) -> No
 
 
 def test_sessions_without_a_token_says_which_variable_to_set() -> None:
-    assert "VERBATIM_ADMIN_TOKEN" in refused("sessions", "ls", code=2)
+    assert "VERBATIM_ADMIN_TOKEN" in refused("sessions", "list", code=2)
 
 
 def test_sessions_without_a_service_says_where_it_looked() -> None:
-    sentence = refused("sessions", "ls", VERBATIM_URL="http://127.0.0.1:9", VERBATIM_ADMIN_TOKEN="x")
+    sentence = refused("sessions", "list", VERBATIM_URL="http://127.0.0.1:9", VERBATIM_ADMIN_TOKEN="x")
     assert "http://127.0.0.1:9" in sentence and "VERBATIM_URL" in sentence
 
 
@@ -219,7 +219,7 @@ def test_sessions_are_listed_and_shown(serving: RunningService) -> None:
     created = serving.request("POST", "/sessions", json={"session_id": "first", "group_id": "g7"})
     assert created.status_code == 201, created.text
     service = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
-    listed = verbatim("sessions", "ls", **service)
+    listed = verbatim("sessions", "list", **service)
     assert listed.returncode == 0, listed.stderr
     assert "first" in listed.stdout and "g7" in listed.stdout and "open" in listed.stdout
     shown = verbatim("sessions", "show", "first", **service)
@@ -227,7 +227,7 @@ def test_sessions_are_listed_and_shown(serving: RunningService) -> None:
     assert "0 tokens sampled = 0 exported in 0 trajectories + 0 quarantined" in shown.stdout
     assert "nobody" in refused("sessions", "show", "nobody", **service)
     wrong = {**service, "VERBATIM_ADMIN_TOKEN": "wrong"}
-    assert "token" in refused("sessions", "ls", **wrong)
+    assert "token" in refused("sessions", "list", **wrong)
 
 
 def test_what_has_no_room_in_a_table_goes_on_in_the_next_line() -> None:
@@ -243,9 +243,9 @@ def test_what_has_no_room_in_a_table_goes_on_in_the_next_line() -> None:
 def test_a_sessions_id_is_listed_whole_and_its_group_as_it_is_named(serving: RunningService) -> None:
     session_id = serving.request("POST", "/sessions", json={"group_id": "[/x][red]", "task_id": "[t]"}).json()["session_id"]
     service = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
-    assert session_id in verbatim("sessions", "ls", **service, COLUMNS="80").stdout
+    assert session_id in verbatim("sessions", "list", **service, COLUMNS="80").stdout
     (piped,) = [line for line in verbatim("engines", "list", **service, COLUMNS="").stdout.splitlines() if "127" in line]
     assert "127.0.0.1:9" in piped and "(default)" in piped and "cannot connect" in piped
-    wide = verbatim("sessions", "ls", **service, COLUMNS="140")
+    wide = verbatim("sessions", "list", **service, COLUMNS="140")
     assert wide.returncode == 0, wide.stderr
     assert "[/x][red]" in wide.stdout and "[t]" in wide.stdout

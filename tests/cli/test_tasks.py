@@ -85,10 +85,10 @@ def test_a_file_of_tasks_is_submitted_and_again_without_harm(fresh: RunningServi
     for _ in range(2):
         done = tasks(fresh, "submit", file)
         assert (done.returncode, done.stdout, done.stderr) == (0, "a\nb\n", "2 tasks submitted\n")
-    shown = tasks(fresh, "ls")
+    shown = tasks(fresh, "list")
     assert shown.returncode == 0 and "0/2" in shown.stdout and "2 queued" in shown.stdout
-    assert "There are more" in tasks(fresh, "ls", "--limit", "1").stdout
-    assert "a" not in tasks(fresh, "ls", "--status", "running").stdout.split()
+    assert "There are more" in tasks(fresh, "list", "--limit", "1").stderr
+    assert "a" not in tasks(fresh, "list", "--status", "running").stdout.split()
 
 
 def test_lines_that_are_refused_are_named_and_the_others_submitted(fresh: RunningService, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_who_waits_may_stop_and_the_tasks_go_on(fresh: RunningService, tmp_path:
     _, stderr = waiting.communicate(timeout=SECONDS)
     assert waiting.returncode == 130
     assert stderr.splitlines()[-1] == "verbatim: no longer waiting; the tasks continue (verbatim tasks cancel stops them)"
-    assert "1 queued" in tasks(fresh, "ls").stdout
+    assert "1 queued" in tasks(fresh, "list").stdout
 
 
 def test_a_submission_that_breaks_off_tells_how_far_it_came(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_task_that_nothing_was_begun_of_says_what_it_waits_for(fresh: RunningS
         (("submit", "list.jsonl"), 1, "line 1 of list.jsonl is not a JSON object"),
         (("watch", "none"), 1, "there is no task none"),
         (("show", "none"), 1, "there is no task none"),
-        (("ls", "--status", "asleep"), 1, "status: "),
+        (("list", "--status", "asleep"), 1, "status: "),
         (("cancel",), 2, "name the tasks to cancel"),
     ],
 )
@@ -295,7 +295,7 @@ def test_a_service_that_is_away_is_named(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["submit", "watch", "cancel", "ls", "show"])
+@pytest.mark.parametrize("command", ["submit", "watch", "cancel", "list", "show"])
 def test_help_teaches(command: str) -> None:
     shown = verbatim("tasks", command, "--help")
     assert shown.returncode == 0 and len(shown.stdout.split()) > 25

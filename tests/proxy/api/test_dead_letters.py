@@ -153,7 +153,7 @@ def test_the_command_lists_letters_with_their_reasons(buried: RunningService) ->
         assert text in shown.stdout
     shown = command(buried, "list", "--reason", "read", "--limit", "1")
     assert "broken-2" in shown.stdout and "broken-1" not in shown.stdout and "tired" not in shown.stdout
-    assert "There are more: raise --limit above 1." in shown.stdout
+    assert "There are more: raise --limit above 1." in shown.stderr
 
 
 def test_the_command_retries_and_drops_the_letters_it_is_given(buried: RunningService) -> None:

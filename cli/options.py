@@ -1,0 +1,39 @@
+"""Options that many commands share, and the check for optional packages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from cli.refusal import Refusal
+
+ServiceUrl = Annotated[
+    str | None, typer.Option("--url", metavar="URL", help="The service. Default: VERBATIM_URL, or http://127.0.0.1:8700.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+SessionId = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")]
+NewSessionId = Annotated[str | None, typer.Option("--session-id", metavar="ID", help="The new session's id. Default: random.")]
+
+SERVICE = "Service: --url or VERBATIM_URL; token: VERBATIM_ADMIN_TOKEN, or a file of it in VERBATIM_ADMIN_TOKEN_FILE."
+"""For the help of groups of commands."""
+
+
+def check_installed(command: str, modules: Sequence[str], extras: str) -> None:
+    """Raises `Refusal` that names the missing modules and the extras that install them."""
+    if missing := find_missing(modules):
+        raise Refusal(f"verbatim {command} needs {', '.join(missing)}: pip install 'verbatim-rl[{extras}]'")
+
+
+def find_missing(modules: Sequence[str]) -> list[str]:
+    """Those of `modules` that are not installed."""
+    return [name for name in modules if not _is_installed(name)]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
