@@ -93,8 +93,10 @@ def _headline(call: dict[str, Any]) -> str:
 def _line(call: dict[str, Any], reason: str | None) -> str:
     from rich.markup import escape
 
+    from cli.feedback import remove_controls
+
     versions = ", ".join(str(span[0]) for span in call["weight_versions"]) or "?"
-    text = ((call.get("reply") or {}).get("content") or "").strip().replace("\n", " ")
+    text = remove_controls(((call.get("reply") or {}).get("content") or "").strip().replace("\n", " "))
     line = f"{call['call_id']}  {len(call['prompt_ids'])} + {len(call['completion_ids'])} tokens, weights {versions}"
     line += f", {call['finish_reason'] or call['status']}"
     if call.get("projection") not in (None, "", "exact"):

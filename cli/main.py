@@ -15,6 +15,7 @@ import typer
 from cli import (
     audit,
     bench,
+    doctor,
     engines,
     env,
     export,
@@ -44,13 +45,14 @@ app.command("node", short_help="Run rollouts of submitted tasks on this machine.
 app.command("generate", short_help="Sample until enough attempts pass.")(generate.generate)
 app.command("env", short_help="Open a session and print a harness's settings for it.")(env.env)
 app.command("audit", short_help="Check a session's tree, tokens and logprobs.")(audit.audit)
+app.command("doctor", short_help="Check what works here and what to fix.")(doctor.doctor)
 app.command("top", short_help="Watch calls, engines, groups and nodes live.")(top.top)
 app.command("view", short_help="Save a session's page as one HTML file.")(sessions.view)
 app.command("bench", short_help="Measure what the service adds to an engine.")(bench.bench)
 app.command("export", short_help="Write closed sessions to files.")(export.export)
 app.command("import", short_help="Restore exported sessions into a service.")(export.import_sessions)
-app.add_typer(sessions.app, name="sessions", short_help="List and show sessions.")
-app.add_typer(tasks.app, name="tasks", short_help="Submit, watch and cancel tasks.")
+app.add_typer(sessions.app, name="sessions", short_help="Open, list, show, reward and close sessions.")
+app.add_typer(tasks.app, name="tasks", short_help="Import, submit, watch, list and cancel tasks.")
 app.add_typer(sessions.dead_letters, name="dead-letters", short_help="Groups no longer delivered: list, retry, drop.")
 app.add_typer(engines.app, name="engines", short_help="List, add and remove engines.")
 app.add_typer(weights.app, name="weights", short_help="Push weights, show them, roll back.")

@@ -84,6 +84,8 @@ def watch(task_id: TaskId, url: ServiceUrl = None, as_json: AsJson = False) -> N
     from cli.control import Control
 
     control = Control(url)
+    # Before waiting for events, so that a wrong address or token is reported at once.
+    control.get(_path(task_id))
     for event in _follow_events(control, task_id):
         if as_json:
             typer.echo(json.dumps({"kind": event.kind, **event.data}))
@@ -101,8 +103,9 @@ def _print_feedback_of(control: Control, task_id: str, rollout: dict[str, Any]) 
     from cli.feedback import FIRST_LINES, print_feedback, read_feedback
     from cli.sessions import path_of
     from cli.tables import standard_output
+    from rollout.attempts import AttemptId
 
-    session_id = f"{task_id}.{rollout['index']}.{rollout['attempt']}"
+    session_id = AttemptId(task_id, rollout["index"], rollout["attempt"]).session_id
     # The session may have been deleted since.
     with suppress(Declined):
         if feedback := read_feedback(control.get(path_of(session_id))):
@@ -184,7 +187,8 @@ def show(task_id: TaskId, url: ServiceUrl = None, as_json: AsJson = False) -> No
     console.print(rollouts_table(rollouts))
     for rollout in rollouts:
         if (verdict := rollout["verdict"] or {}).get("feedback"):
-            rest = f"verbatim sessions show {rollout['session_id']}"
+            name = rollout["session_id"]
+            rest = f"verbatim sessions show {name}" if name else f"verbatim tasks show {task_id} --json"
             print_feedback(
                 console, f"rollout {rollout['index']}: reward", verdict["reward"], verdict["feedback"], FIRST_LINES, rest
             )

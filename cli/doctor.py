@@ -1,0 +1,250 @@
+"""`verbatim doctor`: what works here, and what to do about what does not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import httpx
+import typer
+
+from cli.checks import EXTRAS, Check, check_disks, check_harness, check_readable, check_runtimes, print_checks
+from cli.options import AsJson, ServiceUrl, find_missing
+from cli.refusal import Refusal
+
+if TYPE_CHECKING:
+    from cli.control import Control
+
+PROBE_SECONDS = 10.0
+OLDEST_REDIS = (6, 2)
+INTERPRETERS = ("python3", "node", "sh")
+"""A harness whose command is one of these is a script in its own definition: nothing to install."""
+MOST_SKEW_SECONDS = 5.0
+"""A `Date` header is a second coarse, and a busy service may answer late."""
+
+
+def doctor(
+    url: ServiceUrl = None,
+    engine: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="Also check this engine, as seen from here. Repeatable.")
+    ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(envvar="VERBATIM_REDIS", metavar="URL", help="Also check this Redis, as seen from here."),
+    ] = None,
+    data_dir: Annotated[
+        Path, typer.Option(envvar="VERBATIM_DATA_DIR", metavar="DIR", help="Where the service keeps, or will keep, its data.")
+    ] = Path("verbatim-data"),
+    as_json: AsJson = False,
+) -> None:
+    """Check what a service, its engines, a node and this machine need: each line is ok, a note, or what to fix.
+
+    Without a running service it checks this machine alone. The exit code is 1 if something has to be fixed.
+
+    \b
+    verbatim doctor
+    verbatim doctor --engine http://127.0.0.1:8000 --redis redis://127.0.0.1:6379
+    verbatim doctor --json | jq '.[] | select(.state == "fix")'
+    """
+    from rich.console import Console
+
+    from cli.tables import print_json
+
+    # Libraries warn of what a check reports anyway.
+    logging.disable(logging.WARNING)
+    checks = [check_version(), *check_extras(), *check_service(url)]
+    checks += [check_engine(each) for each in engine or ()]
+    checks += asyncio.run(check_redis(redis)) if redis else []
+    checks += [*check_node_parts(), *check_disks(data_dir)]
+    if as_json:
+        print_json([{"about": c.about, "state": c.state, "found": c.found, "advice": c.advice or None} for c in checks])
+    else:
+        print_checks(Console(), checks)
+    if wrong := [check.about for check in checks if check.state == "fix"]:
+        raise Refusal(f"to fix: {', '.join(dict.fromkeys(wrong))}")
+
+
+def check_version() -> Check:
+    from cli.main import installed_version
+
+    machine = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+    return Check("verbatim", "ok", f"{installed_version()}, {machine}")
+
+
+def check_extras() -> Iterator[Check]:
+    """The optional packages: which are needed depends on what runs on this machine."""
+    purposes = {
+        "proxy": "verbatim serve",
+        "rollout": "verbatim node and generate",
+        "archive": "Parquet files",
+        "trainer": "tensors and weight pushes",
+    }
+    there = [extra for extra, modules in EXTRAS.items() if not find_missing(modules)]
+    if there:
+        yield Check("packages", "ok", f"extras {', '.join(there)}")
+    for extra in (extra for extra in EXTRAS if extra not in there):
+        missing = ", ".join(find_missing(EXTRAS[extra]))
+        yield Check("packages", "note", f"{purposes[extra]}: {missing} not installed", f"pip install 'verbatim-rl[{extra}]'")
+
+
+def check_service(url: str | None) -> Iterator[Check]:
+    """The service, its clock, its store, its engines and its nodes."""
+    from cli.control import Control, NoAnswer
+
+    try:
+        # Probes need no token, so that a missing one is not taken for a missing service.
+        control = Control(url, token="none")
+        answer = control.fetch("/healthz")
+        yield Check("service", "ok", control.url)
+        yield from _check_clock(answer.headers.get("date"))
+        control = Control(url)
+        engines = control.get("/engines")
+    except NoAnswer as refusal:
+        advice = "start it with verbatim serve, or name it with --url or VERBATIM_URL"
+        yield Check("service", "note", str(refusal).partition(" (")[0].partition(": ")[0], advice)
+        return
+    except Refusal as refusal:
+        yield Check("token", "fix", str(refusal))
+        return
+    yield Check("token", "ok", "the service knows it as an admin's")
+    yield from _check_store(control)
+    yield from _check_replicas(engines)
+    yield from _check_nodes(control)
+
+
+def _check_clock(date: str | None) -> Iterator[Check]:
+    if date is None:
+        return
+    skew = parsedate_to_datetime(date).timestamp() - time.time()
+    if abs(skew) > MOST_SKEW_SECONDS:
+        advice = "let both machines set theirs by NTP"
+        yield Check("clock", "fix", f"the service's clock is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}", advice)
+    else:
+        yield Check("clock", "ok", "the service's agrees with this machine's")
+
+
+def _check_store(control: Control) -> Iterator[Check]:
+    from cli.control import Declined
+
+    try:
+        control.get("/readyz")
+        yield Check("redis", "ok", "the service's answers")
+    except Declined as declined:
+        # It names engines, too, which have lines of their own.
+        reasons = [part for part in str(declined).split("; ") if not part.startswith("no engine serves")]
+        if reasons and "readyz answered" not in reasons[0]:
+            yield Check("redis", "fix", "; ".join(reasons), "start it, or correct --redis of verbatim serve")
+        else:
+            yield Check("redis", "ok", "the service's answers")
+
+
+def _check_replicas(engines: dict[str, Any]) -> Iterator[Check]:
+    if not engines["replicas"]:
+        yield Check("engine", "fix", "the service knows none", "verbatim engines add URL")
+    for replica in engines["replicas"]:
+        about = f"engine {replica['name']}"
+        if replica["status"] == "down":
+            yield Check(about, "fix", replica["reason"] or "down", "start it, or verbatim engines remove it")
+            continue
+        version = "unknown" if replica["weight_version"] is None else replica["weight_version"]
+        found = f"{replica['status']}, {', '.join(replica['models'])}, path {replica['api']}, weights {version}"
+        # Only a service that asks its engines for the plugin tells.
+        if "plugin" in replica:
+            found += f", plugin {replica['plugin'] or 'not there'}"
+        yield Check(about, "ok" if replica["status"] == "serving" else "note", found)
+
+
+def _check_nodes(control: Control) -> Iterator[Check]:
+    nodes = control.get("/nodes")["nodes"]
+    if not nodes:
+        yield Check("nodes", "note", "none takes rollouts", "submitted tasks wait until verbatim node runs somewhere")
+    for node in nodes:
+        state = "draining" if node["draining"] else f"last seen {max(0.0, time.time() - node['seen_at']):.0f} s ago"
+        yield Check(f"node {node['name']}", "ok", f"{', '.join(node['runtimes'])}, {state}")
+
+
+def check_engine(url: str) -> Check:
+    """An engine, asked directly."""
+    about = f"engine {url}"
+    advice = "start it, or correct the URL: vllm serve MODEL --enable-scale-out"
+    try:
+        listed = httpx.get(f"{url.rstrip('/')}/v1/models", timeout=PROBE_SECONDS).raise_for_status().json()
+        models = ", ".join(str(model["id"]) for model in listed["data"])
+        version = httpx.get(f"{url.rstrip('/')}/version", timeout=PROBE_SECONDS)
+        name = f"vLLM {version.json()['version']}" if version.is_success else "not vLLM"
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        return Check(about, "fix", f"it does not list its models: {error}", advice)
+    return Check(about, "ok", f"serves {models}; {name}")
+
+
+async def check_redis(url: str) -> list[Check]:
+    """A Redis, asked directly: its version, whether it keeps what it holds, whether it evicts, and its clock."""
+    if find_missing(EXTRAS["proxy"]):
+        return [Check("redis", "note", f"{url} was not checked", "pip install 'verbatim-rl[proxy]'")]
+    from cli.node import connect
+    from proxy.errors import StoreUnavailable
+
+    try:
+        connection = await connect(url)
+    except Refusal as refusal:
+        return [Check("redis", "fix", str(refusal))]
+    try:
+        servers = await connection.read_info()
+    except StoreUnavailable as error:
+        return [Check("redis", "fix", error.message)]
+    finally:
+        await connection.close()
+    return [check for info in servers for check in _judge_redis(info)]
+
+
+def _judge_redis(info: Mapping[str, Any]) -> Iterator[Check]:
+    version = str(info["redis_version"])
+    limit = info["maxmemory_human"] if info.get("maxmemory") else "no limit"
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
+        yield Check("redis", "fix", f"version {version}", "it must be 6.2 or newer")
+    else:
+        yield Check("redis", "ok", f"version {version}, {info['used_memory_human']} used of {limit}")
+    if not info.get("aof_enabled"):
+        yield Check("redis", "note", "no append-only file", "records are lost when it dies: set appendonly yes")
+    if info.get("maxmemory") and info.get("maxmemory_policy") != "noeviction":
+        yield Check("redis", "fix", f"maxmemory-policy {info['maxmemory_policy']}", "it deletes records: set it to noeviction")
+    if "server_time_usec" in info and abs(ahead := info["server_time_usec"] / 1e6 - time.time()) > MOST_SKEW_SECONDS:
+        found = f"Redis' clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
+        yield Check("clock", "note", found, "leases go by Redis' clock alone, but logs will not agree")
+
+
+def check_node_parts() -> Iterator[Check]:
+    """What rollouts on this machine need: a kind of runtime, and harnesses."""
+    from rollout.harnesses import catalogue
+    from rollout.harnesses.prepared import HarnessError
+
+    if not find_missing(EXTRAS["rollout"]):
+        from rollout.runtimes.base import BadRuntime
+        from rollout.runtimes.settings import read_environment
+
+        try:
+            yield from asyncio.run(check_runtimes())
+            yield from check_readable(read_environment())
+        except BadRuntime as error:
+            yield Check("runtimes", "fix", str(error))
+    absent = []
+    try:
+        for name in catalogue.names():
+            definition = catalogue.load(name)
+            if definition.takes_command or definition.argv[0] in INTERPRETERS:
+                continue
+            if (check := check_harness(definition)) is not None:
+                yield check
+            else:
+                absent.append(name)
+    except HarnessError as error:
+        yield Check("harnesses", "fix", str(error))
+    if absent:
+        yield Check("harnesses", "note", f"not installed here: {', '.join(absent)}", "a node installs what a task needs")

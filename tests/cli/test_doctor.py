@@ -1,0 +1,137 @@
+"""`verbatim doctor`: a line per thing that a service, its engines, a node and a machine need, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from email.utils import formatdate
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.checks import check_disk, check_harness, check_packages
+from cli.doctor import _check_clock, _check_replicas, _judge_redis
+from cli.rollout_service import KNOWN, add_rollouts
+from rollout.harnesses.definition import parse
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import ADMIN, RunningService
+from tests.support.service.verbatim_process import verbatim
+
+
+@pytest.fixture(scope="module")
+def service(redis_server: RedisServer) -> Iterator[RunningService]:
+    redis_server.flushall()
+    with (
+        ScriptedEngine() as engine,
+        RunningService(engine.url, redis_server.url, adding=[partial(add_rollouts, KNOWN)], engine_api="token") as running,
+    ):
+        yield running
+
+
+def examine(*args: str, **variables: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+    """The exit code, and the checks by the first word of what they are about."""
+    done = verbatim("doctor", "--json", *args, **variables)
+    assert "Traceback" not in done.stderr
+    found: dict[str, list[dict[str, Any]]] = {}
+    for check in json.loads(done.stdout):
+        found.setdefault(check["about"].split()[0], []).append(check)
+    return done.returncode, found
+
+
+def test_a_service_that_works_is_told_line_by_line(service: RunningService, redis_server: RedisServer) -> None:
+    session = service.session()
+    session.ask("q")
+    variables = {"VERBATIM_URL": service.url, "VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_REDIS": redis_server.url}
+    _, found = examine(**variables)
+    for about in ("verbatim", "packages", "service", "clock", "token", "redis", "engine", "disk"):
+        assert {check["state"] for check in found[about]} <= {"ok", "note"}, found[about]
+    assert "serving, policy, path token" in found["engine"][0]["found"]
+    assert "version " in found["redis"][1]["found"]
+    (nodes,) = found["nodes"]
+    assert (nodes["state"], nodes["advice"]) == ("note", "submitted tasks wait until verbatim node runs somewhere")
+    shown = verbatim("doctor", **variables)
+    assert any(line.startswith("ok") and "serving, policy" in line for line in shown.stdout.splitlines()), shown.stdout
+
+
+def test_what_is_wrong_comes_with_what_to_do_and_exit_code_1(service: RunningService) -> None:
+    service.request("POST", "/engines", json={"url": "http://127.0.0.1:9"})
+    variables = {"VERBATIM_URL": service.url, "VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_LOCAL_READABLE": "/none:/usr"}
+    try:
+        code, found = examine("--engine", "http://127.0.0.1:9", "--redis", "redis://127.0.0.1:9", **variables)
+    finally:
+        service.request("DELETE", "/engines/127.0.0.1:9")
+    assert code == 1
+    down = next(check for check in found["engine"] if check["about"] == "engine 127.0.0.1:9")
+    assert (down["state"], down["advice"]) == ("fix", "start it, or verbatim engines remove it")
+    direct = next(check for check in found["engine"] if check["about"] == "engine http://127.0.0.1:9")
+    assert direct["state"] == "fix" and "start it" in direct["advice"]
+    assert found["redis"][-1]["state"] == "fix" and "127.0.0.1:9" in found["redis"][-1]["found"]
+    assert found["readable"][0]["found"] == "there is no /none"
+
+
+def test_a_token_that_the_service_does_not_know_is_told_from_a_service_that_is_away(service: RunningService) -> None:
+    code, found = examine(VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN="wrong")
+    assert code == 1 and "does not know the token" in found["token"][0]["found"]
+    code, found = examine(VERBATIM_URL=service.url)
+    assert code == 1 and "no admin token" in found["token"][0]["found"]
+    _, found = examine(VERBATIM_URL="http://127.0.0.1:9")
+    (away,) = found["service"]
+    assert away["state"] == "note" and "verbatim serve" in away["advice"] and "token" not in found
+
+
+def states(checks: Iterator[Any]) -> list[tuple[str, str]]:
+    return [(check.about, check.state) for check in checks]
+
+
+def test_a_redis_that_may_lose_or_delete_records_is_found() -> None:
+    sound = {"redis_version": "7.2.4", "used_memory_human": "1M", "aof_enabled": 1, "maxmemory": 0}
+    assert states(_judge_redis(sound)) == [("redis", "ok")]
+    assert states(_judge_redis({**sound, "redis_version": "6.0.9"})) == [("redis", "fix")]
+    assert states(_judge_redis({**sound, "aof_enabled": 0})) == [("redis", "ok"), ("redis", "note")]
+    evicting = {**sound, "maxmemory": 1, "maxmemory_human": "1B", "maxmemory_policy": "allkeys-lru"}
+    assert states(_judge_redis(evicting)) == [("redis", "ok"), ("redis", "fix")]
+    ahead = {**sound, "server_time_usec": int((time.time() + 7200) * 1e6)}
+    assert states(_judge_redis(ahead)) == [("redis", "ok"), ("clock", "note")]
+
+
+def test_a_service_whose_clock_is_off_is_found() -> None:
+    assert states(_check_clock(formatdate(usegmt=True))) == [("clock", "ok")]
+    (behind,) = _check_clock(formatdate(time.time() - 3600, usegmt=True))
+    assert behind.state == "fix" and "behind" in behind.found
+    assert states(_check_clock(None)) == []
+
+
+def test_an_engine_tells_of_its_plugin_only_where_the_service_does() -> None:
+    replica = {"name": "e", "status": "serving", "models": ["m"], "api": "token", "weight_version": 3, "reason": None}
+    (plain,) = _check_replicas({"replicas": [replica]})
+    (told,) = _check_replicas({"replicas": [{**replica, "plugin": None}]})
+    assert "plugin" not in plain.found and told.found.endswith("plugin not there")
+    assert states(_check_replicas({"replicas": []})) == [("engine", "fix")]
+
+
+def test_a_harness_of_another_version_is_a_note_and_one_that_is_missing_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "atool"
+    tool.write_text("#!/bin/sh\necho atool 1.2.3\n")
+    tool.chmod(0o755)
+    given = {"description": "A tool.", "dialect": "chat", "argv": ["atool", "{prompt}"], "version_argv": ["atool", "--version"]}
+    definition = parse({**given, "version": "1.2.3"}, "atool")
+    assert check_harness(definition) is None
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    same, other = check_harness(definition), check_harness(parse({**given, "version": "1.3.0"}, "atool"))
+    assert same is not None and same.state == "ok" and "1.2.3" in same.found
+    assert other is not None and other.state == "note" and "tested with 1.3.0" in other.advice
+
+
+def test_a_folder_that_nobody_may_write_and_a_package_that_is_missing_are_found(tmp_path: Path) -> None:
+    assert check_disk(Path("/proc/none"), "data").state == "fix"
+    assert check_disk(tmp_path / "new" / "folder", "data").found.startswith(
+        f"{check_disk(tmp_path, 'data').found.split()[0]} GiB"
+    )
+    lacking = check_packages("verbatim generate", ("json", "no_such_module"), "rollout")
+    assert lacking.state == "fix" and "no_such_module" in lacking.found and "no_such_module" not in lacking.advice
