@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from cli.options import check_installed
 from cli.refusal import Refusal
 from cli.stop_signals import StopSignals
-
-if TYPE_CHECKING:
-    from cli.generation.attempts import Input
 
 NEEDS = ("simpleeval", "pydantic", "msgspec", "pyarrow")
 DEFAULT_RUN = 4
@@ -64,16 +61,18 @@ def generate(
     verbatim generate --tasks tasks.jsonl --harness pi --engine http://127.0.0.1:8000 --accept 'reward > 0' --out solved
     verbatim generate --tasks tasks.jsonl --url http://proxy:8700 --samples 4 --want 2 --max-samples 16 --out solved
 
-    Ctrl-C stops it and writes what was accepted so far; repeat the command to continue. The exit code is 1 if nothing was accepted.
+    First it prints what the tasks need, and ends if something is missing. It ends early, too, if the first attempts all fail for
+    the same reason. Ctrl-C stops it and writes what was accepted so far; repeat the command to continue. The exit code is 1 if
+    nothing was accepted.
     """
     check_flags(engine, url, run, samples, want, max_samples)
     check_installed("generate", NEEDS, "proxy,rollout,archive")
     from cli.archive_api import ArchiveApi
     from cli.generation.attempts import Accept, Limits, Overrides, read_inputs
     from cli.generation.folder import GenerationFolder
+    from cli.generation.needs import check_nodes, check_own_node, list_kinds
     from cli.generation.rounds import Generation
     from cli.generation.screen import Screen
-    from cli.generation.trial import try_harnesses
     from cli.serving.own_service import OwnService
     from cli.tasks import read_bodies
 
@@ -89,10 +88,12 @@ def generate(
                 screen = stack.enter_context(Screen())
                 if url is not None:
                     api, wait = ArchiveApi(url), stop.wait
+                    screen.report_needs(check_nodes(inputs, api))
                 else:
-                    kinds = sorted({kind for each in inputs for kind in runtime_kinds_of(each)})
-                    asyncio.run(try_harnesses(inputs, kinds, folder.data / "trial", screen.say))
-                    own = OwnService(engine or [], folder.data, folder.logs, stop.wait, screen.say, run or DEFAULT_RUN, kinds)
+                    trial = folder.data / "trial"
+                    screen.report_needs(asyncio.run(check_own_node(inputs, engine or [], out, trial, screen.say)))
+                    kinds, most = list_kinds(inputs), run or DEFAULT_RUN
+                    own = OwnService(engine or [], folder.data, folder.logs, stop.wait, screen.say, most, kinds)
                     stack.enter_context(own)
                     api, wait = ArchiveApi(own.url, own.token), own.wait
                 Generation(stack.enter_context(api), folder, inputs, limits, rule, screen, wait).run()
@@ -117,13 +118,3 @@ def check_flags(
         raise Refusal(f"--max-samples {most} is less than --samples {samples}", exit_code=2)
     if want is not None and want > most:
         raise Refusal(f"--want {want} is more than the {most} attempts allowed: raise --max-samples", exit_code=2)
-
-
-def runtime_kinds_of(task: Input) -> set[str]:
-    """The kinds of runtimes that its harness and its evaluator need."""
-    from rollout.task import RuntimeSpec
-
-    evaluator = task.body.get("evaluator")
-    given = [task.body.get("runtime"), evaluator.get("runtime") if isinstance(evaluator, dict) else None]
-    kinds = {one if isinstance(one, str) else one.get("kind", RuntimeSpec().kind) for one in given if one}
-    return kinds or {RuntimeSpec().kind}

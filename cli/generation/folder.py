@@ -73,6 +73,10 @@ class GenerationFolder:
         if self._writer.full:
             self._writer.flush()
 
+    def begin_anew(self) -> None:
+        """Make the next run a new generation, with settings and tasks of its own. What is in the archive stays."""
+        (self.path / "generation.json").unlink(missing_ok=True)
+
     def settle(self, progress: Sequence[Progress], *, complete: bool) -> tuple[int, Counter[str]]:
         """Write every file. Returns the number of conversations and, by finish reason, how many of them are truncated."""
         if complete:

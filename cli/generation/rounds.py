@@ -6,8 +6,9 @@ them again, which changes nothing, and continues from what the service says of t
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import quote
 
 from cli.archive_api import ArchiveApi
@@ -17,9 +18,38 @@ from cli.generation.folder import GenerationFolder
 from cli.generation.screen import Screen, summarize, summarize_failures
 from cli.refusal import Refusal
 from cli.tables import count_ended
-from rollout.attempts import ENDED
+from rollout.attempts import ENDED, Failure
 
 POLL_SECONDS = 1.0
+
+
+SAME_FAILURES = 3
+"""So many attempts that fail alike, and none that does not, stop a generation."""
+AGENTS_OWN = (Failure.HARNESS_FAILED, Failure.HARNESS_CRASHED)
+"""Failures that a policy may cause, once it was called."""
+
+
+def find_shared_failure(progress: Sequence[Progress], limits: Limits) -> dict[str, str] | None:
+    """The failure that all attempts so far share, if they are enough to expect it of the others: one if a harness is missing and all tasks
+    use the same, otherwise SAME_FAILURES. None also if no others are to be made."""
+    attempts = [attempt for each in progress for attempt in each.attempts]
+    if not attempts or len(attempts) >= limits.most * len(progress):
+        return None
+    causes = set()
+    for attempt in attempts:
+        failure = attempt.failure
+        if failure is None or (failure["failure"] in AGENTS_OWN and attempt.values["calls"]):
+            return None
+        causes.add((failure["failure"], _VARYING.sub("#", failure["message"])))
+    if len(causes) > 1:
+        return None
+    same_place = len({repr((each.input.body["harness"], each.input.body.get("runtime"))) for each in progress}) == 1
+    is_certain = same_place and attempts[-1].failure["failure"] == Failure.HARNESS_MISSING
+    return attempts[-1].failure if is_certain or len(attempts) >= SAME_FAILURES else None
+
+
+_VARYING = re.compile(r"\d+|/\S+")
+"""Numbers and paths, which differ between failures of one cause."""
 
 
 class Generation:
@@ -70,10 +100,25 @@ class Generation:
                 if self._wait(0):
                     return False
             self._screen.show(self._progress)
+            if (failure := find_shared_failure(self._progress, self._limits)) is not None:
+                self._give_up(failure)
             pause = max(0.0, POLL_SECONDS - (time.monotonic() - began))
             if not all(progress.done for progress in unfinished) and self._wait(pause):
                 return False
         return True
+
+    def _give_up(self, failure: Mapping[str, str]) -> None:
+        """Cancel what has not ended. Raises `Refusal`."""
+        for progress in self._progress:
+            if not progress.done and progress.task_id:
+                self._api.delete(f"/tasks/{quote(progress.task_id, safe='')}")
+        self._folder.begin_anew()
+        made = sum(len(progress.attempts) for progress in self._progress)
+        count = "the first attempt" if made == 1 else f"all of the first {made} attempts"
+        raise Refusal(
+            f"{count} failed for the same reason, so no others were made. {failure['failure']}: {failure['message']} "
+            f"(see {failure['look']}). Fix it and repeat the command: it begins anew"
+        )
 
     def _submit(self, progress: Progress, samples: int) -> None:
         progress.round += 1

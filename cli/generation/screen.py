@@ -12,7 +12,9 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
+from cli.checks import Check, print_checks
 from cli.generation.attempts import Progress
+from cli.refusal import Refusal
 
 MAX_ROWS = 15
 OTHER_LINES = 8
@@ -38,6 +40,12 @@ class Screen:
 
     def say(self, sentence: str) -> None:
         self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def report_needs(self, checks: Sequence[Check]) -> None:
+        """Raises `Refusal` if one is to be fixed."""
+        print_checks(self._console, checks)
+        if wrong := [check.about for check in checks if check.state == "fix"]:
+            raise Refusal(f"nothing was started: fix {', '.join(dict.fromkeys(wrong))}")
 
     def show(self, progress: Sequence[Progress]) -> None:
         if self._live is not None:

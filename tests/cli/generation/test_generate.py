@@ -125,6 +125,28 @@ def test_where_nothing_is_accepted_it_says_why_and_its_exit_code_is_not_0(engine
     assert refused == f"verbatim: no attempt was accepted; {tmp_path / 'out' / 'rollouts.jsonl'} says why of each"
 
 
+def test_attempts_that_all_fail_alike_end_it_early_and_it_begins_anew_once_that_is_mended(
+    engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    """Eight attempts failed of one cause, one after the other, for minutes."""
+    broken = [task(f"t{n}", instruction="no-such-program --now; exit 3") for n in range(12)]
+    given = ("--tasks", str(tmp_path / "tasks.jsonl"), "--run", "1")
+    written(tmp_path / "tasks.jsonl", *broken)
+    done = generate(tmp_path, engine, *given)
+    assert done.returncode == 1, done.stderr
+    assert "ok   harness shell" in done.stderr and "ok   runtime local" in done.stderr
+    refusal = done.stderr.splitlines()[-1]
+    assert "attempts failed for the same reason, so no others were made. harness_failed: shell ended with" in refusal
+    assert "(see generate:/" in refusal and "it begins anew" in refusal
+    made = len(lines(tmp_path / "out" / "rollouts.jsonl"))
+    assert 3 <= made < 12
+    engine.script = lambda generation, index: Say("hello world")
+    written(tmp_path / "tasks.jsonl", *(task(f"t{n}") for n in range(2)))
+    done = generate(tmp_path, engine, *given)
+    assert done.returncode == 0 and "2 accepted, 2 kept" in done.stderr, done.stderr
+    assert len(lines(tmp_path / "out" / "rollouts.jsonl")) == made + 2
+
+
 def test_what_was_stopped_is_taken_up_where_it_was(engine: ScriptedEngine, tmp_path: Path) -> None:
     """One task is accepted, the other's harness sleeps until the command is told to end; the second time it does not sleep."""
     engine.script = lambda generation, index: Say("hello world")
@@ -284,16 +306,16 @@ def test_what_runtimes_of_its_node_need_is_told_before_anything_is_started(tmp_p
     file = written(tmp_path / "tasks.jsonl", {**task("a"), "runtime": "local"})
     given = ("--tasks", file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), "--harness", "shell")
     done = verbatim("generate", *given, timeout_seconds=SECONDS, **variables(tmp_path), VERBATIM_CGROUP=str(tmp_path / "none"))
-    assert done.returncode == 1 and "this machine lacks what its runtimes need: local: VERBATIM_CGROUP" in done.stderr, (
-        done.stderr
-    )
+    assert done.returncode == 1 and "fix  runtime local  " in done.stderr and "  VERBATIM_CGROUP: no control" in done.stderr
+    assert done.stderr.splitlines()[-1] == "verbatim: nothing was started: fix runtime local"
     assert not processes_using(tmp_path / "out")
 
 
 def test_an_engine_that_is_not_there_is_named_while_it_is_waited_for(tmp_path: Path) -> None:
     """It may be about to start; who waits for it sees what for, and may stop."""
     given = ("--tasks", written(tmp_path / "tasks.jsonl", task("a")), "--out", str(tmp_path / "out"), "--harness", "shell")
-    waits, ended = stopped(tmp_path, "waiting", *given, "--engine", "http://127.0.0.1:9").splitlines()
+    *checks, waits, ended = stopped(tmp_path, "waiting", *given, "--engine", "http://127.0.0.1:9").splitlines()
+    assert checks[0].startswith("note engine http://127.0.0.1:9  it does not answer yet")
     assert waits.startswith("waiting up to 300 s: no engine serves: ") and "127.0.0.1:9" in waits
     assert ended == "verbatim: stopped before anything started" and not processes_using(tmp_path / "out")
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from cli.generation.attempts import NAMES, Accept, Attempt, Decision, Input, Limits, Progress, measure_seconds
 from cli.generation.folder import GenerationFolder
+from cli.generation.rounds import find_shared_failure
 from cli.generation.screen import make_table, summarize, summarize_failures, summarize_input
 from cli.refusal import Refusal
 from proxy.archive.folder import ArchiveWriter
@@ -174,3 +175,40 @@ def test_what_failed_is_told_with_its_class_and_where_to_look() -> None:
     assert summarize_failures([way]) == [
         "2 attempts failed as harness_missing: pi is not there and cannot be installed (see n:/logs/a/0.1)"
     ]
+
+
+def failed(name: str, message: str, calls: int = 0) -> Attempt:
+    failure = {"failure": name, "message": message, "look": "node:/logs"}
+    return Attempt("t", 0, "s", failure, None, {**VALUES, "calls": calls}, Decision(False))
+
+
+def attempted(attempts: list[Attempt], *harnesses: str) -> list[Progress]:
+    """One input per harness; all attempts are at the first."""
+    inputs = [Input(name, 1, {"harness": {"name": name}}) for name in harnesses]
+    return [Progress(each, attempts=attempts if each is inputs[0] else []) for each in inputs]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "harnesses", "shared"),
+    [
+        ([failed("no_calls", "a"), failed("no_calls", "a")], "x", False),
+        ([failed("no_calls", f"exit code {n}, see /a/{n}") for n in range(3)], "x", True),
+        ([failed("no_calls", "a")] * 2 + [failed("bad_runtime", "a")], "x", False),
+        ([failed("no_calls", "a")] * 2 + [failed("no_calls", "b")], "x", False),
+        ([failed("no_calls", "a")] * 3 + [replace(failed("no_calls", "a"), failure=None)], "x", False),
+        # What the policy may have caused is an attempt like any other.
+        ([failed("harness_failed", "a", calls=2)] * 3, "x", False),
+        ([failed("harness_failed", "a")] * 3, "x", True),
+        # One is enough of what the others use as well.
+        ([failed("harness_missing", "a")], "x", True),
+        ([failed("harness_missing", "a")], "xy", False),
+        ([], "x", False),
+        # All have been made.
+        ([failed("no_calls", "a")] * 8, "x", False),
+    ],
+)
+def test_a_failure_is_shared_if_enough_attempts_failed_of_it_and_none_did_not(
+    attempts: list[Attempt], harnesses: str, shared: bool
+) -> None:
+    found = find_shared_failure(attempted(attempts, *harnesses), Limits(8, 8, 1))
+    assert (found is not None) is shared

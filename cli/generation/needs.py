@@ -1,0 +1,121 @@
+"""What a generation needs, checked before anything starts: its runtimes and every harness once in each, readable paths, disks, engines.
+
+A harness that is missing or cannot be installed would fail every attempt for the same reason."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from uuid import uuid4
+
+from cli.checks import Check, check_disks, check_readable, check_runtimes
+from cli.control import Control
+from cli.doctor import check_engine
+from cli.generation.attempts import Input
+from rollout.attempts import AttemptId, RolloutFailed
+from rollout.harnesses.catalogue import find_definition
+from rollout.runtimes import catalogue
+from rollout.runtimes.base import ProxyAddress, RuntimeFailed
+from rollout.runtimes.settings import read_environment
+from rollout.steps import AttemptLogs, HarnessRun, install_harness, remove
+from rollout.task import RuntimeSpec, Task
+
+NOWHERE = ProxyAddress("127.0.0.1", 9)
+"""No model is called."""
+
+
+def list_kinds(inputs: Sequence[Input]) -> list[str]:
+    """The kinds of runtimes that their harnesses and evaluators need."""
+    return sorted({kind for each in inputs for kind in _kinds_of(each)})
+
+
+def _kinds_of(task: Input) -> set[str]:
+    evaluator = task.body.get("evaluator")
+    given = [task.body.get("runtime"), evaluator.get("runtime") if isinstance(evaluator, dict) else None]
+    kinds = {one if isinstance(one, str) else one.get("kind", RuntimeSpec().kind) for one in given if one}
+    return kinds or {RuntimeSpec().kind}
+
+
+async def check_own_node(
+    inputs: Sequence[Input], engines: Sequence[str], out: Path, logs: Path, say: Callable[[str], object]
+) -> list[Check]:
+    """For a service and a node of the generation's own. An engine that does not answer yet is only noted: it is waited for."""
+    answers = [check_engine(url) for url in engines]
+    checks = [
+        each if each.state == "ok" else Check(each.about, "note", "it does not answer yet", each.advice) for each in answers
+    ]
+    checks += [*check_disks(out), *check_readable(read_environment())]
+    runtimes = await check_runtimes(list_kinds(inputs))
+    working = [each.about.split()[-1] for each in runtimes if each.state != "fix"]
+    return [*checks, *runtimes, *await _check_harnesses(inputs, working, logs, say)]
+
+
+def check_nodes(inputs: Sequence[Input], control: Control) -> list[Check]:
+    """For a running service. Nodes may start later, so a kind of runtime that none offers is only noted. Raises `Refusal`."""
+    nodes = control.get("/nodes")["nodes"]
+    checks = [Check("service", "ok", control.url)]
+    for kind in list_kinds(inputs):
+        names = [node["name"] for node in nodes if kind in node["runtimes"] and not node["draining"]]
+        if names:
+            checks.append(Check(f"runtime {kind}", "ok", f"on {len(names)} nodes: {', '.join(names[:5])}"))
+        else:
+            checks.append(
+                Check(f"runtime {kind}", "note", "no node offers it", "attempts wait until verbatim node runs somewhere")
+            )
+    return checks
+
+
+async def _check_harnesses(
+    inputs: Sequence[Input], kinds: Sequence[str], logs: Path, say: Callable[[str], object]
+) -> list[Check]:
+    """Install each input's harness in a runtime of its kind. Not tried are harnesses that run the task's own command, and inputs whose
+    prepare steps may bring the harness."""
+    checks = []
+    tried = set()
+    for each in inputs:
+        task = each.parse()
+        key = (repr(task.harness), task.runtime.kind)
+        if key in tried or task.runtime.kind not in kinds:
+            continue
+        about = f"harness {task.harness.name}"
+        if find_definition(task.harness).takes_command:
+            checks.append(Check(about, "ok", "runs each task's own command"))
+        elif task.prepare:
+            continue
+        else:
+            say(f"looking for {task.harness.name} in a runtime of kind {task.runtime.kind}")
+            checks.append(await _try_harness(each.number, task, logs))
+        tried.add(key)
+    return checks
+
+
+async def _try_harness(line: int, task: Task, folder: Path) -> Check:
+    about = f"harness {task.harness.name}"
+    try:
+        await _install(task, folder)
+    except (RolloutFailed, RuntimeFailed) as error:
+        return Check(about, "fix", f"line {line}: {error}", _advise(task))
+    return Check(about, "ok", f"there in a runtime of kind {task.runtime.kind}")
+
+
+def _advise(task: Task) -> str:
+    """What to do if the harness is on this machine but invisible in its sandbox."""
+    found = shutil.which(find_definition(task.harness).argv[0])
+    if found is None or task.runtime.kind != "local":
+        return ""
+    return f"this machine has {found}: name what it needs in VERBATIM_LOCAL_READABLE, and its folder in VERBATIM_LOCAL_PATH"
+
+
+async def _install(task: Task, folder: Path) -> None:
+    name = f"trial-{uuid4().hex[:12]}"
+    logs = AttemptLogs("generate", folder, AttemptId(name, 0, 1))
+    logs.make()
+    kind, definition = catalogue.load(task.runtime.kind), find_definition(task.harness)
+    installed = await install_harness(kind, task, definition, f"{name}-i", NOWHERE, logs)
+    runtime = kind.make(installed.spec, f"{name}-r", NOWHERE)
+    await runtime.start()
+    try:
+        await HarnessRun(definition, task, runtime, logs, installed.failure).install()
+    finally:
+        await remove(runtime)
