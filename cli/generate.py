@@ -54,8 +54,8 @@ def generate(
     """Sample the tasks of a file until enough attempts pass, and write the accepted ones.
 
     Best of eight: --samples 8 --want 1. Rejection sampling: --max-samples 16 --want 1. DIR gets accepted/ (Parquet, one row per
-    trajectory, with tokens and logprobs), chat.jsonl (the same rows as chat messages), and rollouts.jsonl (every attempt, and why
-    it was not accepted).
+    trajectory, with tokens, text and logprobs), chat.jsonl (the same rows as chat messages), rollouts.jsonl (every attempt, and why
+    it was not accepted), and a data card: datasets.load_dataset reads DIR.
 
     \b
     verbatim generate --tasks tasks.jsonl --harness pi --engine http://127.0.0.1:8000 --accept 'reward > 0' --out solved
@@ -73,6 +73,7 @@ def generate(
     from cli.generation.needs import check_nodes, check_own_node, list_kinds
     from cli.generation.rounds import Generation
     from cli.generation.screen import Screen
+    from cli.generation.texts import Detokenizer
     from cli.serving.own_service import OwnService
     from cli.tasks import read_bodies
 
@@ -96,7 +97,9 @@ def generate(
                     own = OwnService(engine or [], folder.data, folder.logs, stop.wait, screen.say, most, kinds)
                     stack.enter_context(own)
                     api, wait = ArchiveApi(own.url, own.token), own.wait
-                Generation(stack.enter_context(api), folder, inputs, limits, rule, screen, wait).run()
+                stack.enter_context(api)
+                texts = stack.enter_context(Detokenizer(api.get("/engines")["replicas"]))
+                Generation(api, folder, inputs, limits, rule, screen, wait, texts.decode).run()
         except Refusal as refusal:
             if stop.number is None:
                 raise

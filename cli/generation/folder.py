@@ -1,14 +1,15 @@
 """The output folder of a generation.
 
-    generation.json  its id and settings
-    rollouts.jsonl   every attempt that has ended, with its verdict
-    accepted/        the kept sessions, an archive: Parquet, one row per trajectory (docs/store.md)
-    chat.jsonl       the same rows as chat messages
-    logs/            logs of the service and the node that --engine starts
-    .verbatim/       their data
+    generation.json        its id and settings
+    rollouts.jsonl         every attempt that has ended, with its verdict
+    accepted/              the kept sessions, an archive: Parquet, one row per trajectory (docs/store.md)
+    chat.jsonl             the same rows as chat messages
+    conversations.parquet  chat.jsonl as a table
+    README.md              the data card, from which datasets.load_dataset knows the two tables
+    logs/                  logs of the service and the node that --engine starts
+    .verbatim/             their data
 
-`rollouts.jsonl` and `chat.jsonl` are replaced atomically when the command ends, however it ends; `chat.jsonl` is derived from the
-archive.
+Files beside the archive are replaced atomically when the command ends, however it ends; the conversations are derived from the archive.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ from __future__ import annotations
 import json
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from cli.generation.attempts import Progress, input_id_of
+from cli.generation.card import render_card
 from cli.refusal import Refusal
 from proxy.archive.folder import ArchiveError, ArchiveReader, ArchiveWriter, read_table, write_whole
 from proxy.archive.tables import ArchivedSession
 from reconstruct.codec import decode
 from reconstruct.records import Call
 
+Spell = Callable[[str, Sequence[int]], str | None]
 ROW_COLUMNS = ["session_id", "trajectory_id", "call_ids", "reward", "role", "agent", "finish_reason", "truncated"]
 
 
@@ -67,8 +74,18 @@ class GenerationFolder:
     def holds(self, session_id: str) -> bool:
         return session_id in self._held
 
-    def keep(self, session: ArchivedSession) -> None:
-        self._writer.add(session)
+    def keep(self, session: ArchivedSession, spell: Spell) -> None:
+        """Add the session. `spell` gives the text of a policy's token ids, if anything does."""
+        calls = {call_id: decode(record) for call_id, record in session.records}
+        rows = [
+            {
+                **row,
+                "text": spell(row["policy"], np.frombuffer(row["token_ids"], dtype="<i4").tolist()),
+                "tools": _find_preamble(calls, row)[0].get("tools") or None,
+            }
+            for row in session.trajectories
+        ]
+        self._writer.add(replace(session, trajectories=rows))
         self._held.add(session.state["session_id"])
         if self._writer.full:
             self._writer.flush()
@@ -90,7 +107,13 @@ class GenerationFolder:
             self._attempts[key] = {**line, "kept": self.holds(line["session_id"]) or kept}
         _write_lines(self.path / "rollouts.jsonl", self._attempts.values())
         truncated: Counter[str] = Counter()
-        return _write_lines(self.path / "chat.jsonl", self._make_conversations(truncated)), truncated
+        conversations = _write_lines(self.path / "chat.jsonl", self._make_conversations(truncated))
+        write_conversations(self.path / "chat.jsonl", self.path / "conversations.parquet")
+        tasks = {line["input"] for line in self._attempts.values()}
+        counts = (len(tasks), len(self._attempts), sum(bool(line["kept"]) for line in self._attempts.values()))
+        card = render_card(self._settings, *counts, conversations, truncated.total())
+        write_whole(self.path / "README.md", lambda temporary: _write_text(temporary, card))
+        return conversations, truncated
 
     def _make_conversations(self, truncated: Counter[str]) -> Iterator[dict[str, Any]]:
         rows: dict[str, list[dict[str, Any]]] = {}
@@ -156,10 +179,7 @@ def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> int:
 
 def make_conversation(calls: Mapping[str, Call], row: Mapping[str, Any]) -> dict[str, Any]:
     """The row as a line of chat.jsonl: the messages of its last call's request, that call's reply, and the tools, if any."""
-    path = [calls[row["call_ids"][-1]]]
-    while (parent_id := path[-1].node.parent_id) is not None:
-        path.append(calls[parent_id])
-    preamble = json.loads(path[-1].preamble or b"{}")
+    preamble, path = _find_preamble(calls, row)
     # A call with `messages_from` records only the messages that it adds to its parent's.
     start = next((at for at, call in enumerate(path) if not call.messages_from), len(path) - 1)
     messages: list[dict[str, Any]] = []
@@ -167,7 +187,8 @@ def make_conversation(calls: Mapping[str, Call], row: Mapping[str, Any]) -> dict
         messages += [*json.loads(call.messages), json.loads(call.reply)]
     return {
         "messages": [simplify_message(message) for message in messages],
-        **({"tools": preamble["tools"]} if preamble.get("tools") else {}),
+        # Not an empty list, for which some templates write a prompt about tools.
+        "tools": preamble.get("tools") or None,
         "reward": row["reward"],
         "finish_reason": row["finish_reason"],
         "truncated": row["truncated"],
@@ -177,6 +198,67 @@ def make_conversation(calls: Mapping[str, Call], row: Mapping[str, Any]) -> dict
         "session_id": row["session_id"],
         "trajectory_id": row["trajectory_id"],
     }
+
+
+def _find_preamble(calls: Mapping[str, Call], row: Mapping[str, Any]) -> tuple[dict[str, Any], list[Call]]:
+    """The preamble of the row's root, and the calls from the row's last one to that root."""
+    path = [calls[row["call_ids"][-1]]]
+    while (parent_id := path[-1].node.parent_id) is not None:
+        path.append(calls[parent_id])
+    return json.loads(path[-1].preamble or b"{}"), path
+
+
+CONVERSATION = {
+    "messages": "list<json>",
+    "tools": "list<json>",
+    "reward": "float64",
+    "finish_reason": "string",
+    "truncated": "bool",
+    "model": "string",
+    "role": "string",
+    "agent": "string",
+    "session_id": "string",
+    "trajectory_id": "string",
+    "input": "string",
+    "task_id": "string",
+    "metadata": "json",
+}
+BATCH_LINES = 256
+
+
+def write_conversations(chat: Path, path: Path) -> None:
+    """The lines of `chat` as a Parquet table at `path`. Messages, tools and metadata are of Arrow's type for JSON, which datasets reads as
+    objects: their fields differ from row to row. Without lines there is no table."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    spell = {"json": pa.json_(), "list<json>": pa.list_(pa.json_())}
+    plain = {"json": pa.string(), "list<json>": pa.list_(pa.string())}
+    stored, schema = (
+        pa.schema([pa.field(name, types.get(kind) or pa.type_for_alias(kind)) for name, kind in CONVERSATION.items()])
+        for types in (plain, spell)
+    )
+
+    def write(temporary: Path) -> None:
+        with chat.open(encoding="utf-8") as lines, pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+            while batch := list(islice(lines, BATCH_LINES)):
+                rows = [_as_columns(json.loads(line)) for line in batch]
+                writer.write_table(pa.Table.from_pylist(rows, schema=stored).cast(schema))
+
+    if chat.stat().st_size:
+        write_whole(path, write)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _as_columns(line: Mapping[str, Any]) -> dict[str, Any]:
+    row = {name: line.get(name) for name in CONVERSATION}
+    for name, kind in CONVERSATION.items():
+        if kind == "json":
+            row[name] = json.dumps(row[name])
+        elif kind == "list<json>" and row[name] is not None:
+            row[name] = [json.dumps(each) for each in row[name]]
+    return row
 
 
 def simplify_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from cli.archive_api import ArchiveApi
 from cli.control import Declined
 from cli.generation.attempts import Accept, Attempt, Input, Limits, Progress, judge
-from cli.generation.folder import GenerationFolder
+from cli.generation.folder import GenerationFolder, Spell
 from cli.generation.screen import Screen, summarize, summarize_failures
 from cli.refusal import Refusal
 from cli.tables import count_ended
@@ -53,7 +53,7 @@ _VARYING = re.compile(r"\d+|/\S+")
 
 
 class Generation:
-    """`wait` sleeps for so many seconds, or less, and returns whether to stop."""
+    """`wait` sleeps for so many seconds, or less, and returns whether to stop. `spell` gives the text of a policy's token ids."""
 
     def __init__(
         self,
@@ -64,8 +64,10 @@ class Generation:
         accept: Accept,
         screen: Screen,
         wait: Callable[[float], bool],
+        spell: Spell,
     ) -> None:
         self._api = api
+        self._spell = spell
         self._folder = folder
         self._progress = [Progress(each) for each in inputs]
         self._limits = limits
@@ -164,7 +166,7 @@ class Generation:
             if session is None:
                 self._screen.say(f"session {session_id} was accepted but has been deleted")
                 return False
-            self._folder.keep(session)
+            self._folder.keep(session, self._spell)
         return True
 
     def _write(self, complete: bool) -> int:

@@ -4,7 +4,8 @@
 `json` hold JSON text: their objects differ from row to row, which no column type survives. A changed column is a new SCHEMA_VERSION.
 
 Version 2 adds a row's logprob mode, token details and policy; version 3 whether a session is trained; version 4 the source of a row's
-role, and a session's echo policy, budget, dangling calls and completeness. The versions read alike otherwise.
+role, and a session's echo policy, budget, dangling calls and completeness; version 5 a row's text and tools. The versions read alike
+otherwise.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from reconstruct.trajectory import convert_to_lists
 Row = dict[str, Any]
 
 SCHEMA = "verbatim-archive"
-SCHEMA_VERSION = 4
-READ_VERSIONS = (1, 2, 3, 4)
+SCHEMA_VERSION = 5
+READ_VERSIONS = (1, 2, 3, 4, 5)
 
 TRAJECTORIES = {
     "trajectory_id": "string",
@@ -49,6 +50,8 @@ TRAJECTORIES = {
     "prompt_logprobs": "list<float32>",
     "routed_experts": "list<list<list<int16>>>",
     "policy": "string",
+    "text": "string",
+    "tools": "json",
     "session_status": "string",
     "session_reward": "float64",
     "session_trained": "bool",
@@ -107,8 +110,8 @@ class ArchivedSession:
     """A closed session with everything an archive holds.
 
     `state` is the session as in `GET /sessions/{id}`; `records` are (call id, record bytes) in store order; `delivered` the calls whose
-    reply was delivered whole; `intents` the calls without a record. `trajectories` are in wire form with packed arrays. `problem`: why
-    there are none, when the session's records contradict each other.
+    reply was delivered whole; `intents` the calls without a record. `trajectories` are in wire form with packed arrays, and may have a
+    `text` and `tools`. `problem`: why there are none, when the session's records contradict each other.
     """
 
     state: Mapping[str, Any]
@@ -199,6 +202,8 @@ def _trajectory_row(row: Mapping[str, Any], state: Mapping[str, Any]) -> Row:
         **{name: np.frombuffer(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()},
         **{name: _detail(row.get(name), dtype) for name, dtype in _DETAILS.items()},
         "metadata": _dump(row["metadata"]),
+        "text": row.get("text"),
+        "tools": None if row.get("tools") is None else _dump(row["tools"]),
         "session_status": state["status"],
         "session_reward": state["reward"],
         "session_trained": state.get("trained"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import load_dataset
 
 from proxy.archive.folder import ArchiveReader, read_table
 from proxy.store.connection import StoreConnection
@@ -110,7 +111,15 @@ def test_attempts_are_made_until_one_is_accepted_which_becomes_rows_and_messages
     assert (conversation["session_id"], conversation["reward"], conversation["metadata"]["from"]) == (kept, 1.0, "a")
     (row,) = read_table(out / "accepted" / "trajectories-000000.parquet", "trajectories")
     assert (row["session_id"], row["reward"]) == (kept, 1.0) and sum(row["loss_mask"]) == attempts[-1]["tokens"]
+    assert row["text"].endswith("hello world<|im_end|>") and "<|im_start|>user\nhello<|im_end|>" in row["text"]
     assert ArchiveReader(out / "accepted").manifest["complete"] is True
+    for name in ("trajectories", "conversations"):
+        (loaded,) = load_dataset(str(out), name, split="train", cache_dir=str(tmp_path / "cache"))
+        assert (loaded["trajectory_id"], loaded["reward"], loaded["truncated"]) == (row["trajectory_id"], 1.0, False)
+        assert loaded["tools"] is None
+    assert loaded["messages"] == conversation["messages"]
+    card = (out / "README.md").read_text()
+    assert "1 of 3 attempts at 1 tasks were accepted and kept" in card and "| `--max-samples` | `4` |" in card
     assert (out / "logs" / "node.log").stat().st_size and not processes_using(out)
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from datasets import load_dataset
 from transformers import PreTrainedTokenizerFast
+from trl.data_utils import apply_chat_template, is_conversational
 
-from cli.generation.folder import simplify_message
+from cli.generation.card import render_card
+from cli.generation.folder import CONVERSATION, simplify_message, write_conversations
 from tests import ROOT
 from tests.support.engine.template_families import FAMILIES
 
@@ -64,3 +66,32 @@ def test_what_is_no_text_and_no_object_stays_as_it_is() -> None:
 def test_a_prompt_of_token_ids_stays_as_it_is() -> None:
     """It used to end the command, which looked for a text in each id, after all had been attempted."""
     assert simplify_message({"role": "prompt", "content": [11, 12]}) == {"role": "prompt", "content": [11, 12]}
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def test_the_table_of_conversations_has_each_rows_own_tools_and_arguments_and_trl_takes_them(tmp_path: Path) -> None:
+    """Read as structs, each tool and each call had the fields of all others, as nulls."""
+    tools = [[tool("lookup", key={"type": "string"})], [tool("open", path={"type": "array"}, mode={"enum": ["w", 1]})], None]
+    rows = [
+        conversation("lookup", '{"key": "alpha"}', ASKED),
+        conversation("open", '{"path": ["a"], "mode": {"w": true}}', ASKED),
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}], "metadata": {}},
+    ]
+    given = dict.fromkeys(CONVERSATION) | {"reward": 0.5, "truncated": True, "session_id": "s"}
+    lines = [{**given, **row, "tools": own} for row, own in zip(rows, tools, strict=True)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_conversations(tmp_path / "chat.jsonl", tmp_path / "conversations.parquet")
+    (tmp_path / "README.md").write_text(render_card({"--accept": "a | b"}, 3, 3, 3, 3, 3))
+    loaded = load_dataset(str(tmp_path), "conversations", split="train", cache_dir=str(tmp_path / "cache"))
+    assert list(loaded) == [{name: line[name] for name in CONVERSATION} for line in lines]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=FAMILIES["qwen3"].tokenizer, chat_template=TEMPLATE.read_text())
+    for row, name in zip(loaded, ("lookup", "open"), strict=False):
+        assert is_conversational(row)
+        text = apply_chat_template({"messages": row["messages"]}, tokenizer, tools=row["tools"])["text"]
+        assert json.dumps(row["tools"][0]) in text and f'"name": "{name}"' in text
+    write_conversations(Path("/dev/null"), tmp_path / "conversations.parquet")
+    assert not (tmp_path / "conversations.parquet").exists() and "configs" not in render_card({}, 1, 1, 0, 0, 0)

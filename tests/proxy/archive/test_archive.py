@@ -498,7 +498,7 @@ def test_an_archive_of_version_1_is_imported_and_not_added_to(
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 1}))
     refused = command(service, "export", "--out", str(tmp_path))
-    assert refused.returncode == 1 and "whose schema_version is 1, not 4" in refused.stderr
+    assert refused.returncode == 1 and "whose schema_version is 1, not 5" in refused.stderr
     with elsewhere(engine, other_redis) as other:
         imported(other, tmp_path)
         assert other.request("GET", f"/sessions/{session_id}").json()["status"] == "completed"

@@ -1,0 +1,42 @@
+"""The text of a row's tokens, from the engines that sampled them (`POST /detokenize`): vLLM and servers like it have the tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+TIMEOUT = httpx.Timeout(60.0, connect=5.0)
+
+
+class Detokenizer:
+    """Use in a `with` block. `replicas` are in the API's shape. An engine that gave no text once is not asked again."""
+
+    def __init__(self, replicas: Iterable[Mapping[str, Any]]) -> None:
+        self._replicas: dict[str, list[Mapping[str, Any]]] = {}
+        for replica in replicas:
+            self._replicas.setdefault(replica["policy"], []).append(replica)
+        key = os.environ.get("VERBATIM_ENGINE_API_KEY")
+        self._http = httpx.Client(timeout=TIMEOUT, headers={"Authorization": f"Bearer {key}"} if key else {})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._http.close()
+
+    def decode(self, policy: str, token_ids: Sequence[int]) -> str | None:
+        """The text, special tokens included; None if no engine of the policy tells from here."""
+        replicas = self._replicas.get(policy, [])
+        while replicas:
+            replica = replicas[0]
+            body = {"tokens": list(token_ids)} | ({"model": replica["models"][0]} if replica["models"] else {})
+            try:
+                answer = self._http.post(f"{replica['url']}/detokenize", json=body).raise_for_status().json()
+                return str(answer["prompt"])
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+                replicas.pop(0)
+        return None
