@@ -16,7 +16,7 @@ import httpx
 import typer
 
 from cli.checks import EXTRAS, Check, check_disks, check_harness, check_readable, check_runtimes, print_checks
-from cli.options import AsJson, ServiceUrl, find_missing
+from cli.options import AsJson, ServiceUrl, find_missing, installed_version
 from cli.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -72,8 +72,6 @@ def doctor(
 
 
 def check_version() -> Check:
-    from cli.main import installed_version
-
     machine = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
     return Check("verbatim", "ok", f"{installed_version()}, {machine}")
 

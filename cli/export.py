@@ -7,13 +7,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.options import ServiceUrl
+from cli.options import ServiceUrl, find_missing
 from cli.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def export(
 
     if format not in FORMATS:
         raise Refusal(f"--format {format!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
-    if format == "parquet" and find_spec("pyarrow") is None:
+    if format == "parquet" and find_missing(("pyarrow",)):
         raise Refusal("--format parquet needs pyarrow: pip install 'verbatim-rl[archive]', or choose jsonl")
     for name in status or ():
         if name not in CLOSED:
@@ -203,7 +202,7 @@ def import_sessions(
 
     try:
         reader = ArchiveReader(folder)
-        if reader.manifest["format"] == "parquet" and find_spec("pyarrow") is None:
+        if reader.manifest["format"] == "parquet" and find_missing(("pyarrow",)):
             raise Refusal(f"{folder} is in Parquet, which needs pyarrow: pip install 'verbatim-rl[archive]'")
         with ArchiveApi(url) as api:
             counted = _import(api, reader, deliver, Console(stderr=True))

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cli.checks import EXTRAS
 from cli.options import check_installed
 from cli.refusal import Refusal
 from cli.stop_signals import StopSignals
@@ -66,7 +67,9 @@ def generate(
     nothing was accepted.
     """
     check_flags(engine, url, run, samples, want, max_samples)
-    check_installed("generate", NEEDS, "proxy,rollout,archive")
+    if url is None:
+        check_installed("generate --engine", (*NEEDS, *EXTRAS["proxy"]), "proxy,rollout,archive")
+    check_installed("generate", NEEDS, "rollout,archive")
     from cli.archive_api import ArchiveApi
     from cli.generation.attempts import Accept, Limits, Overrides, read_inputs
     from cli.generation.folder import GenerationFolder
@@ -74,7 +77,6 @@ def generate(
     from cli.generation.rounds import Generation
     from cli.generation.screen import Screen
     from cli.generation.texts import Detokenizer
-    from cli.serving.own_service import OwnService
     from cli.tasks import read_bodies
 
     rule = Accept(accept)
@@ -93,6 +95,8 @@ def generate(
                 else:
                     trial = folder.data / "trial"
                     screen.report_needs(asyncio.run(check_own_node(inputs, engine or [], out, trial, screen.say)))
+                    from cli.serving.own_service import OwnService
+
                     kinds, most = list_kinds(inputs), run or DEFAULT_RUN
                     own = OwnService(engine or [], folder.data, folder.logs, stop.wait, screen.say, most, kinds)
                     stack.enter_context(own)

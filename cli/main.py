@@ -7,7 +7,6 @@ framework, no store and no tensors.
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
@@ -20,6 +19,7 @@ from cli import (
     env,
     export,
     generate,
+    import_tasks,
     node,
     run,
     serve,
@@ -28,6 +28,7 @@ from cli import (
     top,
     weights,
 )
+from cli.options import installed_version
 from cli.refusal import Refusal
 
 app = typer.Typer(
@@ -51,6 +52,7 @@ app.command("view", short_help="Save a session's page as one HTML file.")(sessio
 app.command("bench", short_help="Measure what the service adds to an engine.")(bench.bench)
 app.command("export", short_help="Write closed sessions to files.")(export.export)
 app.command("import", short_help="Restore exported sessions into a service.")(export.import_sessions)
+tasks.app.command("import", short_help="Turn published task sets into tasks.")(import_tasks.import_tasks)
 app.add_typer(sessions.app, name="sessions", short_help="Open, list, show, reward and close sessions.")
 app.add_typer(tasks.app, name="tasks", short_help="Import, submit, watch, list and cancel tasks.")
 app.add_typer(sessions.dead_letters, name="dead-letters", short_help="Groups no longer delivered: list, retry, drop.")
@@ -62,14 +64,6 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"verbatim {installed_version()}")
         raise typer.Exit
-
-
-def installed_version() -> str:
-    """The distribution's version; "from source" if it is not installed."""
-    try:
-        return version("verbatim-rl")
-    except PackageNotFoundError:
-        return "from source"
 
 
 @app.callback()

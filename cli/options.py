@@ -1,8 +1,9 @@
-"""Options that many commands share, and the check for optional packages."""
+"""Options that many commands share, and what is installed: this version, and optional packages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -19,6 +20,14 @@ NewSessionId = Annotated[str | None, typer.Option("--session-id", metavar="ID", 
 
 SERVICE = "Service: --url or VERBATIM_URL; token: VERBATIM_ADMIN_TOKEN, or a file of it in VERBATIM_ADMIN_TOKEN_FILE."
 """For the help of groups of commands."""
+
+
+def installed_version() -> str:
+    """The distribution's version; "from source" if it is not installed."""
+    try:
+        return version("verbatim-rl")
+    except PackageNotFoundError:
+        return "from source"
 
 
 def check_installed(command: str, modules: Sequence[str], extras: str) -> None:

@@ -1,9 +1,13 @@
-"""Tasks from Harbor task folders and from rows of SWE-bench data sets.
+"""Tasks from Harbor and Terminal-Bench task folders, and from rows of SWE-bench data sets.
 
 Harbor folders (task.toml, instruction.md, environment/, tests/test.sh) are read as Harbor 0.25 reads them (`harbor.models.task.config`).
 Unsupported features are refused by name: several steps, compose files, Windows, accelerators, other users, allow-lists of hosts, and
 a verifier in a separate environment. Artifacts are not collected, as the verdict does not depend on them. Images are not built: a
 folder with only a Dockerfile needs `image`.
+
+Terminal-Bench folders (task.yaml, docker-compose.yaml, run-tests.sh, tests/) are read as terminal-bench 0.2.18 reads them
+(`terminal_bench.handlers.trial_handler`, `terminal_bench.harness`), and become tasks of the evaluator `harbor`. Refused by name are several
+services, settings of the service beyond its image, other parsers than pytest's, and tests in the agent's own shell.
 """
 
 from __future__ import annotations
@@ -183,9 +187,9 @@ def _parse_megabytes(size: str | None) -> int | None:
     return int(float(found[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[found[2]])
 
 
-def _find_workdir(folder: Path) -> str | None:
+def _find_workdir(folder: Path, dockerfile: str = "environment/Dockerfile") -> str | None:
     """The image's working directory; None if the Dockerfile does not give it as a plain absolute path."""
-    path = folder / "environment" / "Dockerfile"
+    path = folder / dockerfile
     found = _WORKDIR.findall(path.read_text(encoding="utf-8")) if path.is_file() else []
     return found[-1] if found and found[-1].startswith("/") and "$" not in found[-1] else None
 
@@ -216,6 +220,145 @@ def _set_budgets(config: Mapping[str, Any], verifier_seconds: float) -> Budgets:
     agent = float(config.get("agent", {}).get("timeout_sec") or DEFAULT_AGENT_SECONDS)
     evaluation = verifier_seconds + SPARE_SECONDS
     return Budgets(agent=agent, evaluation=evaluation, total=Budgets().prepare + agent + evaluation)
+
+
+# Terminal-Bench
+
+
+TERMINAL_AGENT_SECONDS = 360.0
+TERMINAL_TEST_SECONDS = 60.0
+RUN_TESTS = "run-tests.sh"
+
+TERMINAL_SCRIPT = """#!/bin/bash
+# Terminal-Bench's verdict: every test of pytest's summary passed, was skipped, or failed as expected; without a summary none did.
+TEST_DIR=$(cd "$(dirname "$0")" && pwd)
+export TEST_DIR
+log=$(mktemp)
+bash "$TEST_DIR/run-tests.sh" 2>&1 | tee "$log"
+summary=$(sed -n '/=\\+ *short test summary info *=\\+/I,$p' "$log")
+reward=1
+if [ -z "$summary" ]; then echo "the tests printed no short test summary"; reward=0; fi
+if printf '%s\\n' "$summary" | grep -Eq '^(FAILED|ERROR|XPASS):? '; then reward=0; fi
+echo $reward > /logs/verifier/reward.txt
+"""
+
+_SERVICE_FIELDS = {"build", "image", "container_name", "command", "environment", "volumes", "working_dir", "deploy"}
+_OWN_VARIABLE = re.compile(r"\$\{T_BENCH_\w+\}")
+
+
+class BadTerminalTask(Exception):
+    """The folder is not a Terminal-Bench task, or not one that can run here. Names the folder and the reason."""
+
+
+def terminal_bench_task(
+    folder: Path,
+    harness: HarnessSpec,
+    *,
+    task_id: str | None = None,
+    image: str | None = None,
+    runtime_kind: str = "docker",
+    **fields: Any,
+) -> Task:
+    """The task of `folder`. `image` is what its Dockerfile builds; `fields` are further fields of `Task`. Raises `BadTerminalTask`."""
+    config, service = _read_yaml(folder, "task.yaml"), _read_service(folder)
+    _refuse_terminal(folder, config, service)
+    image = image or _plain(service.get("image"))
+    if not image:
+        raise BadTerminalTask(f"{folder} names no image: build its Dockerfile and give the image's name")
+    variables = _read_variables(service.get("environment") or {})
+    test_seconds = float(config.get("max_test_timeout_sec") or TERMINAL_TEST_SECONDS)
+    options: dict[str, Any] = {
+        "tests": {**_read_terminal_tests(folder), "test.sh": {"text": TERMINAL_SCRIPT, "executable": True}},
+        "env": variables,
+        "timeout_seconds": test_seconds,
+        "timeout_reward": 0.0,
+        "network": "full",
+    }
+    limits = (service.get("deploy") or {}).get("resources", {}).get("limits", {})
+    agent_seconds = float(config.get("max_agent_timeout_sec") or TERMINAL_AGENT_SECONDS)
+    evaluation_seconds = test_seconds + SPARE_SECONDS
+    about = {name: config[name] for name in ("difficulty", "category", "tags") if config.get(name)}
+    task = Task(
+        task_id=task_id or re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-_.")[:100] or "terminal-bench",
+        instruction=config["instruction"],
+        harness=harness,
+        evaluator=EvaluatorSpec("harbor", options, fresh_runtime=False),
+        runtime=RuntimeSpec(
+            kind=runtime_kind,
+            image=image,
+            cpus=float(limits.get("cpus") or 1),
+            memory_mb=_parse_megabytes(_plain(limits.get("memory"))) or 2048,
+            network="full",
+            workdir=_plain(service.get("working_dir")) or _find_workdir(folder, "Dockerfile"),
+        ),
+        environment=variables,
+        budgets=Budgets(
+            agent=agent_seconds,
+            evaluation=evaluation_seconds,
+            total=Budgets().prepare + agent_seconds + evaluation_seconds,
+        ),
+        metadata={"terminal_bench": {"task": folder.resolve().name, **about}},
+    )
+    return replace(task, **fields)
+
+
+def _read_yaml(folder: Path, name: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load((folder / name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BadTerminalTask(f"{folder}/{name} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise BadTerminalTask(f"{folder}/{name} is not a mapping")
+    return found
+
+
+def _read_service(folder: Path) -> dict[str, Any]:
+    """The container that the agent works in; an empty one if the folder has no compose file."""
+    if not (folder / "docker-compose.yaml").exists():
+        return {}
+    services = _read_yaml(folder, "docker-compose.yaml").get("services") or {}
+    if len(services) != 1:
+        raise BadTerminalTask(f"{folder} has {len(services)} services: that cannot be run here")
+    (service,) = services.values()
+    return dict(service or {})
+
+
+def _refuse_terminal(folder: Path, config: Mapping[str, Any], service: Mapping[str, Any]) -> None:
+    volumes = [volume for volume in service.get("volumes") or () if not _OWN_VARIABLE.match(str(volume))]
+    unsupported = {
+        "no instruction": not isinstance(config.get("instruction"), str) or not config["instruction"].strip(),
+        f"parser_name {config.get('parser_name')}": config.get("parser_name") not in (None, "pytest"),
+        "run_tests_in_same_shell": config.get("run_tests_in_same_shell"),
+        f"a service with {', '.join(sorted(service.keys() - _SERVICE_FIELDS))}": service.keys() - _SERVICE_FIELDS,
+        "volumes of its own": volumes,
+        f"no {RUN_TESTS}": not (folder / RUN_TESTS).is_file(),
+    }
+    if found := [what for what, there in unsupported.items() if there]:
+        raise BadTerminalTask(f"{folder} has {', and '.join(found)}: that cannot be run here")
+
+
+def _read_terminal_tests(folder: Path) -> dict[str, Any]:
+    """The contents of `tests/` and the script beside it, together in one folder as in Terminal-Bench."""
+    root = folder / "tests"
+    paths = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
+    paths[RUN_TESTS] = folder / RUN_TESTS
+    for path in paths.values():
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise BadTerminalTask(f"{path} leads out of the task's folder")
+    return {name: _read_content(path) for name, path in paths.items()}
+
+
+def _plain(value: Any) -> str | None:
+    """The value, unless Terminal-Bench would fill in one of its own."""
+    return None if value is None or "${" in str(value) else str(value)
+
+
+def _read_variables(given: Any) -> dict[str, str]:
+    """From either form of a service's `environment`, without Terminal-Bench's own."""
+    pairs = given.items() if isinstance(given, Mapping) else (str(each).partition("=")[::2] for each in given)
+    return {str(name): str(value) for name, value in pairs if not _OWN_VARIABLE.search(str(value))}
 
 
 # SWE-bench: a row as `datasets.load_dataset("SWE-bench/SWE-bench_Verified", split="test")` yields it, with image and eval script since
