@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,7 +85,7 @@ def import_tasks(
     left_out = []
     for name, make in _list_sources(kind, path, image, runtime, parse_variables(var or [])):
         try:
-            body = dump_given(make(more))
+            body = dump_given(make(**more))
             # What the folder adds to the harness, such as tool servers, stays.
             body["harness"] = {**body["harness"], **chosen}
             line = json.dumps(body)
@@ -107,7 +108,7 @@ def import_tasks(
         raise Refusal(f"no task could be imported from {path}")
 
 
-Make = Callable[[dict[str, Any]], "Task"]
+Make = Callable[..., "Task"]
 
 
 def _list_sources(
@@ -121,16 +122,14 @@ def _list_sources(
     if kind is TaskSet.SWEBENCH:
         for row in _read_rows(path):
             name = str(row.get("instance_id"))
-            yield name, lambda more, row=row: swebench_task(row, harness, runtime_kind=runtime, **more)
+            yield name, partial(swebench_task, row, harness, runtime_kind=runtime)
         return
     for folder in _find_folders(path, MARKS[kind]):
         own = None if image is None else image.replace("{task}", folder.resolve().name.lower())
         if kind is TaskSet.HARBOR:
-            given = {"image": own, "runtime_kind": runtime, "variables": variables}
-            yield str(folder), lambda more, folder=folder, given=given: harbor_task(folder, harness, **given, **more)
+            yield str(folder), partial(harbor_task, folder, harness, image=own, runtime_kind=runtime, variables=variables)
         else:
-            given = {"image": own, "runtime_kind": runtime}
-            yield str(folder), lambda more, folder=folder, given=given: terminal_bench_task(folder, harness, **given, **more)
+            yield str(folder), partial(terminal_bench_task, folder, harness, image=own, runtime_kind=runtime)
 
 
 def _find_folders(path: Path, mark: str) -> list[Path]:
@@ -166,7 +165,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _write(lines: Any, out: Path | None) -> None:
+def _write(lines: Iterable[str], out: Path | None) -> None:
     text = "".join(f"{line}\n" for line in lines)
     if out is None:
         sys.stdout.write(text)

@@ -101,7 +101,7 @@ def open_(
     from cli.control import Control
     from cli.tables import print_json
 
-    fields = {"session_id": session_id, "task_id": task_id, "group_id": group_id, "group_size": group_size}
+    fields: dict[str, Any] = {"session_id": session_id, "task_id": task_id, "group_id": group_id, "group_size": group_size}
     fields["metadata"] = None if metadata is None else _parse_object("--metadata", metadata)
     opened = Control(url).post("/sessions", {name: value for name, value in fields.items() if value is not None})
     if as_json:

@@ -252,13 +252,15 @@ def write_conversations(chat: Path, path: Path) -> None:
 
 
 def _as_columns(line: Mapping[str, Any]) -> dict[str, Any]:
-    row = {name: line.get(name) for name in CONVERSATION}
-    for name, kind in CONVERSATION.items():
-        if kind == "json":
-            row[name] = json.dumps(row[name])
-        elif kind == "list<json>" and row[name] is not None:
-            row[name] = [json.dumps(each) for each in row[name]]
-    return row
+    return {name: _as_column(line.get(name), kind) for name, kind in CONVERSATION.items()}
+
+
+def _as_column(value: Any, kind: str) -> Any:
+    if kind == "json":
+        return json.dumps(value)
+    if kind == "list<json>" and value is not None:
+        return [json.dumps(each) for each in value]
+    return value
 
 
 def simplify_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,17 +35,17 @@ def find_shared_failure(progress: Sequence[Progress], limits: Limits) -> dict[st
     attempts = [attempt for each in progress for attempt in each.attempts]
     if not attempts or len(attempts) >= limits.most * len(progress):
         return None
-    causes = set()
+    failures = []
     for attempt in attempts:
         failure = attempt.failure
         if failure is None or (failure["failure"] in AGENTS_OWN and attempt.values["calls"]):
             return None
-        causes.add((failure["failure"], _VARYING.sub("#", failure["message"])))
-    if len(causes) > 1:
+        failures.append(failure)
+    if len({(failure["failure"], _VARYING.sub("#", failure["message"])) for failure in failures}) > 1:
         return None
     same_place = len({repr((each.input.body["harness"], each.input.body.get("runtime"))) for each in progress}) == 1
-    is_certain = same_place and attempts[-1].failure["failure"] == Failure.HARNESS_MISSING
-    return attempts[-1].failure if is_certain or len(attempts) >= SAME_FAILURES else None
+    is_certain = same_place and failures[0]["failure"] == Failure.HARNESS_MISSING
+    return failures[0] if is_certain or len(failures) >= SAME_FAILURES else None
 
 
 _VARYING = re.compile(r"\d+|/\S+")
