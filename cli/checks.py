@@ -1,4 +1,4 @@
-"""Checks of this machine that `verbatim doctor` and `verbatim generate` share: optional packages, runtimes, harnesses, disks."""
+"""Checks of this machine that `verbatim doctor` and `verbatim generate` share: runtimes, readable paths, harnesses, disks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cli.feedback import remove_controls
-from cli.options import find_missing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,13 +62,6 @@ def print_checks(console: Console, checks: Sequence[Check]) -> None:
         if check.advice:
             line.append(f"; {remove_controls(check.advice)}")
         console.print(line, soft_wrap=True, highlight=False)
-
-
-def check_packages(command: str, modules: Sequence[str], extras: str) -> Check:
-    """Whether what `command` imports is installed."""
-    if missing := find_missing(modules):
-        return Check("packages", "fix", f"{command} needs {', '.join(missing)}", f"pip install 'verbatim-rl[{extras}]'")
-    return Check("packages", "ok", ", ".join(modules))
 
 
 async def check_runtimes(wanted: Sequence[str] = ()) -> list[Check]:

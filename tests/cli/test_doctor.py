@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cli.checks import check_disk, check_harness, check_packages
+from cli.checks import check_disk, check_harness
 from cli.doctor import _check_clock, _check_replicas, _judge_redis
 from cli.rollout_service import KNOWN, add_rollouts
 from rollout.harnesses.definition import parse
@@ -128,10 +128,6 @@ def test_a_harness_of_another_version_is_a_note_and_one_that_is_missing_is_none(
     assert other is not None and other.state == "note" and "tested with 1.3.0" in other.advice
 
 
-def test_a_folder_that_nobody_may_write_and_a_package_that_is_missing_are_found(tmp_path: Path) -> None:
+def test_a_folder_that_nobody_may_write_is_found(tmp_path: Path) -> None:
     assert check_disk(Path("/proc/none"), "data").state == "fix"
-    assert check_disk(tmp_path / "new" / "folder", "data").found.startswith(
-        f"{check_disk(tmp_path, 'data').found.split()[0]} GiB"
-    )
-    lacking = check_packages("verbatim generate", ("json", "no_such_module"), "rollout")
-    assert lacking.state == "fix" and "no_such_module" in lacking.found and "no_such_module" not in lacking.advice
+    assert "GiB free for data in " in check_disk(tmp_path / "new" / "folder", "data").found
