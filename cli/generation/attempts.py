@@ -68,6 +68,8 @@ class Attempt:
     logs: str | None
     values: dict[str, Any]
     decision: Decision
+    feedback: str = ""
+    """The evaluator's: why the reward is what it is."""
 
 
 @dataclass(slots=True)
@@ -103,6 +105,7 @@ class Progress:
                 "accepted": attempt.decision.accepted,
                 "kept": attempt in self.kept if self.done else None,
                 "why_not": attempt.decision.why or None,
+                "feedback": attempt.feedback or None,
                 "logs": attempt.logs,
             }
             for attempt in self.attempts
@@ -153,7 +156,8 @@ def judge(rollout: dict[str, Any], task: dict[str, Any], tokens: int | None, acc
     }
     session_id = rollout["session_id"]
     decision = accept.decide(values) if session_id is not None else Decision(False, "it never had a session")
-    return Attempt(task["task_id"], rollout["index"], session_id, verdict.get("failure"), rollout["logs"], values, decision)
+    failure, feedback = verdict.get("failure"), verdict.get("feedback") or ""
+    return Attempt(task["task_id"], rollout["index"], session_id, failure, rollout["logs"], values, decision, feedback)
 
 
 def measure_seconds(times: dict[str, float]) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.generation.attempts import NAMES, Accept, Attempt, Decision, Input, Limits, Progress, measure_seconds
+from cli.generation.attempts import NAMES, Accept, Attempt, Decision, Input, Limits, Progress, judge, measure_seconds
 from cli.generation.folder import GenerationFolder
 from cli.generation.rounds import find_shared_failure
 from cli.generation.screen import make_table, summarize, summarize_failures, summarize_input
@@ -175,6 +175,22 @@ def test_what_failed_is_told_with_its_class_and_where_to_look() -> None:
     assert summarize_failures([way]) == [
         "2 attempts failed as harness_missing: pi is not there and cannot be installed (see n:/logs/a/0.1)"
     ]
+
+
+def test_an_attempt_is_recorded_with_the_evaluators_reasons() -> None:
+    rollout = {
+        "index": 0,
+        "status": "completed",
+        "calls": 1,
+        "times": {},
+        "attempt": 1,
+        "session_id": "t.0.1",
+        "logs": None,
+        "verdict": {"reward": 0.0, "feedback": "3 passed, 1 failed", "metadata": {}, "failure": None},
+    }
+    attempt = judge(rollout, {"task_id": "t", "metadata": {}}, 5, Accept("reward > 0"))
+    (line,) = Progress(Input("a", 1, {}), attempts=[attempt]).lines()
+    assert (line["accepted"], line["feedback"]) == (False, "3 passed, 1 failed")
 
 
 def failed(name: str, message: str, calls: int = 0) -> Attempt:
