@@ -39,6 +39,7 @@ from proxy.settings import Settings
 from proxy.store.archive import ArchiveStore
 from proxy.store.connection import StoreConnection
 from proxy.store.delivery import DeliveryStore
+from proxy.store.run import RunStore
 from proxy.store.service import EngineStore, PeerStore, RedisClock, RetentionStore, WeightStore
 from proxy.store.sessions import SessionStore
 from proxy.ui.router import ui_router
@@ -102,6 +103,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         body_room=BodyRoom(settings.body_room_bytes, settings.body_room_per_session_bytes),
         sessions=sessions,
         delivery=DeliveryStore(store),
+        run=RunStore(store),
         weights=weights,
         engines=engines,
         clock=RedisClock(store),

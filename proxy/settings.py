@@ -227,6 +227,10 @@ class Settings(BaseSettings):
     max_quarantined_share: float | None = Field(None, ge=0, le=1)
     """Largest share of a session's sampled tokens that may be quarantined for it to be usable in its group, not counting roles and models
     that are not trained. A session may override it. Unset: any share."""
+    solved_reward: float = Field(1.0, allow_inf_nan=False)
+    """The reward from which on the numbers of the run count a session as solved."""
+    run_label: str = Field("label", min_length=1)
+    """The field of a session's metadata whose value divides the numbers of the run: {"label": "math"}. Tasks pass their metadata on."""
     group_timeout_seconds: float = Field(86400.0, ge=0, allow_inf_nan=False)
     """How long an incomplete group waits for its next member. 0: for ever. Then require_all makes it a dead letter, drop drops it, and
     allow_partial delivers the members there are if `group_minimum` members are usable."""

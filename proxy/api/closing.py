@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from proxy import rows
@@ -20,9 +21,11 @@ from proxy.settings import Settings
 from proxy.store.delivery import Announced, CloseRequest
 from proxy.store.groups import GroupDefaults, Member, PolicyRows
 from proxy.store.keys import StoredValueError
+from proxy.store.run import Outcome, choose_label
 from proxy.store.sessions import SessionInfo, SessionState
 from reconstruct.accounting import measure_lost_share
 from reconstruct.errors import ReconstructError
+from reconstruct.records import Call
 from reconstruct.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -87,7 +90,7 @@ async def fill_group(services: Services, state: SessionState) -> str:
     if not state.info.trained or (state.status == "completed" and state.reward is None):
         await services.delivery.retract(session_id)
         return "waiting" if state.info.trained else "untrained"
-    member = await _build_member(services, state)
+    member, outcomes = await _build_member(services, state)
     status = await services.delivery.fill(
         group_ref(state.info),
         state.info.group_size,
@@ -95,6 +98,7 @@ async def fill_group(services: Services, state: SessionState) -> str:
         build_group_defaults(services.settings),
         await services.clock.now(),
         state.info.group_rule,
+        outcomes,
     )
     if await services.sessions.load(session_id) is None:
         await _withdraw_deleted(services, session_id)
@@ -179,23 +183,25 @@ async def _withdraw_deleted(services: Services, session_id: str) -> None:
     """Withdraw a deleted session that a concurrent reward or close has filled into its group again. If a trainer already leases the group,
     it stays and will become a dead letter."""
     with contextlib.suppress(Conflict):
-        await services.delivery.withdraw(session_id, build_group_defaults(services.settings))
+        await services.delivery.withdraw(session_id, build_group_defaults(services.settings), uncount=True)
 
 
-async def _build_member(services: Services, state: SessionState) -> Member:
+async def _build_member(services: Services, state: SessionState) -> tuple[Member, list[Outcome]]:
+    """The member, and what the session adds to the numbers of the run."""
     session_id = state.info.session_id
     try:
         built = await rows.session_rows(services, state)
     except ReconstructError as error:
         log.error("session %s has no usable trajectories: %s", session_id, error)
-        return Member(session_id, False, state.reward, 0, 0, complete=False)
+        return Member(session_id, False, state.reward, 0, 0, complete=False), [_describe_end(services, state)]
     by_policy = _count_by_policy(built.rows)
     usable = (
         state.status in RUN_ENDED and state.reward is not None and bool(by_policy) and _keeps_enough(services, state, built)
     )
     default = by_policy.pop("", PolicyRows(0, 0))
     complete = built.accounting.complete
-    return Member(session_id, usable, state.reward, default.rows, default.oldest_version, by_policy, complete)
+    member = Member(session_id, usable, state.reward, default.rows, default.oldest_version, by_policy, complete)
+    return member, await _measure_outcomes(services, state, built)
 
 
 def _keeps_enough(services: Services, state: SessionState, built: rows.Built) -> bool:
@@ -224,6 +230,44 @@ def _count_by_policy(built: Sequence[Trajectory]) -> dict[str, PolicyRows]:
         policy: PolicyRows(len(found), min(span.version for row in found for span in row.weight_versions))
         for policy, found in trained.items()
     }
+
+
+async def _measure_outcomes(services: Services, state: SessionState, built: rows.Built) -> list[Outcome]:
+    """One per policy that sampled in the session; without any call, one of the default policy."""
+    calls: dict[str, list[Call]] = {}
+    for call in (*built.settled.forest.calls.values(), *built.settled.stray):
+        calls.setdefault(call.policy, []).append(call)
+    end = _describe_end(services, state)
+    return [await _measure_policy(services, end, policy, made, built) for policy, made in sorted(calls.items())] or [end]
+
+
+async def _measure_policy(
+    services: Services, end: Outcome, policy: str, calls: Sequence[Call], built: rows.Built
+) -> Outcome:
+    version = min((span.version for call in calls for span in call.node.spans), default=None)
+    current = 0 if version is None else (await services.weights.current(policy)).version
+    return replace(
+        end,
+        policy=policy,
+        version=version,
+        behind=0 if version is None else max(0, current - version),
+        calls=len(calls),
+        invalid_tool_calls=sum(call.invalid_tool_call for call in calls),
+        sampled_tokens=sum(len(call.node.completion_ids) for call in calls),
+        truncated=any(row.truncated for row in built.rows if row.policy == policy and row.loss_mask.any()),
+    )
+
+
+def _describe_end(services: Services, state: SessionState) -> Outcome:
+    settings, closed_at = services.settings, state.closed_at or state.updated_at
+    return Outcome(
+        closed_at=closed_at,
+        status=state.status,
+        reward=state.reward,
+        solved=state.reward is not None and state.reward >= settings.solved_reward,
+        seconds=max(0.0, closed_at - state.info.created_at),
+        label=choose_label(state.info.metadata, settings.run_label),
+    )
 
 
 # Idle sessions are closed as timeout, each by one process, so that their groups do not wait forever.

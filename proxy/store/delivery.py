@@ -24,6 +24,7 @@ from proxy.store.keys import (
     parse_hash,
     unpack_versioned,
 )
+from proxy.store.run import Outcome, encode_outcomes
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ BLOCK_SECONDS = 5.0
 PAUSE_SECONDS = 1.0
 """After a failed read of the arrivals."""
 
-PRELUDES = ("_delivery", "_parts", "_ahead", "_leases")
+PRELUDES = ("_delivery", "_run", "_parts", "_ahead", "_leases")
 ENDED = {"acked": "was acknowledged", "nacked": "was given back", "expired": "has expired"}
 
 
@@ -139,31 +140,25 @@ class DeliveryStore:
         defaults: GroupDefaults,
         now: float,
         rule: GroupRule | None = None,
+        outcomes: Sequence[Outcome] = (),
     ) -> str:
-        """Puts a closed session into its group. Returns the group's state: filling, ready, dropped, leased, acked or dead. From now on
-        `rule` takes precedence over `defaults` for the group.
+        """Puts a closed session into its group, and counts its `outcomes` in the numbers of the run. Returns the group's state: filling,
+        ready, dropped, leased, acked or dead. From now on `rule` takes precedence over `defaults` for the group.
 
         Idempotent by session id: a member filled again replaces itself until the group is leased, and is ignored afterwards. Reusing
         a group id after its group is full starts the next round of that id: a new group."""
         reward = "" if member.reward is None else repr(float(member.reward))
         entry = (member.session_id, int(member.usable), reward, member.rows, member.oldest_version)
         named = (each for name, rows in member.named.items() for each in (name, rows.rows, rows.oldest_version))
-        args = (
-            group_id,
-            group_size,
-            *entry,
-            repr(now),
-            *_default_args(defaults),
-            _pack_rule(rule),
-            int(member.complete),
-            *named,
-        )
+        rules = (*_default_args(defaults), _pack_rule(rule))
+        args = (group_id, group_size, *entry, repr(now), *rules, int(member.complete), encode_outcomes(outcomes), *named)
         status: bytes = await self._run("fill", *args, durable=True)
         return status.decode()
 
-    async def withdraw(self, session_id: str, defaults: GroupDefaults) -> None:
-        """Takes a session to be deleted out of its group and frees its place; it stays announced. Raises `Conflict` while leased."""
-        if await self._run("withdraw", session_id, *_default_args(defaults)) == b"leased":
+    async def withdraw(self, session_id: str, defaults: GroupDefaults, *, uncount: bool = False) -> None:
+        """Takes a session to be deleted out of its group and frees its place; it stays announced. Raises `Conflict` while leased. The
+        numbers of the run keep the session, unless it is to be uncounted: it was filled again after it had been withdrawn."""
+        if await self._run("withdraw", session_id, *_default_args(defaults), int(uncount)) == b"leased":
             raise Conflict(f"session {session_id} is leased by a trainer; delete it after the lease has ended")
 
     async def admit(

@@ -48,6 +48,9 @@ own are a group of their own, `<round>/<policy>=<group_id>`:
     vb:{delivery}:unseen     zset  session_id in `admitted` not yet known to exist, by when it was admitted
     vb:{delivery}:announced  zset  session_id about to enter a group or to be deleted, by time; until filled or retracted
     vb:{delivery}:requests   hash  session_id -> CloseRequest (msgpack) of the announcement
+    vb:{delivery}:outcomes   hash  session_id -> what it added to the numbers of the run (msgpack), until its group is acknowledged
+    vb:{delivery}:cells      hash  <start>=<curve> -> sums of a cell of the run (msgpack), see proxy/store/run.py
+    vb:{delivery}:curves     hash  curve, `<axis>=<policy>=<label>` -> the starts of its cells, ascending (msgpack)
 
 Weights, all in the slot of `{weights}`, kept for good. Those of other policies than the default have `:<policy>` appended:
 
@@ -103,11 +106,16 @@ DELIVERY = tuple(
         "arrivals",
         "unseen",
         "policies",
+        "outcomes",
+        "cells",
+        "curves",
     )
 )
 """In the order in which `scripts/_delivery.lua` unpacks them."""
 GROUP_TOTALS = "vb:{delivery}:totals"
 GROUP_POLICIES = "vb:{delivery}:policies"
+RUN_CELLS = "vb:{delivery}:cells"
+RUN_CURVES = "vb:{delivery}:curves"
 ARRIVALS = "vb:{delivery}:arrivals"
 
 WEIGHTS_IDENTITY = "vb:{weights}:identity"

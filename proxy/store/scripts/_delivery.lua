@@ -7,6 +7,7 @@
 -- Rows belong to policies; '' is the default. A member's `rows` and `oldest` are the default policy's, named[policy] = {rows, oldest}
 -- another one's; parts[policy] = {rows, oldest} is what the group offers. A lease of one policy splits its part off a group that has
 -- several: `given` holds the policies split off, and the part is a separate group, `of` that policy.
+-- `judged`: what the group has added to the numbers of the run.
 redis.replicate_commands()
 
 local groups, rounds, members, ready, stale = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -14,6 +15,7 @@ local leases, deadlines, ended, dead = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local counts, announced, requests = KEYS[10], KEYS[11], KEYS[12]
 local filling, claims, opening, admitted = KEYS[13], KEYS[14], KEYS[15], KEYS[16]
 local totals, arrivals, unseen, policies = KEYS[17], KEYS[18], KEYS[19], KEYS[20]
+local outcomes, cells, curves = KEYS[21], KEYS[22], KEYS[23]
 
 -- For scripts that end or lease something, since only that makes room: a full Redis checks memory at a script's first write alone, and
 -- never refuses this one, an HDEL that changes nothing.
@@ -81,6 +83,9 @@ end
 
 -- The group never changes again. Its sessions remain known as its members until each is deleted.
 local function finish(ref, group, status)
+  for _, member in ipairs(group.members) do
+    redis.call('HDEL', outcomes, member.id)
+  end
   group.left, group.final = #group.members, true
   group.members, group.lease, group.fate = {}, nil, nil
   move(ref, group, status)

@@ -1,6 +1,6 @@
--- ARGV: group id, size, session id, usable, reward or '', rows, oldest version, now, what a group needs, minimum, zero variance, the session's own
--- rule on these three (packed) or '', whether the session is complete, then for each other policy its name, rows and oldest version.
--- Returns the group's status.
+-- ARGV: group id, size, session id, usable, reward or '', rows, oldest version, now, what a group needs, minimum, zero variance, the
+-- session's own rule on these three (packed) or '', whether the session is complete, what it adds to the numbers of the run (packed),
+-- then for each other policy its name, rows and oldest version. Returns the group's status.
 go_on_when_full()
 local group_id, size, session_id, needs = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[9]
 local member = {
@@ -11,7 +11,7 @@ local member = {
   oldest = tonumber(ARGV[7]),
   complete = ARGV[13] == '1',
 }
-for i = 14, #ARGV, 3 do
+for i = 15, #ARGV, 3 do
   member.named = member.named or {}
   member.named[ARGV[i]] = {rows = tonumber(ARGV[i + 1]), oldest = tonumber(ARGV[i + 2])}
   redis.call('SADD', policies, ARGV[i])
@@ -49,7 +49,9 @@ if ARGV[12] ~= '' then
   group.rule = cmsgpack.unpack(ARGV[12])
 end
 measure(group)
+count_session(session_id, cmsgpack.unpack(ARGV[14]))
 local status = decide(group, needs, tonumber(ARGV[10]), ARGV[11])
+count_group(group, status)
 -- Every member has come, and failed ones are not replaced.
 if status == 'filling' and group.rule and group.rule.replacements == false and #group.members >= group.size then
   local usable = #usable_members(group)

@@ -19,6 +19,7 @@ local function give_up(ref, group)
   end
   group.given_up = true
   local status = its_needs == 'drop' and 'dropped' or decide(group, needs, minimum, ARGV[5])
+  count_group(group, status)
   move(ref, group, status)
 end
 

@@ -1,4 +1,5 @@
--- ARGV: session id, what a group needs, minimum, zero variance. Returns 'gone', or 'leased' without a change.
+-- ARGV: session id, what a group needs, minimum, zero variance, 1 to take back what the session adds to the numbers of the run.
+-- Returns 'gone', or 'leased' without a change.
 go_on_when_full()
 local session_id = ARGV[1]
 local ref = redis.call('HGET', members, session_id)
@@ -12,6 +13,11 @@ for _, each in ipairs(refs) do
 end
 leave_opening(session_id)
 redis.call('HDEL', members, session_id)
+if ARGV[5] == '1' then
+  uncount_session(session_id)
+else
+  redis.call('HDEL', outcomes, session_id)
+end
 
 local function forget(each, gone)
   for _, queue in ipairs({ready, stale, filling, dead}) do
@@ -57,7 +63,9 @@ local function take_out(each, left)
     finish(each, left, 'dropped')
   else
     measure(left)
-    move(each, left, decide(left, ARGV[2], tonumber(ARGV[3]), ARGV[4]))
+    local status = decide(left, ARGV[2], tonumber(ARGV[3]), ARGV[4])
+    count_group(left, status)
+    move(each, left, status)
   end
 end
 
