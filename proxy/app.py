@@ -17,7 +17,7 @@ from functools import cache, partial
 
 from fastapi import APIRouter, FastAPI
 
-from proxy.api import archive, batches, calls, dead_letters, engines, sessions, weights
+from proxy.api import archive, batches, calls, dead_letters, engines, run, sessions, weights
 from proxy.api.admission import reclaim_places
 from proxy.api.closing import build_group_defaults, choose_sweep_interval, close_idle, finish_announced
 from proxy.api.openapi import build_document
@@ -39,7 +39,6 @@ from proxy.settings import Settings
 from proxy.store.archive import ArchiveStore
 from proxy.store.connection import StoreConnection
 from proxy.store.delivery import DeliveryStore
-from proxy.store.run import RunStore
 from proxy.store.service import EngineStore, PeerStore, RedisClock, RetentionStore, WeightStore
 from proxy.store.sessions import SessionStore
 from proxy.ui.router import ui_router
@@ -82,7 +81,7 @@ def create_app(settings: Settings, *adding: Adding) -> Harness:
 def build_control_router() -> APIRouter:
     """Sessions, batches, weights, engines and health. Its errors need `proxy.api.requests.install_error_handlers(app)`."""
     router = APIRouter()
-    for part in (sessions, calls, archive, dead_letters, batches, weights, engines):
+    for part in (sessions, calls, archive, dead_letters, batches, weights, run, engines):
         router.routes.extend(part.router.routes)
     router.routes.extend(engines.health_router.routes)
     return router
@@ -103,7 +102,6 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         body_room=BodyRoom(settings.body_room_bytes, settings.body_room_per_session_bytes),
         sessions=sessions,
         delivery=DeliveryStore(store),
-        run=RunStore(store),
         weights=weights,
         engines=engines,
         clock=RedisClock(store),

@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -25,12 +26,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from proxy.engine.replica import Replica
+from proxy.store.run import Curve, Point, merge
 from proxy.timeline import PARTS, STEPS, Timeline
 from reconstruct.records import Call
-
-if TYPE_CHECKING:
-    pass
-
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
@@ -55,6 +53,63 @@ class StoredGroups(Collector):
         if self.versions_ahead is not None:
             text = "Versions until a group that is begun now is leased."
             yield GaugeMetricFamily("verbatim_admission_versions_ahead", text, value=self.versions_ahead)
+
+
+SUMMED = (
+    ("verbatim_run_truncated", "Closed sessions with a trained row that was cut short.", "truncated"),
+    ("verbatim_run_calls", "Calls of closed sessions.", "calls"),
+    (
+        "verbatim_run_invalid_tool_calls",
+        "Calls of closed sessions with a tool call that cannot be parsed.",
+        "invalid_tool_calls",
+    ),
+    ("verbatim_run_sampled_tokens", "Sampled tokens of closed sessions.", "sampled_tokens"),
+    ("verbatim_run_versions_behind", "Weight versions between the oldest tokens of closed sessions and their ends.", "behind"),
+)
+CORRECTED = (
+    ("verbatim_run_rewarded", "Closed sessions with a reward.", "rewarded"),
+    ("verbatim_run_summed_reward", "The sum of their rewards.", "reward"),
+    ("verbatim_run_solved", "Those whose reward counts as solved.", "solved"),
+    ("verbatim_run_groups", "Decided groups of two or more.", "groups"),
+    ("verbatim_run_equal_groups", "Those whose rewards are all equal.", "equal_groups"),
+)
+"""Sums since the store began that a corrected reward may lower, which no counter may: take their `delta`."""
+PERCENTILES = (10, 50, 90)
+
+
+class RunNumbers(Collector):
+    """What closed sessions of all processes add up to, per policy and label; the store bounds the number of both."""
+
+    def __init__(self) -> None:
+        self.totals: Sequence[Curve] = ()
+        self.recent: Sequence[Curve] = ()
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["policy", "label"]
+        ended = CounterMetricFamily("verbatim_run_rollouts", "Closed sessions by status.", labels=[*labels, "status"])
+        for curve, sums in self._sums():
+            for status in ("completed", "failed", "timeout", "cancelled"):
+                ended.add_metric([curve.policy, curve.label, status], sums.count(status))
+        yield ended
+        kinds: list[tuple[Any, Any]] = [(CounterMetricFamily, SUMMED), (GaugeMetricFamily, CORRECTED)]
+        for name, text, what, kind in ((*each, kind) for kind, families in kinds for each in families):
+            family = kind(name, text, labels=labels)
+            for curve, sums in self._sums():
+                family.add_metric([curve.policy, curve.label], sums.count(what))
+            yield family
+        recent = GaugeMetricFamily("verbatim_run_reward", "Rewards of the last hour.", labels=[*labels, "percentile"])
+        for curve in self.recent:
+            (whole,) = merge([Curve(curve.policy, curve.label, [replace(point, start=0) for point in curve.points])]) or [
+                Point(0)
+            ]
+            for percent in PERCENTILES:
+                reward = whole.quantile(percent / 100)
+                if reward is not None:
+                    recent.add_metric([curve.policy, curve.label, str(percent)], reward)
+        yield recent
+
+    def _sums(self) -> Iterator[tuple[Curve, Point]]:
+        return ((curve, point) for curve in self.totals for point in curve.points)
 
 
 class EngineNumbers(Collector):
@@ -127,8 +182,9 @@ class Metrics:
             "verbatim_engine_retries", "Calls offered to another replica.", ("policy",), registry=self.registry
         )
         self._ejections = Counter("verbatim_engine_ejections", "Replicas taken out.", ("policy",), registry=self.registry)
-        self._groups = StoredGroups()
+        self._groups, self._run = StoredGroups(), RunNumbers()
         self.registry.register(self._groups)
+        self.registry.register(self._run)
         self.steps = StepSeconds()
         self.registry.register(self.steps)
         ProcessCollector(registry=self.registry)
@@ -189,6 +245,10 @@ class Metrics:
     def stored_groups(self, counts: Mapping[str, int], totals: Mapping[str, int], versions_ahead: int | None = None) -> None:
         """What the store counts; shown until it is given anew, and not at all before."""
         self._groups.counts, self._groups.totals, self._groups.versions_ahead = counts, totals, versions_ahead
+
+    def stored_run(self, totals: Sequence[Curve], recent: Sequence[Curve]) -> None:
+        """The whole of every curve, and its points of the last hour; shown until they are given anew."""
+        self._run.totals, self._run.recent = totals, recent
 
     def page(self) -> bytes:
         return generate_latest(self.registry)

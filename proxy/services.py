@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
     from proxy.store.archive import ArchiveStore
     from proxy.store.delivery import DeliveryStore
-    from proxy.store.run import RunStore
     from proxy.store.service import EngineStore, RedisClock, WeightStore
     from proxy.store.sessions import SessionStore
 
@@ -33,7 +32,6 @@ class Services:
     sessions: SessionStore
     clock: RedisClock
     delivery: DeliveryStore
-    run: RunStore
     weights: WeightStore
     engines: EngineStore
     archive: ArchiveStore

@@ -241,9 +241,7 @@ async def _measure_outcomes(services: Services, state: SessionState, built: rows
     return [await _measure_policy(services, end, policy, made, built) for policy, made in sorted(calls.items())] or [end]
 
 
-async def _measure_policy(
-    services: Services, end: Outcome, policy: str, calls: Sequence[Call], built: rows.Built
-) -> Outcome:
+async def _measure_policy(services: Services, end: Outcome, policy: str, calls: Sequence[Call], built: rows.Built) -> Outcome:
     version = min((span.version for call in calls for span in call.node.spans), default=None)
     current = 0 if version is None else (await services.weights.current(policy)).version
     return replace(

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from proxy.api.admission import estimate_versions_ahead
 from proxy.api.requests import Body, JsonBody, Served, json_response, require_admin
+from proxy.api.run import load_last_hour
 from proxy.engine.pool.membership import EngineSpec, parse_engine
 from proxy.engine.replica import Replica
 from proxy.errors import Conflict, NotFound, RequestError, StoreUnavailable
@@ -217,6 +218,7 @@ async def get_metrics(services: Served) -> Response:
     with contextlib.suppress(StoreUnavailable):
         counts, totals = await asyncio.gather(services.delivery.count_groups(), services.delivery.load_totals())
         services.metrics.stored_groups(counts, totals, await estimate_versions_ahead(services))
+        services.metrics.stored_run(await services.delivery.load_curves("all"), await load_last_hour(services))
     return Response(services.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -19,12 +19,15 @@ from proxy.store.keys import (
     DELIVERY,
     GROUP_POLICIES,
     GROUP_TOTALS,
+    RUN_CELLS,
+    RUN_CURVES,
     pack,
     pack_versioned,
     parse_hash,
+    unpack,
     unpack_versioned,
 )
-from proxy.store.run import Outcome, encode_outcomes
+from proxy.store.run import Axis, Curve, Outcome, Point, encode_outcomes
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,8 @@ ANY_POLICY = "*"
 LETTERS_LOOKED_AT = 1000
 """Dead letters that one page examines; a page filtered by reason may be short."""
 BLOCK_SECONDS = 5.0
+CELLS_AT_ONCE = 1000
+NO_CELLS = pack([])
 PAUSE_SECONDS = 1.0
 """After a failed read of the arrivals."""
 
@@ -316,6 +321,24 @@ class DeliveryStore:
             )
         return [reference.decode() for reference in found]
 
+    async def load_curves(self, axis: Axis, newest: int = 0) -> list[Curve]:
+        """What `fill` has counted: all curves of the axis, by policy and label; of each only its `newest` points, unless that is 0."""
+        named = await self._redis.execute("HKEYS", RUN_CURVES)
+        names = sorted(name for name in (each.decode() for each in named) if name.startswith(f"{axis}="))
+        if not names:
+            return []
+        kept = await self._redis.execute("HMGET", RUN_CURVES, *names)
+        starts = [unpack(packed or NO_CELLS, list[int])[-newest:] for packed in kept]
+        fields = [f"{start}={name}" for name, each in zip(names, starts, strict=True) for start in each]
+        cells: dict[str, bytes | None] = {}
+        for first in range(0, len(fields), CELLS_AT_ONCE):
+            part = fields[first : first + CELLS_AT_ONCE]
+            cells |= zip(part, await self._redis.execute("HMGET", RUN_CELLS, *part), strict=True)
+        return [
+            Curve(*name.split("=", 2)[1:], [Point(at, _parse_cell(cells[f"{at}={name}"])) for at in each])
+            for name, each in zip(names, starts, strict=True)
+        ]
+
     async def _run(self, script: str, *args: Argument, durable: bool = False) -> Any:
         return await self._redis.run(Script.read(script, *PRELUDES), DELIVERY, args, durable=durable, patient=True)
 
@@ -427,3 +450,8 @@ def _refuse_ended(lease_id: str, status: str) -> NotFound | Conflict:
     if status == "missing":
         return NotFound(f"there is no lease {lease_id}")
     return Conflict(f"lease {lease_id} {ENDED[status]}")
+
+
+def _parse_cell(packed: bytes | None) -> dict[str, float]:
+    """A cell may have been dropped since its curve was read."""
+    return unpack(packed, dict[str, float]) if packed else {}

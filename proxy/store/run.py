@@ -21,8 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from proxy.store.connection import StoreConnection
-from proxy.store.keys import RUN_CELLS, RUN_CURVES, pack, unpack
+from proxy.store.keys import pack
 
 Axis = Literal["version", "versions", "minute", "quarter", "hours", "all"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -32,7 +31,6 @@ OVER_VERSIONS: tuple[Axis, ...] = ("version", "versions")
 OVER_TIME: tuple[Axis, ...] = ("minute", "quarter", "hours")
 
 MOST_LABEL_CHARACTERS = 64
-READ_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,32 +203,3 @@ def merge(curves: Iterable[Curve]) -> list[Point]:
             for name, number in point.sums.items():
                 sums[name] = sums.get(name, 0) + number
     return [Point(start, merged[start]) for start in sorted(merged)]
-
-
-class RunStore:
-    """Reads what `DeliveryStore.fill` counts. Every method may raise `StoreUnavailable`."""
-
-    def __init__(self, connection: StoreConnection) -> None:
-        self._redis = connection
-
-    async def load(self, axis: Axis) -> list[Curve]:
-        """All curves of the axis, by policy and label."""
-        named = await self._redis.execute("HKEYS", RUN_CURVES)
-        names = sorted(name for name in (each.decode() for each in named) if name.startswith(f"{axis}="))
-        if not names:
-            return []
-        starts = [unpack(packed or b"\x90", list[int]) for packed in await self._redis.execute("HMGET", RUN_CURVES, *names)]
-        fields = [f"{start}={name}" for name, each in zip(names, starts, strict=True) for start in each]
-        cells: dict[str, bytes] = {}
-        for first in range(0, len(fields), READ_AT_ONCE):
-            part = fields[first : first + READ_AT_ONCE]
-            cells |= zip(part, await self._redis.execute("HMGET", RUN_CELLS, *part), strict=True)
-        return [
-            Curve(*name.split("=", 2)[1:], [Point(at, _sums(cells[f"{at}={name}"])) for at in each])
-            for name, each in zip(names, starts, strict=True)
-        ]
-
-
-def _sums(packed: bytes | None) -> dict[str, float]:
-    """A cell may have been dropped since its curve was read."""
-    return unpack(packed, dict[str, float]) if packed else {}

@@ -48,7 +48,9 @@ def rows(heading: str) -> list[list[str]]:
     """The cells of the tables under `## heading`."""
     section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     lines = [
-        line for line in section.splitlines() if line.startswith("|") and not line.startswith(("|---", "| name", "| label"))
+        line
+        for line in section.splitlines()
+        if line.startswith("|") and not line.startswith(("|---", "| name |", "| label | values"))
     ]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 

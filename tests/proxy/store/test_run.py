@@ -39,7 +39,7 @@ async def fill(
 
 
 async def sums(store: Store, axis: Axis = "all") -> dict[int, dict[str, float]]:
-    return {point.start: {k: v for k, v in point.sums.items() if v} for point in merge(await store.run.load(axis))}
+    return {point.start: {k: v for k, v in point.sums.items() if v} for point in merge(await store.delivery.load_curves(axis))}
 
 
 async def test_a_session_counts_on_every_axis(store: Store) -> None:
@@ -67,10 +67,10 @@ async def test_a_member_filled_again_counts_once_and_with_its_last_reward(store:
     """A close is repeated by its client and by the sweep after a crash; a reward may be corrected until the group is leased."""
     for _ in range(3):
         await fill(store, "a", outcome(0.0, 3), group="g", size=2)
-    (point,) = merge(await store.run.load("version"))
+    (point,) = merge(await store.delivery.load_curves("version"))
     assert (point.rollouts, point.reward, point.solved) == (1, 0.0, 0.0)
     await fill(store, "a", outcome(1.0, 3), group="g", size=2)
-    (point,) = merge(await store.run.load("version"))
+    (point,) = merge(await store.delivery.load_curves("version"))
     assert (point.rollouts, point.reward, point.solved, point.quantile(0.5)) == (1, 1.0, 1.0, 1.0)
 
 
@@ -100,12 +100,12 @@ async def test_a_decided_group_says_whether_its_rewards_are_equal(store: Store) 
         size = 3 if group == "open" else len(rewards)
         for number, reward in enumerate(rewards):
             await fill(store, f"{group}-{number}", outcome(reward), group=group, size=size)
-    (point,) = merge(await store.run.load("all"))
+    (point,) = merge(await store.delivery.load_curves("all"))
     assert (point.count("groups"), point.count("equal_groups"), point.equal_groups) == (2, 1, 0.5)
     # A corrected reward changes the verdict on its group, and a group is judged once however often it is filled.
     await fill(store, "same-0", outcome(0.0), group="same", size=2)
     await fill(store, "mixed-0", outcome(1.0), group="mixed", size=2)
-    (point,) = merge(await store.run.load("all"))
+    (point,) = merge(await store.delivery.load_curves("all"))
     assert (point.count("groups"), point.count("equal_groups")) == (2, 0)
 
 
@@ -120,20 +120,20 @@ async def test_a_group_that_is_given_up_incomplete_is_judged(store: Store) -> No
 async def test_policies_and_labels_have_curves_of_their_own(store: Store) -> None:
     await fill(store, "a", outcome(1.0, 7, label="math"), outcome(1.0, 2, policy="judge", label="math", calls=1))
     await fill(store, "b", outcome(0.0, 7, label="a=b|c"))
-    found = {(curve.policy, curve.label): curve.points for curve in await store.run.load("version")}
+    found = {(curve.policy, curve.label): curve.points for curve in await store.delivery.load_curves("version")}
     assert {name: [(p.start, p.rollouts, p.count("calls")) for p in points] for name, points in found.items()} == {
         ("", "math"): [(7, 1, 3)],
         ("judge", "math"): [(2, 1, 1)],
         ("", "a=b|c"): [(7, 1, 3)],
     }
-    both = merge(curve for curve in await store.run.load("version") if not curve.policy)
+    both = merge(curve for curve in await store.delivery.load_curves("version") if not curve.policy)
     assert [(point.start, point.rollouts, point.reward) for point in both] == [(7, 2, 0.5)]
 
 
 async def test_a_session_without_calls_or_reward_counts_over_time_alone(store: Store) -> None:
     await fill(store, "a", outcome(None, None, status="failed", calls=0, sampled_tokens=0))
-    assert await store.run.load("version") == []
-    (point,) = merge(await store.run.load("minute"))
+    assert await store.delivery.load_curves("version") == []
+    (point,) = merge(await store.delivery.load_curves("minute"))
     assert (point.rollouts, point.failed, point.reward, point.quantile(0.5), point.staleness) == (1, 1.0, None, None, None)
 
 
@@ -142,8 +142,8 @@ async def test_a_curve_keeps_its_newest_cells_and_loses_nothing_of_the_whole(sto
     order = [*range(20, 530), *range(20)]
     for version in order:
         await fill(store, f"s{version}", outcome(1.0, version))
-    assert [point.start for point in merge(await store.run.load("version"))] == list(range(30, 530))
-    assert [(p.start, p.rollouts) for p in merge(await store.run.load("versions"))] == [
+    assert [point.start for point in merge(await store.delivery.load_curves("version"))] == list(range(30, 530))
+    assert [(p.start, p.rollouts) for p in merge(await store.delivery.load_curves("versions"))] == [
         (start, 20 if start < 520 else 10) for start in range(0, 530, 20)
     ]
     assert (await sums(store))[0]["rollouts"] == len(order)
@@ -156,14 +156,14 @@ async def test_a_curve_keeps_its_newest_cells_and_loses_nothing_of_the_whole(sto
 async def test_labels_without_number_share_one(store: Store) -> None:
     for number in range(60):
         await fill(store, f"s{number}", outcome(label=f"label {number}"))
-    curves = await store.run.load("all")
+    curves = await store.delivery.load_curves("all")
     assert len(curves) < 40 and await store.connection.execute("HLEN", "vb:{delivery}:curves") < 192 + 12
     others = next(curve for curve in curves if curve.label == "(other)")
     assert sum(point.rollouts for curve in curves for point in curve.points) == 60
     before = others.points[0].rollouts
     # One of those counted there is taken back there.
     await fill(store, "s59", outcome(0.0, label="label 59"))
-    (others,) = [curve for curve in await store.run.load("all") if curve.label == "(other)"]
+    (others,) = [curve for curve in await store.delivery.load_curves("all") if curve.label == "(other)"]
     assert (others.points[0].rollouts, others.points[0].count("solved")) == (before, before - 1)
 
 
@@ -179,7 +179,10 @@ async def test_the_sums_are_those_of_the_sessions_whatever_is_repeated_at_once(s
     rewards = [(name, chance.choice((0.0, 0.25, 1.0))) for name in made for _ in range(3)]
     chance.shuffle(rewards)
     await asyncio.gather(
-        *(fill(store, name, replace(made[name], reward=reward, solved=reward >= 1), group=place[name], size=4) for name, reward in rewards)
+        *(
+            fill(store, name, replace(made[name], reward=reward, solved=reward >= 1), group=place[name], size=4)
+            for name, reward in rewards
+        )
     )
     for name, each in made.items():
         await fill(store, name, each, group=place[name], size=4)

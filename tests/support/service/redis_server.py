@@ -23,7 +23,6 @@ import redis
 
 from proxy.store.connection import StoreConnection
 from proxy.store.delivery import DeliveryStore
-from proxy.store.run import RunStore
 from proxy.store.embedded import redis_server_binary
 from proxy.store.service import PeerStore, WeightStore
 from proxy.store.sessions import SessionStore
@@ -286,7 +285,6 @@ class Store:
     connection: StoreConnection
     sessions: SessionStore
     delivery: DeliveryStore
-    run: RunStore
     weights: WeightStore
     peers: PeerStore
 
@@ -294,7 +292,7 @@ class Store:
     def at(cls, url: str, **options: float) -> Store:
         connection = StoreConnection(url, **options)  # type: ignore[arg-type]
         sessions, delivery = SessionStore(connection), DeliveryStore(connection)
-        return cls(connection, sessions, delivery, RunStore(connection), WeightStore(connection), PeerStore(connection))
+        return cls(connection, sessions, delivery, WeightStore(connection), PeerStore(connection))
 
 
 @pytest.fixture

@@ -1,0 +1,175 @@
+"""The numbers of the run over HTTP: rewards and what goes wrong, over weight versions or over time, as JSON or CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Response
+
+from proxy.api.requests import Body, Served, json_response, require_trainer
+from proxy.services import Services
+from proxy.store.run import OVER_TIME, WIDTHS, Axis, Curve, Point, merge
+
+router = APIRouter(tags=["run"], dependencies=[Depends(require_trainer)], default_response_class=Response)
+
+POINT: dict[str, Any] = {
+    "policy": "",
+    "label": None,
+    "start": 12,
+    "rollouts": 64,
+    "rewarded": 62,
+    "reward": 0.41,
+    "reward_p10": 0.0,
+    "reward_p50": 0.33,
+    "reward_p90": 1.0,
+    "solved": 0.25,
+    "truncated": 0.03,
+    "timed_out": 0.0,
+    "failed": 0.03,
+    "invalid_tool_calls": 0.004,
+    "groups": 8,
+    "equal_groups": 0.125,
+    "sampled_tokens": 4210.5,
+    "calls": 17.2,
+    "seconds": 311.0,
+    "staleness": 0.6,
+    "rollouts_per_hour": None,
+    "tokens_per_second": None,
+}
+
+
+class PointShape(Body):
+    policy: str
+    label: str | None
+    """None: all labels together."""
+    start: int
+    """A weight version, or epoch seconds: where the point's interval begins."""
+    rollouts: int
+    """Closed sessions that a trainer could get."""
+    rewarded: int
+    reward: float | None
+    """The mean."""
+    reward_p10: float | None
+    """Quantiles are of rewards rounded to two digits."""
+    reward_p50: float | None
+    reward_p90: float | None
+    solved: float | None
+    """Share of the rewarded whose reward is at least `solved_reward`."""
+    truncated: float | None
+    """Share of rollouts with a trained row whose last reply was cut short."""
+    timed_out: float | None
+    failed: float | None
+    """Share of failed and cancelled rollouts."""
+    invalid_tool_calls: float | None
+    """Share of calls whose reply has a tool call that cannot be parsed."""
+    groups: int
+    """Decided groups of two or more."""
+    equal_groups: float | None
+    """Share of them whose rewards are all equal."""
+    sampled_tokens: float | None
+    """Per rollout, as calls and seconds are."""
+    calls: float | None
+    seconds: float | None
+    staleness: float | None
+    """Weight versions between a rollout's oldest token and its end, on average."""
+    rollouts_per_hour: float | None
+    """Over time only."""
+    tokens_per_second: float | None
+
+
+class RunShape(Body, json_schema_extra={"example": {"axis": "version", "width": 1, "now": 1767225600.0, "points": [POINT]}}):
+    axis: Axis
+    width: int
+    """Of a point's interval, in weight versions or seconds; 0: everything."""
+    now: float
+    points: list[PointShape]
+
+
+AxisQuery = Annotated[
+    Axis,
+    Query(
+        description="What a point is: `version` (one weight version), `versions` (20), `minute`, `quarter` (of an hour), `hours` (six), "
+        "or `all` (everything so far). Of each the newest are kept."
+    ),
+]
+ByLabel = Annotated[bool, Query(description="A point per label instead of one for all labels together.")]
+
+
+@router.get(
+    "/run",
+    responses={200: {"model": RunShape, "content": {"text/csv": {}}, "description": "the points, by policy, label and start"}},
+)
+async def get_run(
+    services: Served,
+    axis: AxisQuery = "version",
+    by_label: ByLabel = False,
+    form: Annotated[Literal["json", "csv"], Query(alias="format", description="Of the answer.")] = "json",
+) -> Response:
+    """Sums of all closed sessions, kept beyond the sessions themselves. Sessions that are not trained are not counted."""
+    return await answer_run(services, axis, form, by_label=by_label)
+
+
+async def answer_run(services: Services, axis: Axis, form: str, *, by_label: bool) -> Response:
+    now, curves = await services.clock.now(), await services.delivery.load_curves(axis)
+    wire = [
+        point_as_wire(axis, curve, point, now)
+        for curve in (curves if by_label else merge_labels(curves))
+        for point in curve.points
+    ]
+    for point in wire if not by_label else ():
+        point["label"] = None
+    if form == "csv":
+        return Response(_write_csv(wire), media_type="text/csv; charset=utf-8")
+    return json_response({"axis": axis, "width": WIDTHS[axis], "now": now, "points": wire})
+
+
+async def load_last_hour(services: Services) -> list[Curve]:
+    """The quarters of an hour that begin within the last one."""
+    earliest = await services.clock.now() - 3600
+    curves = await services.delivery.load_curves("quarter", newest=4)
+    return [Curve(each.policy, each.label, [point for point in each.points if point.start > earliest]) for each in curves]
+
+
+def merge_labels(curves: Sequence[Curve]) -> list[Curve]:
+    """One curve per policy, the default one first."""
+    policies = sorted({curve.policy for curve in curves})
+    return [Curve(policy, "", merge(each for each in curves if each.policy == policy)) for policy in policies]
+
+
+def point_as_wire(axis: Axis, curve: Curve, point: Point, now: float) -> dict[str, Any]:
+    # The newest interval is not over yet.
+    elapsed = min(WIDTHS[axis], now - point.start) if axis in OVER_TIME else 0
+    return {
+        "policy": curve.policy,
+        "label": curve.label,
+        "start": point.start,
+        "rollouts": point.rollouts,
+        "rewarded": int(point.count("rewarded")),
+        "reward": point.reward,
+        **{f"reward_p{percent}": point.quantile(percent / 100) for percent in (10, 50, 90)},
+        "solved": point.solved,
+        "truncated": point.truncated,
+        "timed_out": point.timed_out,
+        "failed": point.failed,
+        "invalid_tool_calls": point.invalid_tool_calls,
+        "groups": int(point.count("groups")),
+        "equal_groups": point.equal_groups,
+        "sampled_tokens": point.tokens,
+        "calls": point.calls,
+        "seconds": point.seconds,
+        "staleness": point.staleness,
+        "rollouts_per_hour": point.rollouts * 3600 / elapsed if elapsed > 0 else None,
+        "tokens_per_second": point.count("sampled_tokens") / elapsed if elapsed > 0 else None,
+    }
+
+
+def _write_csv(points: Iterable[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(POINT), lineterminator="\n")
+    writer.writeheader()
+    for point in points:
+        writer.writerow(point)
+    return text.getvalue()
