@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
+from typing import Any
 
 import httpx
 
 from cli.rollout_store import RolloutConnection
+from proxy import errors
 from proxy.api.requests import JsonBody, require_admin, require_node
 from proxy.app import Addition
 from proxy.auth import tokens_in
 from proxy.call.http import Application
+from proxy.errors import NotFound
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.connection import StoreConnection
@@ -23,11 +26,12 @@ from rollout.evaluators import catalogue as evaluators
 from rollout.metrics import RolloutNumbers
 from rollout.runtimes import catalogue as runtimes
 from rollout.sessions import Sessions
+from rollout.store.base import NoSuchTask, StoreUnavailable
 from rollout.store.tasks import TaskStore
 from rollout.store.work import WorkStore
 from rollout.sweeper import Callbacks, RolloutSettings, Sweeper
 from rollout.task import TaskBody
-from rollout.task_body import Known
+from rollout.task_body import Known, render_rollout, render_summary, render_task
 
 KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.names, evaluators.load)
 OWN_URL = "http://127.0.0.1"
@@ -50,7 +54,7 @@ def add_rollouts(known: Known, services: Services, control: Application) -> Addi
     )
     numbers = RolloutNumbers(store)
     services.metrics.registry.register(numbers)
-    return Addition(router, partial(_run, settings, connection, store, numbers, control))
+    return Addition(router, partial(_run, settings, connection, store, numbers, control), ShownTasks(store))
 
 
 @contextlib.asynccontextmanager
@@ -70,6 +74,39 @@ async def _run(
         await callbacks.close()
         await sessions.close()
         await connection.close()
+
+
+class ShownTasks:
+    """The tasks as the service's pages show them (`proxy.ui.shown.Tasks`)."""
+
+    def __init__(self, store: TaskStore) -> None:
+        self._store = store
+
+    async def list_tasks(
+        self, *, status: str | None, limit: int, cursor: str | None
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        with _translate_errors():
+            states, following = await self._store.list_tasks(status=status, limit=limit, cursor=cursor)
+            return [render_summary(state) for state in states], following
+
+    async def load_task(self, task_id: str) -> dict[str, Any]:
+        with _translate_errors():
+            return render_task(await self._store.load(task_id))
+
+    async def load_rollouts(self, task_id: str) -> list[dict[str, Any]]:
+        with _translate_errors():
+            return [render_rollout(state) for state in await self._store.load_rollouts(task_id)]
+
+
+@contextlib.contextmanager
+def _translate_errors() -> Iterator[None]:
+    """Raise the rollout package's errors as the service's."""
+    try:
+        yield
+    except NoSuchTask as error:
+        raise NotFound(str(error)) from error
+    except StoreUnavailable as error:
+        raise errors.StoreUnavailable(str(error)) from error
 
 
 def read_admin_token(settings: Settings) -> str:

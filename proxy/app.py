@@ -42,17 +42,18 @@ from proxy.store.delivery import DeliveryStore
 from proxy.store.service import EngineStore, PeerStore, RedisClock, RetentionStore, WeightStore
 from proxy.store.sessions import SessionStore
 from proxy.ui.router import ui_router
-from proxy.ui.shown import Ui
+from proxy.ui.shown import Tasks, Ui
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What another package adds to the app: control routes, and a context that is open while the app runs."""
+    """What another package adds to the app: control routes, a context that is open while the app runs, and tasks to show."""
 
     router: APIRouter
     running: Callable[[], AbstractAsyncContextManager[None]]
+    tasks: Tasks | None = None
 
 
 Adding = Callable[[Services, Application], Addition]
@@ -69,7 +70,7 @@ def create_app(settings: Settings, *adding: Adding) -> Harness:
     additions = [add(services, control) for add in adding]
     control.router.lifespan_context = lambda _: _lifespan(services, store, harness, additions)
     control.state.services = services
-    control.state.ui = Ui(services)
+    control.state.ui = Ui(services, next((addition.tasks for addition in additions if addition.tasks), None))
     install_error_handlers(control)
     for router in (build_control_router(), ui_router(), *(addition.router for addition in additions)):
         # include_router would build every route a second time, which takes half of the time to create the app.

@@ -194,6 +194,7 @@ async def _build_member(services: Services, state: SessionState) -> tuple[Member
     except ReconstructError as error:
         log.error("session %s has no usable trajectories: %s", session_id, error)
         return Member(session_id, False, state.reward, 0, 0, complete=False), [_describe_end(services, state)]
+    await services.sessions.note_sampled(session_id, built.accounting.sampled_tokens)
     by_policy = _count_by_policy(built.rows)
     usable = (
         state.status in RUN_ENDED and state.reward is not None and bool(by_policy) and _keeps_enough(services, state, built)

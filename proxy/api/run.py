@@ -140,8 +140,7 @@ def merge_labels(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def point_as_wire(axis: Axis, curve: Curve, point: Point, now: float) -> dict[str, Any]:
-    # The newest interval is not over yet.
-    elapsed = min(WIDTHS[axis], now - point.start) if axis in OVER_TIME else 0
+    elapsed = measure_elapsed(axis, point.start, now, WIDTHS[axis])
     return {
         "policy": curve.policy,
         "label": curve.label,
@@ -164,6 +163,11 @@ def point_as_wire(axis: Axis, curve: Curve, point: Point, now: float) -> dict[st
         "rollouts_per_hour": point.rollouts * 3600 / elapsed if elapsed > 0 else None,
         "tokens_per_second": point.count("sampled_tokens") / elapsed if elapsed > 0 else None,
     }
+
+
+def measure_elapsed(axis: Axis, start: int, now: float, width: int) -> float:
+    """Seconds of an interval so far: the newest one is not over yet. 0 where the axis is not time."""
+    return max(0.0, min(width, now - start)) if axis in OVER_TIME else 0.0
 
 
 def _write_csv(points: Iterable[dict[str, Any]]) -> str:

@@ -334,10 +334,11 @@ class DeliveryStore:
         for first in range(0, len(fields), CELLS_AT_ONCE):
             part = fields[first : first + CELLS_AT_ONCE]
             cells |= zip(part, await self._redis.execute("HMGET", RUN_CELLS, *part), strict=True)
-        return [
-            Curve(*name.split("=", 2)[1:], [Point(at, _parse_cell(cells[f"{at}={name}"])) for at in each])
-            for name, each in zip(names, starts, strict=True)
-        ]
+        found = []
+        for name, each in zip(names, starts, strict=True):
+            _, policy, label = name.split("=", 2)
+            found.append(Curve(policy, label, [Point(at, _parse_cell(cells[f"{at}={name}"])) for at in each]))
+        return found
 
     async def _run(self, script: str, *args: Argument, durable: bool = False) -> Any:
         return await self._redis.run(Script.read(script, *PRELUDES), DELIVERY, args, durable=durable, patient=True)

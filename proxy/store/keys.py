@@ -3,7 +3,7 @@
 One session, all in the slot of `{s:<session_id>}`, until the session is deleted:
 
     vb:{s:<id>}:state      hash    info (msgpack), status, reward, per_call, per_branch, reward_metadata, error, closed_at,
-                                   updated_at, leased, bytes (of the calls' arrays and texts, uncompressed)
+                                   updated_at, leased, bytes (of the calls' arrays and texts, uncompressed), sampled_tokens
     vb:{s:<id>}:calls      list    record bytes in commit order; append-only
     vb:{s:<id>}:index      hash    call_id -> digest of its record: makes a repeated commit a no-op and detects a conflicting one
     vb:{s:<id>}:intents    hash    call_id -> Intent (msgpack), which names its process; the commit removes it, a crash leaves it dangling

@@ -77,6 +77,8 @@ class SessionState:
     updated_at: float = 0.0
     unserved: Unserved | None = None
     """The last unserved call, which may have no record."""
+    sampled_tokens: int | None = None
+    """Known once the session is closed and ready for its group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,10 @@ class SessionStore:
     async def note_unserved(self, session_id: str, unserved: Unserved) -> None:
         """No-op when the session is closed or has a later one."""
         await self._run("note_unserved", _state_and_calls(session_id), (repr(unserved.at), pack_versioned(unserved)))
+
+    async def note_sampled(self, session_id: str, tokens: int) -> None:
+        """Notes with a closed session how many tokens were sampled in it."""
+        await self._run("note_sampled", _state_and_calls(session_id), (tokens,))
 
     async def disown(self, running: Container[str]) -> None:
         """Settles the intents of this process whose calls are not `running` any more, for when the store was away as they ended: drops
@@ -427,6 +433,7 @@ def _parse_state(snapshot: Any) -> SessionState | None:
         closed_at=None if closed_at is None else float(closed_at),
         updated_at=float(fields[b"updated_at"]),
         unserved=unpack_versioned(fields[b"unserved"], Unserved) if b"unserved" in fields else None,
+        sampled_tokens=int(fields[b"sampled_tokens"]) if b"sampled_tokens" in fields else None,
     )
 
 

@@ -34,7 +34,7 @@ HEADERS = {
     "cache-control": "no-store",
 }
 SCRIPTS = ("theme.js", "app.js", "tokens.js")
-STATIC = {"app.css": "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
+STATIC = {"app.css": "text/css", "run.css": "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
 
 DIRECTION_MARKS = {code: f"\\u{code:04x}" for code in (0x200E, 0x200F, 0x61C, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 """Characters that reverse the direction of text, made visible."""
@@ -89,9 +89,8 @@ def _finalize(value: Any) -> Any:
 
 def page(request: Request, name: str, status: int = 200, **shown: Any) -> Response:
     """A response with the rendered template."""
-    text = (
-        templates().get_template(name).render(home=home_of(request), version=static_version(), path=request.url.path, **shown)
-    )
+    told = {"home": home_of(request), "version": static_version(), "path": request.url.path}
+    text = templates().get_template(name).render(has_tasks=request.app.state.ui.tasks is not None, **told, **shown)
     # "replace": a message may contain half a character.
     return Response(text.encode("utf-8", "replace"), status, media_type="text/html; charset=utf-8", headers=HEADERS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Request
 
@@ -11,10 +11,27 @@ from proxy.ui.session_view import SessionViews
 from proxy.ui.tokens import TokenTexts
 
 
+class Tasks(Protocol):
+    """Reads the tasks of a service that has them, as `GET /tasks` and the routes below it give them; their package is another one. Every
+    method may raise `StoreUnavailable`."""
+
+    async def list_tasks(
+        self, *, status: str | None, limit: int, cursor: str | None
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        """A page, newest first, and the cursor of the next one or None."""
+
+    async def load_task(self, task_id: str) -> dict[str, Any]:
+        """Raises `NotFound`."""
+
+    async def load_rollouts(self, task_id: str) -> list[dict[str, Any]]:
+        """In the order of their indexes. Raises `NotFound`."""
+
+
 class Ui:
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, tasks: Tasks | None = None) -> None:
         self.services = services
         self.views = SessionViews(services)
+        self.tasks = tasks
         self.texts = TokenTexts(services.pool)
 
 

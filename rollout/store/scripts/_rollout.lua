@@ -106,11 +106,11 @@ local function leave_queue(task, index)
   drop_entry(place[1], place[2])
 end
 
--- Removes what the finished attempt reported.
+-- Removes what the finished attempt reported. When it was queued stays, for how long the next one has waited.
 local function forget_attempt(key)
   for _, field in ipairs(redis.call('HKEYS', key)) do
     local mark = string.sub(field, 1, 2)
-    if mark == 't:' or mark == 'f:' then
+    if (mark == 't:' and field ~= 't:queued') or mark == 'f:' then
       redis.call('HDEL', key, field)
     end
   end

@@ -40,7 +40,7 @@ async def test_a_rollout_goes_from_the_queue_to_its_end(stores: Stores) -> None:
     assert (state.status, state.verdict, state.session_id, state.exit_code) == ("completed", WELL, "t.0.1", 0)
     assert (state.calls, state.logs) == (3, "a:/logs/t.0.1")
     reached = ["preparing", "ready", "running", "evaluating", "concluding", "completed"]
-    assert sorted(state.times, key=lambda status: state.times[status]) == reached
+    assert sorted(state.times, key=lambda status: state.times[status]) == ["queued", *reached]
     task = await stores.tasks.load("t")
     assert (task.status, dict(task.counts.by_status), task.counts.usable) == ("completed", {"completed": 1}, 1)
     assert task.ended_at is not None and task.callback is not None and task.callback.next_try_at is not None
