@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 from collections.abc import Iterable, Sequence
@@ -113,17 +114,18 @@ async def get_run(
 
 
 async def answer_run(services: Services, axis: Axis, form: str, *, by_label: bool) -> Response:
+    """All curves of the axis, or those of each policy's labels together."""
     now, curves = await services.clock.now(), await services.delivery.load_curves(axis)
-    wire = [
-        point_as_wire(axis, curve, point, now)
-        for curve in (curves if by_label else merge_labels(curves))
-        for point in curve.points
-    ]
-    for point in wire if not by_label else ():
-        point["label"] = None
+    content = await asyncio.to_thread(_write_points, axis, curves, now, by_label=by_label)
     if form == "csv":
-        return Response(_write_csv(wire), media_type="text/csv; charset=utf-8")
-    return json_response({"axis": axis, "width": WIDTHS[axis], "now": now, "points": wire})
+        return Response(_write_csv(content), media_type="text/csv; charset=utf-8")
+    return json_response({"axis": axis, "width": WIDTHS[axis], "now": now, "points": content})
+
+
+def _write_points(axis: Axis, curves: Sequence[Curve], now: float, *, by_label: bool) -> list[dict[str, Any]]:
+    shown = curves if by_label else merge_labels(curves)
+    none: dict[str, Any] = {} if by_label else {"label": None}
+    return [point_as_wire(axis, curve, point, now) | none for curve in shown for point in curve.points]
 
 
 async def load_last_hour(services: Services) -> list[Curve]:

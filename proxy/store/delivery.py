@@ -334,11 +334,7 @@ class DeliveryStore:
         for first in range(0, len(fields), CELLS_AT_ONCE):
             part = fields[first : first + CELLS_AT_ONCE]
             cells |= zip(part, await self._redis.execute("HMGET", RUN_CELLS, *part), strict=True)
-        found = []
-        for name, each in zip(names, starts, strict=True):
-            _, policy, label = name.split("=", 2)
-            found.append(Curve(policy, label, [Point(at, _parse_cell(cells[f"{at}={name}"])) for at in each]))
-        return found
+        return await asyncio.to_thread(_parse_curves, names, starts, cells)
 
     async def _run(self, script: str, *args: Argument, durable: bool = False) -> Any:
         return await self._redis.run(Script.read(script, *PRELUDES), DELIVERY, args, durable=durable, patient=True)
@@ -451,6 +447,14 @@ def _refuse_ended(lease_id: str, status: str) -> NotFound | Conflict:
     if status == "missing":
         return NotFound(f"there is no lease {lease_id}")
     return Conflict(f"lease {lease_id} {ENDED[status]}")
+
+
+def _parse_curves(names: Sequence[str], starts: Sequence[Sequence[int]], cells: Mapping[str, bytes | None]) -> list[Curve]:
+    found = []
+    for name, each in zip(names, starts, strict=True):
+        _, policy, label = name.split("=", 2)
+        found.append(Curve(policy, label, [Point(at, _parse_cell(cells[f"{at}={name}"])) for at in each]))
+    return found
 
 
 def _parse_cell(packed: bytes | None) -> dict[str, float]:

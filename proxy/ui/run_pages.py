@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
@@ -47,10 +48,8 @@ async def run(request: Request, ui: Shown, axis: Axis = "version", policy: Text 
     every, totals = await delivery.load_curves(axis), await delivery.load_curves("all")
     policies = sorted({curve.policy for curve in totals})
     policy = policy if policy in policies or not policies else policies[0]
-    of_policy = [curve for curve in every if curve.policy == policy]
-    points = merge(curve for curve in of_policy if label in (ALL, curve.label))
-    whole = merge(curve for curve in totals if curve.policy == policy and label in (ALL, curve.label))
-    drawn, width = thin(points, WIDTHS[axis], MOST_POINTS)
+    every, totals = ([curve for curve in curves if curve.policy == policy] for curves in (every, totals))
+    shown = await asyncio.to_thread(describe_run, axis, every, totals, label, now)
     return page(
         request,
         "run.html",
@@ -59,15 +58,23 @@ async def run(request: Request, ui: Shown, axis: Axis = "version", policy: Text 
         policies=policies,
         policy=policy,
         label=label,
-        labels=describe_labels(axis, of_policy, [curve for curve in totals if curve.policy == policy]),
-        whole=whole[0] if whole else Point(0),
-        trend=measure_trend(points),
-        charts=draw_charts(axis, drawn, width, now),
-        points=drawn[: -NUMBERS_SHOWN - 1 : -1],
-        tell_start=lambda point: tell_start(axis, point.start),
         tell=tell,
         live=True,
+        **shown,
     )
+
+
+def describe_run(axis: Axis, curves: Sequence[Curve], totals: Sequence[Curve], label: str, now: float) -> dict[str, Any]:
+    """What the page shows of one policy's curves; `label` ALL: of all of them together."""
+    points = merge(curve for curve in curves if label in (ALL, curve.label))
+    drawn, width = thin(points, WIDTHS[axis], MOST_POINTS)
+    return {
+        "labels": describe_labels(axis, curves, totals),
+        "whole": add_up([point for curve in totals if label in (ALL, curve.label) for point in curve.points]),
+        "trend": measure_trend(points),
+        "charts": draw_charts(axis, drawn, width, now),
+        "newest": [(tell_start(axis, point.start), point) for point in drawn[: -NUMBERS_SHOWN - 1 : -1]],
+    }
 
 
 async def run_file(ui: Shown, name: str, axis: Axis = "version", by_label: bool = True) -> Response:

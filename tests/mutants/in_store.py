@@ -8,6 +8,7 @@ _SESSIONS = "tests/proxy/store/test_sessions.py"
 _DELIVERY = "tests/proxy/store/test_delivery.py"
 _RULES = "tests/proxy/store/test_delivery_rules.py"
 _WEIGHTS = "tests/proxy/store/test_weights.py"
+_RUN = "tests/proxy/store/test_run.py"
 _RETENTION = (
     "tests/proxy/archive/test_retention.py -k 'may_still or nobody_waits or until_it_is_old or old_sessions or what_holds'"
 )
@@ -220,6 +221,31 @@ FAULTS = (
         "                if excess <= 0 and state.closed_at >= closed_before:\n                    continue\n",
         "",
         _RETENTION,
+    ),
+    # The numbers of the run
+    Fault(
+        "A session whose close is repeated counts twice in the numbers of the run.",
+        "  uncount_session(session_id)\n  for _, entry in ipairs(entries) do\n",
+        "  for _, entry in ipairs(entries) do\n",
+        _RUN,
+    ),
+    Fault(
+        "A group counts once more whenever one of its members is filled again.",
+        "  for _, entry in ipairs(group.judged or {}) do\n    count_entry(entry, -1)\n  end\n",
+        "",
+        _RUN,
+    ),
+    Fault(
+        "A full curve forgets its newest cell instead of its oldest.",
+        "table.remove(starts, 1)",
+        "table.remove(starts)",
+        _RUN,
+    ),
+    Fault(
+        "A session filled again after it was deleted counts twice in the numbers of the run.",
+        "if ARGV[5] == '1' then\n  uncount_session(session_id)\nelse\n",
+        "if ARGV[5] ~= '' then\n",
+        _RUN,
     ),
     # Archives
     Fault(

@@ -79,6 +79,7 @@ def test_tasks_are_listed_and_filtered(service: RunningService) -> None:
     assert re.findall(r'data-item href="/ui/tasks/(.*?)"', page(service, "/ui/tasks")) == ["later", TASK]
     assert re.findall(r'data-item href="/ui/tasks/(.*?)"', page(service, "/ui/tasks?status=running")) == [TASK]
     assert "No task is cancelled." in page(service, "/ui/tasks?status=cancelled")
+    assert f'<a href="/ui/tasks/{TASK}">' in page(service, "/ui")
     missing = service.request("GET", "/ui/tasks/nowhere")
     assert missing.status_code == 404 and "there is no task nowhere" in missing.text
 

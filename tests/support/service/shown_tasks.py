@@ -51,7 +51,7 @@ async def _play(service: RunningService, engine: ScriptedEngine, began: float) -
             group_id=TASK,
             group_size=6,
             task_id=TASK,
-            metadata={"label": "code"},
+            metadata={"label": "code", "rollout": number, "harness": "pi"},
         )
         engine.say(engine.family.speak(f"It is {'IV' if number == 0 else 'IIII'}."))
         await asyncio.to_thread(session.ask, [{"role": "user", "content": "Mend roman.py."}])
