@@ -39,8 +39,8 @@ def main() -> None:
             break
         failed += [name] if code else []
         print(f"== {name}: {'failed' if code else 'done'} after {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
-    if not options.quick and options.out is None:
-        tables.write()
+    if not options.quick and options.out is None and (why := tables.write()):
+        print(tables.refusal(why), file=sys.stderr)
     if broken_off:
         print("== broken off; the results of the sections before are kept", file=sys.stderr)
         raise SystemExit(130)

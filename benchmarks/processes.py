@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from benchmarks import measured_code
 from benchmarks.cores import Side, described, pinned
 from proxy.store.embedded import redis_server_binary
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = measured_code.ROOT
 ADMIN = "admin-of-the-benchmark"
 END_SECONDS = 60
 """A process that was asked to end has so long for it."""
@@ -148,7 +149,7 @@ def _url_of(service: subprocess.Popen[str]) -> str:
 
 
 def machine(alone: bool = False) -> dict[str, Any]:
-    """What the figures were measured on; `alone`: what was measured had a core of its own."""
+    """What the figures were measured on, and which code; `alone`: what was measured had a core of its own."""
     model = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
@@ -160,6 +161,7 @@ def machine(alone: bool = False) -> dict[str, Any]:
         "pinned": described(alone),
         "cores_busy": _cores_busy(),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        **measured_code.describe_code(),
     }
 
 

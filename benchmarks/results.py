@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
 
+from benchmarks.measured_code import is_current
 from benchmarks.processes import ROOT, machine
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -128,6 +129,8 @@ def measure(name: str, run: Run, tables: Show, draw: Draw | None, *, quick: bool
     folder = out or (None if quick else RESULTS)
     result: Found = {}
     for found in (ran,) if isinstance(ran, dict) else ran:
+        if not is_current(described):
+            raise SystemExit(f"{name}: the code changed while it was measured; measure it again")
         result = {"machine": described | {"quick": quick, "seconds": round(time.monotonic() - began)}, **found}
         if folder is not None:
             _write(result, folder, name, draw)

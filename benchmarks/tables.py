@@ -4,6 +4,8 @@
 <!-- end of table -->
 
 python -m benchmarks.tables --write     without --write: only says whether they are
+
+Results of another commit are refused: their tables stay as they are, and the command says how to measure them again.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import argparse
 import importlib
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measured_code import is_current, name_commit
 from benchmarks.processes import ROOT
 from benchmarks.results import RESULTS, disturbed
 
@@ -40,9 +44,34 @@ def module(name: str) -> Any:
     return importlib.import_module(f"benchmarks.{name}")
 
 
-def written(text: str, results: Path = RESULTS) -> str:
-    """`text` with every marked table as its results have it."""
-    return _TABLE.sub(lambda found: f"{found[1]}{_table(results, found[2], found[3])}{found[4]}", text)
+def written(text: str, results: Path = RESULTS, keep: Collection[str] = ()) -> str:
+    """`text` with every marked table as its results have it, but for the sections to `keep`."""
+
+    def replaced(found: re.Match[str]) -> str:
+        return found[0] if found[2] in keep else f"{found[1]}{_table(results, found[2], found[3])}{found[4]}"
+
+    return _TABLE.sub(replaced, text)
+
+
+def outdated(texts: Collection[str], results: Path) -> dict[str, str]:
+    """Why, by section, for those whose results come from other code than that in the checkout."""
+    names = dict.fromkeys(found[2] for text in texts for found in _TABLE.finditer(text))
+    why = {}
+    for name in names:
+        path = results / f"{name}.json"
+        machine = json.loads(path.read_text())["machine"] if path.exists() else None
+        if machine is not None and not is_current(machine):
+            why[name] = f"{name} was measured at {name_commit(machine)} on {machine['at'][:10]}"
+    return why
+
+
+def refusal(why: dict[str, str]) -> str:
+    """What a person is told about outdated results, and what to run."""
+    sections = ",".join(name for name in why if name in MINUTES)
+    others = [f"python -m benchmarks.{name} --json benchmarks/results/{name}.json" for name in why if name not in MINUTES]
+    commands = [*([f"make bench ONLY={sections}"] if sections else []), *others]
+    lines = [*why.values(), "The code has changed since, so these tables are not written. Measure this code:", *commands]
+    return "\n  ".join(lines)
 
 
 def _table(results: Path, name: str, place: str | None) -> str:
@@ -59,27 +88,36 @@ def _table(results: Path, name: str, place: str | None) -> str:
 
 def _measured_on(name: str, machine: dict[str, Any]) -> str:
     where = f"{machine['cpu']}, {machine['cores']} cores, {machine.get('pinned', 'nothing pinned')}"
-    said = f"{where}; {machine['at'][:10]}"
+    commit = f", {name_commit(machine)}" if "commit" in machine else ""
+    said = f"{where}; {machine['at'][:10]}{commit}"
     warned = " **The machine was busy: trust the CPU seconds and the counts, not the clock.**" if disturbed(machine) else ""
     short = " A short run, only to see that it works." if machine.get("quick") else ""
     return f"<sub>`benchmarks/results/{name}.json`: {said}.{warned}{short}</sub>"
 
 
-def write() -> None:
-    for path in FILES:
-        path.write_text(written(path.read_text()))
+def write() -> dict[str, str]:
+    """Writes the tables whose results are of the code in the checkout; returns why the others were not written, by section."""
+    texts = {path: path.read_text() for path in FILES}
+    why = outdated(texts.values(), RESULTS)
+    for path, text in texts.items():
+        path.write_text(written(text, RESULTS, why))
         print(f"written: {path.relative_to(ROOT)}")
+    return why
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write what is not as the results have it")
     if parser.parse_args().write:
-        write()
-        return
-    old = [path.name for path in FILES if written(path.read_text()) != path.read_text()]
-    if old:
-        raise SystemExit(f"not what the results say: {', '.join(old)}: python -m benchmarks.tables --write")
+        why = write()
+    else:
+        texts = {path: path.read_text() for path in FILES}
+        old = [path.name for path, text in texts.items() if written(text) != text]
+        if old:
+            raise SystemExit(f"not what the results say: {', '.join(old)}: python -m benchmarks.tables --write")
+        why = outdated(texts.values(), RESULTS)
+    if why:
+        raise SystemExit(refusal(why))
 
 
 if __name__ == "__main__":
