@@ -49,8 +49,8 @@ def engine_alone(engine_url: str, folder: Path) -> Iterator[Proxy]:
 
 
 @contextmanager
-def passing_nginx(engine_url: str, folder: Path) -> Iterator[Proxy]:
-    with nginx.passing(engine_url, folder) as (process, url):
+def passing_nginx(engine_url: str, folder: Path, at_once: bool = False) -> Iterator[Proxy]:
+    with nginx.passing(engine_url, folder, at_once=at_once) as (process, url):
         yield Proxy("nginx", url, (Target(_CHAT, ""),), process)
 
 

@@ -18,7 +18,7 @@ MODEL = "policy"
 MARK = "@"
 WINDOW = 10_000_000
 _VOCABULARY = 150_000
-_WORD = "word "
+WORD = "word "
 _BYTES_PER_TOKEN = 4
 _TOKENS_PER_MESSAGE = 1_000
 
@@ -102,7 +102,7 @@ class _Answers:
             last = place == self._size.sampled - 1
             choice = {
                 "index": 0,
-                "delta": {"content": _WORD},
+                "delta": {"content": WORD},
                 "logprobs": {"content": [self._entry(place)]},
                 "finish_reason": "stop" if last else None,
                 "token_ids": [token],
@@ -144,14 +144,14 @@ class _Answers:
         return {"id": "chatcmpl-1", "object": kind, "created": 1_700_000_000, "model": MODEL}
 
     def _message(self) -> dict[str, Any]:
-        return {"role": "assistant", "content": _WORD * self._size.sampled, "reasoning": None, "tool_calls": []}
+        return {"role": "assistant", "content": WORD * self._size.sampled, "reasoning": None, "tool_calls": []}
 
     def _usage(self) -> dict[str, Any]:
         prompt, sampled = self._size.prompt, self._size.sampled
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def _entry(self, place: int) -> Mapping[str, Any]:
-        return {"token": _WORD, "logprob": self._logprobs[place], "bytes": list(_WORD.encode()), "top_logprobs": []}
+        return {"token": WORD, "logprob": self._logprobs[place], "bytes": list(WORD.encode()), "top_logprobs": []}
 
     def _short_entry(self, place: int) -> Mapping[str, Any]:
         return {"token_id": self._sampled[place], "logprob": self._logprobs[place], "rank": 1, "top_logprobs": []}

@@ -1,117 +1,265 @@
-"""What streaming costs: time to the first byte at one connection, and the CPU of the proxy for each streamed token.
+"""Streams as engines send them, and engines that refuse: what each contender adds, and what it asks of the engine.
 
     python -m benchmarks.streams [--quick]
 
-Before the static engine, which sends its whole stream at once, so that waiting is the proxy's own. Each round asks every contender
-once, in turn. CPU per token is the difference between long and short streams, which differ by so many tokens, under load;
-`whole` shows the same for calls that are not streamed. What a real vLLM's stream looks like through the service is in
-`benchmarks.first_byte`.
+The engine sends one event per token at a pace (`benchmarks.paced_engine`): an upstream that sends a whole stream at once hides what
+every event costs. All streams of a wave are asked for at the same instant, and each contender has its wave in turn, before the same
+engine. CPU per token is that of the time in which all streams flow; CPU per reply is everything. What a real vLLM's stream looks like
+through the service is in `benchmarks.first_byte`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+import http.client
+import itertools
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.calls import NAMES
-from benchmarks.contenders import CONTENDERS, Proxy, peer_versions
-from benchmarks.load import Body
-from benchmarks.processes import connection_to
+from benchmarks.contenders import CONTENDERS, Proxy, passing_nginx, peer_versions
+from benchmarks.load import Body, CallsFailed, load
+from benchmarks.paced_engine import REFUSALS, Behavior, Refusal, behave, counted, paced_engine
+from benchmarks.paced_load import Plan, Seen, open_streams
+from benchmarks.processes import connection_to, family_cpu_seconds
 from benchmarks.replies import Size
-from benchmarks.results import Grid, main, median_of, number, progress, rounded, spread
-from benchmarks.trials import measured, open_all, warm_all
+from benchmarks.results import Grid, main, number, progress, rounded
+from benchmarks.trials import wait_until_idle, warm
 
 NAMED = ("engine", "nginx", "verbatim", "verbatim-token", "rllm-sqlite", "litellm")
-SHORT, LONG = Size("short", 1_000, 128), Size("long", 1_000, 1_152)
-"""Of one prompt: what they differ by is what is sampled."""
-CONNECTIONS = 16
+OPENERS = CONTENDERS | {"nginx": partial(passing_nginx, at_once=True)}
+REFUSED = ("nginx", "verbatim", "verbatim-token", "rllm-sqlite")
+"""Without the LiteLLM proxy: it asks again after pauses, so the little time of a run says nothing about it."""
+OURS = ("verbatim", "verbatim-token")
+REFUSED_CONNECTIONS = 16
+_WARM = Behavior(prompt=1_000, sampled=4, pace_ms=5)
+_STEP = 100_000
+
+_firsts = itertools.count(step=_STEP)
 
 
-def run(quick: bool) -> dict[str, Any]:
-    rounds, seconds, loads = (5, 1, 1) if quick else (60, 2, 2)
-    found: dict[str, dict[str, Any]] = {name: {} for name in NAMED}
-    with progress() as bar:
-        task = bar.add_task("streams", total=2 * 2 * loads * len(NAMED) + rounds)
-        for size in (SHORT, LONG):
-            for stream in (True, False):
-                proxies = {name: CONTENDERS[name] for name in NAMED}
-                with open_all(size, stream, proxies) as opened:
-                    body = size.body(stream)
-                    bodies = dict.fromkeys(opened, body)
-                    warmed = warm_all(opened, bodies)
-                    if stream and size is SHORT:
-                        for name, times_ms in _first_bytes(opened, body, rounds, lambda: bar.advance(task)).items():
-                            found[name] |= times_ms
-                    cells = measured(opened, bodies, CONNECTIONS, seconds, loads, warmed, lambda: bar.advance(task))
-                    for name, cell in cells.items():
-                        found[name][f"{size.name}_{'streamed' if stream else 'whole'}"] = cell
-    for cell in found.values():
-        cell |= {f"cpu_us_per_token_{way}": _per_token(cell, way) for way in ("streamed", "whole")}
-    return {"peers": peer_versions(), "connections": CONNECTIONS, "contenders": found}
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """So many streams at once, of `sampled` tokens each, after a prompt of so many."""
+
+    streams: int
+    pace_ms: int
+    sampled: int
+    prompt: int
+    named: tuple[str, ...] = NAMED
+
+    @property
+    def title(self) -> str:
+        return f"{self.streams} streams at once, {self.sampled} tokens each {self.pace_ms} ms, after {self.prompt:,} tokens"
 
 
-def _first_bytes(
-    proxies: Mapping[str, Proxy], body: Body, rounds: int, advance: Callable[[], None]
-) -> dict[str, dict[str, Any]]:
-    first: dict[str, list[float]] = {name: [] for name in proxies}
-    last: dict[str, list[float]] = {name: [] for name in proxies}
-    for number_of_round in range(rounds):
-        for name, proxy in proxies.items():
-            begun, ended = _timed(proxy, body.numbered(number_of_round), number_of_round)
-            first[name].append(begun * 1000)
-            last[name].append(ended * 1000)
-        advance()
-    return {name: {"first_byte_ms": spread(first[name]), "last_byte_ms": spread(last[name])} for name in proxies}
+FULL = (
+    Wave(500, 100, 80, 1_000),
+    # More tokens per second than the slow peers can take.
+    Wave(500, 20, 250, 1_000, NAMED[:4]),
+    # For what is sent to the engine while a reply after a long prompt streams.
+    Wave(16, 20, 250, 32_000, NAMED[:4]),
+)
+QUICK = (Wave(20, 50, 20, 1_000), Wave(2, 20, 40, 32_000, NAMED[:4]))
 
 
-def _timed(proxy: Proxy, content: bytes, number_of_call: int) -> tuple[float, float]:
-    connection, target = connection_to(proxy.url), proxy.targets[number_of_call % len(proxy.targets)]
-    connection.connect()
+def run(quick: bool) -> Iterator[dict[str, Any]]:
+    waves, seconds = (QUICK, 1.0) if quick else (FULL, 2.0)
+    found: dict[str, Any] = {"peers": peer_versions(), "waves": [], "refusals": []}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verbatim-bench-", ignore_cleanup_errors=True)))
+        folder.chmod(0o755)
+        engine = stack.enter_context(paced_engine())
+        proxies = {name: stack.enter_context(OPENERS[name](engine, folder / name)) for name in NAMED}
+        bar = stack.enter_context(progress())
+        task = bar.add_task("streams", total=sum(len(wave.named) for wave in waves) + len(REFUSALS) * len(REFUSED))
+        behave(engine, _WARM)
+        body = Size("warm", _WARM.prompt, _WARM.sampled).body(True)
+        for proxy in proxies.values():
+            warm(proxy, body)
+        for wave in waves:
+            for name in wave.named:
+                found["waves"].append({"contender": name, **_setting(wave), **_measure(wave, name, proxies[name], engine)})
+                bar.advance(task)
+            yield found
+        for refusal in REFUSALS:
+            for name in REFUSED:
+                cell = _measure_refusal(refusal, proxies[name], engine, body, seconds)
+                found["refusals"].append({"contender": name, "refusal": refusal, **cell})
+                bar.advance(task)
+        yield found
+
+
+def _setting(wave: Wave) -> dict[str, Any]:
+    return {
+        "title": wave.title,
+        "streams": wave.streams,
+        "pace_ms": wave.pace_ms,
+        "sampled": wave.sampled,
+        "prompt": wave.prompt,
+    }
+
+
+def _measure(wave: Wave, name: str, proxy: Proxy, engine: str) -> dict[str, Any]:
+    behave(engine, Behavior(wave.prompt, wave.sampled, wave.pace_ms))
+    body = Size("paced", wave.prompt, wave.sampled).body(True)
+    pace = wave.pace_ms / 1000
+    pid = proxy.tested.pid if proxy.tested else None
+    targets = [(target.path, target.key) for target in proxy.targets]
+    plan = Plan(
+        url=proxy.url,
+        engine_url=engine,
+        targets=targets,
+        before=body.before,
+        after=body.after,
+        first_number=next(_firsts),
+        streams=wave.streams,
+        stream_seconds=(wave.sampled - 1) * pace,
+        pace_seconds=pace,
+        pid=pid,
+    )
+    before = family_cpu_seconds(pid) if pid else None
+    try:
+        seen = open_streams(plan)
+    except CallsFailed as error:
+        if name in OURS:
+            raise SystemExit(f"{proxy.name}, {wave.title}: {error}") from error
+        return {"failed": str(error)}
+    wait_until_idle(proxy.tested)
+    spent = family_cpu_seconds(pid) - before if pid and before is not None else None
+    return figures(seen, spent) | _asked_of_engine(engine)
+
+
+def figures(seen: Seen, cpu_seconds: float | None) -> dict[str, Any]:
+    """Percentiles in milliseconds; CPU per token is missing where the streams never flowed all at once."""
+    waits = {name: getattr(seen, name) for name in ("first_byte_ms", "first_text_ms", "last_byte_ms")}
+    found: dict[str, Any] = {name: _percentiles(values) for name, values in waits.items()}
+    if cpu_seconds is not None:
+        found["cpu_ms_per_reply"] = rounded(1000 * cpu_seconds / len(seen.first_byte_ms))
+        if seen.flow_tokens:
+            found["cpu_us_per_token"] = rounded(1e6 * seen.flow_cpu_seconds / seen.flow_tokens)
+            found["flow_seconds"] = rounded(seen.flow_seconds)
+    return found
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(values, [50, 99])
+    return {"p50": rounded(float(p50)), "p99": rounded(float(p99))}
+
+
+def _asked_of_engine(engine: str) -> dict[str, float]:
+    """Per reply."""
+    told = counted(engine)
+    replies = max(1, told.replies)
+    return {"engine_bytes": rounded(told.bytes_in / replies), "engine_requests": rounded(told.requests / replies)}
+
+
+def _measure_refusal(refusal: Refusal, proxy: Proxy, engine: str, body: Body, seconds: float) -> dict[str, Any]:
+    """Calls that the engine refuses, each after the other over some connections; per call that the harness made."""
+    behave(engine, Behavior(_WARM.prompt, _WARM.sampled, _WARM.pace_ms, refusal))
+    assert proxy.tested is not None
+    answered = _ask(proxy, body)
+    behave(engine, Behavior(_WARM.prompt, _WARM.sampled, _WARM.pace_ms, refusal))
+    before = family_cpu_seconds(proxy.tested.pid)
+    loaded = load(proxy.url, proxy.targets, body, REFUSED_CONNECTIONS, seconds, refused=True)
+    spent, told = family_cpu_seconds(proxy.tested.pid) - before, counted(engine)
+    behave(engine, _WARM)
+    wait_until_idle(proxy.tested)
+    # What is cut off counts as a call to wrk only if it was answered.
+    calls = loaded.calls or loaded.broken
+    found: dict[str, Any] = {"answered": answered, "calls": calls, "engine_refused": told.replies}
+    if calls:
+        found |= {
+            "p50_ms": rounded(loaded.p50_ms),
+            "cpu_ms_per_call": rounded(1000 * spent / calls),
+            "engine_replies": rounded(told.replies / calls),
+        }
+    return found
+
+
+def _ask(proxy: Proxy, body: Body) -> str:
+    """What a harness is told: the status, and how a stream that has begun ends."""
+    connection, target = connection_to(proxy.url), proxy.targets[0]
     headers = {"content-type": "application/json", "authorization": f"Bearer {target.key}"}
-    began = time.perf_counter()
-    connection.request("POST", target.path, content, headers)
-    answer = connection.getresponse()
-    answer.peek(1)
-    begun = time.perf_counter() - began
-    answer.read()
-    ended = time.perf_counter() - began
-    connection.close()
+    try:
+        connection.request("POST", target.path, body.numbered(next(_firsts)), headers)
+        answer = connection.getresponse()
+        content = answer.read()
+    except (OSError, http.client.HTTPException):
+        return "broken off"
+    finally:
+        connection.close()
     if answer.status != 200:
-        raise SystemExit(f"{proxy.name} answered {answer.status}")
-    return begun, ended
-
-
-def _per_token(cell: Mapping[str, Any], way: str) -> float | None:
-    """Microseconds of CPU for each token more."""
-    short, long = (median_of(cell[f"{size}_{way}"], "cpu_seconds_per_1000_calls") for size in ("short", "long"))
-    if short is None or long is None:
-        return None
-    return rounded((long - short) * 1000 / (LONG.sampled - SHORT.sampled))
+        return str(answer.status)
+    return "200, then an error" if b'"error"' in content else "200"
 
 
 def tables(result: dict[str, Any]) -> Sequence[Grid]:
+    titles = list(dict.fromkeys(cell["title"] for cell in result["waves"]))
+    grids = [_wave_table(title, [cell for cell in result["waves"] if cell["title"] == title]) for title in titles]
+    return [*grids, _refusal_table(result["refusals"])] if result["refusals"] else grids
+
+
+def _wave_table(title: str, cells: Sequence[Mapping[str, Any]]) -> Grid:
+    alone = next((cell for cell in cells if cell["contender"] == "engine"), {})
     rows = []
-    for name, cell in result["contenders"].items():
-        waits = (number(median_of(cell, wait)) for wait in ("first_byte_ms", "last_byte_ms"))
-        costs = (
-            number(median_of(cell[f"{size}_{way}"], "cpu_seconds_per_1000_calls"))
-            for way in ("streamed", "whole")
-            for size in ("short", "long")
+    for cell in cells:
+        first = (number(_part(cell, "first_byte_ms", rank)) for rank in ("p50", "p99"))
+        later = (
+            number(_later(cell, alone, name, rank))
+            for name, ranks in (("first_byte_ms", ("p50", "p99")), ("first_text_ms", ("p50",)), ("last_byte_ms", ("p50",)))
+            for rank in ranks
         )
-        rows.append(
-            (NAMES[name], *waits, *costs, number(cell["cpu_us_per_token_streamed"]), number(cell["cpu_us_per_token_whole"]))
-        )
-    sizes = (f"{SHORT.sampled} tokens", f"{LONG.sampled:,} tokens")
+        costs = (number(cell.get(name)) for name in ("cpu_us_per_token", "cpu_ms_per_reply"))
+        asked = (number(cell.get(name)) for name in ("engine_requests", "engine_bytes"))
+        rows.append((NAMES[cell["contender"]], *first, *later, *costs, *asked))
     columns = (
         "",
         "first byte ms, p50",
-        "last byte ms, p50",
-        *(f"CPU s per 1,000 calls, {way}, {size}" for way in ("streamed", "whole") for size in sizes),
-        "CPU µs per token, streamed",
-        "CPU µs per token, whole",
+        "p99",
+        "later than the engine's, p50",
+        "p99",
+        "first text later, p50",
+        "last byte later, p50",
+        "CPU µs per token",
+        "CPU ms per reply",
+        "requests to the engine per reply",
+        "bytes to it per reply",
     )
-    return [Grid("Streams after a prompt of 1,000 tokens", columns, tuple(rows))]
+    return Grid(title, columns, tuple(rows))
+
+
+def _part(cell: Mapping[str, Any], name: str, rank: str) -> float | None:
+    return float(cell[name][rank]) if name in cell else None
+
+
+def _later(cell: Mapping[str, Any], alone: Mapping[str, Any], name: str, rank: str) -> float | None:
+    """Than the same of the engine without a proxy."""
+    own, base = _part(cell, name, rank), _part(alone, name, rank)
+    return None if own is None or base is None or cell is alone else own - base
+
+
+def _refusal_table(cells: Sequence[Mapping[str, Any]]) -> Grid:
+    rows = []
+    for cell in cells:
+        figures = (number(cell.get(name)) for name in ("p50_ms", "cpu_ms_per_call", "engine_replies"))
+        rows.append((cell["refusal"], NAMES[cell["contender"]], cell["answered"], number(cell["calls"]), *figures))
+    columns = (
+        "the engine answers",
+        "",
+        "the harness gets",
+        "calls",
+        "p50 ms",
+        "CPU ms per call",
+        "requests for sampling per call",
+    )
+    return Grid(f"Refusals of streamed calls, {REFUSED_CONNECTIONS} connections", columns, tuple(rows))
 
 
 if __name__ == "__main__":

@@ -85,11 +85,11 @@ def trial(proxy: Proxy, body: Body, connections: int, seconds: float) -> Trial:
     loaded = load(proxy.url, proxy.targets, body, connections, seconds)
     after, store_after = _cpu(proxy.tested), _cpu(proxy.store)
     memory = None if proxy.tested is None else resident_mib(proxy.tested.pid)
-    _until_idle(proxy.tested)
+    wait_until_idle(proxy.tested)
     return Trial(loaded, _difference(after, before), _difference(store_after, store_before), memory)
 
 
-def _until_idle(process: Started | None) -> None:
+def wait_until_idle(process: Started | None) -> None:
     """wrk leaves while calls are under way; what a contender still does for them must not fall on the next one."""
     deadline = time.monotonic() + _IDLE_SECONDS
     while process is not None and time.monotonic() < deadline:
