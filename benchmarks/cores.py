@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal
 
 Side = Literal["tested", "load"]
@@ -12,10 +13,22 @@ Side = Literal["tested", "load"]
 
 def cores(side: Side) -> list[int]:
     """The cores of one side; all of them where there is only one."""
-    there = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    there = _available()
     if len(there) < 2:
         return there
     return there[:1] if side == "tested" else there[1:]
+
+
+@cache
+def _available() -> list[int]:
+    """Asked once, before this process is held to some of them."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def pin_this_process(side: Side) -> None:
+    """For a load that is made here and not by a process of its own."""
+    if chosen := cores(side):
+        os.sched_setaffinity(0, chosen)
 
 
 def pinned(argv: Sequence[str], side: Side | None) -> list[str]:

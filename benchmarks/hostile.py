@@ -1,17 +1,19 @@
 """One hostile key beside ten honest sessions: what the honest ones feel, and whether the service lives.
 
-    python -m benchmarks.hostile [--seconds 60] [--connections 16] [--memory-mib 1024] [--only KIND,...] [--json FILE]
+    python -m benchmarks.hostile [--seconds 60] [--rounds 5] [--connections 16] [--memory-mib 1024] [--only KIND,...] [--json FILE]
 
-The service is one process with a limit on its memory (RLIMIT_DATA), before the fast engine and a redis-server. Ten harnesses hold
-conversations, a call every 100 ms, while a probe asks /healthz every 50 ms: first alone, then while another process sends what is
-refused at full speed, all under the key of one session. Printed are p50 and p99 of the honest calls in both times, resident memory, and
-the worst answer of /healthz. Nothing is asserted but that the service lives and that every honest call is answered.
+The service is one process with a limit on its memory (RLIMIT_DATA) and a core of its own, before the fast engine and a redis-server. Ten
+harnesses hold conversations, a call every 100 ms, while a probe asks /healthz every 50 ms: for some seconds alone, then for as long while
+another process sends what is refused at full speed, all under the key of one session, and so on in turn, so that whatever else the
+machine does falls on both. Printed are p50 and p99 of the honest calls in both, the median of the rounds with the least and the most,
+resident memory, and the worst answer of /healthz. Nothing is asserted but that the service lives and that every honest call is answered.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -19,8 +21,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -28,8 +30,8 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.cores import pin_this_process
 from benchmarks.processes import (
     ROOT,
     connection_to,
@@ -41,6 +43,7 @@ from benchmarks.processes import (
     serving,
     started,
 )
+from benchmarks.results import Grid, disturbed, median_of, number, ratio, rounded, spread, times
 
 HONEST = 10
 TURNS = 20
@@ -48,6 +51,7 @@ TURNS = 20
 PAUSE_SECONDS = 0.1
 PROBE_SECONDS = 0.05
 SAMPLE_SECONDS = 0.2
+WARM_UP_SECONDS = 2.0
 MIB = 2**20
 USER = {"role": "user", "content": "q"}
 
@@ -81,46 +85,56 @@ KINDS: dict[str, tuple[str, Callable[[], bytes]]] = {
 
 @dataclass
 class Felt:
-    """What was seen while the service was under one load. Milliseconds, and MiB."""
+    """What was seen in one round under one load. Milliseconds, and MiB."""
 
     calls_ms: list[float] = field(default_factory=list)
     probes_ms: list[float] = field(default_factory=list)
     resident: list[float] = field(default_factory=list)
     answers: Counter[str] = field(default_factory=Counter)
 
-    def figures(self) -> dict[str, Any]:
-        p50, p99 = np.percentile(self.calls_ms, [50, 99])
-        return {
-            "honest_calls": len(self.calls_ms),
-            "p50_ms": round(float(p50), 1),
-            "p99_ms": round(float(p99), 1),
-            "worst_ms": round(max(self.calls_ms), 1),
-            "worst_healthz_ms": round(max(self.probes_ms), 1),
-            "most_resident_mib": round(max(self.resident), 1),
-            "hostile_answers": dict(self.answers),
-        }
+
+def figures(rounds: Sequence[Felt]) -> dict[str, Any]:
+    """Percentiles are spreads over the rounds; what is worst is that of all rounds."""
+    p50, p99 = zip(*(np.percentile(felt.calls_ms, [50, 99]) for felt in rounds), strict=True)
+    return {
+        "honest_calls": sum(len(felt.calls_ms) for felt in rounds),
+        "p50_ms": spread(map(float, p50)),
+        "p99_ms": spread(map(float, p99)),
+        "worst_ms": rounded(max(max(felt.calls_ms) for felt in rounds)),
+        "worst_healthz_ms": rounded(max(max(felt.probes_ms) for felt in rounds)),
+        "most_resident_mib": rounded(max(max(felt.resident) for felt in rounds)),
+        "hostile_answers": dict(sum((felt.answers for felt in rounds), Counter())),
+    }
 
 
-def run(seconds: float, connections: int, memory_mib: int, kinds: list[str]) -> dict[str, Any]:
-    with fast_engine() as engine, redis_server() as port, serving(engine, port, "--engine-api", "token") as (service, url):
+def run(seconds: float, rounds: int, connections: int, memory_mib: int, kinds: list[str]) -> dict[str, Any]:
+    alone, beside = [], []
+    with ExitStack() as stack:
+        engine = stack.enter_context(fast_engine(side="load"))
+        port = stack.enter_context(redis_server("load"))
+        service, url = stack.enter_context(serving(engine, port, "--engine-api", "token", side="tested"))
+        pin_this_process("load")
         limit = memory_mib * MIB
         resource.prlimit(service.pid, resource.RLIMIT_DATA, (limit, limit))
         hostile = request(url, "POST", "/sessions", {})
-        alone = _feel(url, service.pid, seconds)
-        with attacking(url, hostile, connections, kinds) as attack:
-            beside = _feel(url, service.pid, seconds)
-            beside.answers = _ended(attack)
-        after = _feel(url, service.pid, min(seconds, 5.0))
+        _feel(url, service.pid, WARM_UP_SECONDS)
+        for _ in range(rounds):
+            alone.append(_feel(url, service.pid, seconds / rounds))
+            with attacking(url, hostile, connections, kinds) as attack:
+                beside.append(_feel(url, service.pid, seconds / rounds))
+                beside[-1].answers = _ended(attack)
+        after = _feel(url, service.pid, seconds / rounds)
         alive = service.poll() is None
     return {
         "seconds": seconds,
+        "rounds": rounds,
         "connections": connections,
         "memory_mib": memory_mib,
         "kinds": kinds,
         "alive": alive,
-        "alone": alone.figures(),
-        "beside": beside.figures(),
-        "after": after.figures(),
+        "alone": figures(alone),
+        "beside": figures(beside),
+        "after": figures([after]),
     }
 
 
@@ -188,7 +202,7 @@ def attacking(url: str, session: dict[str, Any], connections: int, kinds: list[s
     """A process that sends refused bodies until its input ends, and then prints how it was answered."""
     named = ["--attack", url, session["session_id"], session["api_key"], "--connections", str(connections)]
     command = [sys.executable, "-m", "benchmarks.hostile", *named, "--only", ",".join(_short(kind) for kind in kinds)]
-    with started(command) as process:
+    with started(command, side="load") as process:
         assert process.stdout is not None
         assert process.stdout.readline().strip() == "ready"
         yield process
@@ -201,6 +215,8 @@ def _ended(attack: subprocess.Popen[str]) -> Counter[str]:
 
 
 def _attack(url: str, session_id: str, key: str, connections: int, kinds: list[str]) -> None:
+    # It takes what the honest harnesses and the engine, on the same core, leave to it.
+    os.nice(19)
     over, answers = threading.Event(), Counter[str]()
     signal.signal(signal.SIGTERM, lambda *_: over.set())
     bodies = [(f"/s/{session_id}/v1/{KINDS[kind][0]}", KINDS[kind][1]()) for kind in kinds]
@@ -220,8 +236,8 @@ def _attack(url: str, session_id: str, key: str, connections: int, kinds: list[s
             finally:
                 connection.close()
 
-    for number in range(connections):
-        threading.Thread(target=send, args=(number,), daemon=True).start()
+    for first in range(connections):
+        threading.Thread(target=send, args=(first,), daemon=True).start()
     print("ready", flush=True)
     over.wait()
     print(json.dumps(answers), flush=True)
@@ -231,22 +247,30 @@ def _short(kind: str) -> str:
     return kind.replace(",", "").replace(" ", "-")
 
 
-def _show(result: dict[str, Any]) -> None:
-    table = Table(title=f"ten honest sessions, {result['seconds']:g} s, {result['memory_mib']} MiB", title_justify="left")
-    for column in ("", "calls", "p50 ms", "p99 ms", "worst ms", "worst /healthz ms", "most MiB"):
-        table.add_column(column, justify="left" if not column else "right")
+def tables(result: dict[str, Any]) -> Sequence[Grid]:
+    rows = []
     for name, told in (("alone", "alone"), ("beside", "beside a hostile key"), ("after", "after it")):
         each = result[name]
-        names = ("honest_calls", "p50_ms", "p99_ms", "worst_ms", "worst_healthz_ms", "most_resident_mib")
-        table.add_row(told, *(str(each[name]) for name in names))
-    console = Console()
-    console.print(table)
-    console.print(f"the hostile key was answered {result['beside']['hostile_answers']}; alive: {result['alive']}")
+        worst = (number(each[figure]) for figure in ("worst_ms", "worst_healthz_ms", "most_resident_mib"))
+        rows.append((told, number(each["honest_calls"]), _between(each["p50_ms"]), _between(each["p99_ms"]), *worst))
+    rows.append(("beside / alone", "-", *(_ratio(result, name) for name in ("p50_ms", "p99_ms")), "-", "-", "-"))
+    columns = ("", "calls", "p50 ms", "p99 ms", "worst ms", "worst /healthz ms", "most MiB")
+    title = f"ten honest sessions, {result['seconds']:g} s each in {result['rounds']} rounds, {result['memory_mib']} MiB"
+    return [Grid(title, columns, tuple(rows))]
+
+
+def _between(found: Mapping[str, float]) -> str:
+    return f"{number(found['median'])} ({number(found['least'])} to {number(found['most'])})"
+
+
+def _ratio(result: dict[str, Any], name: str) -> str:
+    return times(ratio(median_of(result["beside"], name), median_of(result["alone"], name)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="alone, and as long beside the hostile key")
+    parser.add_argument("--rounds", type=int, default=5, help="that share the seconds")
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument("--memory-mib", type=int, default=1024)
     parser.add_argument("--only", help="some of: " + ", ".join(map(_short, KINDS)))
@@ -258,10 +282,16 @@ def main() -> None:
     if options.attack:
         _attack(*options.attack, options.connections, kinds)
         return
-    result = run(options.seconds, options.connections, options.memory_mib, kinds)
-    _show(result)
+    described = machine(alone=True)
+    result = run(options.seconds, options.rounds, options.connections, options.memory_mib, kinds)
+    console = Console(width=160)
+    if disturbed(described):
+        console.print(f"{described['cores_busy']} cores busy: something else is at work, compare within a row only")
+    for grid in tables(result):
+        console.print(grid.rich())
+    console.print(f"the hostile key was answered {result['beside']['hostile_answers']}; alive: {result['alive']}")
     if options.json:
-        whole = {"machine": machine(), **result}
+        whole = {"machine": described, **result}
         (ROOT / options.json).write_text(json.dumps(whole, indent=2) + "\n")
     if not result["alive"]:
         raise SystemExit("the service did not live")
