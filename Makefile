@@ -45,7 +45,7 @@ help:
 	@echo "make pins            resolve the dependencies of the service anew and write pins.txt"
 	@echo "make sbom            dist/sbom.json, CycloneDX, of the wheel with its pins"
 	@echo "make audit           ask the package index for advisories on pins.txt; fails where it cannot"
-	@echo "make bench           what the service costs, beside its peers: 35 minutes, on a machine that does nothing else"
+	@echo "make bench           what the service costs, beside its peers: 15 minutes, on a machine that does nothing else"
 	@echo "make bench ONLY=...  some of its sections: calls,streams and so on (benchmarks/README.md)"
 	@echo "make bench-quick     the same with hardly any calls, to see that it works; writes no results"
 	@echo "make bench-peers     only the peers of the benchmarks, in $(BENCH_PEERS): 0.7 GB"

@@ -35,7 +35,7 @@ _BYTES_PER_TOKEN = 9
 
 
 def run(quick: bool) -> dict[str, Any]:
-    few, big_bytes = (20, BIG_BYTES // 20) if quick else (300, BIG_BYTES)
+    few, big_bytes = (20, BIG_BYTES // 20) if quick else (150, BIG_BYTES)
     big = max(1, round(big_bytes / (_BYTES_PER_TOKEN * (LARGE.prompt + LARGE.sampled) * GROUP_SIZE)))
     with progress() as bar:
         leases = _leases(few, bar.track)

@@ -18,8 +18,9 @@ SUFFIXES = (".py", ".lua")
 
 
 def describe_code(root: Path = ROOT) -> dict[str, Any]:
-    """`commit` ("unknown" without git), whether the measured folders are `dirty` against it, and the digest of their `code`."""
-    commit = _git(root, "rev-parse", "--short=12", "HEAD")
+    """`commit`: the last that changed the measured folders, "unknown" without git; whether they are `dirty` against it; and the digest of
+    their `code`."""
+    commit = _git(root, "log", "-1", "--format=%h", "--abbrev=12", "--", *FOLDERS)
     changes = _git(root, "status", "--porcelain", "--", *FOLDERS)
     return {"commit": commit or "unknown", "dirty": bool(changes), "code": digest(root)}
 

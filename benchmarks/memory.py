@@ -25,7 +25,7 @@ from benchmarks.trials import open_all, warm
 
 CONNECTIONS = 16
 WINDOW_SECONDS = 5
-FULL = {"verbatim": 100_000, "verbatim-token": 20_000, "rllm-memory": 3_000, "rllm-sqlite": 3_000}
+FULL = {"verbatim": 100_000, "verbatim-token": 10_000, "rllm-memory": 1_000, "rllm-sqlite": 1_000}
 QUICK = {"verbatim": 100, "verbatim-token": 50, "rllm-memory": 50, "rllm-sqlite": 50}
 Point = tuple[int, float]
 

@@ -28,6 +28,8 @@ LEAST_FLOW_SECONDS = 0.5
 _SILENT_SECONDS = 300.0
 """After so long the streams that have not ended count as failed: a slow contender is not wrong."""
 _LAST_TOKENS = 4
+_TAIL_BYTES = 300
+"""Kept of what has come, for what two reads share and for the message of a failure."""
 _TEXT, _DONE, _END = WORD.strip().encode(), b"[DONE]", b"0\r\n\r\n"
 
 
@@ -156,7 +158,7 @@ class _Stream(asyncio.Protocol):
             self.first_text = now - self._began
             self._wave.flow(now)
         self.whole = self.whole or _DONE in joined
-        self._tail = joined[-len(_DONE) :]
+        self._tail = joined[-_TAIL_BYTES:]
         if joined.endswith(_END):
             self.last_byte = now - self._began
             self._transport.close()
@@ -168,7 +170,7 @@ class _Stream(asyncio.Protocol):
     def failure(self) -> str:
         if self.status != b"200":
             return f"answered {self.status.decode() or 'nothing'}: {self._head[-300:]!r}"
-        return "" if self.whole and self.first_text else "a stream ended before its end"
+        return "" if self.whole and self.first_text else f"a stream ended before its end: {self._tail!r}"
 
 
 async def run(plan: Plan) -> Seen:

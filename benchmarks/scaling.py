@@ -25,7 +25,7 @@ WORKERS = (1, 2, 4)
 
 def run(quick: bool) -> dict[str, Any]:
     sizes = (SMALL,) if quick else (SMALL, LARGE)
-    seconds, rounds = (1, 1) if quick else (3, 3)
+    seconds, rounds = (1, 1) if quick else (3, 2)
     cells: list[dict[str, Any]] = []
     with progress() as bar:
         task = bar.add_task("scaling", total=len(sizes) * len(WORKERS) * rounds)

@@ -29,12 +29,12 @@ from benchmarks.trials import open_all
 RESULT_BYTES = 2_000
 SAMPLED = 199
 COUNTED = ("total_reads_processed", "total_commands_processed", "total_net_input_bytes", "total_net_output_bytes")
-PER_TOKEN, PER_CALL = 12, 1024
+PER_TOKEN, PER_CALL = 8, 1024
 """Bytes: what a session may take for each token of its tree and for each call."""
 
 
 def run(quick: bool) -> dict[str, Any]:
-    lengths = (5, 10) if quick else (10, 25, 50, 100, 200)
+    lengths = (5, 10) if quick else (10, 50, 200)
     settings = [("verbatim", SMALL, 1), ("verbatim", SMALL, 16)]
     if not quick:
         settings += [("verbatim-token", SMALL, 1), ("verbatim-token", SMALL, 16), ("verbatim", LARGE, 16)]

@@ -23,9 +23,14 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("proxy/app.py", "tests/test_app.py"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("one\n")
-    for argv in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"]):
-        subprocess.run(["git", "-C", tmp_path, *argv], check=True)
+    subprocess.run(["git", "-C", tmp_path, "init", "-q"], check=True)
+    commit(tmp_path)
     return tmp_path
+
+
+def commit(checkout: Path) -> None:
+    for argv in (["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"]):
+        subprocess.run(["git", "-C", checkout, *argv], check=True)
 
 
 def test_code_is_described_by_its_commit_its_changes_and_its_content(checkout: Path) -> None:
@@ -35,6 +40,8 @@ def test_code_is_described_by_its_commit_its_changes_and_its_content(checkout: P
 
     (checkout / "tests" / "test_app.py").write_text("two\n")
     assert describe_code(checkout) == clean, "tests are not what is measured"
+    commit(checkout)
+    assert describe_code(checkout) == clean, "nor are they when they are committed"
 
     (checkout / "proxy" / "new.py").write_text("two\n")
     changed = describe_code(checkout)
