@@ -72,7 +72,6 @@ def _own_bytes(engine: str, folder: Path, calls: int) -> dict[str, Any]:
         "tree_tokens": ids,
         "row_tokens": row_tokens,
         "redis_bytes": size,
-        "allowed_bytes": PER_TOKEN * ids + PER_CALL * calls,
     }
 
 
@@ -119,7 +118,8 @@ def tables(result: dict[str, Any]) -> Sequence[Grid]:
     rows = []
     for cell in result["sessions"]:
         calls, own, peer = cell["calls"], cell["redis_bytes"], cell["rllm_bytes"]
-        sizes = (number(own / calls), number(own / cell["tree_tokens"]), f"{own / cell['allowed_bytes']:.0%}")
+        allowed = PER_TOKEN * cell["tree_tokens"] + PER_CALL * calls
+        sizes = (number(own / calls), number(own / cell["tree_tokens"]), f"{own / allowed:.0%}")
         peers = (number(peer / calls), number(peer / cell["tree_tokens"]), times(ratio(peer, own)))
         rows.append((str(calls), f"{cell['tree_tokens']:,}", *sizes, *peers))
     columns = (
@@ -127,7 +127,7 @@ def tables(result: dict[str, Any]) -> Sequence[Grid]:
         "tokens",
         "Redis B/call",
         "B/token",
-        "of 12 B/token + 1 KiB/call",
+        f"of {PER_TOKEN} B/token + 1 KiB/call",
         "rllm SQLite B/call",
         "B/token",
         "beside Redis",
