@@ -36,7 +36,7 @@ NAMED = ("engine", "nginx", "verbatim", "verbatim-token", "rllm-sqlite", "litell
 OPENERS = CONTENDERS | {"nginx": partial(passing_nginx, at_once=True)}
 REFUSED = ("nginx", "verbatim", "verbatim-token", "rllm-sqlite")
 """Without the LiteLLM proxy: it asks again after pauses, so the little time of a run says nothing about it."""
-REFUSED_CONNECTIONS, REFUSED_SECONDS = 16, 1.0
+REFUSED_CONNECTIONS, REFUSED_SECONDS = 16, 2.0
 _WARM = Behavior(prompt=1_000, sampled=4, pace_ms=5)
 _STEP = 100_000
 
