@@ -247,8 +247,8 @@ FAULTS = (
     ),
     Fault(
         "An open service answers any web page that the machine's browser shows.",
-        "        if not is_loopback(_host(said)):\n",
-        "        if not _host(said):\n",
+        "        if not is_loopback(_host(named)):\n",
+        "        if not _host(named):\n",
         "tests/proxy/test_auth.py",
     ),
     Fault(

@@ -218,7 +218,7 @@ FAULTS = (
     ),
     Fault(
         "Retention deletes sessions before they are old.",
-        "                if excess <= 0 and state.closed_at >= closed_before:\n                    continue\n",
+        "                if excess <= 0 and not is_old:\n                    continue\n",
         "",
         _RETENTION,
     ),
