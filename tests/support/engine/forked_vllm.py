@@ -37,6 +37,7 @@ MODULES = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
     "proxy.engine.in_vllm.backend",
+    "proxy.engine.in_vllm.sampler",
     # What the demo needs besides.
     *("cli.main", "proxy.app", "examples.demo.loop", "examples.demo.report", "examples.demo.warmup", "examples.demo.recompute"),
 )

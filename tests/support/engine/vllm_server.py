@@ -47,7 +47,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def vllm_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """Shared by all tests, so none may push weights to it: they stay with an engine for as long as it runs."""
-    with running_vllm(tiny_model, tmp_path_factory.mktemp("vllm")) as server:
+    with running_vllm(tiny_model, tmp_path_factory.mktemp("vllm"), "--trust-request-chat-template") as server:
         yield server
 
 

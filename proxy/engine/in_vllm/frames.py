@@ -1,0 +1,197 @@
+"""The request and the answer of the plugin inside vLLM (`proxy.engine.in_vllm.plugin`), as both sides write and read them.
+
+The request is one msgpack map, `Ask`. The answer is a sequence of frames, each four bytes of length (big-endian) and a msgpack array
+whose first item names its kind: `Planned`, then `Piece`s as the reply is sampled, then one `Ended` per choice and `Done`. `Failed` may
+come instead of any frame after the first. A refusal is no frame but vLLM's own JSON error. Ids are little-endian int32, logprobs
+little-endian float32, both as bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from reconstruct.forest import shared_length
+from reconstruct.records import Ids, Logprobs
+
+PROTOCOL = 1
+"""Raised by every change that the other side would misread."""
+ROUTE = "/inference/verbatim/v1"
+"""GET: `About`. Below `/inference`, which vLLM's `--api-key` guards."""
+SAMPLE = f"{ROUTE}/sample"
+MEDIA_TYPE = "application/vnd.msgpack"
+BUDGET = "max_total"
+"""The parameter that a refusal names if the prompt leaves too little of `Ask.max_total`."""
+
+
+class About(msgspec.Struct):
+    protocol: int
+    vllm: str
+
+
+class Ancestor(msgspec.Struct, omit_defaults=True):
+    """The parent of the call: see reconstruct.prompt.Parent. Its history is the request's first `covered` messages, but for those in
+    `recorded` (JSON by position), which were recorded otherwise than the harness replays them. `asked` shares its first ids with `ids`."""
+
+    covered: int
+    closed: bool
+    ids: bytes | None = None
+    sampled: int = 0
+    recorded: dict[int, bytes] = {}
+    close: bytes | None = None
+    asked: tuple[int, bytes] | None = None
+    redressed: bool = False
+    retain_thinking: bool = False
+
+
+class Ask(msgspec.Struct, omit_defaults=True):
+    """One sampling request. `body` is the JSON of a chat or completions body, with the messages or the prompt and all fields that shape
+    the rendering. `sampling` are SamplingParams by name, on top of what the body means. `ids`: the prompt is planned already.
+
+    `max_total`: room in tokens for the prompt and the reply of every choice. `shown`: how many alternatives per token the harness
+    wants to see, None if it wants no logprobs. `alternatives`: how many ids and logprobs per token to return beside the sampled one's."""
+
+    request_id: str
+    body: bytes
+    sampling: dict[str, Any]
+    stream: bool = False
+    ids: bytes | None = None
+    parent: Ancestor | None = None
+    max_total: int | None = None
+    shown: int | None = None
+    alternatives: int = 0
+    experts_from_parent: bool = False
+    """The experts of the parent's positions are recorded: leave them out where the prompt extends the parent."""
+
+
+class Planned(msgspec.Struct, array_like=True, tag="plan"):
+    """See reconstruct.prompt.Prompt. The prompt is the first `kept` of the parent's ids and `tail`; the rendering the first
+    `shared` of the prompt's ids and `rest`. `max_tokens` is what the window and the budget leave, `defaults` the sampling that the engine
+    takes from the body and its own configuration."""
+
+    kept: int
+    tail: bytes
+    shared: int
+    rest: bytes
+    branch_reason: str | None
+    close: bytes | None
+    continues: bool
+    max_tokens: int
+    experts_from: int
+    defaults: dict[str, Any]
+
+
+class Tops(msgspec.Struct, array_like=True):
+    """`width` alternatives per token, padded with id -1 and NaN."""
+
+    width: int
+    ids: bytes
+    logprobs: bytes
+
+
+class Piece(msgspec.Struct, array_like=True, tag="piece"):
+    """What was sampled of one choice, and the text that the engine's streaming parsers made of it: content, reasoning, tool_calls.
+    `shown` are chat-shaped logprobs, for a prompt in place of messages."""
+
+    index: int
+    ids: bytes
+    logprobs: bytes
+    delta: dict[str, Any] | None = None
+    tops: Tops | None = None
+    shown: list[dict[str, Any]] | None = None
+
+
+class Ended(msgspec.Struct, array_like=True, tag="end"):
+    """The end of one choice. `message` is the parse of the whole reply, None if the engine could not parse it, for the reason
+    `unparsed`. `versions` are the spans of weight labels; `experts` a `.npy` file."""
+
+    index: int
+    finish_reason: str | None
+    stop_reason: str | int | None
+    message: dict[str, Any] | None
+    unparsed: str | None
+    versions: list[tuple[str | int | None, int, int]] | None
+    experts: bytes | None
+    shown: list[dict[str, Any]] | None
+
+
+class Done(msgspec.Struct, array_like=True, tag="done"):
+    cached_tokens: int
+    prompt_logprobs: bytes | None
+    """Of each prompt id, NaN for the first."""
+
+
+class Failed(msgspec.Struct, array_like=True, tag="failed"):
+    message: str
+
+
+Frame = Planned | Piece | Ended | Done | Failed
+
+_LENGTH = struct.Struct(">I")
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Frame).decode
+_decode_ask = msgspec.msgpack.Decoder(Ask).decode
+
+
+def write_ask(ask: Ask) -> bytes:
+    return _encode(ask)
+
+
+def read_ask(data: bytes) -> Ask:
+    """Raises msgspec.MsgspecError."""
+    return _decode_ask(data)
+
+
+def write_frame(frame: Frame) -> bytes:
+    data = _encode(frame)
+    return _LENGTH.pack(len(data)) + data
+
+
+class FrameDecoder:
+    """Frames from bytes split anywhere."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that are complete. Raises msgspec.MsgspecError."""
+        data = self._rest + data if self._rest else data
+        frames, at = [], 0
+        while len(data) - at >= _LENGTH.size:
+            end = at + _LENGTH.size + _LENGTH.unpack_from(data, at)[0]
+            if end > len(data):
+                break
+            frames.append(_decode(data[at + _LENGTH.size : end]))
+            at = end
+        self._rest = data[at:]
+        return frames
+
+
+def to_bytes(ids: Ids) -> bytes:
+    return ids.astype("<i4", copy=False).tobytes()
+
+
+def read_ids(data: bytes) -> Ids:
+    return np.frombuffer(data, "<i4")
+
+
+def read_logprobs(data: bytes) -> Logprobs:
+    return np.frombuffer(data, "<f4")
+
+
+def write_after(base: Ids, ids: Ids) -> tuple[int, bytes]:
+    """`ids` as the length of the beginning that `base` shares, and the rest."""
+    shared = shared_length(base, ids)
+    return shared, to_bytes(ids[shared:])
+
+
+def read_after(base: Ids, shared: int, rest: bytes) -> Ids:
+    """Raises ValueError if `base` is shorter than what is shared."""
+    if not 0 <= shared <= len(base):
+        raise ValueError(f"{shared} ids of {len(base)} cannot be shared")
+    if not rest:
+        return base[:shared]
+    return np.concatenate((base[:shared], read_ids(rest))) if shared else read_ids(rest)

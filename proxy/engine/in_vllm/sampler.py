@@ -1,0 +1,510 @@
+"""The routes of the plugin inside vLLM: one request plans the prompt, samples and parses, instead of three.
+
+It reaches the engine only as vLLM's own handlers do: prompts are rendered by `ServingRender`, sampled by `ServingTokens` with all its
+checks, and parsed by the server's own parsers as in `/v1/chat/completions`, whose text it gives. The wire format is in
+`proxy.engine.in_vllm.frames`.
+
+Of this project it imports only that and `reconstruct`, so that it runs in an environment made for vLLM. Checked against vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from argparse import Namespace
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import vllm
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import ValidationError
+from starlette.datastructures import State
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.generate.base.serving import clamp_prompt_logprobs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionNamedToolChoiceParam, ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens, _clamp_logprob
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
+from vllm.exceptions import VLLMValidationError
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.parser import Parser
+from vllm.renderers.online_derenderer import _resolve_logprobs
+
+from proxy.engine.in_vllm.frames import (
+    BUDGET,
+    MEDIA_TYPE,
+    PROTOCOL,
+    ROUTE,
+    SAMPLE,
+    About,
+    Ancestor,
+    Ask,
+    Done,
+    Ended,
+    Failed,
+    Frame,
+    Piece,
+    Planned,
+    Tops,
+    read_after,
+    read_ask,
+    read_ids,
+    to_bytes,
+    write_after,
+    write_frame,
+)
+from reconstruct.bridge import Rendering
+from reconstruct.prompt import Parent, Prompt, plan
+from reconstruct.records import NO_TOKEN, Ids, pack_ids
+
+log = logging.getLogger("vllm.verbatim")
+
+Body: TypeAlias = ChatCompletionRequest | CompletionRequest
+
+
+def add_routes(app: FastAPI) -> None:
+    app.add_api_route(SAMPLE, _sample, methods=["POST"])
+    app.add_api_route(ROUTE, _describe, methods=["GET"])
+
+
+async def _describe() -> JSONResponse:
+    return JSONResponse(msgspec.to_builtins(About(PROTOCOL, vllm.__version__)))
+
+
+async def _sample(raw: Request) -> Response:
+    try:
+        ask = read_ask(await raw.body())
+    except msgspec.MsgspecError as error:
+        raise VLLMValidationError(f"not a request of protocol {PROTOCOL}: {error}") from error
+    response: Response | None = await _answer(ask, raw)
+    # None: the client has left.
+    return response or Response(status_code=499)
+
+
+@with_cancellation  # type: ignore[untyped-decorator]
+@load_aware_call  # type: ignore[untyped-decorator]
+async def _answer(ask: Ask, raw: Request) -> Response:
+    sampler: Sampler = raw.app.state.verbatim
+    frames = await sampler.sample(ask, raw)
+    if isinstance(frames, ErrorResponse):
+        return JSONResponse(frames.model_dump(), status_code=frames.error.code)
+    # A refusal by the engine comes in place of its first output: before that no status may be sent.
+    first = [await anext(frames)]
+    if ask.stream:
+        return StreamingResponse(_chain(first[0], frames), media_type=MEDIA_TYPE)
+    return Response(b"".join([*first, *[frame async for frame in frames]]), media_type=MEDIA_TYPE)
+
+
+async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for frame in rest:
+        yield frame
+
+
+class Refused(Exception):
+    """vLLM refused the request."""
+
+    def __init__(self, error: ErrorResponse) -> None:
+        super().__init__(error.error.message)
+        self.error = error
+
+
+class RawTokens(ServingTokens):  # type: ignore[misc]
+    """vLLM's handler of `/inference/v1/generate`, with all its checks, that returns the engine's own outputs."""
+
+    def serve_tokens_stream_generator(self, request: Any, results: Any, request_id: str, *_: Any) -> Any:
+        return self._check(results, request_id)
+
+    async def serve_tokens_full_generator(self, request: Any, results: Any, request_id: str, *_: Any) -> Any:
+        return self._check(results, request_id)
+
+    async def _check(self, results: AsyncGenerator[RequestOutput, None], request_id: str) -> AsyncIterator[RequestOutput]:
+        async for result in results:
+            for output in result.outputs:
+                self._raise_if_error(output.finish_reason, request_id)
+            yield result
+
+
+@dataclass(slots=True)
+class _Planned:
+    """A planned request: vLLM's own, what it was made from as vLLM adjusted it, and what the service is told of the plan."""
+
+    request: GenerateRequest
+    body: Body
+    prompt: Ids
+    frame: Planned
+
+
+class Sampler:
+    def __init__(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
+        self._render = state.serving_render
+        self._renderer = state.online_renderer
+        self._derenderer = state.online_derenderer
+        self._auto_tools: bool = args.enable_auto_tool_choice
+        self._window: int = self._renderer.model_config.max_model_len
+        self._tokens = RawTokens(
+            engine_client,
+            state.openai_serving_models,
+            state.online_renderer,
+            request_logger=getattr(state.serving_render, "request_logger", None),
+            return_tokens_as_token_ids=args.return_tokens_as_token_ids,
+        )
+
+    async def sample(self, ask: Ask, raw: Request) -> AsyncIterator[bytes] | ErrorResponse:
+        """The frames of the answer, or vLLM's refusal. Raises what vLLM's handlers raise."""
+        try:
+            planned = await self._plan(ask, raw)
+        except Refused as refused:
+            return refused.error
+        results = await self._tokens.serve_tokens(planned.request, raw)
+        return results if isinstance(results, ErrorResponse) else self._write(ask, planned, results)
+
+    # The prompt
+
+    async def _plan(self, ask: Ask, raw: Request) -> _Planned:
+        """Raises Refused."""
+        fields = _read_json(ask.body)
+        if "prompt" in fields or ask.ids is not None:
+            request, body = await self._render_prompt(fields, ask, raw)
+            ids = pack_ids(request.token_ids) if ask.ids is None else read_ids(ask.ids)
+            prompt, parent_ids, known = ids, pack_ids(()), Prompt(ids, None, ids, None, True)
+        else:
+            request, body, known = await self._plan_messages(fields, ask.parent, raw)
+            prompt = known.ids
+            parent_ids = pack_ids(()) if ask.parent is None or ask.parent.ids is None else read_ids(ask.parent.ids)
+        max_tokens = self._fit(ask, len(prompt), "prompt" if "prompt" in fields else "messages")
+        extends = ask.parent is not None and len(parent_ids) > 0 and known.continues and known.branch_reason is None
+        experts_from = len(parent_ids) - 1 if ask.experts_from_parent and extends else 0
+        kept, tail = write_after(parent_ids, prompt)
+        shared, rest = write_after(prompt, known.rendering)
+        close = None if known.close is None else to_bytes(known.close)
+        sampling = {"logprobs": 0, **ask.sampling, "max_tokens": max_tokens}
+        if experts_from:
+            sampling["routed_experts_prompt_start"] = experts_from
+        completed, defaults = _complete(request, ask, prompt, sampling)
+        frame = Planned(
+            kept, tail, shared, rest, known.branch_reason, close, known.continues, max_tokens, experts_from, defaults
+        )
+        return _Planned(completed, body, prompt, frame)
+
+    async def _plan_messages(
+        self, fields: dict[str, Any], ancestor: Ancestor | None, raw: Request
+    ) -> tuple[GenerateRequest, Body, Prompt]:
+        messages = fields.get("messages") or []
+        parent, close = (None, None) if ancestor is None else _read_parent(ancestor, messages)
+        steps = plan(messages, parent, close, retain_thinking=ancestor is not None and ancestor.retain_thinking)
+        step, rendered = next(steps), {}
+        while True:
+            answers = []
+            for rendering in step.renderings:
+                made = await self._render_messages(fields, rendering, raw, required=step.required)
+                if made is not None:
+                    rendered[id(rendering)] = made
+                answers.append(pack_ids(()) if made is None else pack_ids(made[0].token_ids))
+            try:
+                step = steps.send(answers)
+            except StopIteration as stop:
+                prompt, whole = stop.value
+                return *rendered[id(whole)], prompt
+
+    async def _render_messages(
+        self, fields: dict[str, Any], rendering: Rendering, raw: Request, *, required: bool
+    ) -> tuple[GenerateRequest, Body] | None:
+        """vLLM's request for these messages, and the chat request as its parsers adjusted it; None if they are rejected and not
+        required. Raises Refused if they are required."""
+        changed = {**fields, "messages": list(rendering.messages), "stream": False}
+        if not rendering.add_generation_prompt:
+            changed["add_generation_prompt"] = False
+            # A forced tool call constrains what is sampled, not how a history is rendered.
+            changed.pop("tool_choice", None)
+        try:
+            body = _validate(ChatCompletionRequest, changed)
+            made = await self._render.render_chat_request(body, raw)
+        except Exception as error:
+            if required or not _is_refusal(error):
+                raise
+            return None
+        if isinstance(made, ErrorResponse):
+            if required or made.error.code not in _REFUSALS:
+                raise Refused(made)
+            return None
+        return made, body
+
+    async def _render_prompt(self, fields: dict[str, Any], ask: Ask, raw: Request) -> tuple[GenerateRequest, Body]:
+        """vLLM's request for a prompt of text or ids, or for messages whose ids are planned already. Raises Refused."""
+        if "prompt" in fields:
+            # The real limit is set once the ids are known; the API's default would be subtracted from the window.
+            changed = {**fields, "max_tokens": 1, "stream": False}
+            if ask.ids is not None:
+                changed["prompt"] = read_ids(ask.ids[-4:]).tolist()
+            completion = _validate(CompletionRequest, changed)
+            made = await self._render.render_completion_request(completion, raw)
+            if isinstance(made, ErrorResponse):
+                raise Refused(made)
+            if len(made) != 1:
+                raise VLLMValidationError("one prompt per request", parameter="prompt")
+            return made[0], completion
+        assert ask.ids is not None
+        given = {"prompt_token_ids": read_ids(ask.ids).tolist()}
+        chat = _validate(ChatCompletionRequest, {**fields, "stream": False, "kv_transfer_params": given})
+        made = await self._render.render_chat_request(chat, raw)
+        if isinstance(made, ErrorResponse):
+            raise Refused(made)
+        return made, chat
+
+    def _fit(self, ask: Ask, prompt_length: int, field: str) -> int:
+        """What the window and the budget leave. Raises Refused if that is nothing."""
+        room = self._window - prompt_length
+        if room < 1:
+            raise Refused(
+                create_error_response(
+                    f"This model's maximum context length is {self._window} tokens. However, your {field} resulted in "
+                    f"{prompt_length} tokens. Please reduce the length of the {field}.",
+                    param=field,
+                )
+            )
+        most = min(ask.sampling.get("max_tokens") or room, room)
+        if ask.max_total is None:
+            return most
+        choices = ask.sampling.get("n") or 1
+        left = ask.max_total - prompt_length * choices
+        if left < choices:
+            raise Refused(create_error_response(f"the prompt of {prompt_length} tokens leaves no room", param=BUDGET))
+        return min(most, left // choices)
+
+    # The reply
+
+    async def _write(self, ask: Ask, planned: _Planned, results: AsyncIterator[RequestOutput]) -> AsyncIterator[bytes]:
+        """Yields the plan with the first output, so that a refusal by the engine is raised before anything was sent."""
+        replies = [_Reply(index, self, ask, planned) for index in range(planned.request.sampling_params.n)]
+        cached, prompt_logprobs, begun = 0, None, False
+        try:
+            async for result in results:
+                frames: list[Frame] = []
+                if not begun:
+                    cached = result.num_cached_tokens or 0
+                    frames.append(planned.frame)
+                # In a stream they come once, then as empty lists.
+                prompt_logprobs = result.prompt_logprobs or prompt_logprobs
+                for output in result.outputs:
+                    frames += replies[output.index].add(output)
+                begun = True
+                yield b"".join(map(write_frame, frames))
+            told = None if prompt_logprobs is None else _own_logprobs(planned.prompt.tolist(), prompt_logprobs)
+            yield write_frame(Done(cached, told))
+        except Exception as error:
+            if not begun:
+                raise
+            log.exception("request %s broke off", ask.request_id)
+            yield write_frame(Failed(f"{type(error).__name__}: {error}"))
+
+    def parser(self, body: Body) -> Parser | None:
+        """The server's tool and reasoning parser for one choice; None where it has none or there are no messages."""
+        if self._renderer.parser is None or not isinstance(body, ChatCompletionRequest):
+            return None
+        return self._renderer.parser(
+            self._renderer.renderer.get_tokenizer(),
+            body.tools,
+            chat_template_kwargs=self._derenderer._resolve_chat_template_kwargs(body),
+            model_config=self._renderer.model_config,
+        )
+
+    def parse(self, body: Body, prompt: Ids, text: str, ids: Sequence[int]) -> dict[str, Any]:
+        """The message of a whole reply, as `/v1/chat/completions` makes it."""
+        parser = self.parser(body)
+        if parser is None:
+            return {"content": text}
+        assert isinstance(body, ChatCompletionRequest)
+        parser.set_prompt_token_ids(prompt.tolist())
+        reasoning, content, calls = parser.parse(
+            text, body, enable_auto_tools=self._auto_tools, model_output_token_ids=list(ids)
+        )
+        if isinstance(body.tool_choice, ChatCompletionNamedToolChoiceParam) or body.tool_choice == "required":
+            content = content or ""
+        made = [
+            {"id": call.id or f"call_{position}", "function": {"name": call.name, "arguments": call.arguments}}
+            for position, call in enumerate(calls or ())
+        ]
+        message: dict[str, Any] = {"content": content, "tool_calls": made}
+        return message | ({"reasoning": reasoning} if body.include_reasoning else {})
+
+    def show_text_logprobs(self, output: CompletionOutput, shown: int) -> list[dict[str, Any]]:
+        """Chat-shaped logprobs of a prompt's reply."""
+        make = self._tokens._create_text_logprobs
+        made = make(output.token_ids, output.logprobs, shown, self._tokens._logprobs_tokenizer(True))
+        return [entry.model_dump() for entry in made.content or ()]
+
+    def show_logprobs(self, ids: Sequence[int], logprobs: Sequence[Any], shown: int) -> list[dict[str, Any]]:
+        """Chat-shaped logprobs of a whole chat reply."""
+        made = self._tokens._create_tokens_logprobs(ids, logprobs, shown)
+        resolved = _resolve_logprobs(made, self._renderer.renderer.get_tokenizer())
+        return [entry.model_dump() for entry in resolved.content or ()]
+
+
+class _Reply:
+    """One choice while it is sampled: the state of its streaming parser, and what the whole is made of."""
+
+    def __init__(self, index: int, sampler: Sampler, ask: Ask, planned: _Planned) -> None:
+        self._index = index
+        self._sampler = sampler
+        self._ask = ask
+        self._planned = planned
+        self._parser = sampler.parser(planned.body) if ask.stream else None
+        self._parses = self._parser is not None
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[Any] = []
+        self._shows_pieces = ask.shown is not None and isinstance(planned.body, CompletionRequest)
+        self._prompt: list[int] = planned.prompt.tolist() if self._parses else []
+        self._ended = False
+
+    def add(self, output: CompletionOutput) -> list[Frame]:
+        if self._ended or not (output.token_ids or output.text or output.finish_reason):
+            return []
+        ids = list(output.token_ids)
+        self._text.append(output.text)
+        self._ids += ids
+        if self._ask.shown is not None:
+            self._logprobs += output.logprobs or ()
+        frames: list[Frame] = [self._piece(output, ids)]
+        if output.finish_reason is not None:
+            self._ended = True
+            frames.append(self._end(output))
+        return frames
+
+    def _piece(self, output: CompletionOutput, ids: list[int]) -> Piece:
+        entries = output.logprobs or ()
+        shown = self._sampler.show_text_logprobs(output, self._ask.shown or 0) if self._shows_pieces else None
+        return Piece(
+            self._index,
+            np.array(ids, "<i4").tobytes(),
+            np.array([_logprob_of(token, entry) for token, entry in zip(ids, entries, strict=True)], "<f4").tobytes(),
+            self._advance(output, ids) if self._ask.stream else None,
+            _tops(ids, entries, self._ask.alternatives) if self._ask.alternatives else None,
+            shown,
+        )
+
+    def _advance(self, output: CompletionOutput, ids: list[int]) -> dict[str, Any] | None:
+        """The delta that these ids make certain, as the streamed `/v1/chat/completions` sends it."""
+        if not self._parses:
+            return {"content": output.text} if output.text else None
+        if self._parser is None:
+            return None
+        try:
+            delta = self._parser.parse_delta(
+                output.text, ids, self._planned.body, self._prompt, finished=output.finish_reason is not None
+            )
+        except Exception as error:
+            # The parse of the whole reply decides.
+            log.warning("request %s: the streaming parser failed: %r", self._ask.request_id, error)
+            self._parser = None
+            return None
+        return None if delta is None else delta.model_dump(exclude_none=True)
+
+    def _end(self, output: CompletionOutput) -> Ended:
+        message, unparsed = None, None
+        try:
+            message = self._sampler.parse(self._planned.body, self._planned.prompt, "".join(self._text), self._ids)
+        except Exception as error:
+            unparsed = f"{type(error).__name__}: {error}"
+        shown = None
+        if self._ask.shown is not None and not self._shows_pieces:
+            shown = self._sampler.show_logprobs(self._ids, self._logprobs, self._ask.shown)
+        spans = output.weight_versions
+        versions = None if spans is None else [(span.version, span.start, span.end) for span in spans]
+        experts = None if output.routed_experts is None else _to_npy(output.routed_experts)
+        return Ended(self._index, output.finish_reason, output.stop_reason, message, unparsed, versions, experts, shown)
+
+
+_REFUSALS = (400, 413, 422)
+"""The statuses of a request that the template or the engine does not take."""
+
+
+def _is_refusal(error: Exception) -> bool:
+    return isinstance(error, RequestValidationError) or create_error_response(error).error.code in _REFUSALS
+
+
+def _validate(kind: Any, fields: dict[str, Any]) -> Any:
+    """The request. Raises what FastAPI raises for an invalid body, so that vLLM answers it in its own words."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from error
+
+
+def _read_json(body: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise VLLMValidationError(f"the body is not a JSON object: {error}") from error
+
+
+def _read_parent(ancestor: Ancestor, messages: Sequence[Any]) -> tuple[Parent, Ids | None]:
+    """The parent, and the template's turn end if the service knows it."""
+    if not 0 < ancestor.covered <= len(messages):
+        raise VLLMValidationError(f"the parent covers {ancestor.covered} of {len(messages)} messages")
+    history = list(messages[: ancestor.covered])
+    ids = None if ancestor.ids is None else read_ids(ancestor.ids)
+    try:
+        for position, message in ancestor.recorded.items():
+            history[position] = _read_json(message)
+        asked = None
+        if ancestor.asked is not None:
+            asked = read_after(pack_ids(()) if ids is None else ids, *ancestor.asked)
+        if ids is not None and not 0 <= ancestor.sampled <= len(ids):
+            raise ValueError(f"{ancestor.sampled} of {len(ids)} ids cannot be sampled")
+    except (ValueError, IndexError) as error:
+        raise VLLMValidationError(f"the parent is no parent: {error}") from error
+    parent = Parent(history, ids, ancestor.sampled, ancestor.closed, asked, ancestor.redressed)
+    return parent, None if ancestor.close is None else read_ids(ancestor.close)
+
+
+def _complete(
+    request: GenerateRequest, ask: Ask, prompt: Ids, sampling: dict[str, Any]
+) -> tuple[GenerateRequest, dict[str, Any]]:
+    """The request after these ids, with the sampling laid over its own and validated as `/inference/v1/generate` does; and its own."""
+    request.token_ids, request.token_offsets = [0], None
+    fields = request.model_dump()
+    defaults = fields["sampling_params"]
+    fields["sampling_params"] = {**defaults, **sampling}
+    fields |= {"request_id": ask.request_id, "stream": ask.stream, "stream_options": None}
+    completed: GenerateRequest = _validate(GenerateRequest, fields)
+    completed.token_ids = prompt.tolist()
+    return completed, defaults
+
+
+def _logprob_of(token: int, entry: Any) -> float:
+    """As `/inference/v1/generate` writes it."""
+    found = None if entry is None else entry.get(token)
+    return -9999.0 if found is None else float(_clamp_logprob(found.logprob))
+
+
+def _tops(ids: Sequence[int], entries: Sequence[Any], width: int) -> Tops:
+    """The first `width` entries of each position, as `/inference/v1/generate` lists them."""
+    top_ids = np.full((len(ids), width), NO_TOKEN, "<i4")
+    logprobs = np.full((len(ids), width), np.nan, "<f4")
+    for position, entry in enumerate(entries):
+        for rank, (token, one) in enumerate(list((entry or {}).items())[:width]):
+            top_ids[position, rank], logprobs[position, rank] = token, _clamp_logprob(one.logprob)
+    return Tops(width, top_ids.tobytes(), logprobs.tobytes())
+
+
+def _own_logprobs(prompt: Sequence[int], entries: Sequence[Any]) -> bytes:
+    """The logprob of each prompt token itself, NaN where there is none."""
+    told = clamp_prompt_logprobs(list(entries)) or []
+    found = [None if entry is None else entry.get(token) for token, entry in zip(prompt, told, strict=True)]
+    return np.array([np.nan if one is None else one.logprob for one in found], "<f4").tobytes()
+
+
+def _to_npy(experts: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, np.asarray(experts), allow_pickle=False)
+    return buffer.getvalue()

@@ -1,0 +1,123 @@
+"""The prompt of a call, planned over a toy template: a user's turn begins with 1, an assistant's with 2, both end with 9."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from reconstruct.bridge import Rendering
+from reconstruct.prompt import IDS_UNKNOWN, Parent, Prompt, plan
+from reconstruct.records import Ids, pack_ids
+
+WORDS = {"hi": 11, "hello": 12, "bye": 13, "?": 14, "x": 15, "7": 16}
+OPEN = {"user": 1, "assistant": 2}
+
+
+class Rejected(Exception):
+    pass
+
+
+def render(rendering: Rendering) -> Ids:
+    ids: list[int] = []
+    for message in rendering.messages:
+        if message["content"] not in WORDS:
+            raise Rejected
+        ids += [OPEN[message["role"]], WORDS[message["content"]], 9]
+    return pack_ids([*ids, 2] if rendering.add_generation_prompt else ids)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def run(messages: Sequence[dict[str, Any]], parent: Parent | None, close: Ids | None = None) -> tuple[Prompt, list[Rendering]]:
+    """The prompt, and all renderings that it took. Raises Rejected for a required one that the template does not take."""
+    steps, asked = plan(messages, parent, close, retain_thinking=False), []
+    step = next(steps)
+    while True:
+        answers = []
+        for rendering in step.renderings:
+            asked.append(rendering)
+            try:
+                answers.append(render(rendering))
+            except Rejected:
+                if step.required:
+                    raise
+                answers.append(pack_ids(()))
+        try:
+            step = steps.send(answers)
+        except StopIteration as stop:
+            prompt, whole = stop.value
+            assert whole in asked and list(whole.messages) == list(messages)
+            return prompt, asked
+
+
+def parent(ids: list[int] | None = None, **fields: Any) -> Parent:
+    """Asked "hi" (1 11 9 2), it sampled 20 21 9: the text "hello" in other ids than the template's."""
+    known = [1, 11, 9, 2, 20, 21, 9] if ids is None else ids
+    made: dict[str, Any] = {"ids": pack_ids(known), "sampled": 3, "closed": True, "asked": pack_ids([1, 11, 9, 2]), **fields}
+    return Parent([user("hi"), said("hello")], **made)
+
+
+HISTORY = [user("hi"), said("hello"), user("bye")]
+
+
+def test_a_first_call_is_rendered() -> None:
+    prompt, asked = run([user("hi")], None)
+    assert prompt.ids.tolist() == prompt.rendering.tolist() == [1, 11, 9, 2]
+    assert prompt.branch_reason is None and prompt.continues is False and len(asked) == 1
+
+
+def test_a_continued_call_keeps_what_was_sampled_and_learns_the_turn_end() -> None:
+    prompt, _ = run(HISTORY, parent())
+    assert prompt.ids.tolist() == [1, 11, 9, 2, 20, 21, 9, 1, 13, 9, 2]
+    assert prompt.rendering.tolist() == [1, 11, 9, 2, 12, 9, 1, 13, 9, 2]
+    assert prompt.branch_reason is None and prompt.continues and prompt.close is not None and prompt.close.tolist() == [9]
+
+
+def test_a_known_turn_end_is_not_looked_for_again() -> None:
+    prompt, asked = run(HISTORY, parent(), pack_ids([9]))
+    assert prompt.branch_reason is None and len(asked) == 2
+
+
+def test_a_parent_without_ids_is_no_base() -> None:
+    prompt, _ = run(HISTORY, Parent([user("hi"), said("hello")], None, 0, True))
+    assert prompt.branch_reason == IDS_UNKNOWN and prompt.ids.tolist() == prompt.rendering.tolist()
+
+
+def test_a_history_that_ends_with_the_reply_is_rendered() -> None:
+    prompt, _ = run(HISTORY[:2], parent())
+    assert prompt.branch_reason is None and prompt.continues and prompt.ids.tolist() == [1, 11, 9, 2, 12, 9, 2]
+
+
+def test_a_turn_end_that_the_template_hides_is_a_reason_to_branch() -> None:
+    known = WORDS.pop("x")
+    try:
+        prompt, _ = run(HISTORY, parent())
+    finally:
+        WORDS["x"] = known
+    assert prompt.branch_reason == "turn_end_unknown" and prompt.close is None
+
+
+def test_a_reply_that_cannot_be_bridged_branches_with_the_reason() -> None:
+    prompt, _ = run(HISTORY, parent([1, 11, 9, 2, 20, 21, 8]))
+    assert prompt.branch_reason == "turn_end_differs" and prompt.ids.tolist() == prompt.rendering.tolist()
+
+
+def test_a_parent_of_another_dress_must_have_been_rendered_alike() -> None:
+    """Its prompt began with 1 11 9 under this dress; under another with 5."""
+    prompt, _ = run(HISTORY, parent(redressed=True))
+    assert prompt.continues and prompt.branch_reason is None
+    prompt, _ = run(HISTORY, parent(redressed=True, asked=pack_ids([5, 1, 11, 9, 2])))
+    assert not prompt.continues and prompt.branch_reason is None and prompt.ids.tolist() == prompt.rendering.tolist()
+
+
+def test_without_its_rendering_a_parent_of_another_dress_is_judged_by_its_prompt() -> None:
+    prompt, _ = run(HISTORY, parent(redressed=True, asked=None))
+    assert prompt.continues
+    prompt, _ = run(HISTORY, parent([5, 1, 11, 9, 2, 20, 21, 9], redressed=True, asked=None))
+    assert not prompt.continues
