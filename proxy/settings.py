@@ -67,6 +67,9 @@ class Settings(BaseSettings):
     """Configuration of the renderers package, for example {"name": "qwen3"} for a model whose name it does not know."""
     engine_api_key: SecretStr | None = None
     """Bearer token for the engines."""
+    engine_session_header: str = Field("", pattern=r"^[A-Za-z0-9-]*$")
+    """The header in which sampling requests carry the session's id, for routers in front of engines: X-Session-ID, for example. Empty:
+    none."""
     engine_timeout_seconds: float = 3600.0
     """How long an engine may send nothing during a call."""
     engine_connect_seconds: float = 5.0

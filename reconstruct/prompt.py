@@ -23,13 +23,15 @@ IDS_UNKNOWN = "ids_unknown"
 @dataclass(frozen=True, slots=True, eq=False)
 class Parent:
     """The call that a request continues. `history` are the first messages of the request as the parent's lineage recorded them, the
-    parent's reply last. `ids` are the parent's prompt and completion, the last `sampled` of them its completion; None: not known.
-    `closed`: the model ended the turn itself. `asked` is what the template made of the parent's request, if known.
+    parent's reply last; `tail` are the others, with calls named as the lineage names them. `ids` are the parent's prompt and completion,
+    the last `sampled` of them its completion; None: not known. `closed`: the model ended the turn itself. `asked` is what the template
+    made of the parent's request, if known.
 
     `redressed`: the parent's rendering depended on other things than messages (see reconstruct.messages.dress), so that a rendering is
     to prove that it makes no difference."""
 
     history: Sequence[Message]
+    tail: Sequence[Message]
     ids: Ids | None
     sampled: int
     closed: bool
@@ -67,7 +69,7 @@ def plan(messages: Sequence[Message], parent: Parent | None, close: Ids | None, 
     """The prompt of `messages`, and which of the renderings was that of the whole request. `close` is the template's turn end, if known
     from an earlier call."""
     continues = parent is not None and (yield from _renders_alike(parent))
-    if parent is None or not continues or len(parent.history) == len(messages):
+    if parent is None or not continues or not parent.tail:
         return (yield from _render_afresh(messages, None, close, continues))
     if parent.ids is None:
         return (yield from _render_afresh(messages, IDS_UNKNOWN, close, continues))
@@ -77,7 +79,7 @@ def plan(messages: Sequence[Message], parent: Parent | None, close: Ids | None, 
             return (yield from _render_afresh(messages, "turn_end_unknown", None, continues))
     *history, said = parent.history
     reply = Reply(said, parent.ids[len(parent.ids) - parent.sampled :], parent.closed)
-    steps = derive(history, reply, messages[len(parent.history) :], close, retain_thinking=retain_thinking, asked=parent.asked)
+    steps = derive(history, reply, parent.tail, close, retain_thinking=retain_thinking, asked=parent.asked)
     wanted = next(steps)
     whole, rendered = wanted[1], (yield Step(wanted, required=True))
     rendering = rendered[1]

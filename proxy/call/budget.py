@@ -84,6 +84,17 @@ def fit_budget(turn: Turn, sampling: dict[str, Any], prompt_length: int = 0) -> 
             sampling["max_tokens"] = min(sampling.get("max_tokens") or share, share)
 
 
+def find_room(turn: Turn) -> int | None:
+    """How many tokens the call's prompts and replies may have together; None: any number."""
+    info = turn.tree.info
+    return None if info.max_total_tokens is None else Left.of(info, turn.tree.forest).total_tokens
+
+
+def exhaust_total(turn: Turn) -> BudgetExhausted:
+    """The error for a prompt that leaves nothing of the budget."""
+    return _exhausted(turn.tree.info, "max_total_tokens")
+
+
 def cut_call(info: SessionInfo, forest: Forest, refused: bool) -> str | None:
     """The last call of a session that its budget ended, None for any other; `refused`: a call was refused for it.
 

@@ -15,26 +15,28 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from proxy.call.budget import check_budget, fit_budget
+from proxy.call.budget import check_budget, exhaust_total, find_room, fit_budget
 from proxy.call.inflight import Inflight
 from proxy.call.plan import (
     Continuation,
     TokenPlan,
-    confirm,
     confirm_by_ids,
     continuation,
+    parent_of,
     place,
     plan_tokens,
     remember,
+    take_prompt,
 )
 from proxy.call.prompts import plan_prompt, prompt_continuation
 from proxy.call.record import call_records, minted_choice, minted_delta
 from proxy.call.tree import Draft, SessionTree, SessionTrees
 from proxy.call.turn import Planned, Sampled, Turn, fit_window, marks_of, refuse_media
 from proxy.dialects.base import Choice, Delta, FirstToken, Reply, Request, Sampling, new_call_id
-from proxy.engine.apis.base import Job, Outcome, check_sampled
+from proxy.engine.apis.base import Job, PlanRequest, check_sampled
 from proxy.engine.apis.details import Wanted
 from proxy.engine.apis.renderer import Rendered
+from proxy.engine.in_vllm.frames import BUDGET
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.pool.seats import Caller
 from proxy.engine.replica import Replica
@@ -44,6 +46,7 @@ from proxy.errors import (
     EngineFailed,
     EngineUnavailable,
     NotFound,
+    RequestError,
     SessionFull,
     StoreUnavailable,
     Unavailable,
@@ -56,6 +59,7 @@ from proxy.timeline import COMMIT, ENGINE, INTENT, PLAN, QUEUE, REPLY, SAMPLE, S
 from reconstruct.bridge import Rendering
 from reconstruct.codec import encode
 from reconstruct.messages import hash_bytes
+from reconstruct.prompt import Prompt
 from reconstruct.records import UNKNOWN_MODE, Call
 from reconstruct.roles import find_purpose
 
@@ -144,7 +148,7 @@ class Flow:
             planned = await self._plan(turn, replica, found)
             if turn.request.stream:
                 emit(Sampling(0 if planned.plan is None else len(planned.plan.prompt_ids)))
-            return Sampled(planned, await self._sample(planned, emit))
+            return await self._sample(planned, emit)
         except VerbatimError:
             if not (turn.scope.hung_up and turn.scope.may_have_sampled):
                 # Otherwise the engine may have sampled tokens that are not known here, and the intent says so.
@@ -179,38 +183,35 @@ class Flow:
         raise Unavailable(f"session '{turn.session_id}' is too busy; try again")
 
     async def _plan(self, turn: Turn, replica: Replica, found: Continuation) -> Planned:
-        """The prompt's ids, for an engine that takes ids, and sampling that fits window and budget."""
-        sampling = dict(turn.sampling)
+        """The prompt's ids, for an engine that takes ids and does not plan itself, and sampling that fits window and budget."""
+        kind, sampling = self._kinds.of(replica), dict(turn.sampling)
         fit_budget(turn, sampling)
-        if not self._kinds.of(replica).takes_ids:
+        if not kind.takes_ids:
             return Planned(turn, replica, found, None, sampling)
         turn.timeline.begin(PLAN)
+        if turn.request.prompt is None:
+            refuse_media(turn.request, found, self._kinds)
+        if kind.plans(replica, turn.request):
+            return Planned(turn, replica, found, None, sampling)
         with turn.scope.interruptible():
             if turn.request.prompt is None:
                 found, plan = await self._plan_messages(turn, replica, found)
             else:
-                tokenizer = self._kinds.of(replica).tokenizer(replica, turn.request, self._kinds.id_text(turn.session_id))
+                tokenizer = kind.tokenizer(replica, turn.request, self._kinds.id_text(turn.session_id))
                 plan = await plan_prompt(turn.tree, found, turn.request, tokenizer)
         fit_window(turn.request, replica, sampling, len(plan.prompt_ids))
         fit_budget(turn, sampling, len(plan.prompt_ids))
         return Planned(turn, replica, found, plan, sampling)
 
     async def _plan_messages(self, turn: Turn, replica: Replica, found: Continuation) -> tuple[Continuation, TokenPlan]:
-        refuse_media(turn.request, found, self._kinds)
         kind, id_text = self._kinds.of(replica), self._kinds.id_text(turn.session_id)
 
         async def render(rendering: Rendering) -> Rendered:
             return await kind.render(replica, turn.request, rendering, id_text)
 
-        found = await confirm(turn.tree, found, turn.request, render)
-        known = turn.tree.turn_ends.get(found.root)
-        retain = self._settings.thinking == "retain"
-        plan, close = await plan_tokens(turn.tree, found, turn.request, render, known, retain)
-        if close is not None:
-            turn.tree.turn_ends[found.root] = close
-        return found, plan
+        return await plan_tokens(turn.tree, found, turn.request, render, self._settings.thinking == "retain")
 
-    async def _sample(self, planned: Planned, emit: Emit) -> Outcome:
+    async def _sample(self, planned: Planned, emit: Emit) -> Sampled:
         turn, replica, plan = planned.turn, planned.replica, planned.plan
         turn.timeline.begin(SAMPLE)
         kind = self._kinds.of(replica)
@@ -218,6 +219,16 @@ class Flow:
         job.id_text = self._kinds.id_text(turn.session_id)
         if plan is not None:
             job.prompt_ids, job.body = plan.prompt_ids, plan.body
+
+        def take_plan(prompt: Prompt, body: dict[str, Any]) -> None:
+            nonlocal planned
+            found, made = take_prompt(turn.tree, planned.found, prompt, body)
+            planned = replace(planned, found=found, plan=made)
+            if turn.request.stream:
+                emit(Sampling(len(prompt.ids)))
+
+        if plan is None and kind.plans(replica, turn.request):
+            job.plan = self._ask_to_plan(planned, job.wanted, take_plan)
 
         def mint_and_emit(piece: FirstToken | Delta) -> None:
             if isinstance(piece, FirstToken):
@@ -228,10 +239,29 @@ class Flow:
                 return
             emit(piece)
 
-        with turn.scope.sampling(partial(kind.abort, replica, job)):
-            outcome = await kind.sample(replica, job, stream=turn.request.stream, emit=mint_and_emit)
+        try:
+            with turn.scope.sampling(partial(kind.abort, replica, job)):
+                outcome = await kind.sample(replica, job, stream=turn.request.stream, emit=mint_and_emit)
+        except RequestError as error:
+            if job.plan is not None and error.param == BUDGET:
+                raise exhaust_total(turn) from error
+            raise
         check_sampled(outcome, logprob_mode(replica, self._settings))
-        return outcome
+        return Sampled(planned, outcome)
+
+    def _ask_to_plan(self, planned: Planned, wanted: Wanted, take: Callable[[Prompt, dict[str, Any]], None]) -> PlanRequest:
+        """What the engine needs to plan the prompt."""
+        tree, found = planned.turn.tree, planned.found
+        details = None if found.parent is None else found.parent.node.details
+        known = wanted.routed_experts and details is not None and details.routed_experts is not None
+        return PlanRequest(
+            parent_of(tree, found, planned.turn.request),
+            tree.turn_ends.get(found.root),
+            self._settings.thinking == "retain",
+            find_room(planned.turn),
+            known,
+            take,
+        )
 
     async def _commit(self, sampled: Sampled) -> Reply:
         """Record every choice in one step, then let the tree and the reply know them."""

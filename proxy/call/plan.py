@@ -8,32 +8,27 @@ rendering with the reason. `place` says where a prompt's ids hang in the forest,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any
 
 from proxy.call.tree import Chained, Replay, SessionTree
 from proxy.dialects.base import HistoryMessage, Request
 from proxy.engine.apis.renderer import Rendered
 from proxy.errors import RequestError
-from reconstruct.bridge import Bridge, Refusal, Rendering, Reply, derive, turn_end
+from reconstruct.bridge import Rendering
 from reconstruct.forest import order_key, shared_length
 from reconstruct.messages import Message, dress, name_calls
+from reconstruct.prompt import IDS_UNKNOWN, Parent, Prompt, plan
 from reconstruct.records import Call, Ids, pack_ids
 
 _RENDERED = ("reasoning_effort", "chat_template", "documents")
 """Fields of a chat body that the template may look at, beside its kwargs: under other values a history may read otherwise."""
 
-IDS_UNKNOWN = "ids_unknown"
-"""Why a call does not extend its parent: the engine did not tell the ids of one of the two."""
-
 _MOST_COMPARED = 32
 """Calls of one request, the newest first, that a reply without an id is compared with: a request may be sampled ten thousand times."""
 
 Render = Callable[[Rendering], Coroutine[Any, Any, Rendered]]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,22 +197,6 @@ def as_root(found: Continuation) -> Continuation:
     return replace(found, parent=None, reply_at=-1, projection="", redressed=False, replay=None)
 
 
-async def confirm(tree: SessionTree, found: Continuation, request: Request, render: Render) -> Continuation:
-    """`found`, or the request as a root where it was found below a call of another dress and the template shows the difference: where
-    the parent's history, rendered in this dress, is not what the parent's prompt began with before its generation prompt."""
-    parent = found.parent
-    if parent is None or not found.redressed or not parent.ids_known:
-        return found
-    then = tree.rendering(parent.call_id)
-    if then is None:
-        # Other than its rendering where sampled ids are not those of their text: then it is a root, for want of proof.
-        then = tree.forest.prompt_ids(parent.call_id)
-    assert found.replay is not None, "a parent is found by the history that replays it"
-    now = (await _tolerant(render)(Rendering(found.replay.messages[:-1], False))).ids
-    alike = len(now) and shared_length(then, now) == len(now)
-    return replace(found, redressed=False) if alike else as_root(found)
-
-
 def confirm_by_ids(tree: SessionTree, found: Continuation, prompt_ids: Ids | None) -> Continuation:
     """The same for an engine that renders by itself: its prompt begins with the parent's prompt, or the request is a root."""
     parent = found.parent
@@ -229,58 +208,51 @@ def confirm_by_ids(tree: SessionTree, found: Continuation, prompt_ids: Ids | Non
     return replace(found, redressed=False) if shared_length(before, prompt_ids) == len(before) else as_root(found)
 
 
-async def plan_tokens(
-    tree: SessionTree, found: Continuation, request: Request, render: Render, close: Ids | None, retain_thinking: bool
-) -> tuple[TokenPlan, Ids | None]:
-    """The prompt for the token path, and the template's turn end (asked for once, then handed back in as `close`)."""
+def parent_of(tree: SessionTree, found: Continuation, request: Request) -> Parent | None:
+    """What the prompt depends on of the call that the request continues."""
     parent = found.parent
-    if parent is None or found.reply_at == len(request.messages) - 1:
-        return await _afresh(request, render, None), close
-    known = tree.known_ids(parent.call_id)
-    if known is None:
-        return await _afresh(request, render, IDS_UNKNOWN), close
-    if close is None:
-        close, probes = await _drive(turn_end(), _tolerant(render))
-        if not all(len(probe.ids) for probe in probes[0]):
-            return await _afresh(request, render, "turn_end_unknown"), None
-    assert close is not None
+    if parent is None:
+        return None
     assert found.replay is not None, "a parent is found by the history that replays it"
-    history: list[Message] = list(found.replay.messages)
+    history = found.replay.messages
     tail = _after_reply(history, request.history, len(request.history))
-    reply = Reply(history[-1], parent.node.completion_ids, _closed(parent))
-    asked = tree.rendering(parent.call_id)
-    steps = derive(history[:-1], reply, tail, close, retain_thinking=retain_thinking, asked=asked)
-    outcome, rendered = await _drive(steps, render)
-    whole = rendered[0][1]
-    if isinstance(outcome, Bridge):
-        ids = np.concatenate((known, outcome.ids))
-        return TokenPlan(ids, None, whole.ids, whole.body, whole.keeps_text_apart), close
-    assert isinstance(outcome, Refusal)
-    return await _afresh(request, render, outcome.reason), close
+    ids, asked = tree.known_ids(parent.call_id), tree.rendering(parent.call_id)
+    return Parent(history, tail, ids, len(parent.node.completion_ids), _closed(parent), asked, found.redressed)
 
 
-async def _afresh(request: Request, render: Render, branch_reason: str | None) -> TokenPlan:
-    """The request as the template renders it."""
-    fresh = await render(Rendering(request.messages, True))
-    return TokenPlan(fresh.ids, branch_reason, fresh.ids, fresh.body, fresh.keeps_text_apart)
-
-
-async def _drive(steps: Generator[tuple[Rendering, ...], Sequence[Ids], T], render: Render) -> tuple[T, list[list[Rendered]]]:
-    """Run a generator of wanted renderings; returns its result and everything rendered, step by step.
-
-    The first step renders what the harness sent; what is made up for the proof afterwards may be a dialogue that the template does
-    not take, and is then answered with no ids.
-    """
-    rendered: list[list[Rendered]] = []
-    wanted = next(steps)
+async def plan_tokens(
+    tree: SessionTree, found: Continuation, request: Request, render: Render, retain_thinking: bool
+) -> tuple[Continuation, TokenPlan]:
+    """The prompt for the token path, rendered by `render`, and what the request continues according to the renderings."""
+    parent = parent_of(tree, found, request)
+    steps = plan(request.messages, parent, tree.turn_ends.get(found.root), retain_thinking=retain_thinking)
+    rendered: dict[int, Rendered] = {}
+    step = next(steps)
     while True:
-        asked = render if not rendered else _tolerant(render)
-        answers = await _all_of([asked(rendering) for rendering in wanted])
-        rendered.append(answers)
+        ask = render if step.required else _tolerant(render)
+        answers = await _all_of([ask(rendering) for rendering in step.renderings])
+        rendered |= {id(rendering): answer for rendering, answer in zip(step.renderings, answers, strict=True)}
         try:
-            wanted = steps.send([answer.ids for answer in answers])
+            step = steps.send([answer.ids for answer in answers])
         except StopIteration as stop:
-            return stop.value, rendered
+            prompt, whole = stop.value
+            made = rendered[id(whole)]
+            return take_prompt(tree, found, prompt, made.body, keeps_text_apart=made.keeps_text_apart)
+
+
+def take_prompt(
+    tree: SessionTree, found: Continuation, prompt: Prompt, body: dict[str, Any], *, keeps_text_apart: bool = False
+) -> tuple[Continuation, TokenPlan]:
+    """What the call continues and its plan, of a prompt that was made here or by the engine. The tree remembers the turn end.
+
+    The call is a root where it was found below a call of another dress and the template shows the difference."""
+    if prompt.close is not None:
+        tree.turn_ends[found.root] = prompt.close
+    if not prompt.continues:
+        found = as_root(found)
+    elif found.redressed and found.parent is not None and tree.known_ids(found.parent.call_id) is not None:
+        found = replace(found, redressed=False)
+    return found, TokenPlan(prompt.ids, prompt.branch_reason, prompt.rendering, body, keeps_text_apart)
 
 
 async def _all_of(answers: Sequence[Coroutine[Any, Any, Rendered]]) -> list[Rendered]:

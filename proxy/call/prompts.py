@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 
-from proxy.call.plan import IDS_UNKNOWN, Continuation, TokenPlan
+from proxy.call.plan import Continuation, TokenPlan
 from proxy.call.tree import SessionTree
 from proxy.dialects.base import HistoryMessage, Request
 from proxy.engine.apis.renderer import Tokenizer
 from reconstruct.forest import order_key, shared_length
 from reconstruct.messages import digest_message, root_key
+from reconstruct.prompt import IDS_UNKNOWN
 from reconstruct.records import Call, Ids, pack_ids
 
 _decode = msgspec.json.decode

@@ -88,9 +88,9 @@ class Replica:
     started with one. `policy` is the model whose pool and version line it belongs to, "" the default one. `source` says where it comes
     from: settings, api or a watched name.
 
-    `updatable`: it has endpoints that take new weights. `weight_version` is None while unknown; 0 is whatever the engine was
-    started with. `logprob_mode` is None if it does not say. `draining`: it left the pool and only ends its calls. `in_flight` counts
-    this process's calls there, at most `max_calls` (0: unlimited).
+    `plugin`: it has this project's endpoint plugin. `updatable`: it has endpoints that take new weights. `weight_version` is None while
+    unknown; 0 is whatever the engine was started with. `logprob_mode` is None if it does not say. `draining`: it left the pool and only
+    ends its calls. `in_flight` counts this process's calls there, at most `max_calls` (0: unlimited).
     """
 
     name: str
@@ -103,6 +103,7 @@ class Replica:
     models: tuple[str, ...] = ()
     adapter: str | None = None
     max_model_len: int | None = None
+    plugin: bool = False
     updatable: bool = False
     weight_version: int | None = None
     names: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ import configparser
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests import ROOT
 from tests.support.documents.helm_chart import CHART
 from tests.support.documents.prometheus_rules import RULES, promtool
 from tests.support.documents.settings_in_code import variables
+from tests.support.engine.forked_vllm import run_beside_vllm
 from tests.support.machine import require
 
 DEPLOY = ROOT / "deploy"
@@ -103,7 +105,7 @@ def test_what_an_image_copies_is_there_and_not_ignored(file: Path) -> None:
         *sources, _ = rest.split()
         for source in sources:
             assert (ROOT / source).exists(), source
-            assert source.split("/")[0] in let_in, source
+            assert {source, source.split("/")[0]} & let_in, source
 
 
 def test_an_image_of_the_project_copies_every_package_that_its_wheel_has() -> None:
@@ -134,12 +136,30 @@ def test_the_backend_lies_in_the_engines_image_where_its_flag_looks_for_it() -> 
     module = argv[argv.index("--worker-extension-cls") + 1].rpartition(".")[0].replace(".", "/") + ".py"
     for stage in stages(DEPLOY / "vllm.Dockerfile"):
         told = dict(re.findall(r"(\w+)=(\S*)", " ".join(rest for name, rest in stage if name == "ENV")))
-        assert ("COPY", f"{module} {told['PYTHONPATH']}/{module}") in stage
+        folder = module.rpartition("/")[0]
+        assert ("COPY", f"{folder} {told['PYTHONPATH']}/{folder}") in stage
         assert env.keys() - told.keys() <= {"TORCHDYNAMO_DISABLE", "VLLM_CPU_KVCACHE_SPACE"}
         if stage[0][1].endswith(" AS cpu"):
             assert env.keys() <= told.keys()
     version = re.search(r"vllm-cpu==(\S+)", (ROOT / "constraints.txt").read_text())
     assert version and f"FROM vllm/vllm-openai:v{version[1]} " in (DEPLOY / "vllm.Dockerfile").read_text()
+
+
+def test_the_plugin_works_from_what_lies_in_the_engines_image(tmp_path: Path) -> None:
+    """vLLM finds its entry point, and it needs nothing else of this project."""
+    (stage, _) = stages(DEPLOY / "vllm.Dockerfile")
+    root = dict(re.findall(r"(\w+)=(\S*)", " ".join(rest for name, rest in stage if name == "ENV")))["PYTHONPATH"]
+    for source, target in (rest.split() for name, rest in stage if name == "COPY" and root in rest):
+        shutil.copytree(ROOT / source, tmp_path / Path(target).relative_to(root))
+    program = """
+import importlib.metadata as metadata, sys
+sys.path[:] = [sys.argv[1], *(path for path in sys.path if path != sys.argv[2])]
+(entry,) = {each for each in metadata.entry_points(group="vllm.endpoint_plugins") if each.dist.name == "verbatim-plugin"}
+assert entry.name == "verbatim" and entry.load().name == "verbatim"
+import proxy.engine.in_vllm.sampler, proxy
+assert list(proxy.__path__) == [sys.argv[1] + "/proxy"], proxy.__path__
+"""
+    run_beside_vllm("-c", program, str(tmp_path), str(ROOT))
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])

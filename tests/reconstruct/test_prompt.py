@@ -52,15 +52,15 @@ def run(messages: Sequence[dict[str, Any]], parent: Parent | None, close: Ids | 
             step = steps.send(answers)
         except StopIteration as stop:
             prompt, whole = stop.value
-            assert whole in asked and list(whole.messages) == list(messages)
+            assert whole in asked and len(whole.messages) == len(messages)
             return prompt, asked
 
 
-def parent(ids: list[int] | None = None, **fields: Any) -> Parent:
+def parent(ids: list[int] | None = None, tail: Sequence[dict[str, Any]] | None = None, **fields: Any) -> Parent:
     """Asked "hi" (1 11 9 2), it sampled 20 21 9: the text "hello" in other ids than the template's."""
     known = [1, 11, 9, 2, 20, 21, 9] if ids is None else ids
     made: dict[str, Any] = {"ids": pack_ids(known), "sampled": 3, "closed": True, "asked": pack_ids([1, 11, 9, 2]), **fields}
-    return Parent([user("hi"), said("hello")], **made)
+    return Parent([user("hi"), said("hello")], [user("bye")] if tail is None else tail, **made)
 
 
 HISTORY = [user("hi"), said("hello"), user("bye")]
@@ -85,12 +85,12 @@ def test_a_known_turn_end_is_not_looked_for_again() -> None:
 
 
 def test_a_parent_without_ids_is_no_base() -> None:
-    prompt, _ = run(HISTORY, Parent([user("hi"), said("hello")], None, 0, True))
+    prompt, _ = run(HISTORY, Parent([user("hi"), said("hello")], [user("bye")], None, 0, True))
     assert prompt.branch_reason == IDS_UNKNOWN and prompt.ids.tolist() == prompt.rendering.tolist()
 
 
 def test_a_history_that_ends_with_the_reply_is_rendered() -> None:
-    prompt, _ = run(HISTORY[:2], parent())
+    prompt, _ = run(HISTORY[:2], parent(tail=[]))
     assert prompt.branch_reason is None and prompt.continues and prompt.ids.tolist() == [1, 11, 9, 2, 12, 9, 2]
 
 
@@ -121,3 +121,11 @@ def test_without_its_rendering_a_parent_of_another_dress_is_judged_by_its_prompt
     assert prompt.continues
     prompt, _ = run(HISTORY, parent([5, 1, 11, 9, 2, 20, 21, 9], redressed=True, asked=None))
     assert not prompt.continues
+
+
+def test_the_tail_is_rendered_as_the_lineage_names_it_and_a_fresh_prompt_as_the_harness_sent_it() -> None:
+    """The harness sent "bye"; in the lineage it is "?"."""
+    prompt, _ = run(HISTORY, parent(tail=[user("?")]))
+    assert prompt.ids.tolist()[-4:] == [1, 14, 9, 2]
+    prompt, _ = run(HISTORY, parent([1, 11, 9, 2, 20, 21, 8], tail=[user("?")]))
+    assert prompt.branch_reason == "turn_end_differs" and prompt.ids.tolist()[-4:] == [1, 13, 9, 2]

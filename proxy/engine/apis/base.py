@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.apis.details import Wanted
+from proxy.engine.apis.details import PromptLogprobs, Tops, Wanted, read_details
 from proxy.engine.apis.id_text import IdText, IdTexts
 from proxy.engine.apis.probe import PROBE_TIMEOUT, NotListening, Probe
 from proxy.engine.apis.renderer import LocalRenderer, Rendered, Tokenizer
@@ -28,7 +28,8 @@ from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineFailed, EngineUnavailable, VerbatimError
 from reconstruct.bridge import Rendering
-from reconstruct.records import NO_LOGPROBS, CallDetails, Ids, Span, pack_ids
+from reconstruct.prompt import Parent, Prompt
+from reconstruct.records import NO_LOGPROBS, CallDetails, Ids, Logprobs, Span, pack_ids
 
 NO_IDS = pack_ids([])
 
@@ -36,10 +37,26 @@ DETOKENIZE_CONCURRENCY = 16
 """Requests in flight at an engine that spells one group of ids at a time."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What a replica needs that plans the prompt itself: the parent, if any, the template's turn end, if known, and the room in tokens
+    for the prompt and the reply of every choice (None: unlimited). `take` gets the plan, and a generate body with the engine's own
+    sampling, before anything is emitted.
+
+    `experts_from_parent`: the routed experts of the parent's positions are recorded."""
+
+    parent: Parent | None
+    close: Ids | None
+    retain_thinking: bool
+    max_total: int | None
+    experts_from_parent: bool
+    take: Callable[[Prompt, dict[str, Any]], None]
+
+
 @dataclass(slots=True)
 class Job:
-    """One sampling request. `prompt_ids` and `body` are empty for a kind that does not take ids. `id_text` is the session's; `wanted`
-    the details to record beside the tokens."""
+    """One sampling request. `prompt_ids` and `body` are empty for a kind that does not take ids, and for a replica that plans, which
+    gets `plan` and writes the ids into the job. `id_text` is the session's; `wanted` the details to record beside the tokens."""
 
     call_id: str
     request: Request
@@ -49,6 +66,7 @@ class Job:
     body: dict[str, Any] = field(default_factory=dict)
     id_text: IdText = field(default_factory=IdText)
     wanted: Wanted = field(default_factory=Wanted)
+    plan: PlanRequest | None = None
 
     @property
     def prompt_json(self) -> msgspec.Raw:
@@ -105,6 +123,14 @@ class EngineKind(ABC):
     def __init__(self, http: EngineHttp, local: LocalRenderer) -> None:
         self._http = http
         self._local = local
+
+    def plans(self, replica: Replica, request: Request) -> bool:
+        """Whether `sample` plans the prompt, instead of being given its ids."""
+        return False
+
+    async def find_plugin(self, probe: Probe) -> bool:
+        """Whether the engine has this project's endpoint plugin, of a version that can be used."""
+        return False
 
     @abstractmethod
     async def detect(self, probe: Probe, *, asked: bool) -> str | None:
@@ -208,6 +234,7 @@ class EngineKinds:
                 kind = await self.detect(probe, asked)
                 replica.updatable = await kind.takes_weights(probe)
                 replica.logprob_mode = await kind.find_logprob_mode(probe) if replica.updatable else None
+                replica.plugin = await kind.find_plugin(probe)
                 replica.api = kind.name
         except TimeoutError as error:
             raise EngineUnavailable(f"no answer within {PROBE_TIMEOUT.total:g} seconds") from error
@@ -274,6 +301,63 @@ def choice_at(choices: Sequence[C], index: int) -> C:
     choice = choices[index]
     choice.heard = True
     return choice
+
+
+class GeneratedChoice:
+    """One choice that vLLM sampled so far, without its logprobs."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.heard = False
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.versions: list[Version] = []
+        self.routed_experts: str | bytes | None = None
+
+    @property
+    def has_content(self) -> bool:
+        return bool(self.token_ids)
+
+    def finish(
+        self,
+        replica: Replica,
+        job: Job,
+        logprobs: list[float | None],
+        message: dict[str, Any],
+        content: Sequence[Mapping[str, Any]] | None,
+        prompt_logprobs: PromptLogprobs | Logprobs | None,
+        tops: Tops | None = None,
+    ) -> Sampled:
+        """`content`: chat-shaped logprobs for the harness."""
+        return Sampled(
+            index=self.index,
+            token_ids=self.token_ids,
+            logprobs=logprobs,
+            spans=self._spans(replica),
+            finish_reason=self.finish_reason or "abort",
+            stop_reason=self.stop_reason,
+            message=message,
+            logprob_content=content,
+            details=read_details(
+                job.wanted,
+                job.prompt_ids,
+                len(self.token_ids),
+                tops=tops,
+                prompt_logprobs=prompt_logprobs,
+                routed_experts=self.routed_experts,
+            ),
+        )
+
+    def _spans(self, replica: Replica) -> tuple[Span, ...]:
+        """Spans with integer versions; none if any version is unknown, since a token without a version is never trained."""
+        spans = []
+        for item in self.versions:
+            version = replica.version_of(None if item.version is None else str(item.version))
+            if version is None:
+                return ()
+            spans.append(Span(version, item.start, item.end))
+        return tuple(spans)
 
 
 _END_OF_IDS = 2**31

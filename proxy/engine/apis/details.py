@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reconstruct.records import NO_TOKEN, CallDetails, Experts
+from reconstruct.records import NO_TOKEN, CallDetails, Experts, Logprobs
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +75,11 @@ def read_details(
     sampled: int,
     *,
     tops: Tops | None = None,
-    prompt_logprobs: PromptLogprobs | None = None,
-    routed_experts: str | None = None,
+    prompt_logprobs: PromptLogprobs | Logprobs | None = None,
+    routed_experts: str | bytes | None = None,
 ) -> CallDetails | None:
     """The wanted details the engine returned, for the whole prompt and `sampled` tokens. Details of other lengths are logged and
-    left out."""
+    left out. `prompt_logprobs` as an array are of the prompt's own tokens; `routed_experts` as bytes are not in base64."""
     top = prompt = experts = None
     if wanted.top_logprobs and tops is not None:
         top = _read_or_log(lambda: _read_tops(tops, wanted.top_logprobs, sampled))
@@ -114,17 +114,20 @@ def _read_tops(tops: Tops, most: int, sampled: int) -> tuple[NDArray[np.int32], 
     return ids, logprobs
 
 
-def _read_prompt_logprobs(prompt_ids: Sequence[int] | NDArray[np.int32], entries: PromptLogprobs) -> NDArray[np.float32]:
+def _read_prompt_logprobs(prompt_ids: Sequence[int] | NDArray[np.int32], entries: PromptLogprobs | Logprobs) -> Logprobs:
     if len(entries) != len(prompt_ids):
         raise _Unfit(f"logprobs of {len(entries)} tokens for a prompt of {len(prompt_ids)}")
+    if isinstance(entries, np.ndarray):
+        return entries
     found = [(entry or {}).get(str(token)) for entry, token in zip(entries, prompt_ids, strict=True)]
     values = [float("nan") if one is None or one.logprob is None else one.logprob for one in found]
     return np.array(values, dtype=np.float32)
 
 
-def _read_experts(text: str, positions: int) -> Experts:
+def _read_experts(told: str | bytes, positions: int) -> Experts:
     try:
-        experts: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+        content = base64.b64decode(told) if isinstance(told, str) else told
+        experts: NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise _Unfit(f"unreadable routed experts ({error})") from error
     if experts.ndim != 3 or len(experts) != positions or experts.dtype.kind not in "iu":

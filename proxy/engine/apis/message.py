@@ -53,6 +53,50 @@ class Assembly:
         known["function"]["arguments"] += function.get("arguments") or ""
 
 
+class CertainText:
+    """One choice's text while it is sampled, as far as it is certain.
+
+    The final message is the engine's parse of the whole reply, which the streaming parsers do not always agree with: they drop white
+    space before a tool call, rewrite arguments, and turn earlier calls into text if the limit cuts one. So only reasoning and text before
+    the first sign of a tool call go out early, without trailing white space; `take_rest` gives what is left."""
+
+    def __init__(self, index: int) -> None:
+        self._assembly = Assembly(index)
+        self._index = index
+        self._content = ""
+        self._reasoning = ""
+
+    def add_delta(self, delta: Mapping[str, Any]) -> dict[str, Any]:
+        """Add what the streaming parsers say; returns the message so far."""
+        self._assembly.add(delta)
+        return self._assembly.message()
+
+    def is_prefix_of(self, message: Mapping[str, Any]) -> bool:
+        """Whether `message` begins with what was sent."""
+        content, reasoning = message.get("content") or "", message.get("reasoning_content") or ""
+        return content.startswith(self._content) and reasoning.startswith(self._reasoning)
+
+    def take_certain(self) -> Delta | None:
+        """The text that is certain and was not sent; None if there is none."""
+        message = self._assembly.message()
+        if message.get("tool_calls"):
+            return None
+        return self._take(message | {"content": (message.get("content") or "").rstrip()})
+
+    def take_rest(self, message: Mapping[str, Any]) -> Delta | None:
+        """What of the whole `message`, which must begin with what was sent, was not sent; None if nothing."""
+        assert self.is_prefix_of(message), "text that was sent cannot be taken back"
+        delta = self._take(message) or Delta(self._index)
+        delta.tool_calls = [{"index": position, **call} for position, call in enumerate(message.get("tool_calls") or ())]
+        return delta if delta.content or delta.reasoning or delta.tool_calls else None
+
+    def _take(self, message: Mapping[str, Any]) -> Delta | None:
+        content, reasoning = message.get("content") or "", message.get("reasoning_content") or ""
+        delta = Delta(self._index, content[len(self._content) :], reasoning[len(self._reasoning) :])
+        self._content, self._reasoning = content, reasoning
+        return delta if delta.content or delta.reasoning else None
+
+
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """An engine's assistant message reduced to the fields harnesses know: content, reasoning_content, tool_calls."""
     plain: dict[str, Any] = {"role": "assistant", "content": message.get("content")}

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
+from proxy.engine.apis import vllm_plugin
 from proxy.engine.apis.base import Emit, EngineKind, Job, Outcome, Reading, Sampled, chat_body, choice_at, is_visible
 from proxy.engine.apis.details import PromptLogprobs
 from proxy.engine.apis.id_text import IdText
@@ -24,10 +25,10 @@ from proxy.engine.apis.vllm_reply import (
     DERENDER,
     GENERATE,
     GenerateAnswer,
-    GeneratedChoice,
     Parsed,
     Parser,
     Piece,
+    PieceChoice,
     SampledChoice,
     answer_type,
     gather,
@@ -82,7 +83,16 @@ class VllmTokens(EngineKind):
         # On its own a word loses its leading blank where the tokenizer marks blanks at the start of words.
         return await _spell(self._http, replica, model, groups, before=[0])
 
+    def plans(self, replica: Replica, request: Request) -> bool:
+        # Where a prompt of text goes on is found by spelling ids, for which the plugin has no route.
+        return replica.plugin and request.prompt is None
+
+    async def find_plugin(self, probe: Probe) -> bool:
+        return await vllm_plugin.find_plugin(probe)
+
     async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
+        if replica.plugin:
+            return await vllm_plugin.sample(self._http, replica, job, stream=stream, emit=emit)
         if job.request.prompt is None:
             return await self._sample_messages(replica, job, stream, emit)
         return await self._sample_text(replica, job, stream, emit)
@@ -208,7 +218,7 @@ class _TextAnswer(GenerateAnswer):
     choices: list[_TextPiece] = msgspec.field(default_factory=list)
 
 
-class _TextChoice(GeneratedChoice):
+class _TextChoice(PieceChoice):
     """A choice whose text the engine returns."""
 
     def __init__(self, index: int) -> None:

@@ -14,12 +14,11 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta
-from proxy.engine.apis.base import Job, Sampled, Usage, Version, chat_body, check_entries, choice_at
-from proxy.engine.apis.details import PromptLogprobs, Tops, read_details
-from proxy.engine.apis.message import Assembly, cut_at_stop, keep_one_call, plain_message, visible_ids
+from proxy.engine.apis.base import GeneratedChoice, Job, Sampled, Usage, Version, chat_body, check_entries, choice_at
+from proxy.engine.apis.details import PromptLogprobs
+from proxy.engine.apis.message import CertainText, cut_at_stop, keep_one_call, plain_message, visible_ids
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineAnswer, EngineHttp
-from reconstruct.records import Span
 
 GENERATE = "/inference/v1/generate"
 DERENDER = "/v1/chat/completions/derender"
@@ -116,71 +115,18 @@ def generate_body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
     }
 
 
-class GeneratedChoice:
-    """One choice so far, without its logprobs."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.heard = False
-        self.token_ids: list[int] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self._versions: list[Version] = []
-        self._routed_experts: str | None = None
-
-    @property
-    def has_content(self) -> bool:
-        return bool(self.token_ids)
+class PieceChoice(GeneratedChoice):
+    """One choice so far, without its logprobs, of the pieces of an answer."""
 
     def add_piece(self, piece: Piece) -> None:
         self.token_ids.extend(piece.token_ids or ())
         self.finish_reason = piece.finish_reason or self.finish_reason
         self.stop_reason = piece.stop_reason if piece.stop_reason is not None else self.stop_reason
-        self._versions.extend(piece.weight_versions or ())
-        self._routed_experts = piece.routed_experts or self._routed_experts
-
-    def finish(
-        self,
-        replica: Replica,
-        job: Job,
-        logprobs: list[float | None],
-        message: dict[str, Any],
-        content: Sequence[Mapping[str, Any]] | None,
-        prompt_logprobs: PromptLogprobs | None,
-        tops: Tops | None = None,
-    ) -> Sampled:
-        """`content`: chat-shaped logprobs for the harness."""
-        return Sampled(
-            index=self.index,
-            token_ids=self.token_ids,
-            logprobs=logprobs,
-            spans=self._spans(replica),
-            finish_reason=self.finish_reason or "abort",
-            stop_reason=self.stop_reason,
-            message=message,
-            logprob_content=content,
-            details=read_details(
-                job.wanted,
-                job.prompt_ids,
-                len(self.token_ids),
-                tops=tops,
-                prompt_logprobs=prompt_logprobs,
-                routed_experts=self._routed_experts,
-            ),
-        )
-
-    def _spans(self, replica: Replica) -> tuple[Span, ...]:
-        """Spans with integer versions; none if any version is unknown, since a token without a version is never trained."""
-        spans = []
-        for item in self._versions:
-            version = replica.version_of(None if item.version is None else str(item.version))
-            if version is None:
-                return ()
-            spans.append(Span(version, item.start, item.end))
-        return tuple(spans)
+        self.versions.extend(piece.weight_versions or ())
+        self.routed_experts = piece.routed_experts or self.routed_experts
 
 
-class SampledChoice(GeneratedChoice):
+class SampledChoice(PieceChoice):
     """A choice whose ids the engine parses. `live` sends its text while it is sampled."""
 
     def __init__(self, index: int, live: bool) -> None:
@@ -317,10 +263,6 @@ class Parser:
         return {"request_id": self._job.call_id, "choices": [shaped], "prompt_token_ids": self._job.prompt_json}
 
 
-_PATIENCE = 8.0
-_SHORTEST_PAUSE_SECONDS = 0.03
-
-
 class _DeltaChoice(msgspec.Struct):
     delta: dict[str, Any] = {}
 
@@ -334,24 +276,21 @@ class _Step(msgspec.Struct):
     stream_state: msgspec.Raw
 
 
-class LiveText:
-    """One choice's text while it is sampled, by the engine's streaming parsers, in steps.
+_PATIENCE = 8.0
+_SHORTEST_PAUSE_SECONDS = 0.03
 
-    vLLM's derender endpoint is stateless: each step sends the state back and replays what came before, so its cost grows with the
-    reply. The first step is taken at once, later ones after a pause of at least `_PATIENCE` times the last step's duration.
 
-    The final message is the engine's parse of the whole reply, which the streaming parsers do not always agree with: they drop white
-    space before a tool call, rewrite arguments, and turn earlier calls into text if the limit cuts one. So only reasoning and text before
-    the first sign of a tool call go out early, without trailing white space; `take_rest` gives what is left."""
+class LiveText(CertainText):
+    """The same by vLLM's derender endpoint, in steps.
+
+    The endpoint is stateless: each step sends the state back and replays what came before, so its cost grows with the reply. The first
+    step is taken at once, later ones after a pause of at least `_PATIENCE` times the last step's duration."""
 
     def __init__(self, index: int) -> None:
+        super().__init__(index)
         self.pending: list[int] = []
         """Ids that no step has parsed yet."""
         self.state: msgspec.Raw | None = None
-        self._assembly = Assembly(index)
-        self._index = index
-        self._content = ""
-        self._reasoning = ""
         self._next_at = 0.0
 
     @property
@@ -362,30 +301,4 @@ class LiveText:
         """Add a step that took so long; returns the message so far."""
         self.state, self.pending = step.stream_state, []
         self._next_at = time.perf_counter() + max(_SHORTEST_PAUSE_SECONDS, _PATIENCE * seconds)
-        self._assembly.add(step.chunk.choices[0].delta if step.chunk.choices else {})
-        return self._assembly.message()
-
-    def is_prefix_of(self, message: Mapping[str, Any]) -> bool:
-        """Whether `message` begins with what was sent."""
-        content, reasoning = message.get("content") or "", message.get("reasoning_content") or ""
-        return content.startswith(self._content) and reasoning.startswith(self._reasoning)
-
-    def take_certain(self) -> Delta | None:
-        """The text that is certain and was not sent; None if there is none."""
-        message = self._assembly.message()
-        if message.get("tool_calls"):
-            return None
-        return self._take(message | {"content": (message.get("content") or "").rstrip()})
-
-    def take_rest(self, message: Mapping[str, Any]) -> Delta | None:
-        """What of the whole `message`, which must begin with what was sent, was not sent; None if nothing."""
-        assert self.is_prefix_of(message), "text that was sent cannot be taken back"
-        delta = self._take(message) or Delta(self._index)
-        delta.tool_calls = [{"index": position, **call} for position, call in enumerate(message.get("tool_calls") or ())]
-        return delta if delta.content or delta.reasoning or delta.tool_calls else None
-
-    def _take(self, message: Mapping[str, Any]) -> Delta | None:
-        content, reasoning = message.get("content") or "", message.get("reasoning_content") or ""
-        delta = Delta(self._index, content[len(self._content) :], reasoning[len(self._reasoning) :])
-        self._content, self._reasoning = content, reasoning
-        return delta if delta.content or delta.reasoning else None
+        return self.add_delta(step.chunk.choices[0].delta if step.chunk.choices else {})

@@ -33,8 +33,9 @@ class About(msgspec.Struct):
 
 
 class Ancestor(msgspec.Struct, omit_defaults=True):
-    """The parent of the call: see reconstruct.prompt.Parent. Its history is the request's first `covered` messages, but for those in
-    `recorded` (JSON by position), which were recorded otherwise than the harness replays them. `asked` shares its first ids with `ids`."""
+    """The parent of the call: see reconstruct.prompt.Parent. Its history is the request's first `covered` messages and its tail the
+    others, but for those in `recorded` (JSON by position), which stand otherwise in the parent's lineage than the harness replays them.
+    `asked` shares its first ids with `ids`."""
 
     covered: int
     closed: bool

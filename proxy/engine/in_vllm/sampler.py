@@ -451,11 +451,11 @@ def _read_parent(ancestor: Ancestor, messages: Sequence[Any]) -> tuple[Parent, I
     """The parent, and the template's turn end if the service knows it."""
     if not 0 < ancestor.covered <= len(messages):
         raise VLLMValidationError(f"the parent covers {ancestor.covered} of {len(messages)} messages")
-    history = list(messages[: ancestor.covered])
+    known = list(messages)
     ids = None if ancestor.ids is None else read_ids(ancestor.ids)
     try:
         for position, message in ancestor.recorded.items():
-            history[position] = _read_json(message)
+            known[position] = _read_json(message)
         asked = None
         if ancestor.asked is not None:
             asked = read_after(pack_ids(()) if ids is None else ids, *ancestor.asked)
@@ -463,7 +463,8 @@ def _read_parent(ancestor: Ancestor, messages: Sequence[Any]) -> tuple[Parent, I
             raise ValueError(f"{ancestor.sampled} of {len(ids)} ids cannot be sampled")
     except (ValueError, IndexError) as error:
         raise VLLMValidationError(f"the parent is no parent: {error}") from error
-    parent = Parent(history, ids, ancestor.sampled, ancestor.closed, asked, ancestor.redressed)
+    history, tail = known[: ancestor.covered], known[ancestor.covered :]
+    parent = Parent(history, tail, ids, ancestor.sampled, ancestor.closed, asked, ancestor.redressed)
     return parent, None if ancestor.close is None else read_ids(ancestor.close)
 
 

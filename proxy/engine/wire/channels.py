@@ -37,7 +37,7 @@ class _Target:
 
 class Channels:
     """`key` is the engines' API key; `socket_factory` makes the socket for an address; `trace_headers` gives headers for each request.
-    An idle connection is kept `idle_seconds`."""
+    An idle connection is kept `idle_seconds`. `session_header` is the header that carries a session's id, "" for none."""
 
     def __init__(
         self,
@@ -48,7 +48,9 @@ class Channels:
         idle_seconds: float,
         socket_factory: SocketFactory,
         trace_headers: Callable[[], Mapping[str, str]] | None = None,
+        session_header: str = "",
     ) -> None:
+        self._session_header = session_header
         self._key = f"Authorization: Bearer {key}\r\n".encode() if key else b""
         self._connect_seconds = connect_seconds
         self._read_seconds = read_seconds
@@ -64,9 +66,14 @@ class Channels:
         """The connections without a request."""
         return [channel for channels in self._idle.values() for channel in channels]
 
+    def headers_of(self, session_id: str) -> dict[str, str]:
+        """The headers of a sampling request of the session."""
+        return {self._session_header: session_id} if self._session_header else {}
+
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
-        """Post a JSON body. Raises ChannelError, and TimeoutError after too long a silence."""
-        more = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{_lines(headers)}\r\n"
+        """Post a body, JSON if the headers do not name another type. Raises ChannelError, and TimeoutError after too long a silence."""
+        lines = _lines({"Content-Type": "application/json", **headers})
+        more = f"Content-Length: {len(body)}\r\n{lines}\r\n"
         return await self._ask(b"POST", url, more.encode("latin-1"), body)
 
     async def get(self, url: str) -> Answer:
@@ -194,6 +201,7 @@ def open_channels(settings: Settings) -> Channels:
         idle_seconds=_IDLE_SECONDS,
         socket_factory=_make_socket,
         trace_headers=carried if settings.trace_endpoint is not None else None,
+        session_header=settings.engine_session_header,
     )
 
 

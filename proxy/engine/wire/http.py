@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import aiohttp
 import msgspec
 
+from proxy.engine.in_vllm.frames import MEDIA_TYPE, Done, Failed, FrameDecoder
 from proxy.engine.replica import Replica
 from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.engine.wire.channel import (
@@ -92,7 +93,9 @@ class EngineHttp:
         """The decoded answer to a sampling request. Raises RequestError for the engine's 4xx, EngineFailed or EngineUnavailable for the
         rest."""
         try:
-            data = await self._exchange(replica, path, _encode_body(replica, body), None, scope)
+            data = await self._exchange(
+                replica, path, _encode_body(replica, body), self._channels.headers_of(scope.session_id), scope
+            )
         except (ChannelError, TimeoutError) as error:
             raise self.translate(replica, error, scope) from error
         return _decode(replica, path, data, answer)
@@ -131,6 +134,10 @@ class EngineHttp:
         """`async with http.receive(…) as answers:` sends a sampling request; `answers.read()` gives its answer, or the events of a streamed
         one. Raises as `post`; EngineFailed if the answer reports an error."""
         return Answers(self, self._channels, replica, path, _encode_body(replica, body), answer, scope, stream, headers or {})
+
+    def receive_frames(self, replica: Replica, path: str, data: bytes, scope: CancelScope) -> Frames:
+        """As `receive`, of a sampling request to the plugin inside vLLM."""
+        return Frames(self, self._channels, replica, path, data, EngineAnswer, scope, True, {"Content-Type": MEDIA_TYPE})
 
     async def find_version(self, replica: Replica, before: int | None, scope: CancelScope) -> int | None:
         """The weight version that all tokens of the call were sampled under; None if unknown or not reported in time.
@@ -216,7 +223,7 @@ class Answers(Generic[A]):
         self._decode = msgspec.json.Decoder(answer).decode
         self._scope = scope
         self._events = EventDecoder() if stream else None
-        self._headers = headers
+        self._headers = {**channels.headers_of(scope.session_id), **headers}
         self._answer: Answer | None = None
         self._ended = False
         self._error: VerbatimError | None = None
@@ -260,16 +267,14 @@ class Answers(Generic[A]):
             for answer in await self.read():
                 take(answer)
             return
-        decoder, timeline = self._events, TIMELINE.get() or Timeline()
+        timeline = TIMELINE.get() or Timeline()
 
         def hear(piece: bytes) -> bool:
             timeline.waited(ENGINE)
-            for event in decoder.feed(piece):
-                if event == b"[DONE]":
-                    return False
-                take(self._parse(event))
-            timeline.wait()
-            return True
+            goes_on = self._take_piece(piece, take)
+            if goes_on:
+                timeline.wait()
+            return goes_on
 
         try:
             timeline.wait()
@@ -281,6 +286,15 @@ class Answers(Generic[A]):
             timeline.waited(ENGINE)
             raise self._break_off()
         self._end()
+
+    def _take_piece(self, piece: bytes, take: Callable[[A], None]) -> bool:
+        """Give `take` the events that this part of a stream completes; False after the last."""
+        assert self._events is not None
+        for event in self._events.feed(piece):
+            if event == b"[DONE]":
+                return False
+            take(self._parse(event))
+        return True
 
     async def _read_events(self, answer: Answer, decoder: EventDecoder) -> list[A]:
         while not self._ended:
@@ -330,6 +344,25 @@ class Answers(Generic[A]):
     def _leave(self, *, failed: bool) -> None:
         if self._answer is not None:
             self._answer.leave(failed=failed)
+
+
+class Frames(Answers[Any]):
+    """The answer of the plugin inside vLLM, whole or streamed, to `follow`. The last frame must be Done or Failed."""
+
+    def __init__(self, *request: Any) -> None:
+        super().__init__(*request)
+        self._frames = FrameDecoder()
+
+    def _take_piece(self, piece: bytes, take: Callable[[Any], None]) -> bool:
+        try:
+            frames = self._frames.feed(piece)
+        except msgspec.MsgspecError as error:
+            raise EngineFailed(
+                f"engine {self._replica.name} answered {self._path} with something unexpected: {error}"
+            ) from error
+        for frame in frames:
+            take(frame)
+        return not (frames and isinstance(frames[-1], Done | Failed))
 
 
 async def _retry_stale(ask: Callable[[], Awaitable[T]]) -> T:

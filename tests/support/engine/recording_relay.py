@@ -8,11 +8,26 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import aiohttp
 from aiohttp import web
+
+from proxy.engine.in_vllm.frames import (
+    ROUTE,
+    SAMPLE,
+    Ask,
+    FrameDecoder,
+    Piece,
+    Planned,
+    read_after,
+    read_ask,
+    read_ids,
+    read_logprobs,
+)
+from reconstruct.records import pack_ids
 
 GENERATE = "/inference/v1/generate"
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
@@ -33,6 +48,10 @@ class Generated:
     sampling: dict[str, Any]
     choices: dict[int, Choice] = field(default_factory=dict)
 
+    def take_line(self, line: bytes) -> None:
+        if line.startswith(b"data: {"):
+            self.take(json.loads(line[6:]))
+
     def take(self, answer: dict[str, Any]) -> None:
         for part in answer.get("choices") or ():
             choice = self.choices.setdefault(part["index"], Choice())
@@ -40,11 +59,35 @@ class Generated:
             choice.logprobs += [entry["logprob"] for entry in (part.get("logprobs") or {}).get("content") or ()]
 
 
-class RecordingRelay:
-    """Relays everything to `upstream` from a thread of its own; used in a `with` block. `generated` is by request id."""
+class GeneratedByPlugin(Generated):
+    """The same by the plugin inside vLLM, which is asked with the parent's ids and answers in frames."""
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, ask: Ask) -> None:
+        super().__init__(ask.request_id, [], ask.sampling)
+        self._ask = ask
+        self._decoder = FrameDecoder()
+
+    def take_line(self, line: bytes) -> None:
+        for frame in self._decoder.feed(line):
+            if isinstance(frame, Planned):
+                parent = self._ask.parent
+                ids = pack_ids(()) if parent is None or parent.ids is None else read_ids(parent.ids)
+                self.prompt_ids = read_after(ids, frame.kept, frame.tail).tolist()
+            elif isinstance(frame, Piece):
+                choice = self.choices.setdefault(frame.index, Choice())
+                choice.token_ids += read_ids(frame.ids).tolist()
+                choice.logprobs += read_logprobs(frame.logprobs).tolist()
+
+
+class RecordingRelay:
+    """Relays everything to `upstream` from a thread of its own; used in a `with` block. `generated` is by request id, `asked` counts the
+    requests by path and `sent_bytes` their bodies. Without `plugin` it hides that the engine has one."""
+
+    def __init__(self, upstream: str, *, plugin: bool = True) -> None:
         self.url = ""
+        self.asked: Counter[str] = Counter()
+        self.sent_bytes = 0
+        self.plugin = plugin
         self.generated: dict[str, Generated] = {}
         self._upstream = upstream
         self._loop = asyncio.new_event_loop()
@@ -87,11 +130,15 @@ class RecordingRelay:
     async def _relay(self, request: web.Request) -> web.StreamResponse:
         assert self._client is not None
         body = await request.read()
+        if request.path.startswith(ROUTE) and not self.plugin:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        self.asked[request.path] += 1
+        self.sent_bytes += len(body)
         noted = self._note(request.path, body)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP}
         url = self._upstream + request.path_qs
         async with self._client.request(request.method, url, data=body, headers=headers) as answer:
-            if "event-stream" in answer.headers.get("content-type", ""):
+            if isinstance(noted, GeneratedByPlugin) or "event-stream" in answer.headers.get("content-type", ""):
                 return await self._stream(request, answer, noted)
             content = await answer.read()
             if noted is not None and answer.status == 200:
@@ -104,19 +151,24 @@ class RecordingRelay:
     ) -> web.StreamResponse:
         out = web.StreamResponse(status=answer.status, headers={"content-type": answer.headers["content-type"]})
         await out.prepare(request)
-        async for line in answer.content:
-            if noted is not None and line.startswith(b"data: {"):
-                noted.take(json.loads(line[6:]))
+        lines = answer.content.iter_any() if isinstance(noted, GeneratedByPlugin) else answer.content
+        async for line in lines:
+            if noted is not None and answer.status == 200:
+                noted.take_line(line)
             await out.write(line)
         await out.write_eof()
         return out
 
     def _note(self, path: str, body: bytes) -> Generated | None:
+        if path == SAMPLE:
+            made = GeneratedByPlugin(read_ask(body))
+            self.generated[made.request_id] = made
+            return made
         if path != GENERATE:
             return None
         asked = json.loads(body)
         if "token_ids" not in asked:
             return None  # a probe for the route
-        made = Generated(asked["request_id"], asked["token_ids"], asked["sampling_params"])
-        self.generated[made.request_id] = made
-        return made
+        noted = Generated(asked["request_id"], asked["token_ids"], asked["sampling_params"])
+        self.generated[noted.request_id] = noted
+        return noted

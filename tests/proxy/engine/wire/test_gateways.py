@@ -12,10 +12,11 @@ import httpx
 import pytest
 from openai import InternalServerError
 
+from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.machine import require
 from tests.support.service.faulty_wire import FaultyWire
 from tests.support.service.redis_server import RedisServer, free_port
-from tests.support.service.running_service import RunningService, wait_until
+from tests.support.service.running_service import RunningService, streamed_text, wait_until
 
 CONFIGURATION = """
 daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log stderr crit; {user}
@@ -81,3 +82,22 @@ def test_what_a_gateway_refuses_at_a_requests_head_is_refused_with_503(
             assert "too busy (HTTP 429): no more today" in refused.value.message
             assert "retry-after" in refused.value.response.headers
         assert session.calls == []
+
+
+@pytest.mark.parametrize("api", ["token", "chat"])
+@pytest.mark.parametrize("header", ["", "X-Session-ID"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_router_is_told_the_session_where_the_operator_wants_it(
+    redis_server: RedisServer, api: str, header: str, stream: bool
+) -> None:
+    with (
+        ScriptedEngine("qwen3") as engine,
+        RunningService(engine.url, redis_server.url, engine_api=api, engine_session_header=header) as service,
+    ):
+        session = service.session()
+        answer = session.ask("hi", stream=stream)
+        if stream:
+            streamed_text(answer)
+        sampling = [asked for asked in engine.received if asked.path in ("/inference/v1/generate", "/v1/chat/completions")]
+        told = {asked.headers.get("x-session-id") for asked in sampling if asked.body}
+    assert session.session_id in told if header else told == {None}

@@ -1,0 +1,265 @@
+"""vLLM with this project's endpoint plugin (`proxy.engine.in_vllm`): one request plans the prompt, samples and parses.
+
+What comes of it is what the three routes of `proxy.engine.apis.vllm` give, to the last field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from proxy.dialects.base import Delta, FirstToken
+from proxy.engine.apis.base import (
+    Emit,
+    GeneratedChoice,
+    Job,
+    Outcome,
+    PlanRequest,
+    Reading,
+    Sampled,
+    Version,
+    chat_body,
+    choice_at,
+    is_visible,
+)
+from proxy.engine.apis.details import Tops as TopLists
+from proxy.engine.apis.message import CertainText, keep_one_call, plain_message
+from proxy.engine.apis.probe import Probe
+from proxy.engine.in_vllm.frames import (
+    PROTOCOL,
+    ROUTE,
+    SAMPLE,
+    Ancestor,
+    Ask,
+    Done,
+    Ended,
+    Failed,
+    Frame,
+    Piece,
+    Planned,
+    Tops,
+    read_after,
+    read_ids,
+    read_logprobs,
+    to_bytes,
+    write_after,
+    write_ask,
+)
+from proxy.engine.replica import Replica
+from proxy.engine.wire.http import EngineHttp, UnknownRoute
+from proxy.errors import ContextTooLong, EngineFailed, EngineUnavailable
+from reconstruct.prompt import Prompt
+from reconstruct.records import NO_TOKEN, Logprobs, pack_ids
+
+_NO_IDS = pack_ids(())
+_encode = msgspec.json.Encoder().encode
+
+
+async def find_plugin(probe: Probe) -> bool:
+    """Whether the engine has the plugin, with the protocol that this service speaks."""
+    return (await probe.read(ROUTE)).get("protocol") == PROTOCOL
+
+
+async def sample(http: EngineHttp, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
+    """See EngineKind.sample. The plan is in the job, and was given to `job.plan`, before anything is emitted."""
+    reply = _Reply(replica, job, stream, emit)
+    try:
+        with Reading(reply.choices) as reading:
+            async with http.receive_frames(replica, SAMPLE, write_ask(_ask(replica, job, stream)), job.scope) as answer:
+                await answer.follow(reply.add)
+    except UnknownRoute as error:
+        # It was started again without the plugin.
+        replica.plugin = False
+        raise EngineUnavailable(error.message) from error
+    except ContextTooLong as error:
+        error.param = "messages" if job.request.prompt is None else "prompt"
+        raise
+    return reply.finish(reading.broken)
+
+
+def _ask(replica: Replica, job: Job, stream: bool) -> Ask:
+    request, wanted, plan = job.request, job.wanted, job.plan
+    body = chat_body(request, {})
+    body.pop("n", None)
+    body["model"] = replica.model_for(request.model)
+    sampling = {**job.sampling, **wanted.parameters}
+    sampling["logprobs"] = (request.top_logprobs or 0) if request.prompt is not None else wanted.logprobs(request.top_logprobs)
+    if request.n > 1:
+        sampling["n"] = request.n
+    return Ask(
+        job.call_id,
+        _encode(body),
+        sampling,
+        stream,
+        to_bytes(job.prompt_ids) if len(job.prompt_ids) else None,
+        None if plan is None else _ancestor(plan, request.messages),
+        None if plan is None else plan.max_total,
+        request.top_logprobs,
+        max(sampling["logprobs"], 1) if wanted.top_logprobs and request.prompt is None else 0,
+        plan is not None and plan.experts_from_parent,
+    )
+
+
+def _ancestor(plan: PlanRequest, messages: Sequence[Mapping[str, Any]]) -> Ancestor | None:
+    parent = plan.parent
+    if parent is None:
+        return None
+    recorded = {
+        position: _encode(known)
+        for position, (known, sent) in enumerate(zip([*parent.history, *parent.tail], messages, strict=True))
+        if known is not sent and known != sent
+    }
+    ids = parent.ids
+    return Ancestor(
+        len(parent.history),
+        parent.closed,
+        None if ids is None else to_bytes(ids),
+        parent.sampled,
+        recorded,
+        None if plan.close is None else to_bytes(plan.close),
+        None if parent.asked is None else write_after(_NO_IDS if ids is None else ids, parent.asked),
+        parent.redressed,
+        plan.retain_thinking,
+    )
+
+
+class _Choice(GeneratedChoice):
+    """One choice of a reply by the plugin."""
+
+    def __init__(self, index: int, live: bool) -> None:
+        super().__init__(index)
+        self.text = CertainText(index) if live else None
+        self.logprobs: list[float | None] = []
+        self.last_ids: list[int] = []
+        self.ended: Ended | None = None
+        self._tops: list[Sequence[tuple[int, float]]] = []
+        self._shown: list[dict[str, Any]] = []
+
+    def add(self, piece: Piece) -> None:
+        self.last_ids = read_ids(piece.ids).tolist()
+        self.token_ids += self.last_ids
+        self.logprobs += read_logprobs(piece.logprobs).tolist()
+        if piece.tops is not None:
+            self._tops += _read_tops(piece.tops)
+        if piece.shown is not None:
+            self._shown += piece.shown
+
+    def end(self, ended: Ended) -> None:
+        self.ended = ended
+        self.finish_reason, self.stop_reason = ended.finish_reason, ended.stop_reason
+        self.versions = [Version(*span) for span in ended.versions or ()]
+        self.routed_experts = ended.experts
+
+    def message(self, job: Job) -> dict[str, Any]:
+        """The parse of the whole reply; what the streaming parsers made of it if the harness has already read text that the whole does
+        not begin with."""
+        ended = self.ended
+        if not self.token_ids or ended is None or ended.message is None:
+            return {"role": "assistant", "content": ""}
+        message = plain_message(ended.message)
+        if self.text is not None and not self.text.is_prefix_of(message):
+            message = self.text.add_delta({})
+        keep_one_call(message, job.request)
+        return message
+
+    def finish_sampled(self, replica: Replica, job: Job, prompt_logprobs: Logprobs | None) -> Sampled:
+        content = self._shown
+        if job.request.prompt is None:
+            content = (self.ended.shown if self.ended is not None else None) or []
+        shown = content if job.request.top_logprobs is not None and self.token_ids else None
+        tops = self._tops if job.wanted.top_logprobs and job.request.prompt is None else None
+        return self.finish(replica, job, self.logprobs, self.message(job), shown, prompt_logprobs, tops)
+
+
+class _Reply:
+    """A call's reply while its frames arrive."""
+
+    def __init__(self, replica: Replica, job: Job, stream: bool, emit: Emit) -> None:
+        self._replica = replica
+        self._job = job
+        self._stream = stream
+        self._emit = emit
+        self._begun = False
+        self._done: Done | None = None
+        # Logprobs belong to the whole text: then it waits for the end.
+        live = stream and job.request.prompt is None and job.request.top_logprobs is None
+        self.choices = [_Choice(index, live) for index in range(job.request.n)]
+
+    def add(self, frame: Frame) -> None:
+        match frame:
+            case Piece():
+                self._add_piece(frame)
+            case Ended():
+                choice_at(self.choices, frame.index).end(frame)
+            case Planned():
+                self._take_plan(frame)
+            case Done():
+                self._done = frame
+            case Failed():
+                raise EngineFailed(f"engine {self._replica.name} broke off: {frame.message[:300]}")
+
+    def _take_plan(self, told: Planned) -> None:
+        job, plan = self._job, self._job.plan
+        parent_ids = _NO_IDS if plan is None or plan.parent is None or plan.parent.ids is None else plan.parent.ids
+        try:
+            ids = read_after(parent_ids, told.kept, told.tail)
+            rendering = read_after(ids, told.shared, told.rest)
+        except ValueError as error:
+            raise EngineFailed(f"engine {self._replica.name} planned another call's prompt: {error}") from error
+        if len(job.prompt_ids) and not np.array_equal(ids, job.prompt_ids):
+            raise EngineFailed(f"engine {self._replica.name} sampled after other ids than it was given")
+        job.prompt_ids = ids
+        job.sampling["max_tokens"] = told.max_tokens
+        job.wanted = replace(job.wanted, routed_from=told.experts_from or job.wanted.routed_from)
+        if plan is not None:
+            close = None if told.close is None else read_ids(told.close)
+            prompt = Prompt(ids, told.branch_reason, rendering, close, told.continues)
+            plan.take(prompt, {"sampling_params": told.defaults})
+
+    def _add_piece(self, piece: Piece) -> None:
+        choice = choice_at(self.choices, piece.index)
+        choice.add(piece)
+        if not self._stream:
+            return
+        if not self._begun:
+            self._begun = True
+            self._emit(FirstToken())
+        said = piece.delta or {}
+        if choice.text is not None:
+            if said:
+                choice.text.add_delta(said)
+                delta = choice.text.take_certain()
+                if delta is not None:
+                    self._emit(delta)
+        elif self._job.request.prompt is not None:
+            delta = Delta(piece.index, said.get("content") or "", logprobs=piece.shown or [], token_ids=choice.last_ids)
+            if is_visible(self._job.request, delta):
+                self._emit(delta)
+
+    def finish(self, broken: str | None) -> Outcome:
+        """Emits what is left of the text."""
+        job, done = self._job, self._done
+        scores = None if done is None or done.prompt_logprobs is None else read_logprobs(done.prompt_logprobs)
+        sampled = [choice.finish_sampled(self._replica, job, scores) for choice in self.choices]
+        unparsed = [choice.ended.unparsed for choice in self.choices if choice.ended is not None and choice.ended.unparsed]
+        broken = broken or (f"engine {self._replica.name} cannot parse its reply: {unparsed[0][:300]}" if unparsed else None)
+        for choice, one in zip(self.choices, sampled, strict=True):
+            # The rest of a broken reply is not sent.
+            rest = choice.text.take_rest(one.message) if choice.text is not None and broken is None else None
+            if rest is not None:
+                self._emit(rest)
+        cached = 0 if done is None else done.cached_tokens
+        return Outcome(sampled, None, len(job.prompt_ids), cached, broken)
+
+
+def _read_tops(tops: Tops) -> TopLists:
+    ids = read_ids(tops.ids).reshape(-1, tops.width).tolist()
+    logprobs = read_logprobs(tops.logprobs).reshape(-1, tops.width).tolist()
+    return [
+        [(token, logprob) for token, logprob in zip(row, values, strict=True) if token != NO_TOKEN]
+        for row, values in zip(ids, logprobs, strict=True)
+    ]
