@@ -58,6 +58,7 @@ CONTROL = {
     ("GET", "/weights"): "trainer",
     ("GET", "/weights/group"): "trainer",
     ("POST", "/weights/group"): "trainer",
+    ("GET", "/run"): "trainer",
     ("GET", "/engines"): "admin",
     ("POST", "/engines"): "admin",
     ("DELETE", "/engines/{name:path}"): "admin",
