@@ -43,7 +43,7 @@ class Refused(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.calls = 0
-        self._log = logging.getLogger("proxy.call.answer")
+        self._log = logging.getLogger("proxy.call.door")
 
     def __enter__(self) -> Self:
         self._log.addHandler(self)
