@@ -12,6 +12,7 @@ else runs. The proxy is reached through `passage` in either case.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -49,6 +50,7 @@ from rollout.runtimes.processes import MARK, ContainerProcesses
 from rollout.runtimes.settings import RuntimeSettings, read_environment
 from rollout.task import Network, RuntimeSpec
 
+log = logging.getLogger(__name__)
 HOME, WORKDIR = "/root", "/workspace"
 USERS_HOME = "/home/agent"
 INSIDE = "/run/verbatim"
@@ -58,6 +60,8 @@ _ENTER = Path(__file__).with_name("enter.py")
 ROOTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
 """Capabilities of root inside: to install packages and to unpack files as their owners."""
 _FIRST = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
+_GONE_BEFORE_ITS_START = "cannot start a container that has stopped"
+"""runc's words."""
 START_SECONDS = 60.0
 _CLIENT_SECONDS = 10.0
 """How long the engine's client may take to notice that its command was killed."""
@@ -177,8 +181,17 @@ class ContainerRuntime(CommandRuntime):
         return await self._start_container(engine, self.name, *self._make_flags())
 
     async def _start_container(self, engine: Engine, name: str, *flags: str) -> int:
-        """Starts a container of the image; returns its first process."""
-        await engine.run(*flags, self._spec.image or "", "-c", _FIRST)
+        """Starts a container of the image; returns its first process. runc sometimes finds its own process gone between making a
+        container and starting it, on a busy machine: such a container never ran, and is made once more."""
+        words = [*flags, self._spec.image or "", "-c", _FIRST]
+        try:
+            await engine.run(*words)
+        except RuntimeFailed as error:
+            if _GONE_BEFORE_ITS_START not in str(error):
+                raise
+            log.warning("the container %s is made once more: %s", name, error)
+            await engine.remove(name)
+            await engine.run(*words)
         return await engine.find_first_process(name)
 
     def _make_flags(self) -> list[str]:

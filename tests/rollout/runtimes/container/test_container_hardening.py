@@ -126,6 +126,27 @@ async def test_a_container_beside_goes_also_where_its_making_was_broken_off(
     assert await apart.kind.sweep(apart.names) == 0
 
 
+async def test_a_container_that_was_gone_before_its_start_is_made_once_more(place: Place, tmp_path: Path) -> None:
+    """The engine's first `run` makes the container and fails as runc does when its process is gone by then."""
+    assert isinstance(place.kind, ContainerKind)
+    engine, once = tmp_path / "engine", tmp_path / "once"
+    engine.write_text(
+        f"""#!/bin/bash
+if [ "$3" = run ] && mkdir {once}; then
+  {place.kind.settings.container_command} "${{@:1:2}}" create "${{@:5}}" || exit
+  echo 'cannot start a container that has stopped' >&2
+  exit 126
+fi
+exec {place.kind.settings.container_command} "$@"
+"""
+    )
+    engine.chmod(0o755)
+    settings = replace(place.kind.settings, container_command=str(engine), container_dir=tmp_path / "containers")
+    async with replace(place, kind=ContainerKind(settings)).started() as runtime:
+        assert await out(runtime, "echo here") == "here\n"
+    assert once.exists()
+
+
 async def test_the_nodes_own_network_is_had_where_its_settings_say_so(place: Place, tmp_path: Path) -> None:
     assert isinstance(place.kind, ContainerKind)
     settings = replace(place.kind.settings, container_network="host", container_dir=tmp_path / "containers")
