@@ -152,11 +152,13 @@ def _check_replicas(engines: dict[str, Any]) -> Iterator[Check]:
             yield Check(about, "fix", replica["reason"] or "down", "start it, or verbatim engines remove it")
             continue
         version = "unknown" if replica["weight_version"] is None else replica["weight_version"]
-        found = f"{replica['status']}, {', '.join(replica['models'])}, path {replica['api']}, weights {version}"
-        # Only a service that asks its engines for the plugin tells.
-        if "plugin" in replica:
-            found += f", plugin {replica['plugin'] or 'not there'}"
-        yield Check(about, "ok" if replica["status"] == "serving" else "note", found)
+        path = f"{replica['api']} with the plugin" if replica["plugin"] else replica["api"]
+        found = f"{replica['status']}, {', '.join(replica['models'])}, path {path}, weights {version}"
+        if replica["api"] == "token" and not replica["plugin"]:
+            advice = "a call takes one request with VLLM_PLUGINS=verbatim in the engine's environment"
+            yield Check(about, "note", found, advice)
+        else:
+            yield Check(about, "ok" if replica["status"] == "serving" else "note", found)
 
 
 def _check_nodes(control: Control) -> Iterator[Check]:

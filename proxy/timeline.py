@@ -281,7 +281,8 @@ class Deadline:
     async def __aenter__(self) -> None:
         if self._seconds:
             task = asyncio.current_task()
-            assert task is not None, "a deadline is a task's"
+            if task is None:
+                raise RuntimeError("only a task can have a deadline")
             self._task, self._cancelling = task, task.cancelling()
             self._timer = task.get_loop().call_later(self._seconds, self._end)
 

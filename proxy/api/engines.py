@@ -56,6 +56,8 @@ class ReplicaShape(Body):
     status: Literal["serving", "down", "draining"]
     reason: str | None
     api: str | None
+    plugin: bool
+    """Verbatim's plugin runs inside it, so that a call is one request."""
     models: list[str]
     max_model_len: int | None
     weight_version: int | None
@@ -171,6 +173,7 @@ def _replica_as_wire(replica: Replica) -> dict[str, Any]:
         "status": "draining" if replica.draining else "serving" if replica.healthy else "down",
         "reason": replica.reason or None,
         "api": replica.api,
+        "plugin": replica.plugin,
         "models": list(replica.models),
         "max_model_len": replica.max_model_len,
         "weight_version": replica.weight_version,

@@ -153,8 +153,8 @@ class Afterwork:
         """Of each session what the store could not be told yet: the last, which alone counts."""
 
     async def note_unserved(self, turn: Turn, error: VerbatimError) -> None:
-        """Returns before the harness hears of the error: what it does then is nothing that the model made it do. A harness that hung up
-        was not failed."""
+        """To be awaited before the error is sent: what the harness does once it has the error is not the model's doing, and the record
+        must say so. A harness that hung up was not failed: nothing is noted for it."""
         if turn.scope.cancelled and not self._stopping.is_set():
             return
         unserved = Unserved(time.time(), turn.call_id, error.code, error.message)

@@ -70,7 +70,7 @@ _LONG_BYTES = 2**20
 """Records of more than this take a while to be compressed."""
 
 Emit = Callable[[Sampling | FirstToken | Delta], None]
-"""Takes what the harness may see: Sampling when the engine is about to be asked, FirstToken, and deltas."""
+"""Takes what the harness may see: Sampling once the prompt is known, FirstToken, and deltas."""
 
 
 class Flow:
@@ -145,10 +145,7 @@ class Flow:
     async def _sample_at(self, turn: Turn, replica: Replica, emit: Emit) -> Sampled:
         found = await self._begin(turn, replica)
         try:
-            planned = await self._plan(turn, replica, found)
-            if turn.request.stream:
-                emit(Sampling(0 if planned.plan is None else len(planned.plan.prompt_ids)))
-            return await self._sample(planned, emit)
+            return await self._sample(await self._plan(turn, replica, found), emit)
         except VerbatimError:
             if not (turn.scope.hung_up and turn.scope.may_have_sampled):
                 # Otherwise the engine may have sampled tokens that are not known here, and the intent says so.
@@ -229,6 +226,8 @@ class Flow:
 
         if plan is None and kind.plans(replica, turn.request):
             job.plan = self._ask_to_plan(planned, job.wanted, take_plan)
+        elif turn.request.stream:
+            emit(Sampling(0 if plan is None else len(plan.prompt_ids)))
 
         def mint_and_emit(piece: FirstToken | Delta) -> None:
             if isinstance(piece, FirstToken):

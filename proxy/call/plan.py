@@ -211,9 +211,8 @@ def confirm_by_ids(tree: SessionTree, found: Continuation, prompt_ids: Ids | Non
 def parent_of(tree: SessionTree, found: Continuation, request: Request) -> Parent | None:
     """What the prompt depends on of the call that the request continues."""
     parent = found.parent
-    if parent is None:
+    if parent is None or found.replay is None:
         return None
-    assert found.replay is not None, "a parent is found by the history that replays it"
     history = found.replay.messages
     tail = _after_reply(history, request.history, len(request.history))
     ids, asked = tree.known_ids(parent.call_id), tree.rendering(parent.call_id)

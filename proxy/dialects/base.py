@@ -256,7 +256,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The engine is about to get the request; comes again if another engine is tried. `prompt_tokens` is 0 while they are not known."""
+    """The prompt is known and about to be sampled after; comes again if another engine is tried. `prompt_tokens` is 0 where only the
+    engine counts them."""
 
     prompt_tokens: int = 0
 

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from cli.main import app
-from cli.rollout_service import KNOWN, add_rollouts
 from tests.deploy.test_release import PROJECT, program_alone
-from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import ADMIN, RunningService
 from tests.support.service.verbatim_process import environment
 
@@ -90,16 +86,6 @@ def base_install(folder: Path, commands: list[tuple[str, ...]], **variables: str
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
-
-
-@pytest.fixture(scope="module")
-def service(redis_server: RedisServer) -> Iterator[RunningService]:
-    redis_server.flushall()
-    with (
-        ScriptedEngine() as engine,
-        RunningService(engine.url, redis_server.url, adding=[partial(add_rollouts, KNOWN)], engine_api="token") as running,
-    ):
-        yield running
 
 
 def test_every_command_works_on_the_base_install_or_names_the_extra_it_needs(service: RunningService, tmp_path: Path) -> None:

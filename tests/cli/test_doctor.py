@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,10 @@ import pytest
 
 from cli.checks import check_disk, check_harness
 from cli.doctor import _check_clock, _check_replicas, _judge_redis
-from cli.rollout_service import KNOWN, add_rollouts
 from rollout.harnesses.definition import parse
-from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import ADMIN, RunningService
 from tests.support.service.verbatim_process import verbatim
-
-
-@pytest.fixture(scope="module")
-def service(redis_server: RedisServer) -> Iterator[RunningService]:
-    redis_server.flushall()
-    with (
-        ScriptedEngine() as engine,
-        RunningService(engine.url, redis_server.url, adding=[partial(add_rollouts, KNOWN)], engine_api="token") as running,
-    ):
-        yield running
 
 
 def examine(*args: str, **variables: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
@@ -49,12 +36,14 @@ def test_a_service_that_works_is_told_line_by_line(service: RunningService, redi
     _, found = examine(**variables)
     for about in ("verbatim", "packages", "service", "clock", "token", "redis", "engine", "disk"):
         assert {check["state"] for check in found[about]} <= {"ok", "note"}, found[about]
-    assert "serving, policy, path token" in found["engine"][0]["found"]
+    (engine,) = found["engine"]
+    assert "serving, policy, path token, weights" in engine["found"]
+    assert engine["state"] == "note" and "VLLM_PLUGINS=verbatim" in engine["advice"]
     assert "version " in found["redis"][1]["found"]
     (nodes,) = found["nodes"]
     assert (nodes["state"], nodes["advice"]) == ("note", "submitted tasks wait until verbatim node runs somewhere")
     shown = verbatim("doctor", **variables)
-    assert any(line.startswith("ok") and "serving, policy" in line for line in shown.stdout.splitlines()), shown.stdout
+    assert any(line.startswith("note") and "serving, policy" in line for line in shown.stdout.splitlines()), shown.stdout
 
 
 def test_what_is_wrong_comes_with_what_to_do_and_exit_code_1(service: RunningService) -> None:
@@ -105,11 +94,18 @@ def test_a_service_whose_clock_is_off_is_found() -> None:
     assert states(_check_clock(None)) == []
 
 
-def test_an_engine_tells_of_its_plugin_only_where_the_service_does() -> None:
-    replica = {"name": "e", "status": "serving", "models": ["m"], "api": "token", "weight_version": 3, "reason": None}
-    (plain,) = _check_replicas({"replicas": [replica]})
-    (told,) = _check_replicas({"replicas": [{**replica, "plugin": None}]})
-    assert "plugin" not in plain.found and told.found.endswith("plugin not there")
+def test_an_engine_with_the_plugin_needs_no_advice_and_no_engine_is_a_fault() -> None:
+    replica = {
+        "name": "e",
+        "status": "serving",
+        "models": ["m"],
+        "api": "token",
+        "plugin": True,
+        "weight_version": 3,
+        "reason": None,
+    }
+    (check,) = _check_replicas({"replicas": [replica]})
+    assert (check.state, check.found, check.advice) == ("ok", "serving, m, path token with the plugin, weights 3", "")
     assert states(_check_replicas({"replicas": []})) == [("engine", "fix")]
 
 

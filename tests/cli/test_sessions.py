@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from collections.abc import Iterator
-from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -14,12 +12,10 @@ import pytest
 from rich.console import Console
 
 from cli.feedback import print_feedback
-from cli.rollout_service import KNOWN, add_rollouts
 from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.attempts import Verdict
 from rollout.store.tasks import TaskStore
-from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.runtimes.rollout_stores import Stores
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import submit
@@ -27,16 +23,6 @@ from tests.support.service.running_service import ADMIN, RunningService
 from tests.support.service.verbatim_process import verbatim
 
 FEEDBACK = "3 passed, 1 failed\nFAILED test_four: AssertionError: IIII != IV\n" + "\n".join(f"line {n}" for n in range(20))
-
-
-@pytest.fixture(scope="module")
-def service(redis_server: RedisServer) -> Iterator[RunningService]:
-    redis_server.flushall()
-    with (
-        ScriptedEngine() as engine,
-        RunningService(engine.url, redis_server.url, adding=[partial(add_rollouts, KNOWN)], engine_api="token") as running,
-    ):
-        yield running
 
 
 def run(service: RunningService, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:

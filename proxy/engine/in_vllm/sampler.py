@@ -240,7 +240,7 @@ class Sampler:
 
     async def _render_prompt(self, fields: dict[str, Any], ask: Ask, raw: Request) -> tuple[GenerateRequest, Body]:
         """vLLM's request for a prompt of text or ids, or for messages whose ids are planned already. Raises Refused."""
-        if "prompt" in fields:
+        if ask.ids is None or "prompt" in fields:
             # The real limit is set once the ids are known; the API's default would be subtracted from the window.
             changed = {**fields, "max_tokens": 1, "stream": False}
             if ask.ids is not None:
@@ -252,7 +252,6 @@ class Sampler:
             if len(made) != 1:
                 raise VLLMValidationError("one prompt per request", parameter="prompt")
             return made[0], completion
-        assert ask.ids is not None
         given = {"prompt_token_ids": read_ids(ask.ids).tolist()}
         chat = _validate(ChatCompletionRequest, {**fields, "stream": False, "kv_transfer_params": given})
         made = await self._render.render_chat_request(chat, raw)

@@ -263,7 +263,8 @@ class Answers(Generic[A]):
 
     async def follow(self, take: Callable[[A], None]) -> None:
         """Give `take` the answer, or each event of a streamed one as it arrives. Raises as `read`, and what `take` raises."""
-        if self._events is None or self._answer is None:
+        events = self._events
+        if events is None or self._answer is None:
             for answer in await self.read():
                 take(answer)
             return
@@ -271,7 +272,7 @@ class Answers(Generic[A]):
 
         def hear(piece: bytes) -> bool:
             timeline.waited(ENGINE)
-            goes_on = self._take_piece(piece, take)
+            goes_on = self._take_piece(events, piece, take)
             if goes_on:
                 timeline.wait()
             return goes_on
@@ -287,10 +288,9 @@ class Answers(Generic[A]):
             raise self._break_off()
         self._end()
 
-    def _take_piece(self, piece: bytes, take: Callable[[A], None]) -> bool:
+    def _take_piece(self, events: EventDecoder, piece: bytes, take: Callable[[A], None]) -> bool:
         """Give `take` the events that this part of a stream completes; False after the last."""
-        assert self._events is not None
-        for event in self._events.feed(piece):
+        for event in events.feed(piece):
             if event == b"[DONE]":
                 return False
             take(self._parse(event))
@@ -353,7 +353,7 @@ class Frames(Answers[Any]):
         super().__init__(*request)
         self._frames = FrameDecoder()
 
-    def _take_piece(self, piece: bytes, take: Callable[[Any], None]) -> bool:
+    def _take_piece(self, events: EventDecoder, piece: bytes, take: Callable[[Any], None]) -> bool:
         try:
             frames = self._frames.feed(piece)
         except msgspec.MsgspecError as error:

@@ -10,8 +10,7 @@ from datasets import load_dataset
 from transformers import PreTrainedTokenizerFast
 from trl.data_utils import apply_chat_template, is_conversational
 
-from cli.generation.card import render_card
-from cli.generation.folder import CONVERSATION, simplify_message, write_conversations
+from cli.generation.folder import CONVERSATION, render_card, simplify_message, write_conversations
 from tests import ROOT
 from tests.support.engine.template_families import FAMILIES
 
