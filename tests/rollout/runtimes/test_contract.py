@@ -435,10 +435,8 @@ async def test_a_command_whose_time_is_up_is_told_and_all_it_started_is_ended(ru
     await until(lambda: not running_with(word), "the detached process has ended")
 
 
-async def test_a_command_that_does_not_mind_being_told_is_killed(
-    place: Place, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(place.kind, "grace_seconds", 0.1)
+async def test_a_command_that_does_not_mind_being_told_is_killed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_grace_seconds", 0.1)
     done = await in_time(lambda seconds: shell(runtime, DEAF, timeout_seconds=seconds), lambda done: done.stdout)
     assert (done.timed_out, done.exit_code, done.stdout) == (True, 137, b"started\n")
 
