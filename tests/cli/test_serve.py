@@ -234,7 +234,7 @@ def test_a_call_that_outlasts_the_drain_is_cut_with_an_answer(data: Path, engine
         began = time.monotonic()
         service.send(signal.SIGTERM)
         answered = call.end()
-        assert SHORT_DRAIN <= time.monotonic() - began
+        assert time.monotonic() - began >= SHORT_DRAIN
         assert answered is not None and answered.status_code in (502, 503), (call.error, service.stderr)
         assert answered.json()["error"]["message"]
         assert service.exit_code(AT_ONCE) == 0

@@ -56,8 +56,8 @@ FAULTS = (
     # What is asked of the engine
     Fault(
         "What was sampled is encoded anew for the next turn: the model goes on from ids it never said.",
-        "        ids = np.concatenate((known, outcome.ids))\n",
-        "        ids = whole.ids\n",
+        "    return Prompt(np.concatenate((parent.ids, outcome.ids)), None, rendering, close, continues), whole\n",
+        "    return Prompt(rendering, None, rendering, close, continues), whole\n",
         _FLOW + "'split_the_tokenizer or turn_two'",
     ),
     Fault(
@@ -74,8 +74,8 @@ FAULTS = (
     ),
     Fault(
         "A call at another effort goes on from one that the template renders otherwise.",
-        "    return replace(found, redressed=False) if alike else as_root(found)\n",
-        "    return replace(found, redressed=False)\n",
+        "    return bool(len(now)) and shared_length(then, now) == len(now)\n",
+        "    return True\n",
         "tests/proxy/call/test_echo_policies.py -k 'shows'",
     ),
     Fault(

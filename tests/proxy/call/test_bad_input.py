@@ -361,7 +361,7 @@ def test_an_engine_that_is_killed_in_mid_call_and_comes_back_serves_the_retry(re
 
 
 def test_an_engine_that_hangs_is_given_up_after_the_timeout(redis_url: str) -> None:
-    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url, engine_timeout_seconds=1.5) as service:
+    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url, engine_timeout_seconds=2.0) as service:
         engine.say(Hang(), Say("hello world", seconds_per_token=20.0), "hello")
         session = service.session()
         for stream in (False, True):

@@ -110,7 +110,7 @@ def test_a_declared_name_whose_engine_is_away_is_not_answered_by_another(running
     engine = running[0].reset()
     away = f"judge=http://127.0.0.1:{free_port()}"
     declared = {"judge": ["large"]}
-    with RunningService([engine.url, away], redis_server.url, policy_models=declared, engine_connect_seconds=0.5) as service:
+    with RunningService([engine.url, away], redis_server.url, policy_models=declared) as service:
         session = service.session()
         for name in ("judge", "large"):
             answer = ask(session, "chat", name)

@@ -18,6 +18,8 @@ import pytest
 from openai import APIError, InternalServerError
 
 from proxy.errors import StoreUnavailable
+from proxy.settings import Settings
+from proxy.store.connection import StoreConnection
 from proxy.store.sessions import Intent, SessionInfo
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.service.faulty_wire import FaultyWire
@@ -159,7 +161,7 @@ def test_a_record_is_offered_until_the_store_takes_it() -> None:
         ScriptedEngine("qwen3") as engine,
         running_redis() as redis,
         FaultyWire(redis.port) as wire,
-        RunningService(engine.url, wire.redis_url, redis_timeout_seconds=1.0) as service,
+        RunningService(engine.url, wire.redis_url) as service,
         ThreadPoolExecutor(2) as pool,
     ):
         engine.script = lambda generation, index: Say("hello world", gate=gate, gate_after=1)
@@ -180,13 +182,30 @@ def test_a_record_is_offered_until_the_store_takes_it() -> None:
             assert session.trajectories()[1]["quarantined"] == []
 
 
-def test_a_record_that_the_store_never_takes_fails_the_call_and_says_when_to_try_again() -> None:
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[StoreConnection]:
+    """The connections to the store that services make, whose patience a test may change on the way: what is to be answered must not
+    depend on a machine's speed."""
+    made: list[StoreConnection] = []
+    connect = StoreConnection.to
+
+    def to(settings: Settings, url: str | None) -> StoreConnection:
+        made.append(connect(settings, url))
+        return made[-1]
+
+    monkeypatch.setattr(StoreConnection, "to", to)
+    return made
+
+
+def test_a_record_that_the_store_never_takes_fails_the_call_and_says_when_to_try_again(
+    connections: list[StoreConnection],
+) -> None:
     gate = threading.Event()
     with (
         ScriptedEngine("qwen3") as engine,
         running_redis() as redis,
         FaultyWire(redis.port) as wire,
-        RunningService(engine.url, wire.redis_url, redis_timeout_seconds=0.5, redis_retry_seconds=0.3) as service,
+        RunningService(engine.url, wire.redis_url, redis_retry_seconds=0.3) as service,
         ThreadPoolExecutor(1) as pool,
     ):
         engine.say(Say("hello world", gate=gate, gate_after=1), "hello")
@@ -194,11 +213,13 @@ def test_a_record_that_the_store_never_takes_fails_the_call_and_says_when_to_try
         answer = pool.submit(session.ask, "q")
         engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == 1)
         wire.half_open()
+        connections[0].timeout_seconds = 0.5
         gate.set()
         with pytest.raises(InternalServerError) as refused:
             answer.result(timeout=30)
         assert (refused.value.status_code, refused.value.code) == (503, "store_unavailable")
         assert refused.value.response.headers["retry-after"]
+        connections[0].timeout_seconds = 30.0
         wire.heal()
         assert session.answer("q")["content"] == "hello"
         wait_until(lambda: [call["status"] for call in session.calls] == ["finished", "dangling"], 30, "the lost one is seen")
@@ -336,7 +357,7 @@ async def test_commits_of_one_record_over_a_wire_that_resets_count_once() -> Non
         await store.connection.close()
 
 
-def test_a_service_starts_while_its_store_hangs_and_serves_when_it_answers() -> None:
+def test_a_service_starts_while_its_store_hangs_and_serves_when_it_answers(connections: list[StoreConnection]) -> None:
     with running_redis() as redis, FaultyWire(redis.port) as wire, ScriptedEngine("qwen3") as engine:
         wire.half_open()
         with RunningService(engine.url, wire.redis_url, redis_timeout_seconds=0.5) as service:
@@ -345,6 +366,7 @@ def test_a_service_starts_while_its_store_hangs_and_serves_when_it_answers() -> 
             assert service.request("POST", "/sessions").status_code == 503
             wire.heal()
             wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "it is ready")
+            connections[0].timeout_seconds = 30.0
             engine.say("hello")
             assert service.session().answer("q")["content"] == "hello"
 

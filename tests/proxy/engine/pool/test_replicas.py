@@ -148,7 +148,7 @@ def test_a_call_whose_engine_refuses_it_unsampled_goes_to_the_next_one(redis_url
 
 def test_an_engine_that_does_not_even_accept_a_connection_costs_no_call(redis_url: str) -> None:
     """Its machine is gone, or its queue of connections is full: nothing was sent, so the next replica takes the call."""
-    with running(redis_url, 2, engine_connect_seconds=1.0) as (engines, service):
+    with running(redis_url, 2, engine_connect_seconds=3.0) as (engines, service):
         session = service.session()
         first, other = home_first(service, session, engines)
         first.stop()
