@@ -550,7 +550,7 @@ def test_a_call_the_sdk_gave_up_waiting_for_and_sent_again_is_in_the_quarantine(
     slow, _ = gated("hello world", 2)
     engine.say(slow, "hello world")
     # Time enough for the first attempt to be sampled, and for the second one to be answered.
-    patient = session.client.with_options(timeout=4.0, max_retries=1)
+    patient = session.client.with_options(timeout=6.0, max_retries=1)
     reply = patient.chat.completions.create(model="policy", messages=messages)
     messages += [reply.choices[0].message.model_dump(exclude_none=True), turn("user", "and more")]
     session.answer(messages)

@@ -328,7 +328,7 @@ async def test_a_batch_given_back_or_expired_comes_again(service: Service) -> No
     second = await service.lease(lease_seconds=0.05)
     assert second is not None
     assert second["groups"] == first["groups"]
-    third = await service.lease(wait_seconds=5)
+    third = await service.lease(wait_seconds=60)
     assert third is not None
     assert third["groups"] == first["groups"]
     assert said(await service.trainer.post(f"/batches/{second['lease_id']}/ack"))[:2] == (409, "conflict")
@@ -480,7 +480,7 @@ async def test_groups_leased_for_a_caller_who_went_away_are_given_back(
     with pytest.raises(asyncio.CancelledError):
         await asking
     monkeypatch.undo()
-    assert await service.lease(wait_seconds=2) is not None
+    assert await service.lease(wait_seconds=60) is not None
 
 
 async def close_until(service: Service, step: str, session_id: str) -> None:
