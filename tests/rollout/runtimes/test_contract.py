@@ -643,13 +643,13 @@ async def test_this_machine_has_what_it_takes_and_the_spec_of_the_contract_is_ta
 
 MANY_FILES = """
 import os, time
+print("begun", flush=True)
 for number in range(1500):
     os.mkdir("d")
     os.chdir("d")
 for number in range(4):
     with open(str(number), "wb") as file:
         file.write(os.urandom(900_000))
-print("written", flush=True)
 time.sleep(600)
 """
 """More than 3 MB together, none of them more than 1 MiB, where no path is short enough to lead."""
@@ -664,5 +664,5 @@ async def test_files_that_are_too_large_together_end_their_command(
     async with place.started(disk_mb=2) as runtime:
         done = await python(runtime, MANY_FILES, workdir=runtime.home if kind == "unconfined" else "/tmp")
         assert (done.exit_code, done.timed_out) == (153, False), done
-        assert done.stdout == b"written\n" and b"more than the 2 MiB" in done.stderr
+        assert done.stdout == b"begun\n" and b"more than the 2 MiB" in done.stderr
         assert (await shell(runtime, "sleep 600")).exit_code == 153
