@@ -8,11 +8,53 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
 
 from rollout.runtimes.base import BadRuntime
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+_WORD = "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_DOMAIN = "[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
+_LabelName = Annotated[str, StringConstraints(pattern=f"^({_DOMAIN}/)?{_WORD}$")]
+_ObjectName = Annotated[str, StringConstraints(pattern=f"^{_DOMAIN}$")]
+_LabelValue = Annotated[str, StringConstraints(pattern=f"^({_WORD})?$")]
+_RULES = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=to_camel)
+
+
+class Toleration(BaseModel):
+    model_config = _RULES
+
+    key: _LabelName | None = None
+    operator: Literal["Equal", "Exists"] = "Equal"
+    value: str | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    toleration_seconds: int | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Toleration:
+        if self.operator == "Exists" and self.value:
+            raise ValueError("operator Exists takes no value")
+        if self.operator == "Equal" and self.key is None:
+            raise ValueError("without a key the operator must be Exists")
+        if self.toleration_seconds is not None and self.effect != "NoExecute":
+            raise ValueError("tolerationSeconds needs the effect NoExecute")
+        return self
+
+
+class PodFields(BaseModel):
+    """What the operator of a node puts into the pod of every runtime, spelled as Kubernetes spells it."""
+
+    model_config = _RULES
+
+    annotations: dict[_LabelName, str] = Field(default_factory=dict)
+    node_selector: dict[_LabelName, _LabelValue] = Field(default_factory=dict)
+    tolerations: tuple[Toleration, ...] = Field(default=(), strict=False)
+    runtime_class_name: _ObjectName | None = None
+    priority_class_name: _ObjectName | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +105,8 @@ class RuntimeSettings:
     """Of the pods, for its image pull secrets; they get no token of it. None: the namespace's default."""
     kubernetes_user: int | None = 1000
     """Number of the user that commands run as unless the task names one. None (`image` in the variable): the image's own."""
+    kubernetes_pod_fields: PodFields = field(default_factory=PodFields)
+    """JSON in the variable. A task may add to the node selector, and to nothing else."""
     kubernetes_network_policy: str = "made"
     """made: the node makes the NetworkPolicy that restricts pods to the proxy. given: the namespace must have one that selects them.
     elsewhere: pods are restricted by other means, and no policy is looked for."""
@@ -114,6 +158,17 @@ def _parse_labels(text: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+def _parse_pod_fields(text: str) -> PodFields:
+    try:
+        return PodFields.model_validate_json(text)
+    except ValidationError as error:
+        raise ValueError(f"is not valid: {describe_problems(error)}") from error
+
+
+def describe_problems(error: ValidationError) -> str:
+    return "; ".join(": ".join([*filter(None, [".".join(map(str, each["loc"]))]), each["msg"]]) for each in error.errors())
+
+
 def _parse_seconds(text: str) -> float:
     with suppress(ValueError):
         if 1 <= (seconds := float(text)) < float("inf"):
@@ -133,6 +188,7 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "container_user": _parse_user,
     "installs_kept": int,
     "kubernetes_user": lambda text: None if text == "image" else _parse_user(text),
+    "kubernetes_pod_fields": _parse_pod_fields,
     "kubernetes_proxy_pods": _parse_labels,
     "kubernetes_start_seconds": _parse_seconds,
     "kubernetes_deadline_seconds": lambda text: int(_parse_seconds(text)),

@@ -31,6 +31,7 @@ from proxy.store.node import Address
 from rollout.metrics import QUEUE_LABELS, STAGES
 from rollout.node import STOP_SECONDS
 from rollout.runtimes.kubernetes import cluster
+from rollout.runtimes.settings import PodFields, read_environment
 from tests.support.documents.helm_chart import (
     CHART,
     MATRIX,
@@ -285,6 +286,22 @@ def test_a_node_may_do_to_pods_what_its_runtimes_ask_for_and_no_more(name: str) 
         assert told[variable] == (f"http://[{host}]:{port}" if is_ipv6 else f"http://{host}:{port}")
         url = urlsplit(told[variable].replace(host, address))
         assert (url.hostname, url.port) == (address, port)
+
+
+def test_rollouts_stand_where_the_values_say_and_so_does_the_pod_that_tests_their_network() -> None:
+    def told(values: Values) -> PodFields:
+        (node,) = each_container(values, "node")
+        return read_environment(environment(node)).kubernetes_pod_fields
+
+    assert told({}) == PodFields()
+    values = MATRIX["everything"]
+    wanted = values["runtimes"]
+    names = {name: name for name in PodFields.model_json_schema()["properties"]} | {"annotations": "podAnnotations"}
+    assert told(values) == PodFields.model_validate({field: wanted[name] for field, name in names.items()})
+    test = the(values, "Pod", "-test-network")["spec"]
+    assert {name: test[name] for name in ("nodeSelector", "tolerations", "runtimeClassName")} == {
+        name: wanted[name] for name in ("nodeSelector", "tolerations", "runtimeClassName")
+    }
 
 
 def test_the_bundled_redis_starts_as_it_is_told_to_and_keeps_what_it_has(tmp_path: Path) -> None:

@@ -94,6 +94,16 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- default (printf "%s-runtimes" .Release.Namespace) .Values.runtimes.namespace -}}
 {{- end -}}
 
+{{/* What every pod of a rollout gets, as JSON; {} for nothing. */}}
+{{- define "verbatim.podFields" -}}
+{{- $fields := dict -}}
+{{- with .Values.runtimes -}}
+{{- $given := dict "annotations" .podAnnotations "nodeSelector" .nodeSelector "tolerations" .tolerations "runtimeClassName" .runtimeClassName "priorityClassName" .priorityClassName -}}
+{{- range $name, $value := $given }}{{ if $value }}{{ $_ := set $fields $name $value }}{{ end }}{{ end -}}
+{{- end -}}
+{{- toJson $fields -}}
+{{- end -}}
+
 {{/* VERBATIM_REDIS, and before it what its value is made of. */}}
 {{- define "verbatim.redisEnv" -}}
 {{- $external := .Values.redis.external -}}

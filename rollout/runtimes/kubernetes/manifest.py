@@ -10,6 +10,7 @@ from typing import Any
 
 from rollout.runtimes.command import CannotPass, check_argv, render_exports
 from rollout.runtimes.passage import host_name
+from rollout.runtimes.settings import PodFields
 from rollout.task import RuntimeSpec
 
 INSIDE = "/run/verbatim"
@@ -23,8 +24,8 @@ PROXY_LABEL = "verbatim.proxy"
 """Which proxy the pod may reach, if the node makes the policy."""
 MANAGED = {"app.kubernetes.io/managed-by": "verbatim"}
 _VOLUME = "verbatim"
-_ANNOTATIONS = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-"""The autoscaler must not move a rollout to save a machine: it would have to start over."""
+_ANNOTATIONS = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+"""Neither autoscaler may move a rollout to save a machine: it would have to start over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class PodSettings:
     service_account: str | None
     user: int | None
     deadline_seconds: int
+    fields: PodFields
 
 
 def make_labels(spec: RuntimeSpec, name: str) -> dict[str, str]:
@@ -62,7 +64,9 @@ def make_labels(spec: RuntimeSpec, name: str) -> dict[str, str]:
 
 def make_manifest(spec: RuntimeSpec, name: str, labels: Mapping[str, str], settings: PodSettings) -> dict[str, Any]:
     """A pod that lives for at most `deadline_seconds`."""
-    metadata: dict[str, Any] = {"name": name, "labels": dict(labels), "annotations": _ANNOTATIONS}
+    fields = settings.fields.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    annotations = {**_ANNOTATIONS, **fields.pop("annotations", {})}
+    metadata: dict[str, Any] = {"name": name, "labels": dict(labels), "annotations": annotations}
     if (owner := settings.owner) is not None:
         metadata["ownerReferences"] = [{"apiVersion": "v1", "kind": "Pod", "name": owner.name, "uid": owner.uid}]
     pod: dict[str, Any] = {
@@ -75,6 +79,7 @@ def make_manifest(spec: RuntimeSpec, name: str, labels: Mapping[str, str], setti
         "containers": [_make_container(spec, settings.user)],
         "volumes": [{"name": _VOLUME, "emptyDir": {}}],
         **(_make_dns(settings.proxy) if settings.proxy is not None else {}),
+        **fields,
     }
     if settings.service_account is not None:
         pod["serviceAccountName"] = settings.service_account

@@ -13,6 +13,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from rollout.runtimes.base import (
     GRACE_SECONDS,
     BadRuntime,
@@ -34,7 +36,7 @@ from rollout.runtimes.kubernetes.cluster import Cluster, NameTaken, Pod
 from rollout.runtimes.kubernetes.exec import PodCommand
 from rollout.runtimes.kubernetes.manifest import INSIDE, PodSettings
 from rollout.runtimes.kubernetes.network import Isolation, resolve_proxy
-from rollout.runtimes.settings import RuntimeSettings, read_environment
+from rollout.runtimes.settings import PodFields, RuntimeSettings, describe_problems, read_environment
 from rollout.task import RuntimeSpec
 
 WORKDIR = "/workspace"
@@ -53,8 +55,9 @@ class KubernetesKind:
 
     def check(self, spec: RuntimeSpec) -> None:
         check_common(spec)
-        check_options(spec, ("user",))
+        check_options(spec, ("user", "node_selector"))
         check_user(spec)
+        _read_node_selector(spec)
         if not spec.image:
             raise BadRuntime("image: a pod needs one")
         if spec.workdir is not None:
@@ -120,6 +123,7 @@ class PodRuntime(CommandRuntime):
             service_account=settings.kubernetes_service_account,
             user=self._spec.options.get("user", settings.kubernetes_user),
             deadline_seconds=settings.kubernetes_deadline_seconds,
+            fields=_narrow(settings.kubernetes_pod_fields, _read_node_selector(self._spec)),
         )
         return manifest.make_manifest(self._spec, self.name, labels, pod)
 
@@ -175,3 +179,22 @@ class PodRuntime(CommandRuntime):
 
     async def _remove(self) -> None:
         await (await self._kind.load_cluster()).delete_pod(self.name, self._uid, _REMOVAL_SECONDS)
+
+
+def _read_node_selector(spec: RuntimeSpec) -> dict[str, str]:
+    """Raises `BadRuntime`."""
+    try:
+        return PodFields.model_validate({"nodeSelector": spec.options.get("node_selector", {})}).node_selector
+    except ValidationError as error:
+        raise BadRuntime(f"options.node_selector is not valid: {describe_problems(error)}") from error
+
+
+def _narrow(fields: PodFields, asked: Mapping[str, str]) -> PodFields:
+    """With the labels that a task asks for added to the node's own. Raises `RuntimeFailed` if they contradict each other."""
+    own = fields.node_selector
+    for name, value in asked.items():
+        if own.get(name, value) != value:
+            raise RuntimeFailed(
+                f"options.node_selector: {name}={value} contradicts this node, whose pods run on {name}={own[name]}"
+            )
+    return fields.model_copy(update={"node_selector": {**own, **asked}})

@@ -53,7 +53,17 @@ MATRIX: Mapping[str, Values] = {
             "cache": {"storageClass": "fast"},
         },
         "nodes": {"keda": {"enabled": True}, "labels": {"region": "north"}},
-        "runtimes": {"fullNetwork": True, "user": 2000, "podSecurity": "restricted", "quota": {"pods": "500"}},
+        "runtimes": {
+            "fullNetwork": True,
+            "user": 2000,
+            "podSecurity": "restricted",
+            "quota": {"pods": "500"},
+            "podAnnotations": {"example.com/team": "rl"},
+            "nodeSelector": {"pool": "rollouts"},
+            "tolerations": [{"key": "rl", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60}],
+            "runtimeClassName": "gvisor",
+            "priorityClassName": "rollouts",
+        },
         "networkPolicy": {
             "proxyFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress-nginx"}}}]
         },

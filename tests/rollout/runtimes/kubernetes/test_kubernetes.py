@@ -21,7 +21,7 @@ from rollout.runtimes.kubernetes import exec, network
 from rollout.runtimes.kubernetes.cluster import load_cluster
 from rollout.runtimes.kubernetes.exec import parse_exit_code
 from rollout.runtimes.kubernetes.manifest import Owner, PodSettings, ResolvedProxy, make_labels, make_manifest
-from rollout.runtimes.settings import RuntimeSettings, read_environment
+from rollout.runtimes.settings import PodFields, RuntimeSettings, read_environment
 from rollout.task import RuntimeSpec
 from tests.support.runtimes.kube_cluster import TestCluster, cluster, in_pods, kubeconfig
 from tests.support.runtimes.runtime_places import NOWHERE, out, shell
@@ -32,6 +32,16 @@ NAME = "vb-1-2-0-0-run"
 BY_ADDRESS = ResolvedProxy("192.0.2.9", ("192.0.2.9",), 8700)
 BY_NAME = ResolvedProxy("proxy.example", ("192.0.2.9", "2001:db8::9"), 443)
 SETTINGS = RuntimeSettings(kubernetes_proxy_pods={"app": "verbatim"}, kubernetes_proxy_namespace="services")
+FIELDS = {
+    "annotations": {"example.com/team": "rl", "karpenter.sh/do-not-disrupt": "false"},
+    "nodeSelector": {"pool": "rollouts"},
+    "tolerations": [
+        {"key": "rl", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60},
+        {"key": "a", "value": "b"},
+    ],
+    "runtimeClassName": "gvisor",
+    "priorityClassName": "rollouts",
+}
 POLICY = {
     "metadata": {"name": "given"},
     "spec": {"podSelector": {"matchLabels": {"verbatim.network": "proxy"}}, "egress": [{}]},
@@ -54,6 +64,7 @@ def described(spec: RuntimeSpec = SPEC, **given: Any) -> dict[str, Any]:
         "service_account": None,
         "user": 1000,
         "deadline_seconds": 3600,
+        "fields": PodFields(),
     }
     return make_manifest(spec, NAME, make_labels(spec, NAME), PodSettings(**usual | given))
 
@@ -64,6 +75,7 @@ def test_what_is_made_is_what_the_schemas_of_many_versions_take(version: str) ->
         described(),
         described(replace(SPEC, disk_mb=None, network="full"), proxy=None, user=None),
         described(owner=Owner("node-0", "3f0c"), service_account="rollouts", user=0, proxy=BY_NAME),
+        described(fields=PodFields.model_validate(FIELDS)),
         network.make_policy(BY_ADDRESS, RuntimeSettings()),
         network.make_policy(BY_NAME, SETTINGS),
     ):
@@ -163,7 +175,18 @@ def test_settings_come_from_the_environment() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"USER": "me"}, {"USER": "-1"}, {"PROXY_PODS": "verbatim"}, {"START_SECONDS": "soon"}, {"DEADLINE_SECONDS": "0"}],
+    [
+        {"USER": "me"},
+        {"USER": "-1"},
+        {"PROXY_PODS": "verbatim"},
+        {"START_SECONDS": "soon"},
+        {"DEADLINE_SECONDS": "0"},
+        {"POD_FIELDS": "pool=rollouts"},
+        {"POD_FIELDS": '{"hostNetwork": true}'},
+        {"POD_FIELDS": '{"nodeSelector": {"a pool": "rollouts"}}'},
+        {"POD_FIELDS": '{"tolerations": [{"key": "rl", "effect": "Never"}]}'},
+        {"POD_FIELDS": '{"tolerations": [{"key": "rl", "operator": "Exists", "value": "x"}]}'},
+    ],
 )
 def test_a_variable_that_is_no_such_thing_is_told(wrong: dict[str, str]) -> None:
     with pytest.raises(BadRuntime, match=f"VERBATIM_KUBERNETES_{next(iter(wrong))}"):
@@ -263,6 +286,43 @@ async def test_commands_are_not_roots_unless_the_task_says_so_and_find_a_place_t
         await place.runtime(NOWHERE, workdir="/testbed").start()
     with pytest.raises(BadRuntime, match=r"options\.user"):
         place.kind.check(replace(SPEC, options={"user": "root"}))
+
+
+def sent_pod(names: str) -> dict[str, Any]:
+    (pod,) = (each for each in cluster().sent() if each["kind"] == "Pod" and each["metadata"]["name"].startswith(names))
+    return pod
+
+
+async def test_pods_stand_where_their_operator_wants_them_and_no_autoscaler_moves_them() -> None:
+    place = in_pods()
+    async with place.started():
+        pod = sent_pod(place.names)
+    kept = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+    assert pod["metadata"]["annotations"] == kept
+    place = in_pods(
+        kubernetes_pod_fields=read_environment({"VERBATIM_KUBERNETES_POD_FIELDS": json.dumps(FIELDS)}).kubernetes_pod_fields
+    )
+    async with place.started():
+        pod = sent_pod(place.names)
+    assert pod["metadata"]["annotations"] == {**kept, **FIELDS["annotations"]}  # type: ignore[dict-item]
+    assert {name: pod["spec"][name] for name in FIELDS if name != "annotations"} == {
+        name: value for name, value in FIELDS.items() if name != "annotations"
+    }
+    for version in VERSIONS:
+        kubernetes_validate.validate(pod, version, strict=True)
+
+
+async def test_a_task_chooses_among_the_machines_of_its_operator_and_no_others() -> None:
+    place = in_pods(kubernetes_pod_fields=PodFields.model_validate(FIELDS))
+    async with place.started(options={"node_selector": {"zone": "a", "pool": "rollouts"}}):
+        assert sent_pod(place.names)["spec"]["nodeSelector"] == {"pool": "rollouts", "zone": "a"}
+    with pytest.raises(RuntimeFailed, match="pool=engines contradicts this node, whose pods run on pool=rollouts"):
+        await place.runtime(NOWHERE, options={"node_selector": {"pool": "engines"}}).start()
+    for wrong in ("zone=a", {"zone": 1}, {"a zone": "a"}):
+        with pytest.raises(BadRuntime, match=r"options\.node_selector is not valid"):
+            place.kind.check(replace(SPEC, options={"node_selector": wrong}))
+    with pytest.raises(BadRuntime, match="has no 'tolerations'"):
+        place.kind.check(replace(SPEC, options={"tolerations": []}))
 
 
 async def test_a_step_cannot_have_another_network_than_its_pod() -> None:
