@@ -96,6 +96,8 @@ def test_store_and_engines_are_reached_by_those_alone_who_need_them(name: str) -
     assert reaches(held, proxy, redis, 6379) and reaches(held, node, redis, 6379)
     assert reaches(held, proxy, vllm, 8000) and not reaches(held, node, vllm, 8000)
     assert not reaches(held, vllm, redis, 6379)
+    copies = End(NAMESPACE, {**redis.labels, "app.kubernetes.io/component": "backup"})
+    assert reaches(held, copies, redis, 6379) is (name != "defaults") and not reaches(held, copies, vllm, 8000)
     neighbour = End(NAMESPACE, {"app": "trainer"})
     for port in (8700, CONTROL):
         assert reaches(held, neighbour, proxy, port) and reaches(held, node, proxy, port)

@@ -48,8 +48,6 @@ from tests.support.documents.helm_chart import (
 )
 from tests.support.documents.prometheus_rules import promtool
 from tests.support.documents.settings_in_code import variables
-from tests.support.service.redis_server import BINARY
-from tests.support.service.verbatim_process import wait_until
 
 OTHERS = re.compile(r"VLLM_|HF_TOKEN$|HOME$|TORCHDYNAMO_DISABLE$|REDIS_PASSWORD$|REDISCLI_AUTH$")
 """Variables of vLLM and Redis, and what others are made of."""
@@ -302,46 +300,6 @@ def test_rollouts_stand_where_the_values_say_and_so_does_the_pod_that_tests_thei
     assert {name: test[name] for name in ("nodeSelector", "tolerations", "runtimeClassName")} == {
         name: wanted[name] for name in ("nodeSelector", "tolerations", "runtimeClassName")
     }
-
-
-def test_the_bundled_redis_starts_as_it_is_told_to_and_keeps_what_it_has(tmp_path: Path) -> None:
-    """The pod's own shell line and configuration, with a real redis-server; only the folders are others."""
-    import redis
-
-    config: str = the({}, "ConfigMap", "-redis")["data"]["redis.conf"]
-    socket = tmp_path / "redis.sock"
-    (tmp_path / "redis.conf").write_text(config.replace("/data", str(tmp_path)) + f"port 0\nunixsocket {socket}\n")
-    (one,) = each_container({}, "redis")
-    line = one["command"][2].replace("redis-server", BINARY).replace("/etc/redis", str(tmp_path))
-
-    def start() -> subprocess.Popen[bytes]:
-        server = subprocess.Popen(
-            ["/bin/sh", "-c", line], env={"REDISCLI_AUTH": "s3cret", "PATH": "/usr/bin:/bin"}, stdout=subprocess.DEVNULL
-        )
-        wait_until(lambda: server.poll() is not None or socket.exists(), 30, "a redis-server")
-        return server
-
-    client = redis.Redis(unix_socket_path=str(socket), password="s3cret", protocol=2, decode_responses=True)
-    stranger = redis.Redis(unix_socket_path=str(socket), protocol=2)
-    server = start()
-    try:
-        with pytest.raises(redis.AuthenticationError):
-            stranger.get("kept")
-        assert "s3cret" not in Path(f"/proc/{server.pid}/cmdline").read_text()
-        told = {name: client.config_get(name)[name] for name in ("appendonly", "appendfsync", "save", "maxmemory-policy")}
-        assert told == {"appendonly": "yes", "appendfsync": "always", "save": "", "maxmemory-policy": "noeviction"}
-        client.set("kept", "yes")
-        server.kill()
-        server.wait()
-        socket.unlink()
-        client.close()
-        server = start()
-        assert client.get("kept") == "yes"
-    finally:
-        server.kill()
-        server.wait()
-        client.close()
-        stranger.close()
 
 
 def test_dashboard_and_alerts_speak_of_metrics_that_there_are() -> None:

@@ -53,6 +53,7 @@ MATRIX: Mapping[str, Values] = {
             "cache": {"storageClass": "fast"},
         },
         "nodes": {"keda": {"enabled": True}, "labels": {"region": "north"}},
+        "redis": {"bundled": {"backup": {"enabled": True}, "tolerations": [{"key": "rl", "operator": "Exists"}]}},
         "runtimes": {
             "fullNetwork": True,
             "user": 2000,
@@ -111,7 +112,13 @@ MATRIX: Mapping[str, Values] = {
             }
         },
     },
-    "rollouts in the same namespace": {"runtimes": {"namespace": NAMESPACE}, "fullnameOverride": "verbatim"},
+    "rollouts in the same namespace": {
+        "runtimes": {"namespace": NAMESPACE},
+        "fullnameOverride": "verbatim",
+        "redis": {
+            "bundled": {"backup": {"enabled": True, "existingClaim": "copies", "restore": "verbatim-20260102T030405Z.rdb"}}
+        },
+    },
     "the service alone": {"nodes": {"enabled": False}, "weights": {"enabled": False}, "networkPolicy": {"enabled": False}},
 }
 
@@ -154,7 +161,8 @@ def pod_of(each: Object) -> Object | None:
     """The pod, or the template of one, with its metadata."""
     if each["kind"] == "Pod":
         return each
-    template: Object | None = (each.get("spec") or {}).get("template")
+    spec = each.get("spec") or {}
+    template: Object | None = spec.get("jobTemplate", {}).get("spec", spec).get("template")
     return template if template and "spec" in template else None
 
 
