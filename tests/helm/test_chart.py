@@ -137,6 +137,7 @@ def test_the_default_values_are_what_the_schema_says_and_no_value_is_without_a_r
         ({"redis": {"mode": "external", "external": {"hosts": ["user:secret@a:1"]}}}, "hosts"),
         ({"redis": {"bundled": {"backup": {"schedule": "daily"}}}}, "schedule"),
         ({"redis": {"bundled": {"backup": {"keep": 1}}}}, "keep"),
+        ({"vllm": {"keda": {"minReplicas": 0}}}, "minReplicas"),
         ({"engines": ["vllm:8000"]}, "engines"),
         ({"ingress": {"enabled": True}}, "ingress.host"),
         ({"runtimes": {"podSecurity": "restricted", "user": 0}}, "user"),
@@ -171,5 +172,7 @@ def test_what_is_read_after_an_installation_names_what_has_to_be_there() -> None
     # `helm test` fails before an engine serves.
     assert said.index("rollout status statefulset/demo-verbatim-vllm ") < said.index("helm -n rl test demo")
     assert "statefulset" not in rendered({"vllm": {"enabled": False}})["templates/NOTES.txt"]
+    for values, uncopied in (({}, True), (MATRIX["everything"], False), (MATRIX["a cluster over TLS"], False)):
+        assert ("Nothing copies the store" in rendered(values)["templates/NOTES.txt"]) is uncopied
     open_network = {"networkPolicy": {"enabled": False}}
     assert "NOTHING of this chart keeps them from the network" in rendered(open_network)["templates/NOTES.txt"]

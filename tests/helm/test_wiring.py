@@ -10,6 +10,7 @@ import sys
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
@@ -25,7 +26,7 @@ from proxy.call.routes import Routes
 from proxy.dialects.catalogue import dialects
 from proxy.engine.in_vllm.launch import Device, vllm_command
 from proxy.engine.pool.membership import parse_engine
-from proxy.metrics import Metrics
+from proxy.metrics import EngineNumbers, Metrics
 from proxy.settings import Settings
 from proxy.store.node import Address
 from rollout.metrics import QUEUE_LABELS, STAGES
@@ -200,10 +201,8 @@ def test_pods_are_scaled_by_metrics_that_there_are() -> None:
     values = MATRIX["everything"]
     (metric,) = the(values, "HorizontalPodAutoscaler", "-proxy")["spec"]["metrics"]
     assert f"\n{metric['pods']['metric']['name']} ".encode() in Metrics().page()
-    assert (
-        "replicas" not in the(values, "Deployment", "-proxy")["spec"]
-        and "replicas" not in the(values, "Deployment", "-node")["spec"]
-    )
+    for kind, name in (("Deployment", "-proxy"), ("Deployment", "-node"), ("StatefulSet", "-vllm")):
+        assert "replicas" not in the(values, kind, name)["spec"]
     (trigger,) = the(values, "ScaledObject", "-node")["spec"]["triggers"]
     shown = re.findall(r"by \(([\w, ]+)\) \((\w+)\{", trigger["metadata"]["query"])
     assert shown == [(", ".join(QUEUE_LABELS), "verbatim_rollouts_waiting"), ("stage", "verbatim_rollouts_running")]
@@ -229,22 +228,61 @@ def test_nodes_are_scaled_by_what_waits_and_runs_in_their_own_release(tmp_path: 
         for queue, each in ((waiting, (0, 1)), (running, STAGES))
         for by in each
     ]
+    check_query(
+        trigger["metadata"]["query"],
+        tmp_path,
+        (series, 7 * 2 + 7 * 3),
+        ([each for each in series if "running" in each["series"]], 7 * 3),
+        ([each for each in series if "waiting" in each["series"]], 7 * 2),
+        ([], 0),
+    )
+
+
+def test_engines_are_scaled_by_the_calls_that_wait_for_them_or_are_at_them(tmp_path: Path) -> None:
+    """Two releases in one namespace, each with two proxies, which show their own calls. Another policy's engines are not the chart's."""
+    values = MATRIX["everything"]
+    scaled = the(values, "ScaledObject", "-vllm")["spec"]
+    (trigger,) = scaled["triggers"]
+    assert scaled["scaleTargetRef"] == {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "name": the(values, "StatefulSet", "-vllm")["metadata"]["name"],
+    }
+    assert trigger["metadata"]["threshold"] == "48"
+    (gauges,) = re.findall('__name__=~"([^"]+)"', trigger["metadata"]["query"])
+    replica = SimpleNamespace(name="10.0.0.1:8000", policy="", healthy=True, in_flight=2)
+    numbers = EngineNumbers(lambda: [replica], lambda: {"": 3})  # type: ignore[list-item]
+    shown = {family.name: family.samples[0].labels for family in numbers.collect()}
+    assert all(shown[gauge]["policy"] == "" for gauge in gauges.split("|"))
+    own = the(values, "Deployment", "-proxy")["metadata"]["name"]
+    series = [
+        {
+            "series": f'{gauge}{{namespace="{namespace}", pod="{proxy}-6d4cf56db6-{pod}", policy="{policy}", replica="{at}"}}',
+            "values": f"{count}x5",
+        }
+        for namespace, proxy, count in ((NAMESPACE, own, 7), (NAMESPACE, "other-verbatim-proxy", 50), ("elsewhere", own, 90))
+        for pod in ("abcde", "fghij")
+        for policy in ("", "judge")
+        for gauge, at in (
+            ("verbatim_engine_queue", ""),
+            ("verbatim_engine_calls_in_flight", "10.0.0.1:8000"),
+            ("verbatim_engine_calls_in_flight", "10.0.0.2:8000"),
+        )
+    ]
+    check_query(trigger["metadata"]["query"], tmp_path, (series, 2 * 3 * 7), ([], 0))
+
+
+def check_query(query: str, folder: Path, *cases: tuple[list[dict[str, str]], int]) -> None:
+    """Over the series of each case its value."""
     tests = [
         {
             "interval": "1m",
             "input_series": given,
-            "promql_expr_test": [
-                {"expr": trigger["metadata"]["query"], "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": value}]}
-            ],
+            "promql_expr_test": [{"expr": query, "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": value}]}],
         }
-        for given, value in (
-            (series, 7 * 2 + 7 * 3),
-            ([each for each in series if "running" in each["series"]], 7 * 3),
-            ([each for each in series if "waiting" in each["series"]], 7 * 2),
-            ([], 0),
-        )
+        for given, value in cases
     ]
-    case = tmp_path / "case.yaml"
+    case = folder / "case.yaml"
     case.write_text(yaml.safe_dump({"tests": tests}))
     done = promtool("test", "rules", str(case))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -206,3 +206,35 @@ http://{{ eq $root.Values.ipFamily "IPv6" | ternary (printf "[%s]" $host) $host 
 {{- end -}}
 {{- toYaml $families -}}
 {{- end -}}
+
+{{/* A selector of the series of this release's proxies; those of another one show other numbers. */}}
+{{- define "verbatim.ownProxies" -}}
+{{- printf `namespace=%q, pod=~"%s-[a-z0-9]+-[a-z0-9]+"` .Release.Namespace (include "verbatim.part" (list . "proxy")) -}}
+{{- end -}}
+
+{{/* (dict "root" $ "part" … "keda" values "kind" … "query" … "threshold" of a replica) */}}
+{{- define "verbatim.scaledObject" }}
+apiVersion: keda.sh/v1alpha1
+kind: ScaledObject
+metadata:
+  name: {{ include "verbatim.part" (list .root .part) }}
+  labels: {{- include "verbatim.labels" (list .root .part) | nindent 4 }}
+spec:
+  scaleTargetRef: {apiVersion: apps/v1, kind: {{ .kind }}, name: {{ include "verbatim.part" (list .root .part) }}}
+  minReplicaCount: {{ .keda.minReplicas }}
+  maxReplicaCount: {{ .keda.maxReplicas }}
+  pollingInterval: 15
+  advanced:
+    horizontalPodAutoscalerConfig:
+      behavior:
+        scaleDown:
+          # Work comes in waves: what goes in every lull would drain for nothing.
+          stabilizationWindowSeconds: 900
+          policies: [{type: Pods, value: 1, periodSeconds: 60}]
+  triggers:
+    - type: prometheus
+      metadata:
+        serverAddress: {{ .keda.prometheusUrl | quote }}
+        query: {{ .query | quote }}
+        threshold: {{ .threshold | int | quote }}
+{{- end }}

@@ -51,6 +51,7 @@ MATRIX: Mapping[str, Values] = {
             "runtimeClassName": "nvidia",
             "nodeSelector": {"gpu": "h200"},
             "cache": {"storageClass": "fast"},
+            "keda": {"enabled": True, "callsPerEngine": 48},
         },
         "nodes": {"keda": {"enabled": True}, "labels": {"region": "north"}},
         "redis": {"bundled": {"backup": {"enabled": True}, "tolerations": [{"key": "rl", "operator": "Exists"}]}},
