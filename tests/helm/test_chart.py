@@ -172,7 +172,7 @@ def test_what_is_read_after_an_installation_names_what_has_to_be_there() -> None
     # `helm test` fails before an engine serves.
     assert said.index("rollout status statefulset/demo-verbatim-vllm ") < said.index("helm -n rl test demo")
     assert "statefulset" not in rendered({"vllm": {"enabled": False}})["templates/NOTES.txt"]
-    for values, uncopied in (({}, True), (MATRIX["everything"], False), (MATRIX["a cluster over TLS"], False)):
-        assert ("Nothing copies the store" in rendered(values)["templates/NOTES.txt"]) is uncopied
+    for values, warned in (({}, True), (MATRIX["everything"], False), (MATRIX["a cluster over TLS"], False)):
+        assert ("Nothing backs up Redis" in rendered(values)["templates/NOTES.txt"]) is warned
     open_network = {"networkPolicy": {"enabled": False}}
     assert "NOTHING of this chart keeps them from the network" in rendered(open_network)["templates/NOTES.txt"]

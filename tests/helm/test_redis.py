@@ -1,5 +1,5 @@
-"""The bundled Redis by its pod's own shell line and configuration, its copies by the CronJob's own script, and a restore by the documented
-steps: with a real redis-server, where only folders and addresses are others."""
+"""The bundled Redis by its pod's own shell line and configuration, its backups by the CronJob's script, and a restore by the documented
+steps. The redis-server is real; only folders and addresses differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = re.findall(
     (CHART.parents[1] / "docs" / "deploy.md").read_text().partition("\n### Backups\n")[2].partition("\n### ")[0],
     re.MULTILINE | re.DOTALL,
 )
-"""The blocks of docs/deploy.md: a copy now, and a restore."""
+"""The blocks of docs/deploy.md: a backup now, and a restore."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         for name in ("data", "backups", "bin", "etc"):
             (self.folder / name).mkdir()
-        # redis-cli lies beside the server, which is redis-check-rdb under that name.
+        # redis-cli lies beside the server; redis-check-rdb is the server under another name.
         for name, program in (
             ("redis-server", BINARY),
             ("redis-check-rdb", BINARY),
@@ -97,7 +97,7 @@ class Cluster:
             self._redis = None
 
     def run_job(self, name: str) -> subprocess.CompletedProcess[str]:
-        """What a Job of the CronJob of that name does."""
+        """Runs the container of a Job created from that CronJob."""
         one = container(pod_of(the(self.values, "CronJob", name)) or {})
         done = self._start(one["command"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         output, _ = done.communicate(timeout=300)
@@ -132,7 +132,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def play(cluster: Cluster, block: str) -> None:
-    """The steps of a block of the page. What waits in them has come by then: here nothing goes on by itself."""
+    """Performs the steps of a block. Waits are no-ops, because each step here completes before the next."""
     for line in block.splitlines():
         kubectl, _, _, *words = shlex.split(line, comments=True)
         assert kubectl == "kubectl"
@@ -151,7 +151,7 @@ def play(cluster: Cluster, block: str) -> None:
 
 
 def lease(proxy: RunningService) -> dict[str, str]:
-    """The id of a lease by each group that is ready, one group a lease."""
+    """Leases every ready group separately; lease ids by group."""
     leased: dict[str, str] = {}
     while (answer := proxy.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1})).status_code == 200:
         (group,) = answer.json()["groups"]
@@ -166,7 +166,7 @@ def acknowledge(proxy: RunningService, lease_id: str) -> None:
 
 
 def show(proxy: RunningService) -> dict[str, Any]:
-    """Everything that is to be read of every session."""
+    """Everything the control API shows of every session."""
     names = sorted(each["session_id"] for each in proxy.request("GET", "/sessions").json()["sessions"])
     paths = [
         path for name in names for path in (f"/sessions/{name}", f"/sessions/{name}/calls", f"/sessions/{name}/trajectories")
@@ -189,8 +189,8 @@ def test_the_bundled_redis_starts_as_it_is_told_to_and_keeps_what_it_has(cluster
         assert client.get("kept") == "yes"
 
 
-def test_a_lost_store_is_put_back_as_it_was_at_its_copy_by_the_documented_steps(cluster: Cluster) -> None:
-    """At the copy one group is acknowledged, one is leased, one is ready, and one session is open. What came later is gone."""
+def test_the_documented_steps_restore_a_lost_store_as_it_was_at_its_backup(cluster: Cluster) -> None:
+    """At the backup one group is acknowledged, one leased, one ready, and one session is open. What came later is gone."""
     cluster.scale("proxy", 1)
     sessions = {name: cluster.proxy.session(session_id=name) for name in ("acked", "leased", "ready", "open")}
     leases: dict[str, str] = {}
@@ -202,11 +202,11 @@ def test_a_lost_store_is_put_back_as_it_was_at_its_copy_by_the_documented_steps(
             leases |= lease(cluster.proxy)
     acknowledge(cluster.proxy, leases["acked"])
     with cluster.client() as client:
-        # That a reply was delivered is written a moment after it.
+        # Delivery is marked in Redis a moment after the reply.
         wait_until(lambda: bool(client.smembers(keys.delivered("open"))), 60, "the mark of the delivered reply")
-    copied = show(cluster.proxy)
-    copy_now, restore = STEPS
-    play(cluster, copy_now)
+    expected = show(cluster.proxy)
+    backup_now, restore = STEPS
+    play(cluster, backup_now)
 
     acknowledge(cluster.proxy, lease(cluster.proxy)["ready"])
     sessions["open"].ask("And then?")
@@ -218,9 +218,9 @@ def test_a_lost_store_is_put_back_as_it_was_at_its_copy_by_the_documented_steps(
     assert show(cluster.proxy) == {}
 
     play(cluster, restore)
-    assert show(cluster.proxy) == copied
+    assert show(cluster.proxy) == expected
     assert cluster.proxy.request("GET", "/sessions/late").status_code == 404
-    # The lease goes on, the acknowledged group is not delivered again, and the one that was ready is once.
+    # The lease is still held, the acknowledged group is not delivered again, and the ready one is delivered once.
     acknowledge(cluster.proxy, leases["leased"])
     again = lease(cluster.proxy)
     assert again.keys() == {"ready"}
@@ -228,15 +228,15 @@ def test_a_lost_store_is_put_back_as_it_was_at_its_copy_by_the_documented_steps(
     harness = sessions["open"].api_key
     body = {"model": "policy", "messages": [{"role": "user", "content": "And then?"}]}
     assert cluster.proxy.request("POST", "/v1/chat/completions", harness, json=body).status_code == 200
-    # A later start reads the same: the copy has become Redis's own file.
+    # The next start reads the same: the backup has become Redis's own file.
     cluster.scale("proxy", 0)
     cluster.kill_redis()
     cluster.scale("redis", 1)
     cluster.scale("proxy", 1)
-    assert show(cluster.proxy).keys() == copied.keys() and lease(cluster.proxy) == {}
+    assert show(cluster.proxy).keys() == expected.keys() and lease(cluster.proxy) == {}
 
 
-def test_the_volume_holds_the_newest_copies_and_a_copy_that_fails_leaves_them(cluster: Cluster) -> None:
+def test_the_newest_backups_are_kept_and_a_failed_one_leaves_the_newest(cluster: Cluster) -> None:
     folder = cluster.folder / "backups"
     old = [f"verbatim-2020010{day}T000000Z.rdb" for day in (1, 2, 3)]
     for name in (*old, "verbatim-20200104T000000Z.rdb.part", "notes.txt"):
@@ -251,29 +251,28 @@ def test_the_volume_holds_the_newest_copies_and_a_copy_that_fails_leaves_them(cl
     assert left == ["notes.txt", kept[-1]]
 
 
-def test_nothing_is_put_back_while_redis_runs_and_no_file_that_is_not_a_whole_copy(cluster: Cluster) -> None:
+def test_a_restore_is_refused_while_redis_runs_or_if_the_backup_is_incomplete(cluster: Cluster) -> None:
     with cluster.client() as client:
         client.set("kept", "yes")
     done = cluster.run_job("verbatim-backup")
-    (copy,) = (cluster.folder / "backups").iterdir()
-    assert done.stdout.endswith(f"/backups/{copy.name}\n")
+    (backup,) = (cluster.folder / "backups").iterdir()
+    assert done.stdout.endswith(f"/backups/{backup.name}\n")
     done = cluster.run_job("verbatim-restore")
     assert done.returncode == 1 and "Redis still runs" in done.stdout
     cluster.scale("redis", 0)
     own = {each: each.stat().st_mtime_ns for each in (cluster.folder / "data").rglob("*")}
-    whole = copy.read_bytes()
-    copy.write_bytes(whole[:-5])
+    whole = backup.read_bytes()
+    backup.write_bytes(whole[:-5])
     assert cluster.run_job("verbatim-restore").returncode != 0
-    copy.unlink()
+    backup.unlink()
     done = cluster.run_job("verbatim-restore")
-    assert done.returncode == 1 and "there is no copy" in done.stdout
+    assert done.returncode == 1 and "there is no backup" in done.stdout
     assert {each: each.stat().st_mtime_ns for each in (cluster.folder / "data").rglob("*")} == own
-    # The one that is named, and not the newest.
+    # A name takes precedence over the newest.
     named = "verbatim-20260102T030405Z.rdb"
     (cluster.folder / "backups" / named).write_bytes(whole)
     (cluster.folder / "backups" / "verbatim-20260202T030405Z.rdb").write_bytes(b"")
-    backup = {"enabled": True, "restore": named}
-    cluster.values = {"fullnameOverride": "verbatim", "redis": {"bundled": {"backup": backup}}}
+    cluster.values = {"fullnameOverride": "verbatim", "redis": {"bundled": {"backup": {"enabled": True, "restore": named}}}}
     done = cluster.run_job("verbatim-restore")
     assert done.returncode == 0, done.stdout
     assert [each.name for each in (cluster.folder / "data").glob("before-*/*")]
