@@ -1,4 +1,4 @@
-"""verl: a batch as a `DataProto`, as its agent loop hands one to the trainer. Written against verl 0.9.0.
+"""verl: a batch as a `DataProto`, as its agent loop hands one to the trainer. Written against verl 0.9.1.
 
     from verl import DataProto
     with batch:

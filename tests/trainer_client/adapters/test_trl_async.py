@@ -1,0 +1,240 @@
+"""The real AsyncGRPOTrainer of TRL on leased rows of a real service: what is trained, acknowledged and published.
+
+On a CPU two things of it stand in for what only a GPU has: its attention kernel (FlashAttention 3), here plain torch, and the peak FLOPs of
+the device, of which there are none."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from examples.demo.tiny_model import make_tiny_model
+from tests.support.service.running_service import TRAINER, RunningService
+from tests.support.sessions.finished_groups import finish, groups, service_of
+from trainer_client.adapters.microbatches import Padded, Rows
+from trainer_client.adapters.torch_dataset import LeasedRows
+from trainer_client.advantages import grpo
+from trainer_client.batch import Batch
+from trainer_client.client import TrainerClient
+from trainer_client.errors import ClientClosed, VersionConflict
+from trainer_client.recompute import recompute
+
+# As in test_trl.py: a trainer's machine has no vLLM.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(sys.modules, "vllm", None)
+    patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, packing
+
+    from trainer_client.adapters.trl_async import LeasedAsyncGRPOTrainer, PublishTransfer
+
+SETTINGS = {
+    "max_steps": 1,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 0.1,
+    "max_grad_norm": 0.0,
+    "optim": "sgd",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "epsilon": 1e9,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
+def attend(
+    query: Any, key: Any, value: Any, starts: Any, key_starts: Any, *_: int, softmax_scale: float, **options: Any
+) -> Any:
+    """What `flash_attn_varlen_func` computes: segment after segment, causal from the end of its keys."""
+    assert options == {"causal": True, "window_size": (-1, -1)}
+    results = []
+    for at in range(len(starts) - 1):
+        q = query[starts[at] : starts[at + 1]].transpose(0, 1)
+        k, v = (part[key_starts[at] : key_starts[at + 1]].transpose(0, 1) for part in (key, value))
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        results.append(
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax_scale, enable_gqa=True)
+        )
+    return torch.cat(results, dim=1).transpose(0, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_gpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=attend))
+        patch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda accelerator, dtype: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1, hidden_size=64)
+
+
+@pytest.fixture
+def service(folder: Path, redis_url: str) -> Iterator[RunningService]:
+    with service_of(folder, redis_url) as running:
+        yield running
+
+
+@pytest.fixture
+def client(service: RunningService) -> Iterator[TrainerClient]:
+    with TrainerClient(service.url, TRAINER) as client:
+        yield client
+
+
+class Leased(LeasedRows):
+    """Keeps what was leased, in its order."""
+
+    def __init__(self, service: RunningService, **options: Any) -> None:
+        self.batches: list[Batch] = []
+        super().__init__(service.url, TRAINER, Rows(**options), advantages=self.keep, wait_seconds=0.5)
+
+    def keep(self, batch: Batch) -> Any:
+        self.batches.append(batch)
+        return batch.advantages(grpo)
+
+
+def trainer_of(
+    folder: Path, rows: LeasedRows, client: TrainerClient, out: Path, *, callbacks: Any = None, **changes: Any
+) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return LeasedAsyncGRPOTrainer(
+            str(folder),
+            rows,
+            AsyncGRPOConfig(output_dir=str(out / "out"), **{**SETTINGS, **changes}),
+            weights=PublishTransfer(client, out / "weights"),
+            callbacks=callbacks,
+        )
+
+
+def expected(folder: Path, batches: list[Batch], rows: float) -> dict[str, Any]:
+    """What a step on the first `rows` rows logs: the loss is -mean(advantage x p / p_engine) over the sampled tokens, p by
+    transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    leased = [pair for batch in batches for pair in zip(batch.rows, batch.advantages(grpo), strict=True)]
+    ratios, weighed = [], []
+    for row, advantage in leased[: int(rows)]:
+        sampled = row.loss_mask == 1
+        off = np.exp(recompute(model, row)[sampled] - row.logprobs[sampled])
+        ratios += list(off)
+        weighed += list(advantage * off)
+    return {"loss": pytest.approx(-np.mean(weighed), abs=1e-4), "ratio": pytest.approx(np.mean(ratios), rel=1e-4)}
+
+
+def test_a_step_trains_the_recorded_logprobs_publishes_and_then_acknowledges(
+    folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
+) -> None:
+    """Micro-batches of a pair; TRL takes one more than it trains, and the last group is given back."""
+    for name in ("g1", "g2", "g3"):
+        finish(service, name, [1.0, 0.0])
+    seen: list[tuple[dict[str, int], int]] = []
+
+    class Looks(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seen.append((groups(service), client.weights()["current"]["version"]))
+
+    with Leased(service) as rows:
+        trainer = trainer_of(folder, rows, client, tmp_path, callbacks=[Looks()], max_steps=2)
+        trainer.train()
+    assert seen == [({"leased": 2, "ready": 1}, 0), ({"acked": 1, "leased": 2}, 1)]
+    assert groups(service) == {"acked": 2, "ready": 1}
+    current = client.weights()["current"]
+    assert current["version"] == 2
+    published = load_file(Path(current["path"]) / "model.safetensors")
+    trained = dict(trainer.model.named_parameters())
+    assert published.keys() == trained.keys()
+    assert all(torch.equal(weight, trained[name]) for name, weight in published.items())
+    first, second = trainer.state.log_history[:2]
+    assert {name: first[name] for name in ("loss", "ratio")} == expected(folder, rows.batches, 2)
+    assert (first["reward"], first["sample/staleness_max"], second["batch/groups_per_step"]) == (0.5, 0, 1)
+
+
+def test_rows_are_packed_into_the_token_budget_with_shared_beginnings_once(
+    folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
+) -> None:
+    """Five rows fit into the budget of the longest five; the tenth row, or one before, does not."""
+    finish(service, "g1", [1.0, 0.0, 0.0])
+    finish(service, "g2", [3.0, 0.0])
+    finish(service, "g3", [1.0] + [0.0] * 14)
+    with TrainerClient(service.url, TRAINER) as looker, looker.lease(max_groups=3) as batch:  # type: ignore[union-attr]
+        longest = max(len(row.token_ids) for row in batch.rows)
+        batch.nack()
+    with Leased(service, max_length=5 * longest) as rows:
+        trainer = trainer_of(folder, rows, client, tmp_path)
+        assert trainer.args.token_budget == 5 * longest
+        trainer.train()
+    logged = trainer.state.log_history[0]
+    trained = logged["batch/samples_per_step"]
+    assert {name: logged[name] for name in ("loss", "ratio")} == expected(folder, rows.batches, trained)
+    assert trained >= 5 and logged["batch/packing_ratio"] > 1
+
+
+def test_an_error_gives_the_leases_back_and_publishes_nothing(
+    folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
+) -> None:
+    class Fails(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            raise ZeroDivisionError
+
+    finish(service, "g1", [1.0, 0.0])
+    finish(service, "g2", [1.0, 0.0])
+    with Leased(service) as rows, pytest.raises(ZeroDivisionError):
+        trainer_of(folder, rows, client, tmp_path, callbacks=[Fails()]).train()
+    assert groups(service) == {"ready": 2}
+    assert client.weights()["current"]["version"] == 0
+
+
+def test_weights_of_another_publisher_end_the_training_without_an_acknowledgement(
+    folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
+) -> None:
+    class Meddles(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            client.publish(folder, 1)
+
+    finish(service, "g1", [1.0, 0.0])
+    finish(service, "g2", [1.0, 0.0])
+    with Leased(service) as rows, pytest.raises(VersionConflict, match="there is another publisher"):
+        trainer_of(folder, rows, client, tmp_path, callbacks=[Meddles()]).train()
+    assert groups(service) == {"ready": 2}
+
+
+def test_rows_that_are_closed_end_the_training_with_an_error(
+    folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
+) -> None:
+    class Closes(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, *_: Any, **__: Any) -> None:
+            rows.close()
+
+    for name in ("g1", "g2"):
+        finish(service, name, [1.0, 0.0])
+    rows = Leased(service)
+    with pytest.raises(ClientClosed, match="closed during the training"):
+        trainer_of(folder, rows, client, tmp_path, callbacks=[Closes()], max_steps=3).train()
+    assert groups(service) == {"acked": 1, "ready": 1}
+
+
+def test_settings_that_cannot_be_right_are_refused(folder: Path, client: TrainerClient, tmp_path: Path) -> None:
+    def make(cut: Any, **changes: Any) -> None:
+        trainer_of(folder, LeasedRows("http://127.0.0.1:1", "t", cut), client, tmp_path, **changes)
+
+    with pytest.raises(ValueError, match="max_steps is not set"):
+        make(Rows(), max_steps=-1)
+    with pytest.raises(ValueError, match="split by `Rows`"):
+        make(Padded(micro_rows=2))
+    with pytest.raises(ValueError, match="rows may have any number of tokens and token_budget is 100"):
+        make(Rows(), token_budget=100)
+    with pytest.raises(ValueError, match="rows may have 101 tokens and token_budget is 100"):
+        make(Rows(max_length=101), token_budget=100)
