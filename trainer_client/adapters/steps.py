@@ -1,11 +1,13 @@
 """Whole steps for trainers that request data but never report that they have trained on it.
 
 slime's rollout function and SkyRL's generator are called once per step, need a fixed number of groups, and do not learn of the training
-that follows. The request for another step is the only sign that an earlier one is done.
+that follows. The request for another step is the only sign that an earlier one is done, and the checkpoint they save after a step the only
+place where its weights are.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,13 +30,17 @@ class Steps:
         self._client, self._groups, self._behind, self._lease = client, groups, behind, lease
         self._out: deque[list[Batch]] = deque()
 
-    def take(self) -> Batch:
+    def take(self, checkpoint: str | os.PathLike[str] | None = None) -> Batch:
         """Wait for the next step: a batch without its own lease, with the newest version of its parts.
 
-        Raises LeaseLost if the lease of a finished step was lost, ConnectionFailed or Unavailable if it could not be acked (in each
-        case its rows may be trained on twice), ClientClosed, and what `TrainerClient.lease` raises; the groups leased for the new
-        step are then given back.
+        `checkpoint`: safetensors saved after the step that is acked now; they are published first, as the version after the served one.
+
+        Raises what `TrainerClient.publish` raises, LeaseLost if the lease of a finished step was lost, ConnectionFailed or Unavailable
+        if it could not be acked (in each case its rows may be trained on twice), ClientClosed, and what `TrainerClient.lease` raises;
+        the groups leased for the new step are then given back.
         """
+        if checkpoint is not None:
+            self._client.publish(checkpoint, int(self._client.weights()["current"]["version"]) + 1)
         while len(self._out) >= self._behind:
             _end(self._out.popleft(), Batch.ack)
         parts: list[Batch] = []

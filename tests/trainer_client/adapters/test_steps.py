@@ -19,6 +19,7 @@ from tests.support.sessions.training_rows import leased, trajectory
 from trainer_client import TrainerClient
 from trainer_client.adapters.steps import Steps
 from trainer_client.errors import ClientClosed, InvalidAnswer, LeaseLost, Unavailable
+from trainer_client.publish import ReplicaFailed
 
 LEASE = "POST /batches/lease"
 
@@ -114,7 +115,42 @@ def test_a_client_that_is_closed_while_a_step_is_joined_gives_the_parts_back(
     assert sorted(ended(service)) == ["l0/nack", "l1/nack"]
 
 
-def test_slimes_rollout_function_returns_the_samples_of_a_step(
+def script_a_push(service: ScriptedService, version: int) -> None:
+    """The service serves the version before, and takes one push."""
+    service.script("GET /weights", json_answer({"current": {"version": version - 1}}))
+    service.script("POST /weights", json_answer({"applied": True, "seconds": 0.1, "replicas": {"e0": {"ok": True}}}))
+
+
+def pushed(service: ScriptedService) -> list[tuple[int, str]]:
+    return [(request.body["version"], request.body["path"]) for request in service.received if "path" in (request.body or {})]
+
+
+def test_a_checkpoint_is_published_before_the_step_it_comes_from_is_acknowledged(
+    service: ScriptedService, client: TrainerClient
+) -> None:
+    script_a_push(service, version=8)
+    steps = Steps(client, 2)
+    steps.take()
+    steps.take("/shared/step-0")
+    assert pushed(service) == [(8, "/shared/step-0")]
+    assert service.paths()[1:4] == ["/weights", "/weights", "/batches/l0/ack"]
+
+
+def test_a_checkpoint_that_cannot_be_published_leaves_the_step_unacknowledged(
+    service: ScriptedService, client: TrainerClient
+) -> None:
+    service.script("GET /weights", json_answer({"current": {"version": 7}}))
+    service.script(
+        "POST /weights", json_answer({"applied": False, "seconds": 0.1, "replicas": {"e0": {"ok": False, "error": "no"}}})
+    )
+    steps = Steps(client, 2)
+    steps.take()
+    with pytest.raises(ReplicaFailed):
+        steps.take("/shared/step-0")
+    assert ended(service) == ["/weights", "/weights"]
+
+
+def test_slimes_rollout_function_returns_the_samples_of_a_step_and_publishes_what_was_saved_after_it(
     service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     types, base_types = ModuleType("slime.utils.types"), ModuleType("slime.rollout.base_types")
@@ -127,20 +163,31 @@ def test_slimes_rollout_function_returns_the_samples_of_a_step(
     monkeypatch.setenv("VERBATIM_URL", service.url)
     monkeypatch.setenv("VERBATIM_TRAINER_TOKEN", "trainer-token")
     slime_rollout._steps.cache_clear()
-    output = slime_rollout.generate_rollout(SimpleNamespace(rollout_batch_size=2), 0, None)
+    args = SimpleNamespace(rollout_batch_size=2, start_rollout_id=4, save_hf="/shared/step-{rollout_id}", save_interval=1)
+    output = slime_rollout.generate_rollout(args, 4, None)
     assert [[[sample.metadata["trajectory_id"] for sample in rollout] for rollout in group] for group in output.samples] == [
         [["a"]], [["b"]],
     ]  # fmt: skip
     assert output.metrics == {"staleness_mean": 2.0, "staleness_max": 2}
+    assert pushed(service) == []
+    script_a_push(service, version=8)
+    slime_rollout.generate_rollout(args, 5, None)
+    assert pushed(service) == [(8, "/shared/step-4")]
     slime_rollout._steps(2).finish()
     slime_rollout._steps(2)._client.close()
     slime_rollout._steps.cache_clear()
 
 
-def test_skyrls_generator_returns_a_step(service: ScriptedService, client: TrainerClient) -> None:
-    generator: Any = VerbatimGenerator(client, 2, recorded("skyrl.TrajectoryID"))
-    output = asyncio.run(generator.generate({"prompts": [[]] * 2}))
+def test_skyrls_generator_returns_a_step_and_publishes_what_was_saved_after_it(
+    service: ScriptedService, client: TrainerClient
+) -> None:
+    generator: Any = VerbatimGenerator(client, 2, recorded("skyrl.TrajectoryID"), exports="/shared")
+    output = asyncio.run(generator.generate({"prompts": [[]] * 2, "batch_metadata": SimpleNamespace(global_step=7)}))
     checked("skyrl.GeneratorOutput", output)
     assert [name.instance_id for name in output["trajectory_ids"]] == ["g1:0", "g2:1"]
+    assert pushed(service) == []
+    script_a_push(service, version=8)
+    asyncio.run(generator.generate({"prompts": [[]] * 2, "batch_metadata": SimpleNamespace(global_step=8)}))
+    assert pushed(service) == [(8, "/shared/global_step_7/policy")]
     generator._steps.finish()
-    assert ended(service) == ["l0/ack"]
+    assert ended(service) == ["/weights", "/weights", "l0/ack", "l1/ack", "l2/ack"]
