@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -142,3 +143,25 @@ def test_every_adapter_has_a_page_of_its_trainer_that_the_overview_leads_to() ->
         assert linked, f"docs/trainers.md has no row of {adapter}"
         for page, name in linked:
             assert f"trainer_client.adapters.{adapter}" in pages[page] and re.search(rf"\b{name}\b", pages[page]), page
+
+
+TRAINER_PAGES = sorted((ROOT / "docs/trainers").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", TRAINER_PAGES, ids=lambda page: page.stem)
+def test_a_trainers_page_says_what_was_run_and_leads_from_install_to_what_to_watch(page: Path) -> None:
+    words = page.read_text()
+    assert re.findall(r"^## (.+)$", words, re.MULTILINE) == ["Install", "Launch", "The loop", "The push", "What to watch"]
+    beginning = words.partition("\n## ")[0]
+    assert "Run here" in beginning and "Not run" in beginning
+
+
+@pytest.mark.parametrize("page", TRAINER_PAGES, ids=lambda page: page.stem)
+def test_the_code_of_a_trainers_page_parses_and_imports_what_exists(page: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainer_client"):
+                path = ROOT / str(node.module).replace(".", "/")
+                source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+                names = {each.name for each in node.names}
+                assert {name for name in names if not re.search(rf"\b{name}\b", source)} == set(), node.module
