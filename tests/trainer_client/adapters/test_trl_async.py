@@ -182,6 +182,23 @@ def test_rows_are_packed_into_the_token_budget_with_shared_beginnings_once(
     assert trained >= 5 and logged["batch/packing_ratio"] > 1
 
 
+def test_rows_as_old_as_the_lease_allows_are_trained(
+    folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
+) -> None:
+    """Six versions old; TRL alone drops rows older than four."""
+    finish(service, "g1", [1.0, 0.0])
+    for version in range(1, 7):
+        client.publish(folder, version)
+    for name in ("g2", "g3"):
+        finish(service, name, [1.0, 0.0])
+    with Leased(service) as rows:
+        trainer = trainer_of(folder, rows, client, tmp_path)
+        trainer.train()
+    assert trainer.state.log_history[0]["sample/staleness_max"] == 6
+    assert [batch.groups[0].group_id for batch in rows.batches] == ["g1", "g2"]
+    assert groups(service) == {"acked": 1, "ready": 2}
+
+
 def test_an_error_gives_the_leases_back_and_publishes_nothing(
     folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
 ) -> None:
@@ -191,9 +208,10 @@ def test_an_error_gives_the_leases_back_and_publishes_nothing(
 
     finish(service, "g1", [1.0, 0.0])
     finish(service, "g2", [1.0, 0.0])
-    with Leased(service) as rows, pytest.raises(ZeroDivisionError):
-        trainer_of(folder, rows, client, tmp_path, callbacks=[Fails()]).train()
-    assert groups(service) == {"ready": 2}
+    with Leased(service) as rows:
+        with pytest.raises(ZeroDivisionError):
+            trainer_of(folder, rows, client, tmp_path, callbacks=[Fails()]).train()
+        assert groups(service) == {"ready": 2}  # before the rows are closed
     assert client.weights()["current"]["version"] == 0
 
 
