@@ -10,7 +10,7 @@
     trainer.train()
 
 It differs from `trl.LeasedGRPOTrainer` in what TRL does with the rows: tokens that rows share are computed once, micro-batches are of
-`token_budget` tokens, and weights that FSDP2 shards, or adapters merged into them, can be published. Written against TRL 1.16, where the
+`token_budget` tokens, and what is published are the whole weights that TRL gathers, adapters merged. Written against TRL 1.16, where the
 trainer is experimental and needs an NVIDIA GPU with FlashAttention 3, or ROCm.
 """
 
