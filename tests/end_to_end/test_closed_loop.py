@@ -142,9 +142,14 @@ def assert_true(rows: list[Trajectory], model: Path) -> Difference:
 
 def sampled(engine: VllmServer) -> float:
     """How many tokens it has sampled since its start, by its own count."""
+    return read_metric(engine, "generation_tokens_total")
+
+
+def read_metric(engine: VllmServer, name: str) -> float:
+    """One of vLLM's own, summed up."""
     lines = httpx.get(f"{engine.url}/metrics", timeout=60).raise_for_status().text.splitlines()
-    counts = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:generation_tokens_total{")]
-    assert counts, "it counts none"
+    counts = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}{{")]
+    assert counts, f"it does not count {name}"
     return sum(counts)
 
 

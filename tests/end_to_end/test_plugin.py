@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import pytest
 
 from proxy.engine.in_vllm.frames import SAMPLE
 from proxy.engine.in_vllm.launch import VllmServer
-from tests.end_to_end.test_closed_loop import sampled, wait_until_it_samples
+from tests.end_to_end.test_closed_loop import read_metric, sampled, wait_until_it_samples
 from tests.support.engine.recording_relay import GENERATE, RecordingRelay
 from tests.support.engine.template_families import FAMILIES
+from tests.support.engine.vllm_server import running_vllm
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, hanging_up, wait_until
 from trainer_client.wire import decode_trajectory
@@ -369,7 +371,7 @@ def test_a_reply_cut_in_the_middle_keeps_what_was_sampled(
         session, before = side.service.session(), sampled(vllm_server)
         with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key):
             wait_until_it_samples(vllm_server, before, 50)
-        wait_until(lambda session=session: is_recorded(session.calls), 60, "the call is recorded")
+        wait_until(lambda session=session: are_recorded(session.calls, 1), 60, "the call is recorded")
         cut += session.calls
     for call in cut:
         assert (call["status"], call["finish_reason"], call["reply"]["role"]) == ("aborted", "abort", "assistant")
@@ -380,8 +382,31 @@ def test_a_reply_cut_in_the_middle_keeps_what_was_sampled(
         assert cut[0][name][:shorter] == cut[1][name][:shorter]
 
 
-def is_recorded(calls: list[dict[str, Any]]) -> bool:
-    return len(calls) == 1 and calls[0]["status"] not in ("in_flight", "dangling")
+def are_recorded(calls: list[dict[str, Any]], count: int) -> bool:
+    return len(calls) == count and all(call["status"] not in ("in_flight", "dangling") for call in calls)
+
+
+def test_a_cut_reply_is_recorded_whichever_api_server_samples_it(
+    tiny_model: Path, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """Whole replies were lost, and their calls left dangling, where the abort reached the other of two API servers; of streamed ones
+    the weight versions were."""
+    prompt = {"model": "policy", "messages": [user("x")], "max_tokens": 30000, "ignore_eos": True}
+    with (
+        running_vllm(tiny_model, tmp_path, api_servers=2) as vllm,
+        RunningService(vllm.url, redis_server.url) as service,
+    ):
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
+        session, begun = service.session(), partial(read_metric, vllm, "time_to_first_token_seconds_count")
+        for number in range(1, 7):
+            body = prompt | {"seed": number, "stream": number % 2 == 0}
+            with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key):
+                wait_until(lambda number=number: begun() == number, 60, "it has a token")
+            wait_until(lambda number=number: are_recorded(session.calls, number), 60, "the call is recorded")
+        calls = session.calls
+    assert [(call["status"], call["finish_reason"]) for call in calls] == [("aborted", "abort")] * 6
+    for call in calls:
+        assert call["completion_ids"] and [end for _, _, end in call["weight_versions"]] == [len(call["completion_ids"])]
 
 
 def test_a_plugin_that_is_gone_after_a_restart_is_not_asked_again(vllm_server: VllmServer, redis_server: RedisServer) -> None:

@@ -67,6 +67,8 @@ class Job:
     id_text: IdText = field(default_factory=IdText)
     wanted: Wanted = field(default_factory=Wanted)
     plan: PlanRequest | None = None
+    abort_sent: bool = False
+    """Whether the engine was asked to end it."""
 
     @property
     def prompt_json(self) -> msgspec.Raw:
@@ -187,10 +189,12 @@ class EngineKind(ABC):
         """The replica's weight endpoints; with a claim, for changing what it holds."""
         return WeightApi(self._http.session, replica, step_seconds, claim)
 
-    async def _abort_request(self, replica: Replica, request_id: str) -> bool:
-        """vLLM's `/abort_requests`."""
+    async def _abort_request(self, replica: Replica, job: Job, request_id: str, path: str = "/abort_requests") -> bool:
+        """vLLM's `/abort_requests`. Of several API servers each ends only its own requests: where one was in vain, the next may be reached
+        over a new connection."""
+        again, job.abort_sent = job.abort_sent, True
         try:
-            await self._http.ask(replica, "/abort_requests", {"request_ids": [request_id]}, dict[str, Any])
+            await self._http.ask(replica, path, {"request_ids": [request_id]}, dict[str, Any], fresh=again)
         except VerbatimError:
             return False
         return True

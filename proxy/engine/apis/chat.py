@@ -111,7 +111,7 @@ class OpenAiChat(EngineKind):
 
     async def abort(self, replica: Replica, job: Job) -> bool:
         request_id = f"chatcmpl-{job.call_id}" if job.request.prompt is None else f"cmpl-{job.call_id}-0"
-        return await self._abort_request(replica, request_id)
+        return await self._abort_request(replica, job, request_id)
 
     async def count(self, replica: Replica, request: Request) -> int:
         body = {**chat_body(request, {}), "model": replica.model_for(request.model)}

@@ -98,7 +98,7 @@ class VllmCompletions(EngineKind):
         return await parse_outcome(self._local, job, choices, proven=proven, cached_tokens=cached, broken=reading.broken)
 
     async def abort(self, replica: Replica, job: Job) -> bool:
-        return await self._abort_request(replica, f"cmpl-{job.call_id}-0")
+        return await self._abort_request(replica, job, f"cmpl-{job.call_id}-0")
 
 
 def _body(replica: Replica, job: Job) -> dict[str, Any]:

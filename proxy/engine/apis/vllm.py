@@ -34,6 +34,7 @@ from proxy.engine.apis.vllm_reply import (
     gather,
     generate_body,
 )
+from proxy.engine.in_vllm.frames import ABORT
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineHttp
 from proxy.errors import ContextTooLong, EngineFailed, VerbatimError
@@ -98,8 +99,9 @@ class VllmTokens(EngineKind):
         return await self._sample_text(replica, job, stream, emit)
 
     async def abort(self, replica: Replica, job: Job) -> bool:
-        # vLLM prefixes the request id it is given; /abort_requests wants all of it.
-        return await self._abort_request(replica, f"generate-tokens-{job.call_id}")
+        # vLLM prefixes the request id it is given, and wants all of it.
+        path = ABORT if replica.plugin else "/abort_requests"
+        return await self._abort_request(replica, job, f"generate-tokens-{job.call_id}", path)
 
     async def _sample_messages(self, replica: Replica, job: Job, stream: bool, emit: Emit) -> Outcome:
         """Emits deltas as far as the engine's parsers are certain of them."""

@@ -22,6 +22,8 @@ PROTOCOL = 1
 ROUTE = "/inference/verbatim/v1"
 """GET: `About`. Below `/inference`, which vLLM's `--api-key` guards."""
 SAMPLE = f"{ROUTE}/sample"
+ABORT = f"{ROUTE}/abort"
+"""POST: `Abort`, as JSON."""
 MEDIA_TYPE = "application/vnd.msgpack"
 BUDGET = "max_total"
 """The parameter that a refusal names if the prompt leaves too little of `Ask.max_total`."""
@@ -30,6 +32,12 @@ BUDGET = "max_total"
 class About(msgspec.Struct):
     protocol: int
     vllm: str
+
+
+class Abort(msgspec.Struct):
+    """Whole ids of requests: vLLM puts `generate-tokens-` before what `Ask` names."""
+
+    request_ids: list[str]
 
 
 class Ancestor(msgspec.Struct, omit_defaults=True):

@@ -38,12 +38,15 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.parser import Parser
 from vllm.renderers.online_derenderer import _resolve_logprobs
 
+from proxy.engine.in_vllm.aborts import Aborts
 from proxy.engine.in_vllm.frames import (
+    ABORT,
     BUDGET,
     MEDIA_TYPE,
     PROTOCOL,
     ROUTE,
     SAMPLE,
+    Abort,
     About,
     Ancestor,
     Ask,
@@ -72,6 +75,7 @@ Body: TypeAlias = ChatCompletionRequest | CompletionRequest
 
 def add_routes(app: FastAPI) -> None:
     app.add_api_route(SAMPLE, _sample, methods=["POST"])
+    app.add_api_route(ABORT, _abort, methods=["POST"])
     app.add_api_route(ROUTE, _describe, methods=["GET"])
 
 
@@ -87,6 +91,15 @@ async def _sample(raw: Request) -> Response:
     response: Response | None = await _answer(ask, raw)
     # None: the client has left.
     return response or Response(status_code=499)
+
+
+async def _abort(raw: Request) -> JSONResponse:
+    try:
+        asked = msgspec.json.decode(await raw.body(), type=Abort)
+    except msgspec.MsgspecError as error:
+        raise VLLMValidationError(f"not a request to abort: {error}") from error
+    await raw.app.state.verbatim.aborts.abort(asked.request_ids)
+    return JSONResponse({})
 
 
 @with_cancellation  # type: ignore[untyped-decorator]
@@ -145,6 +158,7 @@ class _Planned:
 
 class Sampler:
     def __init__(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
+        self.aborts = Aborts(engine_client, args)
         self._render = state.serving_render
         self._renderer = state.online_renderer
         self._derenderer = state.online_derenderer

@@ -71,10 +71,12 @@ class Channels:
         return {self._session_header: session_id} if self._session_header else {}
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
-        """Post a body, JSON if the headers do not name another type. Raises ChannelError, and TimeoutError after too long a silence."""
+        """Post a body, JSON if the headers do not name another type. With the header "Connection: close" over a new connection.
+
+        Raises ChannelError, and TimeoutError after too long a silence."""
         lines = _lines({"Content-Type": "application/json", **headers})
         more = f"Content-Length: {len(body)}\r\n{lines}\r\n"
-        return await self._ask(b"POST", url, more.encode("latin-1"), body)
+        return await self._ask(b"POST", url, more.encode("latin-1"), body, fresh=headers.get("Connection") == "close")
 
     async def get(self, url: str) -> Answer:
         """As `post`."""
@@ -86,9 +88,9 @@ class Channels:
             channel.close()
         self._idle.clear()
 
-    async def _ask(self, method: bytes, url: str, more: bytes, body: bytes) -> Answer:
+    async def _ask(self, method: bytes, url: str, more: bytes, body: bytes, *, fresh: bool = False) -> Answer:
         target = _target(url)
-        channel = self._take_idle(target) or await self._connect(target)
+        channel = (None if fresh else self._take_idle(target)) or await self._connect(target)
         authorized = b"" if b"\nAuthorization:" in target.lines else self._key
         if self._trace_headers is not None:
             authorized += _lines(self._trace_headers()).encode("latin-1")

@@ -100,13 +100,15 @@ class EngineHttp:
             raise self.translate(replica, error, scope) from error
         return _decode(replica, path, data, answer)
 
-    async def ask(self, replica: Replica, path: str, body: Any, answer: type[T]) -> T:
-        """As `post`, for requests that can be repeated: they are retried once over a new connection.
+    async def ask(self, replica: Replica, path: str, body: Any, answer: type[T], *, fresh: bool = False) -> T:
+        """As `post`, for requests that can be repeated: they are retried once over a new connection. `fresh`: the first connection is new,
+        too; one that was kept leads to the same process every time, where several share an address.
 
         Such a request samples nothing, so if the retry breaks too another replica can take the call: EngineUnavailable."""
         data = _encode_body(replica, body)
+        headers = {"Connection": "close"} if fresh else {}
         try:
-            raw = await _retry_stale(partial(self._exchange, replica, path, data))
+            raw = await _retry_stale(partial(self._exchange, replica, path, data, headers))
         except _STALE_CONNECTION as error:
             raise EngineUnavailable(self.translate(replica, error).message) from error
         except (ChannelError, TimeoutError) as error:

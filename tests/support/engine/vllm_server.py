@@ -24,12 +24,31 @@ def require_vllm() -> None:
         unavailable(f"{', '.join(missing)} is not installed")
 
 
+_SERVE = """
+from prometheus_client import values
+from vllm.entrypoints.cli.serve import run_multi_api_server
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+args = make_arg_parser(FlexibleArgumentParser()).parse_args()
+validate_parsed_serve_args(args)
+# Imported before the processes shared their metrics, it would keep its own.
+values.ValueClass = values.MultiProcessValue()
+run_multi_api_server(args)
+"""
+"""What `vllm serve` does of `--api-server-count`, which the module of one server ignores; the script itself needs a GPU's package."""
+
+
 @contextmanager
-def running_vllm(model: Path, directory: Path, *extra: str, env: dict[str, str] | None = None) -> Iterator[VllmServer]:
+def running_vllm(
+    model: Path, directory: Path, *extra: str, env: dict[str, str] | None = None, api_servers: int = 1
+) -> Iterator[VllmServer]:
     """vLLM serving `model` as "policy" on a free port, its log in `directory`."""
     require_vllm()
     port = free_port()
     argv, added = vllm_command(model, port, reasoning_parser="qwen3", extra=["--max-logprobs", "5", *extra])
+    if api_servers > 1:
+        argv = [argv[0], "-c", _SERVE, *argv[3:], "--api-server-count", str(api_servers)]
     added |= {"HF_HUB_OFFLINE": "1", **(env or {})}
     with ForkedVllmServer(argv, added, f"http://127.0.0.1:{port}", directory / f"vllm-{port}.log") as server:
         yield server

@@ -19,6 +19,10 @@ from aiohappyeyeballs import AddrInfoType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proxy.dialects.base import Request
+from proxy.engine.apis.base import Job
+from proxy.engine.apis.renderer import LocalRenderer
+from proxy.engine.apis.vllm import VllmTokens
 from proxy.engine.pool.membership import replica_at
 from proxy.engine.replica import Replica
 from proxy.engine.wire.cancel_scope import CancelScope
@@ -193,6 +197,19 @@ async def test_a_connection_on_which_a_request_was_answered_before_it_was_sent_w
     async with refusing(measured(b"no")) as (url, _), channels() as made, await made.post(url, bytes(16 << 20), {}) as got:
         assert (got.status, await got.read()) == (200, b"no")
         assert not made.idle
+
+
+async def test_a_request_to_end_a_call_is_repeated_over_new_connections() -> None:
+    """Behind vLLM's address there may be several API servers: repeated over a kept connection, an abort reached the same wrong one."""
+    async with Engine(telling(measured(b"{}"))).serving() as engine, channels() as made:
+        await answer(made, engine.url)
+        kind, replica = VllmTokens(EngineHttp(made, ignore_failure), LocalRenderer(None, {})), replica_at(engine.url)
+        job = Job("c", Request("chat", "m", []), {}, CancelScope("s", "c"))
+        seen = []
+        for _ in range(3):
+            assert await kind.abort(replica, job)
+            seen.append(engine.connections)
+        assert seen == [1, 2, 3]
 
 
 async def test_pieces_come_as_they_are_sent() -> None:
