@@ -70,6 +70,9 @@ class Settings(BaseSettings):
     engine_session_header: str = Field("", pattern=r"^[A-Za-z0-9-]*$")
     """The header in which sampling requests carry the session's id, for routers in front of engines: X-Session-ID, for example. Empty:
     none."""
+    engine_release_path: str = Field("", pattern=r"^(/.*)?$")
+    """Where a router in front of engines is told that a session is over: /finish_session of vllm-router, for example, gets
+    POST /finish_session?session_id=ID. Empty: nowhere."""
     engine_timeout_seconds: float = 3600.0
     """How long an engine may send nothing during a call."""
     engine_connect_seconds: float = 5.0

@@ -161,6 +161,7 @@ async def _finish_close(
         await services.delivery.retract(session_id)
         raise
     services.trees.forget(session_id)
+    services.pool.release(session_id)
     await fill_group(services, state)
     return state
 
@@ -177,6 +178,7 @@ async def _finish_delete(services: Services, session_id: str) -> None:
     await _withdraw_deleted(services, session_id)
     await services.delivery.retract(session_id)
     services.trees.forget(session_id)
+    services.pool.release(session_id)
 
 
 async def _withdraw_deleted(services: Services, session_id: str) -> None:

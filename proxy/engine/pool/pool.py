@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 
+import aiohttp
+
 from proxy.engine.apis.base import EngineKinds
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.pool.membership import Member, Membership, Resolver, replica_at, resolve_with_system
@@ -28,6 +30,8 @@ from proxy.settings import Settings
 from proxy.store.service import EngineStore
 
 log = logging.getLogger(__name__)
+
+_RELEASE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 DEFAULT = ""
 """The name of the default policy."""
@@ -54,6 +58,7 @@ class EnginePool:
         self._gate = Gate()
         self._stopping = False
         self._leaving: list[Replica] = []
+        self._releasing: set[asyncio.Task[None]] = set()
         self._looking = asyncio.Lock()
         self.admit_weights: Callable[[Replica], Awaitable[None]] | None = None
         self.membership = Membership(settings.engine, store, resolver, settings.policy_models)
@@ -79,6 +84,7 @@ class EnginePool:
 
     async def stop(self) -> None:
         self._stopping = True
+        await asyncio.gather(*self._releasing, return_exceptions=True)
         if self._following is not None:
             self._following.cancel()
         await self._watches.stop()
@@ -131,6 +137,29 @@ class EnginePool:
         if any(replica.healthy for replica in self.replicas):
             return True, ""
         return False, self._reasons(self.replicas)
+
+    def release(self, session_id: str) -> None:
+        """Tell routers in front of engines that the session is over, if `engine_release_path` says how. Nobody waits for it."""
+        if not self._settings.engine_release_path or self._stopping:
+            return
+        for replica in self.replicas:
+            if replica.healthy:
+                task = asyncio.create_task(self._release(replica, session_id))
+                self._releasing.add(task)
+                task.add_done_callback(self._releasing.discard)
+
+    async def _release(self, replica: Replica, session_id: str) -> None:
+        header = self._settings.engine_session_header
+        url, headers = replica.url + self._settings.engine_release_path, {header: session_id} if header else {}
+        try:
+            asking = self.http.session.post(url, params={"session_id": session_id}, headers=headers, timeout=_RELEASE_TIMEOUT)
+            async with asking as answer:
+                answer.raise_for_status()
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            # Routers forget a session that is idle.
+            log.info(
+                "engine %s was not told that session %s is over: %s", replica.name, session_id, error or "no answer in time"
+            )
 
     def catalogue(self) -> Mapping[str, int | None]:
         """The models harnesses may ask for now, with the window of each in tokens."""

@@ -43,6 +43,9 @@ class ScriptedPool:
     def ready(self) -> tuple[bool, str]:
         return self.answer
 
+    def release(self, session_id: str) -> None:
+        pass
+
 
 @dataclass
 class ScriptedUpdater:

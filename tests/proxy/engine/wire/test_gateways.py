@@ -1,12 +1,18 @@
-"""A gateway before the engine: what a real nginx refuses, the harness is told as the engine's own refusal."""
+"""A gateway or a router before the engine: what a real nginx refuses, the harness is told as the engine's own refusal; a router hears of
+sessions what the operator wants it to."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
@@ -101,3 +107,63 @@ def test_a_router_is_told_the_session_where_the_operator_wants_it(
         sampling = [asked for asked in engine.received if asked.path in ("/inference/v1/generate", "/v1/chat/completions")]
         told = {asked.headers.get("x-session-id") for asked in sampling if asked.body}
     assert session.session_id in told if header else told == {None}
+
+
+@pytest.mark.parametrize("status", [200, 404])
+@pytest.mark.parametrize("path", ["", "/finish_session"])
+def test_a_router_is_told_that_a_session_is_over_where_the_operator_wants_it(
+    redis_server: RedisServer, path: str, status: int
+) -> None:
+    """Closed and deleted alike. A router that knows no such route changes nothing."""
+    with (
+        Router(status) as router,
+        RunningService(
+            router.url, redis_server.url, engine_api="chat", engine_session_header="X-Session-ID", engine_release_path=path
+        ) as service,
+    ):
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
+        closed, deleted = service.session(), service.session()
+        closed.close()
+        assert service.request("DELETE", f"/sessions/{deleted.session_id}").status_code == 204
+    # The service ends only when it has told.
+    sessions = {closed.session_id, deleted.session_id} if path else set()
+    assert sorted(router.released) == sorted((session, session) for session in sessions)
+
+
+class Router:
+    """A router in front of an engine that samples nothing; `released` are the ids in the query and the header of `POST /finish_session`."""
+
+    def __init__(self, status: int) -> None:
+        self.released: list[tuple[str, str]] = []
+        router = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer(200 if self.path == "/v1/models" else 404, {"data": [{"id": "policy"}]})
+
+            def do_POST(self) -> None:
+                url = urlsplit(self.path)
+                if url.path == "/finish_session":
+                    router.released.append((parse_qs(url.query)["session_id"][0], self.headers["X-Session-ID"]))
+                self._answer(status, {})
+
+            def _answer(self, status: int, body: Any) -> None:
+                content = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Router:
+        threading.Thread(target=self._server.serve_forever).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
