@@ -5,6 +5,8 @@ What a row claims is recomputed: every trained token's logprob, by transformers,
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import json
 import threading
@@ -14,12 +16,14 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
+from openai import APIStatusError, OpenAI
 
+from proxy.engine.in_vllm.frames import SAMPLE
 from proxy.engine.in_vllm.launch import VllmServer
 from reconstruct.records import Span, pack_ids, pack_logprobs
 from reconstruct.trajectory import Trajectory
 from tests.support.engine.forked_vllm import run_beside_vllm
+from tests.support.engine.recording_relay import GENERATE, RecordingRelay
 from tests.support.engine.vllm_server import running_vllm
 from tests.support.service.running_service import hanging_up
 from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, environment, wait_until
@@ -49,8 +53,14 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def serving(engine: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with Serving("--engine", engine.url, data_dir=tmp_path_factory.mktemp("data")) as service:
+def relay(engine: VllmServer) -> Iterator[RecordingRelay]:
+    with RecordingRelay(engine.url) as relay:
+        yield relay
+
+
+@pytest.fixture(scope="module")
+def serving(relay: RecordingRelay, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with Serving("--engine", relay.url, data_dir=tmp_path_factory.mktemp("data")) as service:
         wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
         yield service
 
@@ -158,26 +168,34 @@ def wait_until_it_samples(engine: VllmServer, before: float, tokens: int) -> Non
     wait_until(lambda: sampled(engine) >= before + tokens, 60, f"{tokens} tokens are sampled")
 
 
-def pause_in_mid_reply(engine: VllmServer, session: Session, tokens: int) -> threading.Thread:
-    """Ask for a reply of so many tokens and pause the engine in the middle of it; returns the thread that waits for the reply.
+def pause_in_mid_reply(engine: VllmServer, session: Session, tokens: int) -> list[threading.Thread]:
+    """Ask for a whole and for a streamed reply of so many tokens and pause the engine in the middle of both; returns the threads that
+    wait for the replies.
 
-    A reply that is over before the engine stands is let go, and the next one is tried: it takes the engine as long as the machine
-    lets it, and the call that pauses it too."""
+    Replies that are over before the engine stands are let go, and the next ones are tried: they take the engine as long as the machine
+    lets them, and the call that pauses it too."""
+
+    def ask(stream: bool) -> None:
+        asked = {"max_tokens": tokens, "extra_body": {**PLAIN, "ignore_eos": True}, "stream": stream}
+        answer = session.ask([{"role": "user", "content": "go"}], **asked)
+        if stream:
+            list(answer)
+
     for _ in range(10):
-        before = sampled(engine)
-        asking = threading.Thread(
-            target=session.ask,
-            args=([{"role": "user", "content": "go"}],),
-            kwargs={"max_tokens": tokens, "extra_body": {**PLAIN, "ignore_eos": True}},
-        )
-        asking.start()
-        wait_until_it_samples(engine, before, 30)
+        before, both = sampled(engine), read_metric(engine, "time_to_first_token_seconds_count") + 2
+        asking = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+        for thread in asking:
+            thread.start()
+        wait_until(lambda both=both: read_metric(engine, "time_to_first_token_seconds_count") == both, 60, "both begin")
+        wait_until_it_samples(engine, before, 60)
         httpx.post(f"{engine.url}/pause?mode=keep", timeout=60).raise_for_status()
-        if sampled(engine) < before + tokens - 100:
+        # The longer of the two has fewer than both together.
+        if sampled(engine) < before + tokens:
             return asking
         httpx.post(f"{engine.url}/resume", timeout=60).raise_for_status()
-        asking.join()
-    raise AssertionError(f"none of ten replies was caught before its last of {tokens} tokens")
+        for thread in asking:
+            thread.join()
+    raise AssertionError(f"none of ten pairs was caught before one had its last of {tokens} tokens")
 
 
 def tool_turns(session: Session, turns: int, **fields: Any) -> list[Any]:
@@ -518,34 +536,51 @@ def test_an_audit_shows_the_tree_and_the_accounting_and_finds_logprobs_of_other_
 
 
 def test_new_weights_reach_the_engine_in_mid_reply_and_every_token_knows_its_own(
-    opened: Callable[..., Session], serving: Serving, engine: VllmServer, tiny_model: Path, tmp_path: Path
+    opened: Callable[..., Session],
+    serving: Serving,
+    engine: VllmServer,
+    relay: RecordingRelay,
+    tiny_model: Path,
+    tmp_path: Path,
 ) -> None:
-    """The engine stands from the middle of the reply to the push, which lets it go on."""
+    """The engine stands from the middle of the replies to the push, which lets it go on. A first push falls into replies of the plugin
+    inside vLLM, a second into replies over the three routes: both know which tokens are whose, whole and streamed."""
     import torch
 
-    model = load(tiny_model)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
+    models = [load(tiny_model)]
     session = opened(serving, group_id="versions", group_size=1)
-    long = pause_in_mid_reply(engine, session, tokens=3000)
     with TrainerClient(serving.url, TRAINER) as trainer:
-        pushed = trainer.publish(model.state_dict(), 1, directory=tmp_path)
-        assert pushed.applied and not pushed.failed
-        long.join()
-        session.ask([{"role": "user", "content": "after"}], max_tokens=8)
+        for version, route in ((1, SAMPLE), (2, GENERATE)):
+            models.append(copy.deepcopy(models[-1]))
+            torch.manual_seed(version)
+            with torch.no_grad():
+                for parameter in models[-1].parameters():
+                    parameter.add_(0.02 * torch.randn_like(parameter))
+            relay.asked.clear()
+            replies = pause_in_mid_reply(engine, session, tokens=1500)
+            assert relay.asked[route] > 0 == relay.asked[SAMPLE if route == GENERATE else GENERATE]
+            pushed = trainer.publish(models[-1].state_dict(), version, directory=tmp_path)
+            assert pushed.applied and not pushed.failed
+            for reply in replies:
+                reply.join()
+            for call in session.calls[-2:]:
+                (first, begin, turn), (second, again, end) = call["weight_versions"]
+                assert (first, second) == (version - 1, version)
+                assert 0 == begin < turn == again < end == len(call["completion_ids"]) == 1500
+            if route == SAMPLE:
+                forget_plugin(relay, serving, session)
         session.close(1.0)
         batch = next(iter(trainer.batches(max_groups=1)))
         with batch:
             rows = list(batch.rows)
-            assert {span.version for row in rows for span in row.weight_versions} == {0, 1}
-            before, after = compare(load(tiny_model), rows, version=0), compare(model, rows, version=1)
-            assert before.tokens > 20 and after.tokens > 20
-            assert before.tokens + after.tokens == sum(int(row.loss_mask.sum()) for row in rows)
-            assert max(before.largest, after.largest) < TOLERANCE
-            # The tokens of one version are not those of the other: the check would see a wrong span.
-            assert compare(model, rows, version=0).largest > TOLERANCE
-        assert trainer.lease(max_groups=1) is None
-    current = serving.request("GET", "/weights", token=ADMIN).json()["current"]
-    assert current["version"] == 1
+            true = [compare(model, rows, version=version) for version, model in enumerate(models)]
+            assert all(each.tokens > 20 and each.largest < TOLERANCE for each in true), true
+            assert sum(each.tokens for each in true) == sum(int(row.loss_mask.sum()) for row in rows)
+
+
+def forget_plugin(relay: RecordingRelay, serving: Serving, session: Session) -> None:
+    """From now on the service uses the three routes: the call that finds no plugin any more tells it so."""
+    relay.plugin = False
+    with contextlib.suppress(APIStatusError):
+        session.ask([{"role": "user", "content": "?"}], max_tokens=1)
+    assert [replica["plugin"] for replica in serving.request("GET", "/engines").json()["replicas"]] == [False]
