@@ -1,23 +1,20 @@
 """The routes of the plugin inside vLLM: one request plans the prompt, samples and parses, instead of three.
 
 It reaches the engine only as vLLM's own handlers do: prompts are rendered by `ServingRender`, sampled by `ServingTokens` with all its
-checks, and parsed by the server's own parsers as in `/v1/chat/completions`, whose text it gives. The wire format is in
-`proxy.engine.in_vllm.frames`.
+checks, and parsed by the server's own parsers (`proxy.engine.in_vllm.reply`). The wire format is in `proxy.engine.in_vllm.frames`.
 
-Of this project it imports only that and `reconstruct`, so that it runs in an environment made for vLLM. Checked against vLLM 0.32.
+Of this project it imports only this folder and `reconstruct`, so that it runs in an environment made for vLLM. Checked against vLLM 0.32.
 """
 
 from __future__ import annotations
 
-import io
 import logging
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
-import numpy as np
 import vllm
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -25,18 +22,15 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
-from vllm.entrypoints.generate.base.serving import clamp_prompt_logprobs
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionNamedToolChoiceParam, ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
-from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens, _clamp_logprob
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import VLLMValidationError
-from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.parser import Parser
-from vllm.renderers.online_derenderer import _resolve_logprobs
+from vllm.outputs import RequestOutput
 
 from proxy.engine.in_vllm.aborts import Aborts
 from proxy.engine.in_vllm.frames import (
@@ -51,12 +45,9 @@ from proxy.engine.in_vllm.frames import (
     Ancestor,
     Ask,
     Done,
-    Ended,
     Failed,
     Frame,
-    Piece,
     Planned,
-    Tops,
     read_after,
     read_ask,
     read_ids,
@@ -64,13 +55,12 @@ from proxy.engine.in_vllm.frames import (
     write_after,
     write_frame,
 )
+from proxy.engine.in_vllm.reply import Body, Interpreter, Reply, own_logprobs
 from reconstruct.bridge import Rendering
 from reconstruct.prompt import Parent, Prompt, plan
-from reconstruct.records import NO_TOKEN, Ids, pack_ids
+from reconstruct.records import Ids, pack_ids
 
 log = logging.getLogger("vllm.verbatim")
-
-Body: TypeAlias = ChatCompletionRequest | CompletionRequest
 
 
 def add_routes(app: FastAPI) -> None:
@@ -161,8 +151,6 @@ class Sampler:
         self.aborts = Aborts(engine_client, args)
         self._render = state.serving_render
         self._renderer = state.online_renderer
-        self._derenderer = state.online_derenderer
-        self._auto_tools: bool = args.enable_auto_tool_choice
         self._window: int = self._renderer.model_config.max_model_len
         self._tokens = RawTokens(
             engine_client,
@@ -171,6 +159,7 @@ class Sampler:
             request_logger=getattr(state.serving_render, "request_logger", None),
             return_tokens_as_token_ids=args.return_tokens_as_token_ids,
         )
+        self._interpreter = Interpreter(self._tokens, state, args)
 
     async def sample(self, ask: Ask, raw: Request) -> AsyncIterator[bytes] | ErrorResponse:
         """The frames of the answer, or vLLM's refusal. Raises what vLLM's handlers raise."""
@@ -297,7 +286,10 @@ class Sampler:
 
     async def _write(self, ask: Ask, planned: _Planned, results: AsyncIterator[RequestOutput]) -> AsyncIterator[bytes]:
         """Yields the plan with the first output, so that a refusal by the engine is raised before anything was sent."""
-        replies = [_Reply(index, self, ask, planned) for index in range(planned.request.sampling_params.n)]
+        replies = [
+            Reply(index, self._interpreter, ask, planned.body, planned.prompt)
+            for index in range(planned.request.sampling_params.n)
+        ]
         cached, prompt_logprobs, begun = 0, None, False
         try:
             async for result in results:
@@ -311,130 +303,13 @@ class Sampler:
                     frames += replies[output.index].add(output)
                 begun = True
                 yield b"".join(map(write_frame, frames))
-            told = None if prompt_logprobs is None else _own_logprobs(planned.prompt.tolist(), prompt_logprobs)
+            told = None if prompt_logprobs is None else own_logprobs(planned.prompt.tolist(), prompt_logprobs)
             yield write_frame(Done(cached, told))
         except Exception as error:
             if not begun:
                 raise
             log.exception("request %s broke off", ask.request_id)
             yield write_frame(Failed(f"{type(error).__name__}: {error}"))
-
-    def parser(self, body: Body) -> Parser | None:
-        """The server's tool and reasoning parser for one choice; None where it has none or there are no messages."""
-        if self._renderer.parser is None or not isinstance(body, ChatCompletionRequest):
-            return None
-        return self._renderer.parser(
-            self._renderer.renderer.get_tokenizer(),
-            body.tools,
-            chat_template_kwargs=self._derenderer._resolve_chat_template_kwargs(body),
-            model_config=self._renderer.model_config,
-        )
-
-    def parse(self, body: Body, prompt: Ids, text: str, ids: Sequence[int]) -> dict[str, Any]:
-        """The message of a whole reply, as `/v1/chat/completions` makes it."""
-        parser = self.parser(body)
-        if parser is None:
-            return {"content": text}
-        assert isinstance(body, ChatCompletionRequest)
-        parser.set_prompt_token_ids(prompt.tolist())
-        reasoning, content, calls = parser.parse(
-            text, body, enable_auto_tools=self._auto_tools, model_output_token_ids=list(ids)
-        )
-        if isinstance(body.tool_choice, ChatCompletionNamedToolChoiceParam) or body.tool_choice == "required":
-            content = content or ""
-        made = [
-            {"id": call.id or f"call_{position}", "function": {"name": call.name, "arguments": call.arguments}}
-            for position, call in enumerate(calls or ())
-        ]
-        message: dict[str, Any] = {"content": content, "tool_calls": made}
-        return message | ({"reasoning": reasoning} if body.include_reasoning else {})
-
-    def show_text_logprobs(self, output: CompletionOutput, shown: int) -> list[dict[str, Any]]:
-        """Chat-shaped logprobs of a prompt's reply."""
-        make = self._tokens._create_text_logprobs
-        made = make(output.token_ids, output.logprobs, shown, self._tokens._logprobs_tokenizer(True))
-        return [entry.model_dump() for entry in made.content or ()]
-
-    def show_logprobs(self, ids: Sequence[int], logprobs: Sequence[Any], shown: int) -> list[dict[str, Any]]:
-        """Chat-shaped logprobs of a whole chat reply."""
-        made = self._tokens._create_tokens_logprobs(ids, logprobs, shown)
-        resolved = _resolve_logprobs(made, self._renderer.renderer.get_tokenizer())
-        return [entry.model_dump() for entry in resolved.content or ()]
-
-
-class _Reply:
-    """One choice while it is sampled: the state of its streaming parser, and what the whole is made of."""
-
-    def __init__(self, index: int, sampler: Sampler, ask: Ask, planned: _Planned) -> None:
-        self._index = index
-        self._sampler = sampler
-        self._ask = ask
-        self._planned = planned
-        self._parser = sampler.parser(planned.body) if ask.stream else None
-        self._parses = self._parser is not None
-        self._text: list[str] = []
-        self._ids: list[int] = []
-        self._logprobs: list[Any] = []
-        self._shows_pieces = ask.shown is not None and isinstance(planned.body, CompletionRequest)
-        self._prompt: list[int] = planned.prompt.tolist() if self._parses else []
-        self._ended = False
-
-    def add(self, output: CompletionOutput) -> list[Frame]:
-        if self._ended or not (output.token_ids or output.text or output.finish_reason):
-            return []
-        ids = list(output.token_ids)
-        self._text.append(output.text)
-        self._ids += ids
-        if self._ask.shown is not None:
-            self._logprobs += output.logprobs or ()
-        frames: list[Frame] = [self._piece(output, ids)]
-        if output.finish_reason is not None:
-            self._ended = True
-            frames.append(self._end(output))
-        return frames
-
-    def _piece(self, output: CompletionOutput, ids: list[int]) -> Piece:
-        entries = output.logprobs or ()
-        shown = self._sampler.show_text_logprobs(output, self._ask.shown or 0) if self._shows_pieces else None
-        return Piece(
-            self._index,
-            np.array(ids, "<i4").tobytes(),
-            np.array([_logprob_of(token, entry) for token, entry in zip(ids, entries, strict=True)], "<f4").tobytes(),
-            self._advance(output, ids) if self._ask.stream else None,
-            _tops(ids, entries, self._ask.alternatives) if self._ask.alternatives else None,
-            shown,
-        )
-
-    def _advance(self, output: CompletionOutput, ids: list[int]) -> dict[str, Any] | None:
-        """The delta that these ids make certain, as the streamed `/v1/chat/completions` sends it."""
-        if not self._parses:
-            return {"content": output.text} if output.text else None
-        if self._parser is None:
-            return None
-        try:
-            delta = self._parser.parse_delta(
-                output.text, ids, self._planned.body, self._prompt, finished=output.finish_reason is not None
-            )
-        except Exception as error:
-            # The parse of the whole reply decides.
-            log.warning("request %s: the streaming parser failed: %r", self._ask.request_id, error)
-            self._parser = None
-            return None
-        return None if delta is None else delta.model_dump(exclude_none=True)
-
-    def _end(self, output: CompletionOutput) -> Ended:
-        message, unparsed = None, None
-        try:
-            message = self._sampler.parse(self._planned.body, self._planned.prompt, "".join(self._text), self._ids)
-        except Exception as error:
-            unparsed = f"{type(error).__name__}: {error}"
-        shown = None
-        if self._ask.shown is not None and not self._shows_pieces:
-            shown = self._sampler.show_logprobs(self._ids, self._logprobs, self._ask.shown)
-        spans = output.weight_versions
-        versions = None if spans is None else [(span.version, span.start, span.end) for span in spans]
-        experts = None if output.routed_experts is None else _to_npy(output.routed_experts)
-        return Ended(self._index, output.finish_reason, output.stop_reason, message, unparsed, versions, experts, shown)
 
 
 _REFUSALS = (400, 413, 422)
@@ -493,32 +368,3 @@ def _complete(
     completed: GenerateRequest = _validate(GenerateRequest, fields)
     completed.token_ids = prompt.tolist()
     return completed, defaults
-
-
-def _logprob_of(token: int, entry: Any) -> float:
-    """As `/inference/v1/generate` writes it."""
-    found = None if entry is None else entry.get(token)
-    return -9999.0 if found is None else float(_clamp_logprob(found.logprob))
-
-
-def _tops(ids: Sequence[int], entries: Sequence[Any], width: int) -> Tops:
-    """The first `width` entries of each position, as `/inference/v1/generate` lists them."""
-    top_ids = np.full((len(ids), width), NO_TOKEN, "<i4")
-    logprobs = np.full((len(ids), width), np.nan, "<f4")
-    for position, entry in enumerate(entries):
-        for rank, (token, one) in enumerate(list((entry or {}).items())[:width]):
-            top_ids[position, rank], logprobs[position, rank] = token, _clamp_logprob(one.logprob)
-    return Tops(width, top_ids.tobytes(), logprobs.tobytes())
-
-
-def _own_logprobs(prompt: Sequence[int], entries: Sequence[Any]) -> bytes:
-    """The logprob of each prompt token itself, NaN where there is none."""
-    told = clamp_prompt_logprobs(list(entries)) or []
-    found = [None if entry is None else entry.get(token) for token, entry in zip(prompt, told, strict=True)]
-    return np.array([np.nan if one is None else one.logprob for one in found], "<f4").tobytes()
-
-
-def _to_npy(experts: Any) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, np.asarray(experts), allow_pickle=False)
-    return buffer.getvalue()
