@@ -39,7 +39,9 @@ class RunningService:
         self._port = 0
         engines = [engine] if isinstance(engine, str) else engine
         tokens = {"admin_token": SecretStr(ADMIN), "trainer_token": SecretStr(TRAINER), "node_token": SecretStr(NODE)}
-        self.settings = Settings(engine=engines, redis=redis_url, **{**tokens, "drain_seconds": 2.0, **settings})
+        # A service serves once it has met its engines, and after a while also without them: on a slow machine too early for a test.
+        kept = {**tokens, "drain_seconds": 2.0, "engine_connect_seconds": 60.0, **settings}
+        self.settings = Settings(engine=engines, redis=redis_url, **kept)
         self.url = ""
         self._protocol, self._send_bytes = protocol, send_bytes
         self._control = httpx.Client(verify=False, timeout=30)

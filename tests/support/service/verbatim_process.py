@@ -54,7 +54,9 @@ class Serving:
         inside: Sequence[str] = (),
         **variables: str,
     ) -> None:
-        tokens = {"VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_TRAINER_TOKEN": TRAINER, "VERBATIM_NODE_TOKEN": NODE}
+        kept = {"VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_TRAINER_TOKEN": TRAINER, "VERBATIM_NODE_TOKEN": NODE}
+        # It serves once it has met its engines, and after a while also without them: on a slow machine too early for a test.
+        kept["VERBATIM_ENGINE_CONNECT_SECONDS"] = "60"
         self.data_dir = data_dir
         self.stdout, self.stderr = "", ""
         self._wants_ready = ready
@@ -65,7 +67,7 @@ class Serving:
             "stderr": subprocess.PIPE,
             "text": True,
         }
-        about = {"env": environment(**{**tokens, **variables}), "start_new_session": True, **streams}
+        about = {"env": environment(**{**kept, **variables}), "start_new_session": True, **streams}
         self._process: subprocess.Popen[str] = (
             subprocess.Popen([*inside, *COMMAND, *command], **about) if inside else ForkedVerbatim(command, **about)
         )
