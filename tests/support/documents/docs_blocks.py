@@ -25,6 +25,7 @@ ELSEWHERE = {
 KINDS = {
     "a package index": "an installation, which is tested in deploy/test_release.py",
     "a GPU": "an engine on a GPU",
+    "a model on a GPU": "a trainer and its model; examples and adapters are run in tests/trainer_client/adapters",
     "the project's own environment": "a target of the Makefile, which installs first; that it exists is tested",
     "codex, and a service": "a command-line agent; real ones are run in tests/harnesses",
     "pi, which": "a command-line agent and a model; the command itself is run in cli/test_generate.py",
