@@ -85,7 +85,17 @@ class Generation:
         finally:
             conversations = self._write(complete)
         if complete and not conversations:
-            raise Refusal(f"no attempt was accepted; {self._folder.path / 'rollouts.jsonl'} says why of each")
+            raise Refusal(self._explain_nothing())
+
+    def _explain_nothing(self) -> str:
+        """Why there is no conversation."""
+        if accepted := sum(len(progress.accepted) for progress in self._progress):
+            how = "attempt was" if accepted == 1 else "attempts were"
+            return (
+                f"{accepted} {how} accepted, but none has a row that can be trained on, so there is no conversation: an engine must "
+                "return the token ids of its replies (docs/engines.md)"
+            )
+        return f"no attempt was accepted; {self._folder.path / 'rollouts.jsonl'} says why of each"
 
     def _run_rounds(self) -> bool:
         """Whether every input is done; False when stopped."""
