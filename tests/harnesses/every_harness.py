@@ -6,6 +6,7 @@ says is scripted: calls of the agent's own tools, turn after turn. Each kind of 
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -145,10 +146,13 @@ def test_a_reply_whose_engine_breaks_off_in_the_middle_is_kept_as_far_as_it_came
 
 
 def test_a_connection_that_breaks_within_a_reply_loses_nothing(cli: Cli, stage: Stage) -> None:
-    """The agent's own connection, while the engine goes on: the call is ended, and recorded with what was sampled."""
+    """The agent's own connection, while the engine goes on: the call is ended, and recorded with what was sampled. A streamed reply
+    does not end by itself."""
     change = cli.steps(stage.workdir(cli, "hung-up"))[cli.change_at]
-    slow = replace(change, how={"seconds_per_token": 0.03}, once=True)
-    played = stage.play(cli, acts_with(cli, stage, "hung-up", slow), "hung-up", break_at=RARE.encode())
+    but_the_last = len(stage.family.encode(change.say(stage.family).text)) - 1
+    held = {"gate": threading.Event(), "gate_after": but_the_last} if cli.streams else {}
+    broken = replace(change, how={"seconds_per_token": 0.03, **held}, once=True)
+    played = stage.play(cli, acts_with(cli, stage, "hung-up", broken), "hung-up", break_at=RARE.encode())
     assert played.broke
     check_truths(played)
     if cli.streams:
