@@ -101,10 +101,9 @@ class EngineHttp:
         return _decode(replica, path, data, answer)
 
     async def ask(self, replica: Replica, path: str, body: Any, answer: type[T], *, fresh: bool = False) -> T:
-        """As `post`, for requests that can be repeated: they are retried once over a new connection. `fresh`: the first connection is new,
-        too; one that was kept leads to the same process every time, where several share an address.
-
-        Such a request samples nothing, so if the retry breaks too another replica can take the call: EngineUnavailable."""
+        """As `post`, for requests that sample nothing: they are retried once over a new connection, and if that breaks too another replica
+        can take the call: EngineUnavailable. `fresh`: the first connection is new as well, since a kept one leads to the same process
+        again where several share an address."""
         data = _encode_body(replica, body)
         headers = {"Connection": "close"} if fresh else {}
         try:

@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerState
 
-from examples.demo.tiny_model import make_tiny_model
 from reconstruct.records import Span
 from tests.support.service.running_service import TRAINER, RunningService
-from tests.support.sessions.finished_groups import finish, groups, service_of
+from tests.support.sessions.finished_groups import finish, groups
 from tests.support.sessions.training_rows import groups as batch_groups
 from tests.support.sessions.training_rows import trajectory
 from trainer_client.adapters.microbatches import Padded, Rows
@@ -54,23 +53,6 @@ SETTINGS = {
     "vllm_importance_sampling_mode": "token_truncate",
     "vllm_importance_sampling_clip_max": 1e9,
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1, hidden_size=64)
-
-
-@pytest.fixture
-def service(folder: Path, redis_url: str) -> Iterator[RunningService]:
-    with service_of(folder, redis_url) as running:
-        yield running
-
-
-@pytest.fixture
-def client(service: RunningService) -> Iterator[TrainerClient]:
-    with TrainerClient(service.url, TRAINER) as client:
-        yield client
 
 
 @pytest.fixture

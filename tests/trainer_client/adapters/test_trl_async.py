@@ -18,9 +18,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from examples.demo.tiny_model import make_tiny_model
 from tests.support.service.running_service import TRAINER, RunningService
-from tests.support.sessions.finished_groups import finish, groups, service_of
+from tests.support.sessions.finished_groups import finish, groups
 from trainer_client.adapters.microbatches import Padded, Rows
 from trainer_client.adapters.torch_dataset import LeasedRows
 from trainer_client.advantages import grpo
@@ -75,23 +74,6 @@ def no_gpu() -> Iterator[None]:
         patch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=attend))
         patch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda accelerator, dtype: None)
         yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1, hidden_size=64)
-
-
-@pytest.fixture
-def service(folder: Path, redis_url: str) -> Iterator[RunningService]:
-    with service_of(folder, redis_url) as running:
-        yield running
-
-
-@pytest.fixture
-def client(service: RunningService) -> Iterator[TrainerClient]:
-    with TrainerClient(service.url, TRAINER) as client:
-        yield client
 
 
 class Leased(LeasedRows):
