@@ -10,6 +10,8 @@ from socket import SO_LINGER, SOL_SOCKET
 from typing import Self
 from urllib.parse import urlsplit
 
+from tests.support.service.prompt_server import accept_no_more
+
 
 class BreakingWire:
     """Forwards bytes to the server at `target`; the first answer that has `mark` in it goes no further than that. Used in a
@@ -43,6 +45,7 @@ class BreakingWire:
 
     async def _stop(self) -> None:
         assert self._server is not None
+        await accept_no_more([self._server])
         self._server.close()
         for task in self._tasks:
             task.cancel()

@@ -20,6 +20,8 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
+from tests.support.service.prompt_server import accept_no_more
+
 CHUNK = 65536
 
 
@@ -103,6 +105,7 @@ class FaultyWire:
         self._flows.set()
         server = self._loop.run_until_complete(asyncio.start_server(self._serve, sock=self._listener))
         self._loop.run_forever()
+        self._loop.run_until_complete(accept_no_more([server]))
         server.close()
         self._reset_all()
         tasks = asyncio.all_tasks(self._loop)
