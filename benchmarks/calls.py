@@ -35,7 +35,15 @@ class Setting:
     streamed: bool
     rounds: Mapping[int, int]
     """By number of connections."""
-    named: tuple[str, ...] = ("engine", "nginx", "verbatim", "verbatim-token", "rllm-sqlite", "litellm")
+    named: tuple[str, ...] = (
+        "engine",
+        "nginx",
+        "verbatim",
+        "verbatim-token",
+        "verbatim-plugin",
+        "rllm-sqlite",
+        "litellm",
+    )
 
     @property
     def runs(self) -> int:
@@ -93,6 +101,7 @@ NAMES = {
     "nginx": "nginx passing through unread",
     "verbatim": "**Verbatim**, chat path, Redis",
     "verbatim-token": "**Verbatim**, token path, Redis",
+    "verbatim-plugin": "**Verbatim**, token path with the plugin, Redis",
     "rllm-sqlite": "rllm-model-gateway, SQLite",
     "rllm-memory": "rllm-model-gateway, memory",
     "litellm": "LiteLLM proxy",
@@ -140,7 +149,7 @@ def _table(cells: Sequence[Cell], size: str, streamed: bool) -> Grid:
 def _targets(cells: Sequence[Cell]) -> Grid:
     rows = []
     for size in ("small", "large"):
-        for ours in ("verbatim", "verbatim-token"):
+        for ours in ("verbatim", "verbatim-token", "verbatim-plugin"):
             own = find(cells, contender=ours, size=size, streamed=False, connections=16)
             if own is None:
                 continue

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,12 @@ def verbatim_token(engine_url: str, folder: Path) -> Iterator[Proxy]:
 
 
 @contextmanager
+def verbatim_plugin(engine_url: str, folder: Path) -> Iterator[Proxy]:
+    with verbatim(f"{engine_url}{nginx.WITH_PLUGIN}", folder, "token") as proxy:
+        yield replace(proxy, name="verbatim, token path with the plugin")
+
+
+@contextmanager
 def rllm_memory(engine_url: str, folder: Path) -> Iterator[Proxy]:
     with _rllm(engine_url, folder, "rllm, memory", "--store", "memory") as proxy:
         yield proxy
@@ -124,6 +130,7 @@ CONTENDERS: dict[str, Any] = {
     "nginx": passing_nginx,
     "verbatim": verbatim,
     "verbatim-token": verbatim_token,
+    "verbatim-plugin": verbatim_plugin,
     "rllm-sqlite": rllm_sqlite,
     "rllm-memory": rllm_memory,
     "litellm": litellm,

@@ -9,12 +9,17 @@ from pathlib import Path
 
 from benchmarks.cores import Side
 from benchmarks.processes import Started, free_port, started, wait_for_port
+from proxy.engine.in_vllm.frames import ROUTE, SAMPLE
+
+WITH_PLUGIN = "/plugin"
+"""Below this path of the upstream stands the same engine with the plugin inside it."""
 
 _ROUTES = {
     "/v1/chat/completions": "chat",
     "/v1/chat/completions/render": "render",
     "/inference/v1/generate": "generate",
     "/v1/chat/completions/derender": "derender",
+    f"{WITH_PLUGIN}{SAMPLE}": "sample",
 }
 
 _FRAME = """
@@ -37,6 +42,8 @@ _UPSTREAM = """
     listen 127.0.0.1:{port} backlog=4096; root {folder};{routes}
     location = /v1/models {{ try_files /models.json =404; }}
     location = /health {{ return 200; }}
+    location = {plugin}{about} {{ try_files /about.json =404; }}
+    location {plugin}/ {{ rewrite ^{plugin}(/.*)$ $1 last; }}
   }}"""
 _PASSING = """
   upstream engine {{ server {engine}; keepalive 512; keepalive_requests 1000000000; }}
@@ -58,7 +65,9 @@ def upstream(answers: Mapping[str, bytes], folder: Path, side: Side = "load") ->
     files = {name.partition(".")[0]: name for name in answers}
     routes = "".join(_ROUTE.format(path=path, file=files[answer]) for path, answer in _ROUTES.items() if answer in files)
     port = free_port()
-    with _serving(folder, port, _UPSTREAM.format(port=port, folder=folder, routes=routes), side):
+    with _serving(
+        folder, port, _UPSTREAM.format(port=port, folder=folder, routes=routes, plugin=WITH_PLUGIN, about=ROUTE), side
+    ):
         yield f"http://127.0.0.1:{port}"
 
 

@@ -1,4 +1,5 @@
-"""An engine that streams as engines do, one event per token at a pace, or refuses: vLLM's chat route and its three token routes.
+"""An engine that streams as engines do, one event per token at a pace, or refuses: vLLM's chat route, its three token routes, and
+below `nginx.WITH_PLUGIN` the plugin's.
 
 A stream's first token comes one pace after its request. Streams that begin in the same few milliseconds then step together, as the
 sequences of one batch do. `python -m benchmarks.paced_engine` prints its URL. `POST /behave` says how later requests are answered
@@ -19,14 +20,17 @@ import msgspec
 import uvloop
 
 from benchmarks.cores import Side
+from benchmarks.nginx import WITH_PLUGIN
 from benchmarks.processes import request, started
-from benchmarks.replies import MODEL, WORD, Size, answers
+from benchmarks.replies import MODEL, WORD, Size, answers, plugin_steps
+from proxy.engine.in_vllm.frames import ROUTE, SAMPLE
 
 STEP_SECONDS = 0.005
 Refusal = Literal["400", "503", "503 before the body", "cut after the head"]
 REFUSALS: tuple[Refusal, ...] = get_args(Refusal)
 
-_SAMPLING = {"/v1/chat/completions": "chat.sse", "/inference/v1/generate": "generate.sse"}
+_PLUGIN = WITH_PLUGIN + SAMPLE
+_SAMPLING = {"/v1/chat/completions": "chat.sse", "/inference/v1/generate": "generate.sse", _PLUGIN: "sample.frames"}
 _RENDER, _DERENDER = "/v1/chat/completions/render", "/v1/chat/completions/derender"
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _END = b"0\r\n\r\n"
@@ -96,7 +100,7 @@ class Engine:
         self.whole = {name: content for name, content in made.items() if name.endswith(".json")}
         self.streams = {
             name: frame_events(content, behavior.sampled) for name, content in made.items() if name.endswith(".sse")
-        }
+        } | {"sample.frames": _frame_steps([*map(_chunk, plugin_steps(Size("paced", behavior.prompt, behavior.sampled)))])}
         under_way = [stream for slot in self._slots for stream in slot]
         self._slots = [[] for _ in range(max(1, round(behavior.pace_ms / 1000 / STEP_SECONDS)))]
         self._slots[0] = under_way
@@ -138,9 +142,12 @@ def frame_events(stream: bytes, sampled: int) -> list[bytes]:
     events = [event + b"\n\n" for event in stream.split(b"\n\n") if event]
     before = len(events) - sampled - 2  # usage and [DONE] follow the last token
     steps = [_chunk(b"".join(events[: before + 1])), *map(_chunk, events[before + 1 : before + sampled])]
-    steps[0] = _STREAM_HEAD + steps[0]
-    steps[-1] += _chunk(b"".join(events[before + sampled :])) + _END
-    return steps
+    steps[-1] += _chunk(b"".join(events[before + sampled :]))
+    return _frame_steps(steps)
+
+
+def _frame_steps(steps: list[bytes]) -> list[bytes]:
+    return [_STREAM_HEAD + steps[0], *steps[1:-1], steps[-1] + _END]
 
 
 def _chunk(content: bytes) -> bytes:
@@ -151,7 +158,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._parser = httptools.HttpRequestParser(self)
-        self._path, self._body, self._received = "", bytearray(), 0
+        self._path, self._body, self._received, self._has_plugin = "", bytearray(), 0, False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are of a class of their own
@@ -162,7 +169,10 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
 
     def on_url(self, url: bytes) -> None:
-        self._path, self._body = url.decode(), bytearray()
+        path = url.decode()
+        # The plugin's engine has all the other routes as well.
+        self._path = path if path == _PLUGIN else path.removeprefix(WITH_PLUGIN)
+        self._has_plugin, self._body = path.startswith(WITH_PLUGIN), bytearray()
 
     def on_headers_complete(self) -> None:
         if self._path in _SAMPLING and self._engine.behavior.refusal == "503 before the body":
@@ -197,6 +207,8 @@ class _Connection(asyncio.Protocol):
             self._write(engine.whole["models.json"])
         elif path == "/health":
             self._write(b"")
+        elif path == ROUTE and self._has_plugin:
+            self._write(engine.whole["about.json"])
         elif path not in (*_SAMPLING, _RENDER, _DERENDER):
             self._refuse(404)
         elif body == b"{}":  # the service asks so whether the route is there

@@ -107,7 +107,9 @@ def shares(lines: Iterable[str]) -> tuple[dict[str, float], int]:
 def run(quick: bool) -> dict[str, Any]:
     seconds = 1.0 if quick else 6.0
     settings = [
-        (size, name) for size in (("small",) if quick else ("small", "large")) for name in ("verbatim-token", "verbatim")
+        (size, name)
+        for size in (("small",) if quick else ("small", "large"))
+        for name in ("verbatim-plugin", "verbatim-token", "verbatim")
     ]
     cells = []
     with progress() as bar:

@@ -1,7 +1,7 @@
 """Requests of a given size, and vLLM 0.32's answers to them, made once: random ids, a text of as many words, their logprobs.
 
-`Size.body` is a chat request whose messages have about a thousand tokens each; `answers` are what vLLM's chat route and its three
-token routes say, whole and as a stream of one token per event.
+`Size.body` is a chat request whose messages have about a thousand tokens each; `answers` are what vLLM's chat route, its three token
+routes and the plugin inside it say, whole and as a stream of one token per event.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from benchmarks.load import Body
+from proxy.engine.in_vllm.frames import PROTOCOL, About, Done, Ended, Piece, Planned, to_bytes, write_frame
+from reconstruct.records import pack_ids
 
 MODEL = "policy"
 MARK = "@"
@@ -68,7 +73,13 @@ def answers(size: Size, stream: bool) -> dict[str, bytes]:
     else:
         chat, generate = {"chat.json": _json(made.chat())}, {"generate.json": _json(made.generate())}
     shared = {"models.json": _json(made.models()), "render.json": _json(made.render()), "derender.json": _json(made.derender())}
-    return shared | chat | generate
+    plugin = {"about.json": msgspec.json.encode(About(PROTOCOL, "0.32")), "sample.frames": b"".join(made.frames(stream))}
+    return shared | chat | generate | plugin
+
+
+def plugin_steps(size: Size) -> list[bytes]:
+    """What the plugin streams of a reply, by token."""
+    return _Answers(size).frames(stream=True)
 
 
 class _Answers:
@@ -134,6 +145,23 @@ class _Answers:
         events[-1]["choices"][0] |= self._end()
         events.append({"request_id": "generate-tokens-1", "choices": [], "usage": self._usage()})
         return _events(events)
+
+    def frames(self, stream: bool) -> list[bytes]:
+        """The plugin's, by token; all in one where nothing is streamed."""
+        prompt = to_bytes(pack_ids(self._prompt))
+        defaults = {"temperature": 1.0, "max_tokens": self._size.sampled}
+        plan = Planned(0, prompt, self._size.prompt, b"", None, None, False, self._size.sampled, 0, defaults)
+        ids, logprobs = to_bytes(pack_ids(self._sampled)), np.array(self._logprobs, "<f4").tobytes()
+        if stream:
+            delta = {"content": WORD}
+            pieces = [Piece(0, ids[at : at + 4], logprobs[at : at + 4], delta) for at in range(0, len(ids), 4)]
+        else:
+            pieces = [Piece(0, ids, logprobs)]
+        end = Ended(0, "stop", None, self._message(), None, [("0", 0, self._size.sampled)], None, None)
+        steps = [write_frame(piece) for piece in pieces]
+        steps[0] = write_frame(plan) + steps[0]
+        steps[-1] += write_frame(end) + write_frame(Done(0, None))
+        return steps
 
     def derender(self) -> Any:
         """The whole message, and beside it what a step of a stream is answered with: nothing certain yet."""

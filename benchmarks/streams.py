@@ -32,9 +32,9 @@ from benchmarks.replies import Size
 from benchmarks.results import Grid, main, number, progress, rounded
 from benchmarks.trials import wait_until_idle, warm
 
-NAMED = ("engine", "nginx", "verbatim", "verbatim-token", "rllm-sqlite", "litellm")
+NAMED = ("engine", "nginx", "verbatim", "verbatim-token", "verbatim-plugin", "rllm-sqlite", "litellm")
 OPENERS = CONTENDERS | {"nginx": partial(passing_nginx, at_once=True)}
-REFUSED = ("nginx", "verbatim", "verbatim-token", "rllm-sqlite")
+REFUSED = ("nginx", "verbatim", "verbatim-token", "verbatim-plugin", "rllm-sqlite")
 """Without the LiteLLM proxy: it asks again after pauses, so the little time of a run says nothing about it."""
 REFUSED_CONNECTIONS, REFUSED_SECONDS = 16, 2.0
 _WARM = Behavior(prompt=1_000, sampled=4, pace_ms=5)
@@ -61,11 +61,11 @@ class Wave:
 FULL = (
     Wave(500, 100, 60, 1_000),
     # As many tokens per second, from fewer and quicker engines.
-    Wave(100, 20, 200, 1_000, NAMED[:5]),
+    Wave(100, 20, 200, 1_000, NAMED[:6]),
     # For what is sent to the engine while a reply after a long prompt streams.
-    Wave(16, 20, 200, 32_000, NAMED[:4]),
+    Wave(16, 20, 200, 32_000, NAMED[:5]),
 )
-QUICK = (Wave(20, 50, 20, 1_000), Wave(2, 20, 40, 32_000, NAMED[:4]))
+QUICK = (Wave(20, 50, 20, 1_000), Wave(2, 20, 40, 32_000, NAMED[:5]))
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:

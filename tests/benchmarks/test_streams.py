@@ -11,8 +11,9 @@ from benchmarks.load import CallsFailed
 from benchmarks.paced_engine import REFUSALS, Behavior, Refusal, behave, counted, derender, frame_events, paced_engine
 from benchmarks.paced_load import Plan, Seen, open_streams
 from benchmarks.processes import connection_to, request
-from benchmarks.replies import Size, answers
+from benchmarks.replies import Size, answers, plugin_steps
 from benchmarks.streams import figures, tables
+from proxy.engine.in_vllm.frames import Done, Ended, FrameDecoder, Piece, Planned, read_ids
 
 ASKED = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
 
@@ -44,6 +45,24 @@ def test_each_step_of_a_stream_carries_one_token_and_all_steps_are_the_whole_str
     assert [step.count(b'"token_ids":[') for step in steps] == [1] * 5
     assert b"".join(map(unchunk, steps)) == stream
     assert steps[0].startswith(b"HTTP/1.1 200") and steps[-1].endswith(b"0\r\n\r\n")
+
+
+def test_the_plugin_s_frames_are_read_as_the_service_reads_them_one_token_at_a_time() -> None:
+    size = Size("five", 10, 5)
+    steps = plugin_steps(size)
+    assert b"".join(steps) == answers(size, stream=True)["sample.frames"]
+    frames = [FrameDecoder().feed(step) for step in steps]
+    assert [[type(frame) for frame in step] for step in frames] == [
+        [Planned, Piece],
+        [Piece],
+        [Piece],
+        [Piece],
+        [Piece, Ended, Done],
+    ]
+    (plan,) = (frame for frame in frames[0] if isinstance(frame, Planned))
+    assert len(read_ids(plan.tail)) == plan.shared == 10
+    whole = FrameDecoder().feed(answers(size, stream=False)["sample.frames"])
+    assert [type(frame) for frame in whole] == [Planned, Piece, Ended, Done]
 
 
 def test_derender_returns_a_word_for_each_id_of_a_step_or_of_the_whole_reply() -> None:
