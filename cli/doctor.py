@@ -192,7 +192,7 @@ async def check_redis(url: str) -> list[Check]:
     from proxy.errors import StoreUnavailable
 
     try:
-        connection = await connect(url)
+        connection = await connect(url, patience_seconds=0.0)
     except Refusal as refusal:
         return [Check("redis", "fix", str(refusal))]
     try:

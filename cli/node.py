@@ -228,13 +228,13 @@ async def find_kinds(wanted: list[str]) -> dict[str, RuntimeKind]:
     return kinds
 
 
-async def connect(redis: str) -> StoreConnection:
+async def connect(redis: str, *, patience_seconds: float = REDIS_SECONDS) -> StoreConnection:
     """Raises `Refusal` if Redis does not answer."""
     from proxy.errors import StoreUnavailable
     from proxy.store.connection import StoreConnection
 
     try:
-        connection = StoreConnection(redis, patience_seconds=REDIS_SECONDS)
+        connection = StoreConnection(redis, patience_seconds=patience_seconds)
     except ValueError as error:
         raise Refusal(f"--redis is not a Redis URL: {error}", exit_code=2) from error
     try:
