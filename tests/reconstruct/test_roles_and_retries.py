@@ -11,7 +11,7 @@ import re
 import string
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -24,13 +24,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from proxy.settings import Settings
+from proxy.store.sessions import SessionStore
 from reconstruct.forest import Forest
 from reconstruct.records import Call
 from reconstruct.roles import LABELS, Marks, RoleRule, find_purpose, find_superseded, infer_side_calls, lower_case
 from tests.support.engine.scripted_engine import Fail, Generation, Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running
 from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import TRAINER, RunningService, Session, wait_until
+from tests.support.service.running_service import TRAINER, RunningService, Session, hanging_up, wait_until
 from tests.support.sessions.calls import call
 
 TOOLS: list[Any] = [
@@ -531,13 +532,39 @@ def gated(text: str, after: int) -> tuple[Say, threading.Event]:
     return Say(text, gate=gate, gate_after=after), gate
 
 
-def post(session: Session, body: dict[str, Any], timeout_seconds: float = 30, **headers: str) -> httpx.Response:
+def post(session: Session, body: dict[str, Any], **headers: str) -> httpx.Response:
+    """The same bytes as `hanging_up` sends: by them a repetition is known."""
     return httpx.post(
         f"{session.base_url}/chat/completions",
-        json={"model": "policy", **body},
-        headers={"Authorization": f"Bearer {session.api_key}", **headers},
-        timeout=timeout_seconds,
+        content=json.dumps({"model": "policy", **body}),
+        headers={"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json", **headers},
+        timeout=60,
     )
+
+
+class GivesUp(httpx.BaseTransport):
+    """Gives the first request up, as a timeout would, when `wait` returns; the others are sent as they are."""
+
+    def __init__(self, session: Session, wait: Callable[[], None]) -> None:
+        self._session = session
+        self._wait: Callable[[], None] | None = wait
+        self._http = httpx.HTTPTransport()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if (wait := self._wait) is None:
+            return self._http.handle_request(request)
+        self._wait = None
+        with hanging_up(str(request.url), json.loads(request.content), self._session.api_key):
+            wait()
+        raise httpx.ReadTimeout("the answer did not come in time", request=request)
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def is_sampling(engine: ScriptedEngine, generations: int, tokens: int) -> bool:
+    """Whether that is how many the engine has been asked for, and how far it is with the last of them."""
+    return len(engine.generations) == generations and len(engine.last.sampled.get(0, ())) == tokens
 
 
 def test_a_call_the_sdk_gave_up_waiting_for_and_sent_again_is_in_the_quarantine(
@@ -549,9 +576,9 @@ def test_a_call_the_sdk_gave_up_waiting_for_and_sent_again_is_in_the_quarantine(
     messages += [session.answer(messages), turn("user", "more")]
     slow, _ = gated("hello world", 2)
     engine.say(slow, "hello world")
-    # Time enough for the first attempt to be sampled, and for the second one to be answered.
-    patient = session.client.with_options(timeout=6.0, max_retries=1)
-    reply = patient.chat.completions.create(model="policy", messages=messages)
+    with httpx.Client(transport=GivesUp(session, lambda: engine.wait_for(lambda: is_sampling(engine, 2, tokens=2)))) as http:
+        patient = session.client.with_options(http_client=http, max_retries=1)
+        reply = patient.chat.completions.create(model="policy", messages=messages)
     messages += [reply.choices[0].message.model_dump(exclude_none=True), turn("user", "and more")]
     session.answer(messages)
     wait_until(lambda: len(session.calls) == 4 and session.calls[0]["delivered"], 30, "every call is recorded")
@@ -574,37 +601,48 @@ def test_an_engine_error_the_sdk_retries_leaves_one_call(engine: ScriptedEngine,
     assert trained(session) == {call["call_id"]}
 
 
-def undelivered(redis_server: RedisServer, engine: ScriptedEngine, session: Session, body: dict[str, Any]) -> None:
-    """A reply sampled to its end whose harness is gone before its record is in the store: finished, never delivered."""
-    reply, gate = gated("hello world", 2)
-    engine.say(reply)
-    made = len(engine.generations)
+Undelivered = Callable[[Session, dict[str, Any]], None]
 
-    def harness() -> None:
-        with pytest.raises(httpx.ReadTimeout):
-            post(session, body, timeout_seconds=3.0)
 
-    talk = threading.Thread(target=harness)
-    talk.start()
-    engine.wait_for(lambda: len(engine.generations) > made and len(engine.last.sampled.get(0, ())) == 2)
-    with redis_server.client() as client:
-        client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
-        try:
-            gate.set()
-            talk.join()
-            # The service hears of the harness that hung up before it hears of the record.
-            time.sleep(0.5)
-        finally:
-            client.execute_command("CLIENT", "UNPAUSE")
+@pytest.fixture
+def undelivered(redis_server: RedisServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> Undelivered:
+    """Asks for a reply that is sampled to its end and whose harness is gone before its record is in the store: finished, never
+    delivered."""
+    recording, commit = threading.Event(), SessionStore.commit
+
+    async def told(*args: Any) -> int:
+        recording.set()
+        return await commit(*args)
+
+    monkeypatch.setattr(SessionStore, "commit", told)
+
+    def ask(session: Session, body: dict[str, Any]) -> None:
+        reply, gate = gated("hello world", 2)
+        engine.say(reply)
+        made = len(engine.generations)
+        with redis_server.client() as client:
+            try:
+                with hanging_up(f"{session.base_url}/chat/completions", {"model": "policy", **body}, session.api_key):
+                    engine.wait_for(lambda: is_sampling(engine, made + 1, tokens=2))
+                    client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
+                    recording.clear()
+                    gate.set()
+                    assert recording.wait(60)
+                # The service hears of the harness that hung up before it hears of the record.
+                time.sleep(0.5)
+            finally:
+                client.execute_command("CLIENT", "UNPAUSE")
+
+    return ask
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_finished_reply_that_never_arrived_is_superseded_by_the_same_request(
-    engine: ScriptedEngine, service: RunningService, redis_server: RedisServer, stream: bool
+    engine: ScriptedEngine, service: RunningService, undelivered: Undelivered, stream: bool
 ) -> None:
     session = service.session()
     body = {"messages": asked("q"), "stream": stream}
-    undelivered(redis_server, engine, session, body)
+    undelivered(session, body)
     wait_until(lambda: len(session.calls) == 1 and session.calls[0]["status"] == "finished", 30, "it is recorded")
     (lost,) = session.calls
     assert not lost["delivered"]
@@ -617,10 +655,10 @@ def test_a_finished_reply_that_never_arrived_is_superseded_by_the_same_request(
 
 
 def test_an_undelivered_reply_is_not_superseded_by_another_request(
-    engine: ScriptedEngine, service: RunningService, redis_server: RedisServer
+    engine: ScriptedEngine, service: RunningService, undelivered: Undelivered
 ) -> None:
     session = service.session()
-    undelivered(redis_server, engine, session, {"messages": asked("q")})
+    undelivered(session, {"messages": asked("q")})
     assert post(session, {"messages": asked("q"), "temperature": 0.5}).status_code == 200
     assert post(session, {"messages": asked("q again")}).status_code == 200
     wait_until(lambda: len(session.calls) == 3, 30, "everything is recorded")

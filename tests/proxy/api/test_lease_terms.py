@@ -32,6 +32,12 @@ def serving(redis_url: str, **settings: Any) -> Iterator[RunningService]:
         yield service
 
 
+@pytest.fixture
+def dead_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that gives no sign of life is dead without a wait for one."""
+    monkeypatch.setattr("proxy.call.inflight.DEAD_SECONDS", 0.0)
+
+
 def closed(service: RunningService, url: str, talk: Talk, *, dangling: Sequence[str] = (), **fields: Any) -> None:
     """The session of `talk` as a store has it, closed with reward 1; `dangling` are calls that were begun and came to nothing."""
     created = service.request("POST", "/sessions", json={"session_id": talk.session, **fields})
@@ -72,7 +78,7 @@ def leased(service: RunningService, **terms: Any) -> dict[str, list[dict[str, An
     return {group["group_id"]: group["trajectories"] for group in lease["groups"]}
 
 
-def test_every_leased_session_tells_what_became_of_all_that_was_sampled(redis_url: str) -> None:
+def test_every_leased_session_tells_what_became_of_all_that_was_sampled(redis_url: str, dead_at_once: None) -> None:
     """52. The old bug: a session whose last call had died with its process passed for whole."""
     with serving(redis_url) as service, TrainerClient(service.url, TRAINER) as trainer:
         closed(service, redis_url, working("whole"))
@@ -98,7 +104,7 @@ def test_every_leased_session_tells_what_became_of_all_that_was_sampled(redis_ur
         assert (accounting["dangling_calls"], accounting["complete"]) == (1, False)
 
 
-def test_a_lease_of_complete_sessions_leaves_the_others_to_those_who_take_them(redis_url: str) -> None:
+def test_a_lease_of_complete_sessions_leaves_the_others_to_those_who_take_them(redis_url: str, dead_at_once: None) -> None:
     with serving(redis_url) as service:
         closed(service, redis_url, working("died"), dangling=["c5"])
         assert leased(service, complete_only=True, consumer="strict") == {}
