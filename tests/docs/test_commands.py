@@ -30,6 +30,7 @@ from typer.core import TyperGroup
 
 from cli.main import app
 from cli.rollout_service import KNOWN, add_rollouts
+from rollout.harnesses import catalogue
 from tests import ROOT
 from tests.cli.serving.test_tls import make
 from tests.support.documents.docs_blocks import PAGES, SHELLS, Block, blocks_of, shown_commands
@@ -278,15 +279,22 @@ def runnable(path: Path) -> list[Block]:
 
 
 def followed() -> dict[str, list[Path]]:
-    """Pages by what they are followed as: each alone, but those of harnesses one after the other, for they differ in a name only.
+    """Pages by what they are followed as: each alone, but those of harnesses one after the other. Of harness pages that differ in the
+    name only, one is followed; what a definition makes of the name is shown in rollout/harnesses/test_definitions.py.
 
     Programs of other pages than `WITH_PROGRAMS` are run in docs/test_readme.py and docs/test_off_policy.py.
     """
     together: dict[str, list[Path]] = {}
+    known: set[str] = set()
     for path in PAGES:
         name = path.relative_to(ROOT).as_posix()
-        if any(block.language in SHELLS for block in runnable(path)):
-            together.setdefault("docs/harnesses/" if path.parent.name == "harnesses" else name, []).append(path)
+        blocks = [block for block in runnable(path) if block.language in SHELLS]
+        if path.parent.name == "harnesses":
+            name, said = "docs/harnesses/", "".join(block.text for block in blocks).replace(path.stem, "NAME")
+            blocks = [] if said in known else blocks
+            known.add(said)
+        if blocks:
+            together.setdefault(name, []).append(path)
     return together
 
 
@@ -340,6 +348,8 @@ def test_every_verbatim_command_that_is_shown_exists_with_its_flags(path: Path) 
         given = rest[: rest.index("--")] if "--" in rest else rest
         flags = {word.partition("=")[0] for word in given if re.match(r"--[a-z]", word)}
         assert flags <= known, f"{where}: {' '.join(words)} has no {', '.join(flags - known)}"
+        if path.parent.name == "harnesses" and "--harness" in given:
+            assert given[given.index("--harness") + 1] == path.stem in catalogue.names(), where
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
