@@ -64,6 +64,12 @@ def browser(window: Browser) -> Iterator[Browser]:
     assert window.complaints() == []
 
 
+@pytest.fixture
+def hurrying(browser: Browser) -> Iterator[None]:
+    with browser.hurrying():
+        yield
+
+
 def call_of(service: RunningService, session_id: str, number: int) -> str:
     call_id: str = service.request("GET", f"/sessions/{session_id}/calls").json()["calls"][number - 1]["call_id"]
     return f"/ui/sessions/{session_id}?at={call_id}#call-{number}"
@@ -315,6 +321,7 @@ def test_what_would_be_script_stays_text(browser: Browser, service: RunningServi
     assert "owned" not in browser.driver.title
 
 
+@pytest.mark.usefixtures("hurrying")
 def test_lists_keep_themselves_up_to_date(browser: Browser, service: RunningService, engine: ScriptedEngine) -> None:
     opened(browser, service, "/ui")
     session = service.session(session_id="arrived-later")
@@ -332,6 +339,7 @@ def test_lists_keep_themselves_up_to_date(browser: Browser, service: RunningServ
     browser.wait(lambda: len(browser.all("[data-tree] a")) == 2, "its tree")
 
 
+@pytest.mark.usefixtures("hurrying")
 def test_members_of_a_group_arrive_while_two_are_being_chosen(browser: Browser, service: RunningService) -> None:
     service.session(session_id="member-1", group_id="arriving", group_size=2).close(reward=0.0)
     opened(browser, service, "/ui/group?id=arriving")

@@ -178,7 +178,8 @@ def test_the_page_follows_the_run(browser: Browser, service: RunningService, red
         for version in (41, 42)
     )
     count(redis_server.url, [early], "early-")
-    browser.open(f"{service.url}/ui/run?policy=late")
+    with browser.hurrying():
+        browser.open(f"{service.url}/ui/run?policy=late")
 
     def newest() -> str:
         told: str = browser.run("return document.querySelector('.chart rect:last-of-type').textContent")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.resources import files
 from typing import Any
 
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
@@ -29,6 +30,7 @@ FLAGS = (
     "--force-prefers-reduced-motion",
 )
 PATIENCE_SECONDS = 60.0
+HURRY = "{ const often = setInterval; window.setInterval = (run, milliseconds) => often(run, milliseconds / 10) }"
 
 
 class Browser:
@@ -48,7 +50,8 @@ class Browser:
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
     def text(self, selector: str) -> str:
-        return self.one(selector).text
+        """Of the first such element, once it is there."""
+        return str(self.wait(lambda: [self.one(selector).text], selector)[0])
 
     def texts(self, selector: str) -> list[str]:
         """Those of all such elements at one moment: a live part is exchanged between two questions."""
@@ -68,12 +71,14 @@ class Browser:
             self.driver.switch_to.active_element.send_keys(key)
 
     def wait(self, found: Callable[[], Any], what: str) -> Any:
-        """What `found` gives once it is true of the page."""
+        """What `found` gives once it is true of the page. An element that is exchanged while it is looked at is looked for again."""
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not (got := found()):
+        while True:
+            with suppress(StaleElementReferenceException):
+                if got := found():
+                    return got
             assert time.monotonic() < deadline, f"not within {PATIENCE_SECONDS} s: {what}"
             time.sleep(0.02)
-        return got
 
     def prefer(self, scheme: str) -> None:
         """What the system says it likes: dark or light."""
@@ -83,6 +88,13 @@ class Browser:
     def resize(self, width: int, height: int, *, phone: bool = False) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    @contextmanager
+    def hurrying(self) -> Iterator[None]:
+        """What pages that are opened inside do every few seconds, as to look for news, they do ten times as often."""
+        added = self.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": HURRY})
+        yield
+        self.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
     def complaints(self) -> list[str]:
         """What the console was told since the last time."""
@@ -110,7 +122,7 @@ def running_browser() -> Iterator[Browser]:
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         made = Chrome(options=options, service=Service(executable_path=driver))
         try:
-            made.set_script_timeout(PATIENCE_SECONDS)
+            made.set_script_timeout(4 * PATIENCE_SECONDS)
             yield Browser(made)
         finally:
             made.quit()
