@@ -12,7 +12,6 @@ import os
 import tarfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -118,19 +117,21 @@ async def started(
 ) -> AsyncIterator[Callable[[str], Awaitable[Started]]]:
     """Starts them for the first test of the kind."""
     known: dict[str, Started] = {}
-    async with AsyncExitStack() as stack:
+    made: list[Runtime] = []
 
-        async def started(kind: str) -> Started:
-            if kind not in known:
-                place = place_of(kind, tmp_path_factory.mktemp(kind))
-                proxies = (NOWHERE, NOWHERE) if kind in OPEN else (proxy, NAMED)
-                with pytest.MonkeyPatch.context() as environment:
-                    of_the_node(environment)
-                    runtimes = [await stack.enter_async_context(place.started(each)) for each in proxies]
-                known[kind] = Started(place, *runtimes)
-            return known[kind]
+    async def started(kind: str) -> Started:
+        if kind not in known:
+            place = place_of(kind, tmp_path_factory.mktemp(kind))
+            runtimes = [place.runtime(each) for each in ((NOWHERE, NOWHERE) if kind in OPEN else (proxy, NAMED))]
+            made.extend(runtimes)
+            with pytest.MonkeyPatch.context() as environment:
+                of_the_node(environment)
+                await asyncio.gather(*(each.start() for each in runtimes))
+            known[kind] = Started(place, *runtimes)
+        return known[kind]
 
-        yield started
+    yield started
+    await asyncio.gather(*(each.stop() for each in made))
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -657,9 +658,10 @@ time.sleep(600)
 
 @pytest.mark.parametrize("kind", but("kubernetes"))
 async def test_files_that_are_too_large_together_end_their_command(
-    started: Callable[[str], Awaitable[Started]], kind: str
+    started: Callable[[str], Awaitable[Started]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what is run afterwards, until the runtime is stopped. (The cluster limits pods.)"""
+    monkeypatch.setattr("rollout.runtimes.disk.WATCH_SECONDS", 0.1)
     place = (await started(kind)).place
     async with place.started(disk_mb=2) as runtime:
         done = await python(runtime, MANY_FILES, workdir=runtime.home if kind == "unconfined" else "/tmp")
