@@ -114,11 +114,11 @@ class VllmTokens(EngineKind):
         body, expected = generate_body(replica, job, streams), answer_type(job)
         with Reading(choices) as reading:
             async with self._http.receive(replica, GENERATE, body, expected, job.scope, stream=streams) as answers:
-                while batch := await answers.read():
-                    if not begun:
-                        begun = True
-                        emit(FirstToken())
-                    for answer in batch:
+                while not answers.ended:
+                    for answer in await answers.read(_patience(choices)):
+                        if not begun:
+                            begun = True
+                            emit(FirstToken())
                         cached = answer.usage.cached_tokens if answer.usage else cached
                         prompt_logprobs = answer.prompt_logprobs or prompt_logprobs
                         gather(choices, answer.choices)
@@ -200,6 +200,12 @@ class VllmTokens(EngineKind):
                 await answers.follow(take)
         sampled = [choice.finish_text(replica, job, prompt_logprobs) for choice in choices]
         return Outcome(sampled, None, len(job.prompt_ids), cached, reading.broken)
+
+
+def _patience(choices: Sequence[SampledChoice]) -> float | None:
+    """For how many seconds to wait for more of the reply, before what has arrived is parsed without it; None: for ever."""
+    waits = (choice.live.patience for choice in choices if choice.live is not None and not choice.finish_reason)
+    return min((seconds for seconds in waits if seconds is not None), default=None)
 
 
 def _can_stream(job: Job, stream: bool) -> bool:

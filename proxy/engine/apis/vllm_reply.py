@@ -284,21 +284,28 @@ class LiveText(CertainText):
     """The same by vLLM's derender endpoint, in steps.
 
     The endpoint is stateless: each step sends the state back and replays what came before, so its cost grows with the reply. The first
-    step is taken at once, later ones after a pause of at least `_PATIENCE` times the last step's duration."""
+    step is taken at once, later ones after a pause of at least `_PATIENCE` times the last step's duration: with the first id that arrives
+    then, or without one after another such pause, since the engine may have paused, too."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self.pending: list[int] = []
         """Ids that no step has parsed yet."""
         self.state: msgspec.Raw | None = None
-        self._next_at = 0.0
+        self._next_at = self._pause = 0.0
 
     @property
     def is_due(self) -> bool:
         return bool(self.pending) and time.perf_counter() >= self._next_at
 
+    @property
+    def patience(self) -> float | None:
+        """For how many seconds the pending ids may wait for more; None if there are none."""
+        return max(0.0, self._next_at + self._pause - time.perf_counter()) if self.pending else None
+
     def add(self, step: _Step, seconds: float) -> dict[str, Any]:
         """Add a step that took so long; returns the message so far."""
         self.state, self.pending = step.stream_state, []
-        self._next_at = time.perf_counter() + max(_SHORTEST_PAUSE_SECONDS, _PATIENCE * seconds)
+        self._pause = max(_SHORTEST_PAUSE_SECONDS, _PATIENCE * seconds)
+        self._next_at = time.perf_counter() + self._pause
         return self.add_delta(step.chunk.choices[0].delta if step.chunk.choices else {})

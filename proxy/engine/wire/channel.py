@@ -151,7 +151,7 @@ class Answer:
         self._measured = False
         """Whether the answer says where it ends; otherwise it ends with the connection."""
         self._error: Exception | None = None
-        self._waiting: asyncio.Future[None] | None = None
+        self._waiting: asyncio.Future[bool] | None = None
         self._hear: Callable[[bytes], bool] | None = None
 
     async def __aenter__(self) -> Answer:
@@ -197,12 +197,14 @@ class Answer:
                 taken.append(piece)
         return b"".join(taken)
 
-    async def read_piece(self) -> bytes:
-        """The part of the body since the last piece, at least a byte; b"" at the end. Raises BrokenOff and TimeoutError."""
+    async def read_piece(self, seconds: float | None = None) -> bytes | None:
+        """The part of the body since the last piece, at least a byte; b"" at the end, None if nothing came for `seconds`. Raises BrokenOff
+        and TimeoutError."""
         while not self._pieces:
             if self._whole:
                 return b""
-            await self._wait()
+            if not await self._wait(seconds):
+                return None
         piece, self._unread = b"".join(self._pieces), 0
         self._pieces.clear()
         self._resume()
@@ -236,19 +238,22 @@ class Answer:
             self._paused = False
             self._channel.resume_reading()
 
-    async def _wait(self) -> None:
-        """Returns when something arrived. Raises what ended the answer."""
+    async def _wait(self, seconds: float | None = None) -> bool:
+        """True when something arrived, False after `seconds`. Raises what ended the answer."""
         if self._error is not None:
             raise self._error
         self._waiting = self._loop.create_future()
+        timer = None if seconds is None else self._loop.call_later(seconds, self._wake, False)
         try:
-            await self._waiting
+            return await self._waiting
         finally:
             self._waiting = None
+            if timer is not None:
+                timer.cancel()
 
-    def _wake(self) -> None:
+    def _wake(self, arrived: bool = True) -> None:
         if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+            self._waiting.set_result(arrived)
 
     def fail(self, error: Exception) -> None:
         self._error = self._error or error

@@ -226,7 +226,8 @@ class Answers(Generic[A]):
         self._events = EventDecoder() if stream else None
         self._headers = {**channels.headers_of(scope.session_id), **headers}
         self._answer: Answer | None = None
-        self._ended = False
+        self.ended = False
+        """Whether all of it was read."""
         self._error: VerbatimError | None = None
 
     async def __aenter__(self) -> Answers[A]:
@@ -246,15 +247,16 @@ class Answers(Generic[A]):
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leave(failed=kind is not None)
 
-    async def read(self) -> list[A]:
-        """The answer, or the events that have arrived since, at least one; [] at the end. A stream must end with [DONE]."""
+    async def read(self, seconds: float | None = None) -> list[A]:
+        """The answer, or the events that have arrived since; [] at the end, and if no event of a stream came for `seconds`. A stream must
+        end with [DONE]."""
         if self._error is not None:
             raise self._error
-        if self._ended or self._answer is None:
+        if self.ended or self._answer is None:
             return []
         try:
             if self._events is not None:
-                return await self._read_events(self._answer, self._events)
+                return await self._read_events(self._answer, self._events, seconds)
             with Waiting(ENGINE):
                 content = await self._answer.read()
         except (TimeoutError, ChannelError) as error:
@@ -297,10 +299,12 @@ class Answers(Generic[A]):
             take(self._parse(event))
         return True
 
-    async def _read_events(self, answer: Answer, decoder: EventDecoder) -> list[A]:
-        while not self._ended:
+    async def _read_events(self, answer: Answer, decoder: EventDecoder, seconds: float | None) -> list[A]:
+        while not self.ended:
             with Waiting(ENGINE):
-                piece = await answer.read_piece()
+                piece = await answer.read_piece(seconds)
+            if piece is None:
+                return []
             if not piece:
                 raise self._break_off()
             events = decoder.feed(piece)
@@ -339,7 +343,7 @@ class Answers(Generic[A]):
         return EngineFailed(f"engine {self._replica.name} broke off in the middle of a reply")
 
     def _end(self) -> None:
-        self._ended = True
+        self.ended = True
         self._replica.health.pass_call()
 
     def _leave(self, *, failed: bool) -> None:

@@ -21,7 +21,7 @@ from tests.support.engine.scripted_answers import Live, call_deltas
 from tests.support.engine.scripted_calls import SamplingCalls
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running
-from tests.support.engine.scripted_sampling import Fail, Say
+from tests.support.engine.scripted_sampling import POLL_SECONDS, Fail, Say
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, streamed_text
 
@@ -269,6 +269,36 @@ def test_a_stream_begins_with_the_first_token_though_nothing_of_it_is_certain(
     finally:
         gate.set()
     assert [chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1] == "tool_calls"
+
+
+def test_what_arrives_while_the_engine_parses_is_told_though_the_engine_pauses(
+    engine: ScriptedEngine, services: dict[str, RunningService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told with the next token, however long that took. Every id is parsed in one step, and no step has none."""
+    text, gate, steps = "one two three four five", threading.Event(), []
+    sampled, parse = engine.family.encode(text), SamplingCalls._derender_step
+
+    async def parse_late(self: SamplingCalls, exchange: Any, body: Any) -> None:
+        steps.append(body["generate_chunk"]["choices"][0]["token_ids"])
+        while len(engine.last.sampled[0]) < len(sampled):
+            await asyncio.sleep(POLL_SECONDS)
+        await parse(self, exchange, body)
+
+    monkeypatch.setattr(SamplingCalls, "_derender_step", parse_late)
+    engine.say(Say(text, gate=gate, gate_after=len(sampled)))
+    opened = threading.Timer(60, gate.set)
+    opened.start()
+    stream = iter(services["token"].session().ask("q", stream=True))
+    told = ""
+    try:
+        while told != text:
+            told += next(stream).choices[0].delta.content or ""
+        assert not gate.is_set()
+    finally:
+        opened.cancel()
+        gate.set()
+    assert list(stream)[-1].choices[0].finish_reason == "stop"
+    assert all(steps) and [token for step in steps for token in step] == sampled
 
 
 def test_a_tool_call_is_told_when_it_is_whole_though_the_engine_goes_on(
