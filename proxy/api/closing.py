@@ -168,7 +168,7 @@ async def _finish_close(
 
 async def _finish_delete(services: Services, session_id: str) -> None:
     try:
-        await services.sessions.begin_close(session_id)
+        state = await services.sessions.begin_close(session_id)
         await services.peers.cut(session_id)
         await services.delivery.withdraw(session_id, build_group_defaults(services.settings))
     except (NotFound, Conflict):
@@ -178,7 +178,8 @@ async def _finish_delete(services: Services, session_id: str) -> None:
     await _withdraw_deleted(services, session_id)
     await services.delivery.retract(session_id)
     services.trees.forget(session_id)
-    services.pool.release(session_id)
+    if state.status not in CLOSED:
+        services.pool.release(session_id)
 
 
 async def _withdraw_deleted(services: Services, session_id: str) -> None:

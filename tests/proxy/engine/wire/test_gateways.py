@@ -114,7 +114,7 @@ def test_a_router_is_told_the_session_where_the_operator_wants_it(
 def test_a_router_is_told_that_a_session_is_over_where_the_operator_wants_it(
     redis_server: RedisServer, path: str, status: int
 ) -> None:
-    """Closed and deleted alike. A router that knows no such route changes nothing."""
+    """Closed and deleted alike, and once if it is first closed and then deleted. A router that knows no such route changes nothing."""
     with (
         Router(status) as router,
         RunningService(
@@ -122,11 +122,13 @@ def test_a_router_is_told_that_a_session_is_over_where_the_operator_wants_it(
         ) as service,
     ):
         wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
-        closed, deleted = service.session(), service.session()
+        closed, deleted, both = service.session(), service.session(), service.session()
         closed.close()
-        assert service.request("DELETE", f"/sessions/{deleted.session_id}").status_code == 204
+        both.close()
+        for session in (deleted, both):
+            assert service.request("DELETE", f"/sessions/{session.session_id}").status_code == 204
     # The service ends only when it has told.
-    sessions = {closed.session_id, deleted.session_id} if path else set()
+    sessions = {session.session_id for session in (closed, deleted, both)} if path else set()
     assert sorted(router.released) == sorted((session, session) for session in sessions)
 
 
