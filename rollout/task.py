@@ -34,6 +34,7 @@ from pydantic import (
     SerializationInfo,
     Strict,
     TypeAdapter,
+    ValidationError,
     ValidationInfo,
     WrapSerializer,
     model_serializer,
@@ -404,6 +405,7 @@ class TaskBody(RootModel[Task]):
     """A task as the model of a request, for the OpenAPI document."""
 
 
+PROBLEMS_SHOWN = 5
 OUTLINE = "outline"
 """Context of a dump that gives the length of an upload in place of its content."""
 
@@ -416,6 +418,19 @@ def task_adapter() -> TypeAdapter[Task]:
 def read_json(raw: bytes) -> Task:
     """Raises `pydantic.ValidationError`."""
     return task_adapter().validate_json(raw, by_alias=True, by_name=False)
+
+
+def describe_problems(error: ValidationError) -> str:
+    """Each problem with its place, the first `PROBLEMS_SHOWN` of them."""
+    problems = error.errors()
+    told = []
+    for each in problems[:PROBLEMS_SHOWN]:
+        unknown = each["type"] in ("extra_forbidden", "unexpected_keyword_argument")
+        message = "there is no such field" if unknown else each["msg"].removeprefix("Value error, ")
+        told.append(": ".join([*filter(None, [".".join(map(str, each["loc"]))]), message]))
+    if len(problems) > PROBLEMS_SHOWN:
+        told.append(f"and {len(problems) - PROBLEMS_SHOWN} more")
+    return "; ".join(told)
 
 
 def dump_given(task: Task) -> dict[str, Any]:

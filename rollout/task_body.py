@@ -25,10 +25,17 @@ from rollout.harnesses.definition import check_accepted
 from rollout.harnesses.prepared import HarnessError, PromptTooLong
 from rollout.runtimes.base import BadRuntime
 from rollout.store.base import TaskState, encode
-from rollout.task import EvaluatorSpec, HarnessSpec, RuntimeSpec, Task, dump_given, dump_outline, read_json, settle_group
-
-SHOWN = 5
-"""Problems of one body that its error message lists."""
+from rollout.task import (
+    EvaluatorSpec,
+    HarnessSpec,
+    RuntimeSpec,
+    Task,
+    describe_problems,
+    dump_given,
+    dump_outline,
+    read_json,
+    settle_group,
+)
 
 _CANONICAL = msgspec.msgpack.Encoder(order="deterministic")
 
@@ -68,7 +75,8 @@ def read_task(raw: bytes, known: Known) -> tuple[Task, bytes]:
         given = read_json(raw)
         encode(given)
     except ValidationError as error:
-        raise _name_problems(error) from error
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise BadTask(describe_problems(error), place or None) from error
     except (OverflowError, ValueError) as error:
         raise BadTask(f"the task cannot be stored: {error}") from error
     task = settle_group(given)
@@ -128,17 +136,6 @@ def _check_evaluator(spec: EvaluatorSpec, task: Task, known: Known) -> None:
 
 def _refuse_name(field: str, name: str, names: Sequence[str], rest: str = "", what: str = "") -> BadTask:
     return BadTask(f"{field}: there is no {what or field} {name!r}: choose one of {', '.join(names)}{rest}", field)
-
-
-def _name_problems(error: ValidationError) -> BadTask:
-    problems = []
-    for each in error.errors():
-        unknown = each["type"] in ("extra_forbidden", "unexpected_keyword_argument")
-        message = "there is no such field" if unknown else each["msg"].removeprefix("Value error, ")
-        problems.append((".".join(map(str, each["loc"])), message))
-    listed = "; ".join(f"{where}: {message}" if where else message for where, message in problems[:SHOWN])
-    more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-    return BadTask(listed + more, problems[0][0] or None)
 
 
 def render_summary(state: TaskState) -> dict[str, Any]:

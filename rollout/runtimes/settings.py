@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pydantic.alias_generators import to_camel
 
 from rollout.runtimes.base import BadRuntime
+from rollout.task import describe_problems
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -163,10 +164,6 @@ def _parse_pod_fields(text: str) -> PodFields:
         return PodFields.model_validate_json(text)
     except ValidationError as error:
         raise ValueError(f"is not valid: {describe_problems(error)}") from error
-
-
-def describe_problems(error: ValidationError) -> str:
-    return "; ".join(": ".join([*filter(None, [".".join(map(str, each["loc"]))]), each["msg"]]) for each in error.errors())
 
 
 def _parse_seconds(text: str) -> float:

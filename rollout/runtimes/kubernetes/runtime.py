@@ -36,8 +36,8 @@ from rollout.runtimes.kubernetes.cluster import Cluster, NameTaken, Pod
 from rollout.runtimes.kubernetes.exec import PodCommand
 from rollout.runtimes.kubernetes.manifest import INSIDE, PodSettings
 from rollout.runtimes.kubernetes.network import Isolation, resolve_proxy
-from rollout.runtimes.settings import PodFields, RuntimeSettings, describe_problems, read_environment
-from rollout.task import RuntimeSpec
+from rollout.runtimes.settings import PodFields, RuntimeSettings, read_environment
+from rollout.task import RuntimeSpec, describe_problems
 
 WORKDIR = "/workspace"
 """The default, if the image's user may create it."""
