@@ -19,8 +19,8 @@ import aiohttp
 from proxy.engine.apis.base import EngineKinds
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.pool.membership import Member, Membership, Resolver, replica_at, resolve_with_system
-from proxy.engine.pool.seats import Caller, Seats, rank_replicas
-from proxy.engine.pool.standing import Gate, Standing, Watches
+from proxy.engine.pool.seats import Caller, Gate, Seats, rank_replicas
+from proxy.engine.pool.standing import Standing, Watches
 from proxy.engine.replica import Health, HealthRule, Replica
 from proxy.engine.wire.channels import open_channels, open_session
 from proxy.engine.wire.http import EngineHttp

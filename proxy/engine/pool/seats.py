@@ -1,4 +1,4 @@
-"""Seats on replicas: which one a call gets, and the calls that wait because none has room.
+"""Seats on replicas: which one a call gets, and the calls that wait because none has room, or because weights change (`Gate`).
 
 A session prefers replicas in the order of `rank_replicas`. A call goes to the first of them that has room; if none has, it waits in
 its policy's fair queue. The numbers are this process's own.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -180,3 +181,31 @@ class FairQueue:
         self._sessions.move_to_end(session_id)
         if not calls:
             del self._sessions[session_id]
+
+
+class Gate:
+    """Holds calls back while weights change, those of one policy or all."""
+
+    def __init__(self) -> None:
+        self._holds: Counter[str | None] = Counter()
+        self._released = asyncio.Event()
+
+    def is_open(self, policy: str) -> bool:
+        return not self._holds[policy] and not self._holds[None]
+
+    async def wait(self, policy: str) -> None:
+        """Returns when nothing holds the policy's calls."""
+        while not self.is_open(policy):
+            await self._released.wait()
+
+    @contextmanager
+    def hold(self, policy: str | None = None) -> Iterator[None]:
+        """Inside, calls of the policy wait in `wait`; None: those of every policy."""
+        self._holds[policy] += 1
+        try:
+            yield
+        finally:
+            self._holds[policy] -= 1
+            # Wake everyone who waits; later comers wait for the next change.
+            self._released.set()
+            self._released = asyncio.Event()

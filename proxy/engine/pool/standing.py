@@ -1,15 +1,13 @@
 """Standing: which replicas serve, why the others do not, and what ejects and readmits them.
 
-`Watches` visits each replica; `Gate` holds calls back while weights change.
+`Watches` visits each replica.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from proxy.engine.apis.probe import NotListening
@@ -152,31 +150,3 @@ class Watches:
                 continue
             # Woken by a failed call: pause, or calls that fail in a row would make this a busy loop.
             await asyncio.sleep(RETRY_SECONDS / 4)
-
-
-class Gate:
-    """Holds calls back while weights change, those of one policy or all."""
-
-    def __init__(self) -> None:
-        self._holds: Counter[str | None] = Counter()
-        self._released = asyncio.Event()
-
-    def is_open(self, policy: str) -> bool:
-        return not self._holds[policy] and not self._holds[None]
-
-    async def wait(self, policy: str) -> None:
-        """Returns when nothing holds the policy's calls."""
-        while not self.is_open(policy):
-            await self._released.wait()
-
-    @contextmanager
-    def hold(self, policy: str | None = None) -> Iterator[None]:
-        """Inside, calls of the policy wait in `wait`; None: those of every policy."""
-        self._holds[policy] += 1
-        try:
-            yield
-        finally:
-            self._holds[policy] -= 1
-            # Wake everyone who waits; later comers wait for the next change.
-            self._released.set()
-            self._released = asyncio.Event()
