@@ -7,12 +7,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -20,6 +21,7 @@ from proxy.engine.in_vllm.frames import SAMPLE
 from proxy.engine.in_vllm.launch import VllmServer
 from tests.end_to_end.test_closed_loop import read_metric, sampled, wait_until_it_samples
 from tests.support.engine.recording_relay import GENERATE, RecordingRelay
+from tests.support.engine.scripted_experts import experts_of
 from tests.support.engine.template_families import FAMILIES
 from tests.support.engine.vllm_server import running_vllm
 from tests.support.service.redis_server import RedisServer
@@ -76,17 +78,38 @@ class Routes(Side):
     expected = (False, True)
 
 
-@pytest.fixture(scope="module")
-def sides(vllm_server: VllmServer, redis_server: RedisServer) -> Iterator[tuple[Side, Side]]:
+@contextmanager
+def both_sides(vllm: VllmServer, redis_server: RedisServer) -> Iterator[tuple[Side, Side]]:
     """(with the plugin, by the three routes)"""
     with ExitStack() as stack:
         made = []
         for kind in (Side, Routes):
-            relay = stack.enter_context(RecordingRelay(vllm_server.url, plugin=kind is Side))
+            relay = stack.enter_context(RecordingRelay(vllm.url, plugin=kind is Side))
             service = stack.enter_context(RunningService(relay.url, redis_server.url))
             wait_until(lambda service=service: service.request("GET", "/readyz").status_code == 200, 120, "ready")
             made.append(kind(relay, service))
         yield made[0], made[1]
+
+
+@pytest.fixture(scope="module")
+def sides(vllm_server: VllmServer, redis_server: RedisServer) -> Iterator[tuple[Side, Side]]:
+    with both_sides(vllm_server, redis_server) as sides:
+        yield sides
+
+
+@pytest.fixture(scope="module")
+def glm_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """Two API servers, which parse as GLM-4.5 speaks and report scripted experts."""
+    parsers = ("--tool-call-parser", "glm45", "--reasoning-parser", "glm45", "--trust-request-chat-template")
+    experts = ("--middleware", "tests.support.engine.scripted_experts.ScriptedExperts")
+    with running_vllm(tiny_model, tmp_path_factory.mktemp("glm"), *parsers, *experts, api_servers=2) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def glm_sides(glm_server: VllmServer, redis_server: RedisServer) -> Iterator[tuple[Side, Side]]:
+    with both_sides(glm_server, redis_server) as sides:
+        yield sides
 
 
 def strip(told: Any) -> Any:
@@ -208,6 +231,8 @@ def use_tools(choice: Any, **fields: Any) -> Script:
     return script
 
 
+SPECIAL = {"ignore_eos": True, "logit_bias": dict.fromkeys(("1015", "1016", "1017", "1018", "1019", "1023"), 3.0)}
+"""The ends of text and turn, the beginning of a turn, of a tool call and its end, and the end of thinking, wherever the model likes."""
 NAMED = {"type": "function", "function": {"name": "close"}}
 SCRIPTS: dict[str, Script] = {
     "text": once(extra={"chat_template_kwargs": BRIEF}),
@@ -242,6 +267,11 @@ SCRIPTS: dict[str, Script] = {
     "control tokens in brief text": once(
         extra={"ignore_eos": True, "logit_bias": {"1015": 3.0}, "chat_template_kwargs": BRIEF}, max_tokens=40
     ),
+    "special tokens in mid-text": once(extra={**SPECIAL, "chat_template_kwargs": BRIEF}, max_tokens=40),
+    "special tokens left out of the text": once(
+        extra={**SPECIAL, "chat_template_kwargs": BRIEF, "skip_special_tokens": True}, max_tokens=40
+    ),
+    "special tokens in thinking, before tools": use_tools("auto", extra=SPECIAL, max_tokens=40),
     "a schema": once(
         response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": TOOLS[0]["function"]["parameters"]}},
         extra={"chat_template_kwargs": BRIEF},
@@ -305,6 +335,46 @@ def test_details_for_the_trainer_are_alike(sides: tuple[Side, Side], stream: boo
     _, _, (rows, _) = compare(sides, converse(extra={"chat_template_kwargs": BRIEF}), stream, sampling=wanted)
     details = decode_trajectory(rows[0] | {"session_id": "s", "trajectory_id": "t"}).details
     assert details is not None and details.top_logprobs is not None and details.prompt_logprobs is not None
+
+
+UNSPELT = {"27": -100.0}
+"""A `<tool_call>` made of letters, as only a random model spells it, is no call to the streaming parser; "<" begins none here."""
+GLM_ASKS: tuple[dict[str, Any], ...] = (
+    {"tool_choice": "required", "extra": {"logit_bias": {**UNSPELT, "1023": 6.0}}},
+    {"extra": {"logit_bias": {**UNSPELT, "1018": 5.0}, "chat_template_kwargs": BRIEF}},
+)
+"""Thinking, then calls that the limit cuts; text and calls in turn, without thinking."""
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_what_glms_parsers_read_is_alike(glm_sides: tuple[Side, Side], stream: bool) -> None:
+    template = (TEMPLATES / "glm4.jinja").read_text()
+
+    def script(session: Session, stream: bool) -> list[Any]:
+        messages, read = [user("Open the door.")], []
+        for fields in GLM_ASKS:
+            extra = {"chat_template": template, **fields["extra"]}
+            read.append(ask(session, stream, messages, tools=TOOLS, **{**fields, "extra": extra, "max_tokens": 40}))
+            messages.append(replayed(read[-1]))
+            for call in messages[-1].get("tool_calls", ()):
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": "It is open."})
+            messages.append(user("And now?"))
+        return read
+
+    read, _, _ = compare(glm_sides, script, stream)
+    said = [[bool(part) for part in reply["choices"]["0"][:3]] for reply in read]
+    assert said == [[False, True, True], [True, False, True]], "content, reasoning, calls"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_routed_experts_are_alike_and_those_of_each_token(glm_sides: tuple[Side, Side], stream: bool) -> None:
+    """Also those of a second turn, for which the engine is asked for what is new."""
+    kept = {"routed_experts": True}
+    _, calls, (rows, _) = compare(glm_sides, converse(extra={"chat_template_kwargs": BRIEF}), stream, sampling=kept)
+    assert len(rows) == 1 and len(calls) == 3
+    row = decode_trajectory(rows[0] | {"session_id": "s", "trajectory_id": "t"})
+    assert row.details is not None and row.details.routed_experts is not None
+    np.testing.assert_array_equal(row.details.routed_experts[:-1], experts_of(row.token_ids)[:-1])
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -389,24 +459,18 @@ def are_recorded(calls: list[dict[str, Any]], count: int) -> bool:
     return len(calls) == count and all(call["status"] not in ("in_flight", "dangling") for call in calls)
 
 
-def test_a_cut_reply_is_recorded_whichever_api_server_samples_it(
-    tiny_model: Path, tmp_path: Path, redis_server: RedisServer
-) -> None:
+def test_a_cut_reply_is_recorded_whichever_api_server_samples_it(glm_server: VllmServer, glm_sides: tuple[Side, Side]) -> None:
     """Whole replies were lost, and their calls left dangling, where the abort reached the other of two API servers; of streamed ones
     the weight versions were."""
     prompt = {"model": "policy", "messages": [user("x")], "max_tokens": 30000, "ignore_eos": True}
-    with (
-        running_vllm(tiny_model, tmp_path, api_servers=2) as vllm,
-        RunningService(vllm.url, redis_server.url) as service,
-    ):
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
-        session, begun = service.session(), partial(read_metric, vllm, "time_to_first_token_seconds_count")
-        for number in range(1, 7):
-            body = prompt | {"seed": number, "stream": number % 2 == 0}
-            with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key):
-                wait_until(lambda number=number: begun() == number, 60, "it has a token")
-            wait_until(lambda number=number: are_recorded(session.calls, number), 60, "the call is recorded")
-        calls = session.calls
+    session, begun = glm_sides[0].service.session(), partial(read_metric, glm_server, "time_to_first_token_seconds_count")
+    before = begun()
+    for number in range(1, 7):
+        body = prompt | {"seed": number, "stream": number % 2 == 0}
+        with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key):
+            wait_until(lambda number=number: begun() == before + number, 60, "it has a token")
+        wait_until(lambda number=number: are_recorded(session.calls, number), 60, "the call is recorded")
+    calls = session.calls
     assert [(call["status"], call["finish_reason"]) for call in calls] == [("aborted", "abort")] * 6
     for call in calls:
         assert call["completion_ids"] and [end for _, _, end in call["weight_versions"]] == [len(call["completion_ids"])]
