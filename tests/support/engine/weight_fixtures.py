@@ -58,7 +58,8 @@ class Service:
 @asynccontextmanager
 async def serving(weights: WeightStore, *urls: str, **settings: Any) -> AsyncIterator[Service]:
     """A pool with its updater, started; engines that are up have been admitted."""
-    options = Settings(engine=list(urls), **settings)
+    # On a slow machine it would begin without having met them.
+    options = Settings(engine=list(urls), **{"engine_connect_seconds": 60.0, **settings})
     pool = EnginePool(options)
     updater = WeightUpdater(pool, weights, options)
     await pool.start()
