@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from cli.sessions import count_roles
+from proxy.errors import Backpressure
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer
@@ -66,7 +67,7 @@ def engine() -> Iterator[ScriptedEngine]:
 @pytest.fixture(scope="module")
 def service(engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with Serving("--engine", engine.url, data_dir=tmp_path_factory.mktemp("data") / "redis") as serving:
-        wait_until(lambda: serving.request("GET", "/readyz").status_code == 200, 30, "ready")
+        wait_until(lambda: serving.request("GET", "/readyz").status_code == 200, 120, "ready")
         yield serving
 
 
@@ -208,7 +209,7 @@ def test_a_harness_that_a_signal_ends_gives_the_shells_exit_code(service: Servin
 def child_has_ended() -> None:
     """A process that was killed is gone when it next has a CPU."""
     child = int(Path("child").read_text())
-    wait_until(lambda: not runs(child), 30, "the child has ended")
+    wait_until(lambda: not runs(child), 120, "the child has ended")
 
 
 def test_a_harness_that_takes_too_long_is_stopped_with_all_it_started(service: Serving, scratch: Path) -> None:
@@ -404,7 +405,8 @@ def held_back(service: RunningService) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_a_run_waits_while_the_service_takes_no_new_session(full: RunningService) -> None:
+def test_a_run_waits_while_the_service_takes_no_new_session(full: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Backpressure, "retry_after_seconds", 1.0)
     with held_back(full) as process:
         assert full.request("DELETE", "/sessions/first").status_code == 204
         stdout, stderr = process.communicate(timeout=60)

@@ -21,11 +21,12 @@ from rollout.runtimes.installs import PREFIX
 from rollout.stages import Slots
 from rollout.task import EvaluatorSpec, Exec, HarnessSpec, RuntimeSpec
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
-from tests.support.runtimes.rollout_nodes import ASK, SECONDS, World, a_task, unsandboxed
+from tests.support.runtimes.rollout_nodes import ASK, World, a_task, unsandboxed
+from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.rollout_service import serving_tasks
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService, kept
 from tests.support.service.scripted_service import Answer, ScriptedService, json_answer, serving
-from tests.support.service.verbatim_process import COMMAND, environment
+from tests.support.service.verbatim_process import environment
 
 
 @pytest.fixture
@@ -269,8 +270,8 @@ async def test_a_node_that_is_told_to_end_takes_nothing_more_and_lets_what_runs_
         "VERBATIM_LOCAL_SANDBOX": "none",
     }
     labels = ["--label", "zone=a", "--label", "disk=fast", "--label", "more=yes"]
-    line = [*COMMAND, "node", *place, *labels, "--runtime", "local", "--cpus", "8", "--memory-mb", "8192"]
-    node = await asyncio.create_subprocess_exec(*line, env=environment(**variables), stdin=subprocess.DEVNULL)
+    line = ["node", *place, *labels, "--runtime", "local", "--cpus", "8", "--memory-mb", "8192"]
+    node = ForkedVerbatim(line, env=environment(**variables), stdin=subprocess.DEVNULL)
     try:
 
         async def begun() -> bool:
@@ -285,11 +286,11 @@ async def test_a_node_that_is_told_to_end_takes_nothing_more_and_lets_what_runs_
         await world.submit(a_task("late"))
         gate.touch()
         (state,) = await world.ended(running)
-        assert await asyncio.wait_for(node.wait(), SECONDS) == 0
+        await world.until(lambda: node.poll() is not None, "the node has ended")
+        assert node.returncode == 0
     finally:
-        if node.returncode is None:
-            node.kill()
-            await node.wait()
+        node.kill()
+        node.wait()
     assert (state.status, state.attempt) == ("completed", 1), state.verdict
     for task_id in ("late", elsewhere.task_id):
         assert [left.status for left in await world.tasks.load_rollouts(task_id)] == ["queued"]

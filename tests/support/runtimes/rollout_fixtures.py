@@ -14,7 +14,12 @@ from tests.support.service.running_service import RunningService
 
 
 @pytest.fixture
-async def world(engine: ScriptedEngine, redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
+async def world(
+    engine: ScriptedEngine, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[World]:
+    """Its nodes look for work, and try again what failed, ten times as often as they would."""
+    monkeypatch.setattr("rollout.node.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("rollout.steps.RETRY_SECONDS", 0.1)
     with RunningService(engine.url, redis_url, engine_api="token") as service:
         connection = StoreConnection(redis_url)
         try:
