@@ -169,7 +169,7 @@ def test_watching_tells_what_happens_until_the_end(fresh: RunningService, redis_
 def test_watching_and_waiting_outlive_a_server_that_is_replaced(redis_server: RedisServer, tmp_path: Path) -> None:
     """The second one listens where the first did."""
     redis_server.flushall()
-    with serving_tasks(redis_server.url) as first:
+    with serving_tasks(redis_server.url, grace_seconds=1) as first:
         waiting = begin(first, "submit", lines(tmp_path / "tasks.jsonl", {"task_id": "a"}), "--wait")
         assert waiting.stdout is not None and waiting.stdout.readline() == "a\n"
         watching = begin(first, "watch", "a")

@@ -23,7 +23,8 @@ from tests.support.service.verbatim_process import ADMIN, NODE, TRAINER, wait_un
 
 class RunningService:
     """`create_app(settings, *adding)` on a free port; used in a `with` block. Settings are keyword arguments. `protocol`: uvicorn's for
-    HTTP. `send_bytes`: how much the system takes of an answer before the client does, or as much as it likes."""
+    HTTP. `send_bytes`: how much the system takes of an answer before the client does, or as much as it likes. `grace_seconds`: what
+    answers that have no end are given when it ends."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class RunningService:
         adding: Sequence[Adding] = (),
         protocol: Any = "auto",
         send_bytes: int | None = None,
+        grace_seconds: int = 5,
         **settings: Any,
     ) -> None:
         self.adding = adding
@@ -43,8 +45,8 @@ class RunningService:
         kept = {**tokens, "drain_seconds": 2.0, "engine_connect_seconds": 60.0, **settings}
         self.settings = Settings(engine=engines, redis=redis_url, **kept)
         self.url = ""
-        self._protocol, self._send_bytes = protocol, send_bytes
-        self._control = httpx.Client(verify=False, timeout=30)
+        self._protocol, self._send_bytes, self._grace_seconds = protocol, send_bytes, grace_seconds
+        self._control = httpx.Client(verify=False, timeout=120)
         self._sessions: list[Session] = []
 
     def on(self, port: int) -> Self:
@@ -67,7 +69,7 @@ class RunningService:
             lifespan="on",
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=5,
+            timeout_graceful_shutdown=self._grace_seconds,
         )
         self._server = PromptServer(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, name="service")
@@ -81,7 +83,7 @@ class RunningService:
         for session in self._sessions:
             session.client.close()
         self._server.end()
-        self._thread.join(30)
+        self._thread.join(120)
         assert not self._thread.is_alive(), "the service did not stop"
 
     def request(self, method: str, path: str, token: str = ADMIN, **more: Any) -> httpx.Response:
@@ -104,7 +106,7 @@ class Session:
         self.base_url: str = answer["base_urls"]["openai"]
         self.api_key: str = answer["api_key"]
         # Nothing here speaks TLS, and reading the certificates would take a tenth of a second per client.
-        http = httpx.Client(verify=False, timeout=30)
+        http = httpx.Client(verify=False, timeout=120)
         self.client = OpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=max_retries, http_client=http)
 
     def ask(self, messages: list[Any] | str, **fields: Any) -> Any:
@@ -147,7 +149,7 @@ def hanging_up(url: str, body: Any, key: str = "") -> Iterator[socket.socket]:
     content = json.dumps(body).encode()
     head = f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(content)}\r\n" + (f"Authorization: Bearer {key}\r\n" if key else "")
-    with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
+    with socket.create_connection((parts.hostname, parts.port), timeout=120) as connection:
         connection.sendall(head.encode() + b"\r\n" + content)
         yield connection
 
