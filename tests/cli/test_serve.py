@@ -127,7 +127,7 @@ def test_an_unreachable_engine_is_no_obstacle_to_starting_and_readyz_names_it(no
 def test_an_engine_that_comes_later_is_found(data: Path, engine: ScriptedService) -> None:
     answer_after(engine, 0)
     with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data) as service:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
         answered = Call(service, "s").end()
         assert answered is not None and answered.json()["choices"][0]["message"]["content"] == "late"
 
@@ -179,7 +179,7 @@ def test_sessions_survive_kill_9_of_the_service_and_its_redis_goes_with_it(data:
     with Serving(*NOWHERE, data_dir=data) as service:
         assert service.request("POST", "/sessions", json={"session_id": "kept"}).status_code == 201
         service.stop(signal.SIGKILL)
-        wait_until(lambda: processes_using(data) == [], 30, "the embedded Redis has ended")
+        wait_until(lambda: processes_using(data) == [], 120, "the embedded Redis has ended")
     with Serving(*NOWHERE, data_dir=data) as service:
         assert service.request("GET", "/sessions/kept").json()["status"] == "open"
 
@@ -249,7 +249,7 @@ def test_a_second_ctrl_c_exits_at_once(data: Path, engine: ScriptedService) -> N
         call = Call(service, "s")
         engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
         service.send_group(signal.SIGINT)
-        wait_until(lambda: "stopping" in service.stderr, 30, "the first is heard")
+        wait_until(lambda: "stopping" in service.stderr, 120, "the first is heard")
         assert not service.ended
         service.send_group(signal.SIGINT)
         assert service.exit_code(AT_ONCE) == 130
@@ -361,8 +361,8 @@ def test_workers_end_when_their_parent_is_killed(data: Path) -> None:
     with Serving(*NOWHERE, "--workers", "2", data_dir=data) as service:
         workers = workers_of(service)
         service.stop(signal.SIGKILL)
-        wait_until(lambda: not any(runs(pid) for pid in workers), 30, "the workers have ended")
-        wait_until(lambda: processes_using(data) == [], 30, "the embedded Redis has ended")
+        wait_until(lambda: not any(runs(pid) for pid in workers), 120, "the workers have ended")
+        wait_until(lambda: processes_using(data) == [], 120, "the embedded Redis has ended")
 
 
 def test_several_workers_stop_at_once_at_the_second_ctrl_c(data: Path, engine: ScriptedService) -> None:
@@ -372,7 +372,7 @@ def test_several_workers_stop_at_once_at_the_second_ctrl_c(data: Path, engine: S
         engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
         workers = workers_of(service)
         service.send_group(signal.SIGINT)
-        wait_until(lambda: "stopping" in service.stderr, 30, "the first is heard")
+        wait_until(lambda: "stopping" in service.stderr, 120, "the first is heard")
         assert not service.ended
         service.send_group(signal.SIGINT)
         assert service.exit_code(AT_ONCE) == 130

@@ -87,7 +87,7 @@ def test_live_it_follows_the_service_and_leaves_the_terminal_as_it_was(service: 
     finally:
         process.kill()
         process.wait()
-        reader.join(30)
+        reader.join(120)
         os.close(ours)
     assert (process.returncode, errors) == (0, b"")
     # The screen of its own is left, and the cursor is back.

@@ -98,7 +98,7 @@ def test_a_push_can_be_watched_line_by_line(service: RunningService, tmp_path: P
 
 def watched(service: RunningService, body: dict[str, Any]) -> list[dict[str, Any]]:
     headers = {"Authorization": f"Bearer {TRAINER}", "Accept": "application/x-ndjson"}
-    answer = httpx.post(f"{service.url}/weights", json=body, headers=headers, timeout=30)
+    answer = httpx.post(f"{service.url}/weights", json=body, headers=headers, timeout=120)
     assert answer.status_code == 200
     return [json.loads(line) for line in answer.text.splitlines()]
 

@@ -32,7 +32,7 @@ def serving(vllm_server: VllmServer, tiny_model: Path, tmp_path_factory: pytest.
     args = ("--engine", vllm_server.url, "--engine-api", "completions", "--renderer", str(tiny_model))
     options = {"VERBATIM_RENDERER_OPTIONS": json.dumps(TEMPLATE)}
     with Serving(*args, data_dir=tmp_path_factory.mktemp("data"), **options) as service:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
         yield service
 
 
@@ -83,7 +83,7 @@ def test_a_call_in_the_history_is_rendered_as_the_engine_renders_it(
     session = opened(serving)
     session.ask(messages, tools=TOOLS, max_tokens=1)
     body = {"model": "policy", "messages": messages, "tools": TOOLS, **PLAIN}
-    rendered = httpx.post(f"{vllm_server.url}/v1/chat/completions/render", json=body, timeout=30).raise_for_status().json()
+    rendered = httpx.post(f"{vllm_server.url}/v1/chat/completions/render", json=body, timeout=120).raise_for_status().json()
     assert session.calls[0]["prompt_ids"] == rendered["token_ids"]
 
 
@@ -92,7 +92,7 @@ def test_the_prompt_is_the_one_that_the_engine_would_have_rendered(
 ) -> None:
     """The same conversation over both paths, with the same seed: the same ids in, the same ids out."""
     with Serving("--engine", vllm_server.url, data_dir=tmp_path) as token:
-        wait_until(lambda: token.request("GET", "/readyz").status_code == 200, 30, "ready")
+        wait_until(lambda: token.request("GET", "/readyz").status_code == 200, 120, "ready")
         ours, theirs = opened(serving), opened(token)
         for session in (ours, theirs):
             messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say it."}]

@@ -28,7 +28,7 @@ Call = dict[str, Any]
 @pytest.fixture(scope="module")
 def serving(vllm_server: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with Serving("--engine", vllm_server.url, data_dir=tmp_path_factory.mktemp("data")) as service:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
         yield service
 
 

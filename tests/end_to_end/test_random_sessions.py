@@ -62,7 +62,7 @@ def model(tiny_model: Path) -> Any:
 @contextmanager
 def serving(relay: RecordingRelay, data_dir: Path, thinking: str) -> Iterator[Serving]:
     with Serving("--engine", relay.url, "--thinking", thinking, data_dir=data_dir, VERBATIM_STRICT_MODELS="true") as service:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
         yield service
 
 

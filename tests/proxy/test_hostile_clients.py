@@ -354,7 +354,7 @@ def test_a_body_that_says_it_is_too_large_is_not_read(service: RunningService) -
     session = service.session()
     head = {"Authorization": f"Bearer {session.api_key}", "content-length": str(2**30)}
     host, port = service.url.removeprefix("http://").split(":")
-    with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=30)) as connection:
+    with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=120)) as connection:
         connection.putrequest("POST", f"/s/{session.session_id}/v1/chat/completions")
         for name, value in head.items():
             connection.putheader(name, value)

@@ -102,7 +102,7 @@ def test_a_name_that_goes_to_another_policy_than_before_begins_another_row(redis
             first = said(session, "policy", QUESTION)
             said(session, "policy", QUESTION, first, QUESTION)
         with RunningService([f"policy={after.url}"], redis_url) as service:
-            url, http = f"{service.url}/s/{session.session_id}/v1", httpx.Client(verify=False, timeout=30)
+            url, http = f"{service.url}/s/{session.session_id}/v1", httpx.Client(verify=False, timeout=120)
             with openai.OpenAI(base_url=url, api_key=session.api_key, max_retries=0, http_client=http) as client:
                 again: Any = [QUESTION, first, QUESTION]
                 client.chat.completions.create(model="policy", messages=again, max_tokens=8)

@@ -136,9 +136,9 @@ def test_tokens_are_exchanged_without_a_restart(data: Path, tmp_path: Path) -> N
         for text, old in (("the-old-token-of-16\nthe-new-token-of-16", 200), ("the-new-token-of-16", 401)):
             (tmp_path / "next").write_text(text)
             os.replace(tmp_path / "next", file)
-            wait_until(lambda: status("the-new-token-of-16") == {200}, 30, "the new token opens")
+            wait_until(lambda: status("the-new-token-of-16") == {200}, 120, "the new token opens")
             wait_until(
-                lambda expected=old: status("the-old-token-of-16") == {expected}, 10, "the old token is as the file says"
+                lambda expected=old: status("the-old-token-of-16") == {expected}, 120, "the old token is as the file says"
             )
 
 

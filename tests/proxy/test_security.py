@@ -329,7 +329,7 @@ def test_what_one_session_was_answered_is_not_another_sessions_to_read(running: 
 
 def raw_path(service: RunningService, method: str, path: str, secret: str, body: Any = None) -> httpx.Response:
     """The path goes out as it is written, without a client's tidying."""
-    connection = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=30)
+    connection = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=120)
     with contextlib.closing(connection):
         content = json.dumps(body).encode() if body is not None else None
         connection.request(method, path, content, bearer(secret))
@@ -583,7 +583,7 @@ def test_weights_come_from_the_folders_named_and_no_links_lead_out(redis_url: st
         "https://e.org/w",
     ]
     with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url, weights_roots=[root]) as service:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
         for path in texts:
             answer = service.request("POST", "/weights", TRAINER, json={"version": 1, "path": path})
             assert answer.status_code == 400, (path, answer.text)

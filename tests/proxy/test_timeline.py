@@ -64,7 +64,7 @@ def test_every_call_counts_once_in_each_step_and_waiting_for_the_engine_is_not_t
     for _ in range(2):
         engine.say(Say("It is 42.", seconds_before=ENGINE_SECONDS))
         ask(service.session(), stream=stream)
-    wait_until(lambda: calls_seen(service) == seen + 2, 30, "both calls are counted")
+    wait_until(lambda: calls_seen(service) == seen + 2, 120, "both calls are counted")
     after = steps_of(service)
     taken = {cell: count - before.get(cell, (0, 0.0))[0] for cell, (count, _) in after.items()}
     assert {cell for cell in taken if taken[cell]} - {("admit", "store")} == wanted
@@ -81,7 +81,7 @@ def test_a_call_that_the_engine_refuses_counts_in_no_step(token_service: Running
     )
     assert refused.status_code == 400
     ask(session, stream=False)
-    wait_until(lambda: calls_seen(token_service) == seen + 1, 30, "the call that was answered is counted, and it alone")
+    wait_until(lambda: calls_seen(token_service) == seen + 1, 120, "the call that was answered is counted, and it alone")
 
 
 def test_the_documentation_names_every_metric(token_service: RunningService) -> None:

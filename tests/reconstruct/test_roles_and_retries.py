@@ -581,7 +581,7 @@ def test_a_call_the_sdk_gave_up_waiting_for_and_sent_again_is_in_the_quarantine(
         reply = patient.chat.completions.create(model="policy", messages=messages)
     messages += [reply.choices[0].message.model_dump(exclude_none=True), turn("user", "and more")]
     session.answer(messages)
-    wait_until(lambda: len(session.calls) == 4 and session.calls[0]["delivered"], 30, "every call is recorded")
+    wait_until(lambda: len(session.calls) == 4 and session.calls[0]["delivered"], 120, "every call is recorded")
     first, *attempts, last = sorted(session.calls, key=lambda call: call["started_at"])
     assert [(call["status"], call["parent_id"]) for call in attempts] == [
         ("aborted", first["call_id"]),
@@ -643,12 +643,12 @@ def test_a_finished_reply_that_never_arrived_is_superseded_by_the_same_request(
     session = service.session()
     body = {"messages": asked("q"), "stream": stream}
     undelivered(session, body)
-    wait_until(lambda: len(session.calls) == 1 and session.calls[0]["status"] == "finished", 30, "it is recorded")
+    wait_until(lambda: len(session.calls) == 1 and session.calls[0]["status"] == "finished", 120, "it is recorded")
     (lost,) = session.calls
     assert not lost["delivered"]
     assert reasons(session) == {}, "the only attempt there is stays"
     assert post(session, body).status_code == 200
-    wait_until(lambda: session.calls[-1]["delivered"], 30, "the delivery is noted")
+    wait_until(lambda: session.calls[-1]["delivered"], 120, "the delivery is noted")
     _, again = session.calls
     assert reasons(session) == {lost["call_id"]: "superseded"}
     assert trained(session) == {again["call_id"]}
@@ -661,7 +661,7 @@ def test_an_undelivered_reply_is_not_superseded_by_another_request(
     undelivered(session, {"messages": asked("q")})
     assert post(session, {"messages": asked("q"), "temperature": 0.5}).status_code == 200
     assert post(session, {"messages": asked("q again")}).status_code == 200
-    wait_until(lambda: len(session.calls) == 3, 30, "everything is recorded")
+    wait_until(lambda: len(session.calls) == 3, 120, "everything is recorded")
     assert reasons(session) == {}
     assert len(trained(session)) == 3
 

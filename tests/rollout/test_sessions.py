@@ -37,7 +37,7 @@ async def test_a_session_is_opened_called_rewarded_and_closed(token_service: Run
     async with Sessions(token_service.url, ADMIN) as sessions:
         opened = await sessions.create("life.0.1", task_id="life", group_id="life", group_size=2, metadata={"index": 0})
         assert opened.base_urls["openai"].endswith("/s/life.0.1/v1") and opened.api_key not in repr(opened)
-        async with httpx.AsyncClient(timeout=30) as harness:
+        async with httpx.AsyncClient(timeout=120) as harness:
             answer = await harness.post(
                 f"{opened.base_urls['openai']}/chat/completions",
                 headers={"authorization": f"Bearer {opened.api_key}"},
@@ -62,7 +62,7 @@ async def test_what_a_definition_says_of_its_harness_goes_with_the_session_of_a_
     token_service: RunningService, engine: ScriptedEngine
 ) -> None:
     task = Task("Do.", HarnessSpec("pi"), task_id="asides")
-    async with Sessions(token_service.url, ADMIN) as sessions, httpx.AsyncClient(timeout=30) as harness:
+    async with Sessions(token_service.url, ADMIN) as sessions, httpx.AsyncClient(timeout=120) as harness:
         opened = await open_member(sessions, task, 0, "asides.0.1", (RoleRule("side", tools=False),))
         answer = await harness.post(
             f"{opened.base_urls['openai']}/chat/completions",

@@ -157,9 +157,9 @@ def test_a_reader_that_has_seen_everything_is_told_not_to_come_back(service: Run
     service.request("DELETE", "/tasks/over")
     last = read_events(service, "over")[-1]["id"]
     headers = {"Authorization": f"Bearer {ADMIN}"}
-    answer = httpx.get(f"{service.url}/tasks/over/events", headers={**headers, "Last-Event-ID": last}, timeout=30)
+    answer = httpx.get(f"{service.url}/tasks/over/events", headers={**headers, "Last-Event-ID": last}, timeout=120)
     assert answer.status_code == 204
-    answer = httpx.get(f"{service.url}/tasks/over/events", headers={**headers, "Last-Event-ID": "x"}, timeout=30)
+    answer = httpx.get(f"{service.url}/tasks/over/events", headers={**headers, "Last-Event-ID": "x"}, timeout=120)
     assert answer.status_code == 400
 
 

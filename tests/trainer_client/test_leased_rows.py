@@ -104,7 +104,7 @@ def test_what_is_acknowledged_after_the_loop_has_been_given_back(service: Runnin
     finish(service, "g", [1.0])
     with leased(service) as rows:
         [part] = islice(DataLoader(rows, batch_size=None), 1)
-        wait_until(lambda: groups(service) == {"ready": 1}, 30, "the lease has been given back")
+        wait_until(lambda: groups(service) == {"ready": 1}, 120, "the lease has been given back")
         with pytest.raises(LeaseLost):
             rows.ack(part)
 
@@ -175,7 +175,7 @@ def test_workers_give_back_what_they_had_fetched_ahead(service: RunningService, 
     with leased(service) as rows:
         loop = rows.loader(**workers)
         next(loop)
-        wait_until(lambda: groups(service).get("leased", 0) > 1, 30, "the workers fetch ahead")
+        wait_until(lambda: groups(service).get("leased", 0) > 1, 120, "the workers fetch ahead")
     assert groups(service) == {"ready": 6}
 
 

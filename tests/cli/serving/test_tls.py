@@ -84,7 +84,7 @@ def check_service(service: Serving, trust: ssl.SSLContext) -> None:
     """It speaks with whoever trusts its certificate, and with nobody else."""
     assert service.url.startswith("https://127.0.0.1:")
     headers = {"Authorization": f"Bearer {ADMIN}"}
-    with httpx.Client(verify=trust, base_url=service.control_url, headers=headers, timeout=30) as client:
+    with httpx.Client(verify=trust, base_url=service.control_url, headers=headers, timeout=120) as client:
         made = client.post("/sessions", json={}).json()
         assert made["base_urls"]["openai"].startswith(service.url)
         models = client.get(f"{made['base_urls']['openai']}/models", headers={"Authorization": f"Bearer {made['api_key']}"})
@@ -133,8 +133,8 @@ def test_old_versions_of_tls_are_not_spoken(tmp_path: Path) -> None:
 
 def test_a_client_that_begins_no_handshake_keeps_nobody_else_waiting(https: Serving, trust: ssl.SSLContext) -> None:
     parts = urlsplit(https.url)
-    with socket.create_connection((parts.hostname, parts.port), timeout=30):
-        assert httpx.get(https.url + "/healthz", verify=trust, timeout=30).status_code == 200
+    with socket.create_connection((parts.hostname, parts.port), timeout=120):
+        assert httpx.get(https.url + "/healthz", verify=trust, timeout=120).status_code == 200
 
 
 def test_a_renewed_certificate_is_taken_up_and_half_a_renewal_is_not(tmp_path: Path) -> None:

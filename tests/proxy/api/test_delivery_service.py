@@ -130,8 +130,8 @@ def test_who_hangs_up_while_waiting_leaves_its_place_and_loses_no_group(redis_ur
     with RunningService(NO_ENGINE, redis_url) as service:
         body = {"wait_seconds": 3600, "consumer": "gone", "lease_seconds": 3600}
         with hanging_up(f"{service.url}/batches/lease", body, TRAINER):
-            wait_until(lambda: claims(redis_url) == {"gone"}, 30, "it waits")
-        wait_until(lambda: claims(redis_url) == set(), 30, "its claim is gone")
+            wait_until(lambda: claims(redis_url) == {"gone"}, 120, "it waits")
+        wait_until(lambda: claims(redis_url) == set(), 120, "its claim is gone")
         finished(redis_url, service, "s0")
         with TrainerClient(service.url, TRAINER, consumer="here") as client:
             batch = client.lease(wait_seconds=30)

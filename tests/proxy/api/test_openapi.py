@@ -207,7 +207,7 @@ def test_each_documented_answer_is_given_and_is_as_documented(running: RunningSe
         f"{running.url}/sessions/walked/records",
         content=closing(part),
         headers={"authorization": f"Bearer {ADMIN}"},
-        timeout=30,
+        timeout=120,
     )
     assert restored.status_code == 200, restored.text
     jsonschema.validate(restored.json(), schema_of("post", f"{ask}/records", 200))

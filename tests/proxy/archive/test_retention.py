@@ -400,6 +400,6 @@ def test_a_service_with_retention_archives_by_itself(redis_server: RedisServer, 
         key = created.json()["api_key"]
         assert serving.request("POST", "/s/a/v1/chat/completions", key, json=body).status_code == 200
         assert serving.request("POST", "/sessions/a/close", json={"status": "completed"}).status_code == 200
-        wait_until(lambda: serving.request("GET", "/sessions/a").status_code == 404, 30, "the session is gone")
+        wait_until(lambda: serving.request("GET", "/sessions/a").status_code == 404, 120, "the session is gone")
         (session,) = ArchiveReader(tmp_path / "archive").sessions()
         assert (session.state["session_id"], len(session.records)) == ("a", 1)

@@ -82,7 +82,7 @@ def answered(redis_server: RedisServer, stream: bool, header: str) -> Iterator[t
         session = service.session()
         with asking(session, stream, header) as connection:
             assert connection.recv(1) == b"H"
-            wait_until(lambda: recorded(session), 30, "the call is recorded")
+            wait_until(lambda: recorded(session), 120, "the call is recorded")
             yield session, connection
 
 
@@ -125,7 +125,7 @@ async def test_an_answer_that_its_harness_takes_slowly_is_delivered(
     with answered(redis_server, stream, header) as (session, connection):
         assert not session.calls[0]["delivered"]
         assert len(whole(connection, stream)) > 100_000
-        wait_until(lambda: session.calls[0]["delivered"], 30, "the delivery is noted")
+        wait_until(lambda: session.calls[0]["delivered"], 120, "the delivery is noted")
 
 
 @STREAMED
@@ -137,7 +137,7 @@ async def test_a_reply_on_its_way_when_another_process_closes_its_session_stays_
         session = service.session()
         with asking(session, stream) as connection:
             assert connection.recv(1) == b"H"
-            wait_until(lambda: recorded(session), 30, "the call is recorded")
+            wait_until(lambda: recorded(session), 120, "the call is recorded")
             path = f"/sessions/{session.session_id}"
             assert other.request("POST", f"{path}/close", json={"status": "completed", "reward": 1.0}).status_code == 200
             whole(connection, stream)
@@ -150,7 +150,7 @@ async def test_a_harness_that_is_given_up_has_not_got_its_answer(redis_server: R
         with serving(redis_server, impatient) as (_, service):
             session = service.session()
             harness.enter_context(asking(session, stream=False))
-            wait_until(lambda: recorded(session), 30, "the call is recorded")
+            wait_until(lambda: recorded(session), 120, "the call is recorded")
         assert await delivered(redis_server, session.session_id) == 0
 
 
@@ -167,5 +167,5 @@ async def test_where_the_server_does_not_say_a_harness_that_left_before_the_end_
         session = service.session()
         with asking(session, stream=True, logprobs=False, top_logprobs=None) as connection:
             assert connection.recv(1) == b"H"
-            wait_until(lambda: recorded(session), 30, "the call is recorded")
+            wait_until(lambda: recorded(session), 120, "the call is recorded")
     assert await delivered(redis_server, session.session_id) == 0

@@ -97,7 +97,7 @@ def test_the_harness_gets_the_text_and_the_store_the_ids(engine: ScriptedEngine,
     assert call["status"] == "finished"
     assert call["weight_versions"] == [[0, 0, len(call["completion_ids"])]]
     assert call["reply"] == {"role": "assistant", "content": "hello world"}
-    wait_until(lambda: session.calls[0]["delivered"], 30, "the delivery is noted")
+    wait_until(lambda: session.calls[0]["delivered"], 120, "the delivery is noted")
 
 
 @pytest.mark.parametrize(
@@ -585,7 +585,7 @@ def test_an_aborted_turn_that_is_continued_is_trained_with_a_masked_end(
     engine.say(Say("hello world in Paris", gate=gate, gate_after=2), "yes")
     session = token_service.session()
     leave_after(session, engine, tokens=2, stream=True)
-    wait_until(lambda: bool(session.calls) and session.calls[0]["status"] == "aborted", 30, "the call is recorded")
+    wait_until(lambda: bool(session.calls) and session.calls[0]["status"] == "aborted", 120, "the call is recorded")
     gate.set()
     session.answer([turn("user", "q"), turn("assistant", "hello world"), turn("user", "go on")])
     first, second = session.calls
@@ -641,7 +641,7 @@ def test_an_engine_that_cannot_be_asked_to_stop_is_hung_up_on(redis_url: str, st
         engine.wait_for(lambda: engine.last.disconnected)
         # Unstreamed nobody will ever know what was sampled: the intent alone is left, and shown.
         left = "failed" if stream else "dangling"
-        wait_until(lambda: [call["status"] for call in session.calls] == [left], 30, "what became of the call is shown")
+        wait_until(lambda: [call["status"] for call in session.calls] == [left], 120, "what became of the call is shown")
         assert session.answer("q")["content"] == "hello"
         statuses = [call["status"] for call in session.calls]
         assert statuses == (["failed", "finished"] if stream else ["finished", "dangling"])

@@ -79,11 +79,11 @@ def test_an_engine_is_not_asked_while_the_intent_is_on_its_way(path: Path, strea
     path.wire.black_hole()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(session.ask, "more", stream=stream)
-        assert path.begun.wait(30)
+        assert path.begun.wait(120)
         time.sleep(0.2)
         assert not path.engine.generations
         path.wire.heal()
-        assert list(answer.result(30) if stream else [answer.result(30)])
+        assert list(answer.result(120) if stream else [answer.result(120)])
     assert len(path.engine.generations) == 1
     assert [call["status"] for call in session.calls] == ["finished", "finished"]
     assert path.intents(session) == 0
@@ -95,13 +95,13 @@ def test_a_harness_that_goes_away_meanwhile_has_asked_nothing_of_the_engine(path
     path.wire.black_hole()
     body = {"model": "policy", "messages": [{"role": "user", "content": "more"}], "stream": stream}
     with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key):
-        assert path.begun.wait(30)
-    assert path.cut.wait(30), "the service has noticed that the harness is gone"
+        assert path.begun.wait(120)
+    assert path.cut.wait(120), "the service has noticed that the harness is gone"
     path.wire.heal()
-    wait_until(lambda: path.service.request("GET", "/readyz").status_code == 200, 30, "the store is there again")
+    wait_until(lambda: path.service.request("GET", "/readyz").status_code == 200, 120, "the store is there again")
     path.engine.say("hello")
     assert session.answer("again")["content"] == "hello"
-    wait_until(lambda: path.intents(session) == 0, 30, "no intent is left of the call that was not made")
+    wait_until(lambda: path.intents(session) == 0, 120, "no intent is left of the call that was not made")
     assert len(path.engine.generations) == 1
     assert [call["status"] for call in session.calls] == ["finished", "finished"]
 
@@ -113,7 +113,7 @@ def test_a_call_whose_intent_cannot_be_written_is_not_given_to_the_engine(path: 
         session.ask("more")
     assert failed.value.status_code == 503
     path.wire.heal()
-    wait_until(lambda: path.service.request("GET", "/readyz").status_code == 200, 30, "the store is there again")
+    wait_until(lambda: path.service.request("GET", "/readyz").status_code == 200, 120, "the store is there again")
     assert not path.engine.generations
     path.engine.say("hello")
     assert session.answer("again")["content"] == "hello"

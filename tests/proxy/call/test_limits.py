@@ -87,6 +87,6 @@ def test_a_trainer_that_waits_is_answered_when_the_service_stops(tmp_path: Path)
         hanging_up(f"{service.url}/batches/lease", {"wait_seconds": 300}, TRAINER) as waiting,
     ):
         # Asked for after the lease, which has been read when this is answered: its store was asked too.
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "the lease waits")
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "the lease waits")
         assert service.stop(within_seconds=30) == 0
         assert waiting.recv(4096).startswith(b"HTTP/1.1 204 ")

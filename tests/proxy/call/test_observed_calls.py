@@ -128,7 +128,7 @@ def test_every_call_has_one_bounded_line_without_what_was_said(
         session = service.session()
         engine.say(SECRET, Say("an answer with plugh"))
         session.ask(SECRET, extra_headers={"x-request-id": "r 1 outcome=forged " + "x" * 5000})
-        wait_until(lambda: len(lines_of(caplog)) == 1, 30, "the first call is logged")
+        wait_until(lambda: len(lines_of(caplog)) == 1, 120, "the first call is logged")
         plain_http.post(
             f"{session.base_url}/chat/completions", content=b"{", headers={"Authorization": f"Bearer {session.api_key}"}
         )
@@ -136,8 +136,8 @@ def test_every_call_has_one_bounded_line_without_what_was_said(
         engine.script = lambda generation, index: Hang()
         body = {"model": "policy", "messages": [{"role": "user", "content": SECRET}]}
         with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key):
-            wait_until(lambda: len(engine.generations) == 2, 30, "the call is at the engine")
-        wait_until(lambda: len(lines_of(caplog)) == 3, 30, "three calls are logged")
+            wait_until(lambda: len(engine.generations) == 2, 120, "the call is at the engine")
+        wait_until(lambda: len(lines_of(caplog)) == 3, 120, "three calls are logged")
         first_call = session.calls[0]
     records = lines_of(caplog)
     fields = [record.fields for record in records]  # type: ignore[attr-defined]
@@ -169,7 +169,7 @@ def test_a_served_process_writes_json_and_each_call_where_it_is_told_to(engine: 
         url, headers = f"{created['base_urls']['openai']}/chat/completions", {"Authorization": f"Bearer {created['api_key']}"}
         # Each worker finds the engine by itself.
         wait_until(lambda: plain_http.post(url, json=body, headers=headers).status_code == 200, 60, "an answer")
-        wait_until(lambda: '"finished"' in service.stderr, 30, "the call is logged")
+        wait_until(lambda: '"finished"' in service.stderr, 120, "the call is logged")
         written = [json.loads(line) for line in service.stderr.splitlines()]
     call = next(line for line in written if line.get("outcome") == "finished")
     assert (call["session_id"], call["level"], call["http_status"]) == ("s", "info", 200)

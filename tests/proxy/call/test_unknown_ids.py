@@ -54,7 +54,7 @@ def ask(running: Any, session: Session, at: str, said: str, messages: list[Any])
         f"{services[at].url}/s/{session.session_id}/v1/chat/completions",
         json={"model": "policy", "messages": messages, "tools": TOOLS},
         headers={"Authorization": f"Bearer {session.api_key}"},
-        timeout=30,
+        timeout=120,
     )
     assert answer.status_code == 200, answer.text
     message: dict[str, Any] = answer.json()["choices"][0]["message"]
@@ -93,7 +93,7 @@ def test_a_prompt_of_text_goes_on_from_a_reply_without_prompt_ids_afresh(running
     for at, said in (("sampled", " fourth"), ("token", " value")):
         engines[at].say(said)
         body = {"model": "policy", "prompt": text, "max_tokens": 20}
-        answer = httpx.post(f"{services[at].url}/s/{session.session_id}/v1/completions", json=body, headers=head, timeout=30)
+        answer = httpx.post(f"{services[at].url}/s/{session.session_id}/v1/completions", json=body, headers=head, timeout=120)
         assert answer.status_code == 200, answer.text
         text += answer.json()["choices"][0]["text"]
     first, second = session.calls

@@ -43,7 +43,7 @@ def client_of() -> Iterator[Clients]:
     # Nothing here speaks TLS, and a client would read the certificates three times, 50 ms each.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     args, async_args = {"verify": context}, {"verify": context, "ssl": context}
-    with httpx.Client(verify=False, timeout=30) as http:
+    with httpx.Client(verify=False, timeout=120) as http:
 
         def build(session: Session, *, key: str = "", version: str | None = None) -> genai.Client:
             options = types.HttpOptions(

@@ -75,7 +75,7 @@ def harness(service: RunningService, *, max_retries: int = 0, **fields: Any) -> 
     session = service.session(**fields)
     root = session.base_url.removesuffix("/v1")
     http = DefaultHttpxClient(verify=False)
-    with Anthropic(base_url=root, api_key=session.api_key, max_retries=max_retries, timeout=30, http_client=http) as client:
+    with Anthropic(base_url=root, api_key=session.api_key, max_retries=max_retries, timeout=120, http_client=http) as client:
         yield Harness(session, client)
 
 
@@ -93,7 +93,7 @@ def events(
     url, key = f"{session.base_url}/messages", {"x-api-key": session.api_key}
     body = {"model": "policy", "max_tokens": 200, "stream": True, **body}
     found = []
-    with httpx.stream("POST", url, json=body, headers=key, verify=False, timeout=30) as answer:
+    with httpx.stream("POST", url, json=body, headers=key, verify=False, timeout=120) as answer:
         assert answer.status_code == 200, answer.read()
         lines = answer.iter_lines()
         # An event is three lines: its name, its data and an empty one.
@@ -641,7 +641,7 @@ def test_a_harness_that_goes_away_ends_the_call(service: RunningService, engine:
             next(iter(stream.text_stream))
         ended = [{"finish_reason": "abort", "status": "aborted"}]
         shown = lambda: [{key: call[key] for key in ended[0]} for call in agent.session.calls]  # noqa: E731
-        wait_until(lambda: shown() == ended, 30, "the call is recorded as cut")
+        wait_until(lambda: shown() == ended, 120, "the call is recorded as cut")
 
 
 # Counting and listing
@@ -666,7 +666,7 @@ def test_models_are_listed(service: RunningService) -> None:
         (model,) = agent.client.models.list().data
         # Over the turn of a second.
         listed = int(time.time())
-        wait_until(lambda: int(time.time()) > listed, 30, "the next second")
+        wait_until(lambda: int(time.time()) > listed, 120, "the next second")
         one = agent.client.models.retrieve("policy")
         assert agent.client.models.retrieve("claude-opus-9").id == "claude-opus-9"
         assert agent.session.calls == []

@@ -84,5 +84,5 @@ def _post(session: object, messages: list[dict[str, object]]) -> httpx.Response:
         f"{client.base_url}chat/completions",
         content=body,
         headers={"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"},
-        timeout=30,
+        timeout=120,
     )

@@ -368,7 +368,7 @@ def test_another_process_goes_on_from_a_response_and_shows_it(
     with RunningService(engine.url, redis_server.url, engine_api="token") as other:
         elsewhere = session.base_url.replace(token_service.url, other.url)
         headers = {"Authorization": f"Bearer {session.api_key}"}
-        with httpx.Client(base_url=elsewhere, headers=headers, verify=False, timeout=30) as client:
+        with httpx.Client(base_url=elsewhere, headers=headers, verify=False, timeout=120) as client:
             assert client.get(f"/responses/{first['id']}").json() == first
             second = client.post(
                 "/responses", json={"model": "policy", "input": "r", "previous_response_id": first["id"]}
@@ -547,7 +547,7 @@ def test_a_harness_that_hangs_up_leaves_what_was_sampled(engine: ScriptedEngine,
         for event in told:
             if event.type == "response.output_text.delta":
                 break
-    wait_until(lambda: [call["status"] for call in session.calls] == ["aborted"], 30, "the cut call is recorded")
+    wait_until(lambda: [call["status"] for call in session.calls] == ["aborted"], 120, "the cut call is recorded")
     (call,) = session.calls
     assert session.client.responses.retrieve(f"resp_{call['call_id']}").status == "incomplete"
 
@@ -584,7 +584,7 @@ async def test_an_agent_of_several_turns_is_one_row(
         "you are welcome",
     )
     session = token_service.session()
-    http = httpx.AsyncClient(verify=False, timeout=30)
+    http = httpx.AsyncClient(verify=False, timeout=120)
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0, http_client=http) as client:
         agent = agent_on(session, client, store=store)
         given: Any = "look them up"

@@ -38,14 +38,16 @@ def encrypted(kind: str, folder: Path) -> Iterator[tuple[str, list[TlsFront]]]:
         flags += ["--cluster-enabled", "yes", "--cluster-announce-ip", "127.0.0.1", "--cluster-announce-port", str(front_port)]
     with ExitStack() as stack:
         server = stack.enter_context(running_redis(*flags, wait=False))
-        wait_until(lambda: listens(server.port), 30, "a redis-server")
+        wait_until(lambda: listens(server.port), 120, "a redis-server")
         fronts = [stack.enter_context(tls_front(front_port, server.port, certificate, key))]
         place = f":{PASSWORD}@127.0.0.1:{front_port}"
         if kind == "cluster":
             with redis.Redis(port=server.port, password=PASSWORD, protocol=2) as client:
                 client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
                 wait_until(
-                    lambda: b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO", NEVER_DECODE=True), 30, "a cluster"
+                    lambda: b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO", NEVER_DECODE=True),
+                    120,
+                    "a cluster",
                 )
         if kind == "sentinel":
             sentinel = stack.enter_context(running_sentinel(RedisServer(front_port, server.process), PASSWORD))
@@ -194,5 +196,5 @@ def tls_front(port: int, behind: int, certificate: Path, key: Path) -> Iterator[
         yield front
     finally:
         loop.call_soon_threadsafe(task.cancel)
-        thread.join(30)
+        thread.join(120)
         front.close()

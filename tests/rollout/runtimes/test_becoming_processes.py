@@ -59,15 +59,15 @@ def test_a_commands_end_waits_for_a_process_that_shows_no_variables_yet(
         with pytest.raises(subprocess.TimeoutExpired):
             end.wait(0.5)
         become(folder, MARKED)
-        becoming.wait(30)
+        becoming.wait(120)
         os.rename(folder, tmp_path / "ended")
-        assert end.wait(30) == 0
+        assert end.wait(120) == 0
 
 
 def test_a_commands_end_leaves_what_has_arguments_and_no_variables(becoming: subprocess.Popen[bytes], tmp_path: Path) -> None:
     shown(tmp_path / "proc", becoming.pid, b"", b"sleep\x00600\x00")
     with ending(tmp_path / "proc", tmp_path / "inside") as end:
-        assert end.wait(30) == 0
+        assert end.wait(120) == 0
     assert becoming.poll() is None
 
 

@@ -35,9 +35,9 @@ def test_who_waited_for_a_removal_holds_what_is_there_afterwards(uses: Uses, tmp
         with uses.lock("a") as unused:
             assert unused
             holding = thread.submit(uses.hold, "a")
-            wait_until(lambda: awaited(tmp_path / "uses" / "a"), 30, "the lock is waited for")
+            wait_until(lambda: awaited(tmp_path / "uses" / "a"), 120, "the lock is waited for")
             uses.forget("a")
-        held = holding.result(30)
+        held = holding.result(120)
     with uses.lock("a") as unused:
         assert not unused
     os.close(held)

@@ -98,16 +98,16 @@ class RecordingRelay:
     def __enter__(self) -> Self:
         self._thread.start()
         try:
-            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30)
+            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(120)
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(120)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
+        self._thread.join(120)
         self._loop.close()
 
     async def _start(self) -> None:

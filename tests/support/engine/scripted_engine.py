@@ -193,7 +193,7 @@ class ScriptedEngine:
         self._faults.clear()
         return self
 
-    def wait_for(self, happened: Callable[[], bool], seconds: float = 30.0) -> None:
+    def wait_for(self, happened: Callable[[], bool], seconds: float = 120.0) -> None:
         deadline = time.monotonic() + seconds
         while not happened():
             assert time.monotonic() < deadline, f"not within {seconds} s; the engine got {self.paths()}"

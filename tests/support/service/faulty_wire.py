@@ -98,7 +98,7 @@ class FaultyWire:
             done.set()
 
         self._loop.call_soon_threadsafe(run)
-        assert done.wait(30), "the wire does not react"
+        assert done.wait(120), "the wire does not react"
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -6,7 +6,7 @@ from functools import partial
 
 import httpx
 
-request = partial(httpx.request, verify=False, timeout=30)
-get = partial(httpx.get, verify=False, timeout=30)
-head = partial(httpx.head, verify=False, timeout=30)
-post = partial(httpx.post, verify=False, timeout=30)
+request = partial(httpx.request, verify=False, timeout=120)
+get = partial(httpx.get, verify=False, timeout=120)
+head = partial(httpx.head, verify=False, timeout=120)
+post = partial(httpx.post, verify=False, timeout=120)

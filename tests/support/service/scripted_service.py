@@ -71,7 +71,7 @@ class ScriptedService:
     def paths(self) -> list[str]:
         return [request.path for request in self.received]
 
-    def wait_for(self, happened: Callable[[], bool], seconds: float = 30.0) -> None:
+    def wait_for(self, happened: Callable[[], bool], seconds: float = 120.0) -> None:
         with self._arrived:
             assert self._arrived.wait_for(happened, seconds), f"only {self.paths()} after {seconds} s"
 

@@ -123,7 +123,7 @@ class Serving:
     def exit_code(self, within_seconds: float) -> int:
         code = self._process.wait(within_seconds)
         for reader in self._readers:
-            reader.join(30)
+            reader.join(120)
         return code
 
     def stop(self, number: int = signal.SIGTERM, within_seconds: float = 60.0) -> int:
@@ -142,7 +142,7 @@ class Serving:
             self._process.kill()
             self._process.wait()
         for reader in self._readers:
-            reader.join(30)
+            reader.join(120)
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()

@@ -85,7 +85,7 @@ def ask(session: Session, dialect: str, *, stream: bool = False) -> httpx.Respon
     else:
         body = {**body, "model": "policy", "stream": stream}
     base = session.base_url.removesuffix("/v1")
-    return httpx.post(base + path, json=body, headers={"Authorization": f"Bearer {session.api_key}"}, timeout=30)
+    return httpx.post(base + path, json=body, headers={"Authorization": f"Bearer {session.api_key}"}, timeout=120)
 
 
 def check_nothing_is_left(engine: AlteredEngine, session: Session) -> None:

@@ -289,7 +289,7 @@ def test_a_call_that_is_cut_keeps_what_was_sampled(engine: ScriptedEngine, qwen3
     body = {"model": "policy", "messages": [turn("user", "q")], "stream": stream}
     with hanging_up(session.base_url + "/chat/completions", body, session.api_key):
         engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) >= 3)
-    wait_until(lambda: [call["status"] for call in session.calls] == ["aborted"], 30, "the cut call is recorded")
+    wait_until(lambda: [call["status"] for call in session.calls] == ["aborted"], 120, "the cut call is recorded")
     gate.set()
     (call,) = session.calls
     assert call["finish_reason"] == "abort"

@@ -49,7 +49,7 @@ def services(running: Running) -> dict[str, RunningService]:
 
 def post(session: Session, path: str, body: dict[str, Any]) -> httpx.Response:
     base = session.base_url.removesuffix("/v1")
-    return httpx.post(base + path, json=body, headers={"Authorization": f"Bearer {session.api_key}"}, timeout=30)
+    return httpx.post(base + path, json=body, headers={"Authorization": f"Bearer {session.api_key}"}, timeout=120)
 
 
 def count(session: Session, **body: Any) -> httpx.Response:

@@ -175,7 +175,7 @@ def test_a_token_whose_weights_are_not_known_is_never_trained(
 
 def test_an_engine_that_was_just_started_is_given_version_0(opened: Callable[..., Opened]) -> None:
     engine, service = opened(label="default")
-    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
+    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
     assert engine.label == "0"
 
 
@@ -253,8 +253,8 @@ def test_a_call_that_is_cut_keeps_what_was_sampled(kept: Callable[..., Opened], 
     session = service.session()
     body = {"model": "policy", "messages": [turn("user", "q")], "stream": stream}
     with hanging_up(session.base_url + "/chat/completions", body, session.api_key):
-        wait_until(lambda: bool(engine.bodies), 30, "the engine was asked")
-    wait_until(lambda: [call["status"] for call in session.calls] == ["aborted"], 30, "the cut call is recorded")
+        wait_until(lambda: bool(engine.bodies), 120, "the engine was asked")
+    wait_until(lambda: [call["status"] for call in session.calls] == ["aborted"], 120, "the cut call is recorded")
     (call,) = session.calls
     assert call["completion_ids"] == ids("hello world the cat is in the ring")[:3]
     assert engine.aborted == {call["call_id"]}
@@ -360,6 +360,6 @@ def test_an_engine_that_does_not_tell_of_its_pause_is_resumed_when_it_returns(
     engine.stays_paused = 1
     pushed = service.request("POST", "/weights", json={"version": 1, "path": "/models/1"}).json()
     assert pushed["applied"] and "not now" in next(iter(pushed["replicas"].values()))["error"]
-    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "it serves again")
+    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "it serves again")
     assert (engine.label, engine.paused) == ("1", False)
     assert engine.paths().count("/update_weights_from_disk") == 1

@@ -135,7 +135,7 @@ async def engines() -> AsyncIterator[Callable[..., Any]]:
         yield start
 
 
-async def until(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
+async def until(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
