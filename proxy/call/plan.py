@@ -194,6 +194,8 @@ def remember(tree: SessionTree, found: Continuation) -> None:
 
 def as_root(found: Continuation) -> Continuation:
     """The same request, that goes on from nothing."""
+    if found.parent is None:
+        return found
     return replace(found, parent=None, reply_at=-1, projection="", redressed=False, replay=None)
 
 

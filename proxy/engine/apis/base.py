@@ -383,7 +383,7 @@ def check_sampled(outcome: Outcome, logprob_mode: str) -> None:
         for token in (min(sampled.token_ids), max(sampled.token_ids)):
             if not 0 <= token < _END_OF_IDS:
                 raise EngineFailed(f"choice {sampled.index} of the engine's answer has the id {token}, which no token has")
-        most = max((logprob for logprob in sampled.logprobs if logprob is not None), default=0.0)
+        most = max([logprob for logprob in sampled.logprobs if logprob is not None], default=0.0)
         if most > _ROUNDING and logprob_mode not in NO_LOGPROBS:
             raise EngineFailed(f"choice {sampled.index} of the engine's answer has the logprob {most:g}, which no token has")
 

@@ -136,7 +136,7 @@ def _is_prefix(prefix: Ids, ids: Ids) -> bool:
 
 def _shared_ids_end(left: bytes, right: bytes) -> int:
     """The position of the comma after the last id that both texts begin with; 0 if there is none."""
-    length = min(len(left), len(right))
-    differs = np.frombuffer(left, np.uint8, length) != np.frombuffer(right, np.uint8, length)
-    shared = int(differs.argmax()) if differs.any() else length
+    shared = min(len(left), len(right))
+    if left[:shared] != right[:shared]:
+        shared = int((np.frombuffer(left, np.uint8, shared) != np.frombuffer(right, np.uint8, shared)).argmax())
     return max(0, right.rfind(b",", 0, shared))

@@ -299,9 +299,9 @@ class LiveText(CertainText):
         return bool(self.pending) and time.perf_counter() >= self._next_at
 
     @property
-    def patience(self) -> float | None:
-        """For how many seconds the pending ids may wait for more; None if there are none."""
-        return max(0.0, self._next_at + self._pause - time.perf_counter()) if self.pending else None
+    def patience(self) -> float:
+        """For how many seconds the pending ids may wait for more."""
+        return max(0.0, self._next_at + self._pause - time.perf_counter())
 
     def add(self, step: _Step, seconds: float) -> dict[str, Any]:
         """Add a step that took so long; returns the message so far."""

@@ -136,17 +136,10 @@ class Membership:
         self._models = {model: policy for policy, names in (models or {}).items() for model in names}
         self._store = store
         self._resolver = resolver
-        self._added: tuple[EngineSpec, ...] = ()
         self._addresses: dict[str, Sequence[str]] = {}
-
-    @property
-    def specs(self) -> tuple[EngineSpec, ...]:
-        return (*self.fixed, *self._added)
-
-    @property
-    def declared(self) -> dict[str, str]:
+        self.specs: tuple[EngineSpec, ...] = self.fixed
+        self.declared: Mapping[str, str] = self._models
         """The policy of every declared model; the settings win over added engines."""
-        return {model: spec.policy for spec in self._added for model in spec.models} | self._models
 
     def members(self) -> list[Member]:
         """Each name once: settings win over added engines, and single addresses over watched names."""
@@ -163,7 +156,9 @@ class Membership:
         if self._store is not None:
             try:
                 stored = await self._store.engines()
-                self._added = tuple(EngineSpec(engine.url, engine.policy, engine.models) for engine in stored)
+                added = tuple(EngineSpec(engine.url, engine.policy, engine.models) for engine in stored)
+                self.specs = (*self.fixed, *added)
+                self.declared = {model: spec.policy for spec in added for model in spec.models} | self._models
             except StoreUnavailable as error:
                 log.debug("cannot read the added engines: %s", error.message)
             except StoredValueError as error:
