@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import tables
+from benchmarks import capacity, tables
 from benchmarks.processes import ROOT, end
 from benchmarks.results import interruptible
 
@@ -39,7 +39,7 @@ def main() -> None:
             break
         failed += [name] if code else []
         print(f"== {name}: {'failed' if code else 'done'} after {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
-    if not options.quick and options.out is None and (why := tables.write()):
+    if not options.quick and options.out is None and (why := tables.write() | capacity.write()):
         print(tables.refusal(why), file=sys.stderr)
     if broken_off:
         print("== broken off; the results of the sections before are kept", file=sys.stderr)

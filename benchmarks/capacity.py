@@ -5,6 +5,9 @@
     python -m benchmarks.capacity --inputs                     # every figure it starts from, and where that comes from
     python -m benchmarks.capacity --write                      # writes the table into docs/deploy.md
 
+`make bench ONLY=sessions,store_load` measures what it starts from, and writes the table. Figures of other code than that in the checkout
+are refused.
+
 A run is a number of sessions that go on at the same time, each of so many turns until its context is full. Every figure below can be
 given as a flag instead. What it starts from is read from `benchmarks/results`; machines and limits are assumptions, and say so.
 """
@@ -23,6 +26,7 @@ import numpy as np
 from benchmarks.needs import Costs, Need, Run, end, need
 from benchmarks.processes import ROOT
 from benchmarks.results import RESULTS
+from benchmarks.tables import describe_measurement, outdated, refusal
 
 PAGE = ROOT / "docs" / "deploy.md"
 MARKS = ("<!-- capacity: python -m benchmarks.capacity --write -->\n", "<!-- end of capacity -->")
@@ -135,7 +139,7 @@ def told(run: Run, cost: Costs, scales: Sequence[int]) -> str:
         f"one call each {run.turn_seconds:g} s; {cost.kept:g} sessions in the store for each that runs; machines of {cost.cores} cores "
         f"and {cost.nic_gbit:g} Gbit/s; primaries of {cost.primary_gib:g} GiB."
     )
-    ends = f"The design ends at about {_round(last.sessions):,} sessions at once: {last.reason}."
+    ends = f"The design ends at about {_round(last.sessions):,} sessions at once: {last.reason}. {last.remedy}"
     return f"{about}\n\n{table(needs)}\n{ends}\n"
 
 
@@ -143,6 +147,21 @@ def _round(number: int) -> int:
     """To two digits: no more is known."""
     digits = max(0, len(str(number)) - 2)
     return number // 10**digits * 10**digits
+
+
+def page_text() -> str:
+    """What the page says between its marks: the table, and what its figures were measured on."""
+    measured = (describe_measurement(name, json.loads((RESULTS / name).read_text())["machine"]) for name in MEASURED)
+    return "\n".join((told(Run(1), costs(inputs()), SCALES), *measured))
+
+
+def write() -> dict[str, str]:
+    """Writes the table into the page; returns why it was not written, by section, where results are of other code."""
+    why = outdated([name.removesuffix(".json") for name in MEASURED], RESULTS)
+    if not why:
+        PAGE.write_text(fill_page(PAGE.read_text(), page_text()))
+        print(f"written: {PAGE.relative_to(ROOT)}")
+    return why
 
 
 def fill_page(page: str, text: str) -> str:
@@ -189,11 +208,11 @@ def main() -> None:
     if options.inputs:
         print("\n".join(_shown_inputs(found)))
         return
-    text = told(run, costs(found), options.sessions)
     if options.write:
-        PAGE.write_text(fill_page(PAGE.read_text(), text))
-    else:
-        print(text)
+        if why := write():
+            raise SystemExit(refusal(why))
+        return
+    print(told(run, costs(found), options.sessions))
 
 
 if __name__ == "__main__":

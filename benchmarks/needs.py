@@ -56,7 +56,8 @@ class Costs:
     id_bytes: float = 6.0
     """A token id as JSON, with its comma."""
     ids_sent: float = 3.0
-    """How often a call's ids go over the wire between proxy and engine: rendered, sampled after, interpreted."""
+    """How often a call's ids go over the wire between proxy and engine: rendered, sampled after, interpreted. The plugin sends them once,
+    in four bytes each."""
     sampled_bytes: float = 80.0
     """A sampled token in an engine's answer: id, logprob and their names."""
     row_bytes: float = 9.0
@@ -164,18 +165,30 @@ def _gbit(bytes_per_second: float) -> float:
     return bytes_per_second * 8 / 1e9
 
 
-ENDS: Mapping[str, str] = {
-    "share_of_cluster": "one Redis Cluster has no more primaries",
-    "share_of_first_primary": "delivery lies in one slot, and one core serves it",
-    "share_of_clients": "a Redis takes no more connections",
+ENDS: Mapping[str, tuple[str, str]] = {
+    "share_of_cluster": (
+        "one Redis Cluster has no more primaries",
+        "Larger primaries or a shorter retention move that end; beyond it, a second service with a Redis of its own.",
+    ),
+    "share_of_first_primary": (
+        "delivery lies in one slot, and one core serves it",
+        "What counts is how many sessions end per second, so a faster core moves that end in proportion, and so do longer sessions; beyond "
+        "it, a second service with a Redis and trainers of its own. One service would need its groups divided among several slots, "
+        "and every lease to ask all of them: that is not built.",
+    ),
+    "share_of_clients": (
+        "a Redis takes no more connections",
+        "A higher `maxclients` moves that end; beyond it, a second service with a Redis of its own.",
+    ),
 }
-"""What cannot be had more of, and why."""
+"""What cannot be had more of, why, and what moves that end."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
     sessions: int
     reason: str
+    remedy: str
 
 
 def end(run: Run, cost: Costs) -> End:
@@ -183,4 +196,4 @@ def end(run: Run, cost: Costs) -> End:
     used = need(replace(run, sessions=1_000_000), cost)
     name = max(ENDS, key=lambda each: float(getattr(used, each)))
     share: float = getattr(used, name)
-    return End(int(1_000_000 / share), ENDS[name])
+    return End(int(1_000_000 / share), *ENDS[name])

@@ -14,7 +14,7 @@ import argparse
 import importlib
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,12 @@ MINUTES: dict[str, float] = {
     "reconstruction": 0.5,
     "delivery": 0.5,
     "weights": 3,
+    "sessions": 0.5,
+    "store_load": 0.5,
 }
 """The sections, each a module, in the order in which they are run, and about how long each takes on two quiet cores."""
-APART = ("weights",)
-"""Run only when they are named: they say nothing about calls."""
+APART = ("weights", "sessions", "store_load")
+"""Run only when they are named. The last two are what `benchmarks.capacity` calculates from."""
 
 _TABLE = re.compile(r"(<!-- table: (\w+)(?: (\d+))? -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -56,9 +58,13 @@ def written(text: str, results: Path = RESULTS, keep: Collection[str] = ()) -> s
     return _TABLE.sub(replaced, text)
 
 
-def outdated(texts: Collection[str], results: Path) -> dict[str, str]:
+def sections(texts: Iterable[str]) -> list[str]:
+    """Those whose tables the texts have."""
+    return list(dict.fromkeys(found[2] for text in texts for found in _TABLE.finditer(text)))
+
+
+def outdated(names: Iterable[str], results: Path) -> dict[str, str]:
     """Why, by section, for those whose results come from other code than that in the checkout."""
-    names = dict.fromkeys(found[2] for text in texts for found in _TABLE.finditer(text))
     why = {}
     for name in names:
         path = results / f"{name}.json"
@@ -70,9 +76,9 @@ def outdated(texts: Collection[str], results: Path) -> dict[str, str]:
 
 def refusal(why: dict[str, str]) -> str:
     """What a person is told about outdated results, and what to run."""
-    sections = ",".join(name for name in why if name in MINUTES)
+    again = ",".join(name for name in why if name in MINUTES)
     others = [f"python -m benchmarks.{name} --json benchmarks/results/{name}.json" for name in why if name not in MINUTES]
-    commands = [*([f"make bench ONLY={sections}"] if sections else []), *others]
+    commands = [*([f"make bench ONLY={again}"] if again else []), *others]
     lines = [*why.values(), "The code has changed since, so these tables are not written. Measure this code:", *commands]
     return "\n  ".join(lines)
 
@@ -86,22 +92,23 @@ def _table(results: Path, name: str, place: str | None) -> str:
     chosen = grids if place is None else [grids[int(place)]]
     plot = f"![{name}](results/{name}.png)\n\n" if place is None and path.with_suffix(".png").exists() else ""
     made = "\n".join(grid.markdown() for grid in chosen)
-    return f"\n{made}\n{_measured_on(name, result['machine'])}\n\n{plot}"
+    return f"\n{made}\n{describe_measurement(f'{name}.json', result['machine'])}\n\n{plot}"
 
 
-def _measured_on(name: str, machine: dict[str, Any]) -> str:
+def describe_measurement(file: str, machine: dict[str, Any]) -> str:
+    """The line under a table: the file of its results, the machine, the day and the commit."""
     where = f"{machine['cpu']}, {machine['cores']} cores, {machine.get('pinned', 'nothing pinned')}"
     commit = f", {name_commit(machine)}" if "commit" in machine else ""
     said = f"{where}; {machine['at'][:10]}{commit}"
     warned = " **The machine was busy: trust the CPU seconds and the counts, not the clock.**" if disturbed(machine) else ""
     short = " A short run, only to see that it works." if machine.get("quick") else ""
-    return f"<sub>`benchmarks/results/{name}.json`: {said}.{warned}{short}</sub>"
+    return f"<sub>`benchmarks/results/{file}`: {said}.{warned}{short}</sub>"
 
 
 def write() -> dict[str, str]:
     """Writes the tables whose results are of the code in the checkout; returns why the others were not written, by section."""
     texts = {path: path.read_text() for path in FILES}
-    why = outdated(texts.values(), RESULTS)
+    why = outdated(sections(texts.values()), RESULTS)
     for path, text in texts.items():
         path.write_text(written(text, RESULTS, why))
         print(f"written: {path.relative_to(ROOT)}")
@@ -118,7 +125,7 @@ def main() -> None:
         old = [path.name for path, text in texts.items() if written(text) != text]
         if old:
             raise SystemExit(f"not what the results say: {', '.join(old)}: python -m benchmarks.tables --write")
-        why = outdated(texts.values(), RESULTS)
+        why = outdated(sections(texts.values()), RESULTS)
     if why:
         raise SystemExit(refusal(why))
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.capacity import MARKS, PAGE, SCALES, costs, fill_page, inputs, table, told
+from benchmarks import capacity, measured_code
+from benchmarks.capacity import MARKS, PAGE, costs, fill_page, inputs, page_text, table
 from benchmarks.needs import ENDS, Costs, Run, end, need
-from benchmarks.results import RESULTS
 from benchmarks.store_load import Load, Used, shares
+from benchmarks.tables import refusal
 
 RUN = Run(sessions=3_000, turns=10, context_tokens=10_000, sampled_tokens=100, turn_seconds=30.0)
 COST = Costs(
@@ -91,7 +92,7 @@ def test_the_first_bottleneck_is_what_the_most_units_are_needed_of(changed: dict
 def test_the_design_ends_where_nothing_can_be_added(changed: dict[str, float], sessions: int, reason: str) -> None:
     last = end(RUN, replace(COST, **changed))
     assert last.sessions == pytest.approx(sessions, rel=1e-3)
-    assert last.reason == ENDS[reason]
+    assert (last.reason, last.remedy) == ENDS[reason]
     assert getattr(need(replace(RUN, sessions=last.sessions), replace(COST, **changed)), reason) == pytest.approx(1.0, rel=1e-3)
 
 
@@ -126,9 +127,17 @@ def test_three_shapes_of_sessions_tell_what_a_session_a_call_and_a_token_cost() 
 
 
 def test_the_table_of_the_page_is_what_the_measured_figures_give() -> None:
-    """Measured anew: python -m benchmarks.capacity --write."""
-    shown = PAGE.read_text().partition(MARKS[0])[2].partition(MARKS[1])[0].strip()
-    assert shown == told(Run(1), costs(inputs(RESULTS)), SCALES).strip()
+    """Measured anew: make bench ONLY=sessions,store_load."""
+    page = PAGE.read_text()
+    assert fill_page(page, page_text()) == page
+
+
+def test_figures_of_other_code_are_refused_and_the_page_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_code, "digest", lambda root: "another")
+    before = PAGE.read_text()
+    why = capacity.write()
+    assert why.keys() == {"sessions", "store_load"} and PAGE.read_text() == before
+    assert "make bench ONLY=sessions,store_load" in refusal(why)
 
 
 def test_much_traffic_is_told_in_whole_gigabits() -> None:

@@ -84,7 +84,7 @@ def test_a_table_of_other_code_is_not_written_and_the_refusal_says_what_to_run(
     assert "make bench ONLY=delivery" in tables.refusal(why)
 
     monkeypatch.undo()
-    assert not tables.outdated([PAGE], tmp_path)
+    assert not tables.outdated(["delivery"], tmp_path)
     assert name_commit(machine) in tables.written(PAGE, tmp_path)
 
 
