@@ -279,7 +279,9 @@ def accounting_line(rows: int, accounting: dict[str, Any]) -> str:
         f"{sum(item['tokens'] for item in quarantined)} quarantined"
     )
     reasons = sorted({item["reason"] for item in quarantined})
-    return f"{line} ({', '.join(reasons)})" if reasons else line
+    line = f"{line} ({', '.join(reasons)})" if reasons else line
+    replayed = accounting.get("replayed_tokens")
+    return f"{line}; {replayed} replayed from other sessions" if replayed else line
 
 
 def count_roles(rows: list[dict[str, Any]]) -> str:

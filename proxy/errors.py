@@ -9,6 +9,7 @@ VerbatimError                        status  code
 │   ├── NotFound                     404     not_found            unknown session, model, lease, path
 │   │   └── UnknownCall              404     not_found            a call or response that the session does not have
 │   ├── Conflict                     409     conflict             closed session, older version, duplicate id
+│   │   └── ReplayDiverged           409     replay_diverged      a fork's request that its origin did not record
 │   ├── RequestTimeout               408     request_timeout      the body did not arrive in time
 │   └── TooLarge                     413     request_too_large
 │       └── SessionFull              413     session_full         the session has reached its limit of recorded bytes
@@ -80,6 +81,10 @@ class UnknownCall(NotFound):
 class Conflict(RequestError):
     status = 409
     code = "conflict"
+
+
+class ReplayDiverged(Conflict):
+    code = "replay_diverged"
 
 
 class RequestTimeout(RequestError):

@@ -158,6 +158,9 @@ class Metrics:
         self._seconds = Histogram(
             "verbatim_call_seconds", "Seconds of a call by part.", ("part",), registry=self.registry, buckets=_SECONDS
         )
+        self._recalled = Counter(
+            "verbatim_replay_requests", "Requests of forks before their pivot.", ("outcome",), registry=self.registry
+        )
         self._in_flight = Gauge("verbatim_calls_in_flight", "Calls under way in this process.", registry=self.registry)
         # Looking a labelled metric up costs more than counting.
         self._engine_seconds, self._own_seconds = self._seconds.labels("engine"), self._seconds.labels("own")
@@ -216,6 +219,10 @@ class Metrics:
                 self._branches.labels(call.node.branch_reason).inc()
         self._engine_seconds.observe(engine_seconds)
         self._own_seconds.observe(max(0.0, seconds - engine_seconds))
+
+    def recalled(self, outcome: str) -> None:
+        """replayed, or diverged."""
+        self._recalled.labels(outcome).inc()
 
     def refused(self, dialect: str, code: str) -> None:
         self._refused.labels(dialect, code).inc()

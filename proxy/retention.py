@@ -128,8 +128,10 @@ class Retention:
         return [state for state, standing in zip(states, standings, strict=True) if await self._is_free(state, standing)]
 
     async def _is_free(self, state: SessionState, standing: str) -> bool:
-        """Whether no trainer will get the closed session. A session without a group id that is unusable, or whose reward never came,
-        waits for no other; a named group may still wait for its other members, or for this one."""
+        """Whether no trainer will get the closed session, and no fork replays it. A session without a group id that is unusable, or whose
+        reward never came, waits for no other; a named group may still wait for its other members, or for this one."""
+        if await self._services.sessions.find_forks(state.info.session_id):
+            return False
         if standing in ("acked", "dropped"):
             return True
         if standing not in ("none", "filling"):

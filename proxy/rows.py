@@ -20,7 +20,7 @@ from reconstruct.builders import Builder, RowContext, load_builder
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError, ReconstructError
 from reconstruct.forest import Forest
-from reconstruct.records import Call, Sampling
+from reconstruct.records import REPLAY, Call, Sampling
 from reconstruct.trajectory import Accounting, Trajectory, weigh_rows
 
 _decode = msgspec.json.decode
@@ -37,6 +37,8 @@ _BLANK: Mapping[str, Any] = dict.fromkeys(
         "sampling",
         "messages",
         "reply",
+        "session_id",
+        "replay",
         "engine_seconds",
         "own_seconds",
     )
@@ -66,8 +68,15 @@ def build_rows(
     build = find_builder(builder or settings.builder)
     calls, damaged = _decoded(records)
     roles, modes = frozenset(settings.train_roles), frozenset(settings.train_logprob_modes)
-    settled = settle(calls, delivered=delivered, train_roles=roles, train_inferred=settings.train_inferred, logprob_modes=modes)
     info = state.info
+    settled = settle(
+        calls,
+        delivered=delivered,
+        train_roles=roles,
+        train_inferred=settings.train_inferred,
+        logprob_modes=modes,
+        session_id=info.session_id,
+    )
     rows = build(
         settled,
         RowContext(
@@ -79,6 +88,7 @@ def build_rows(
             per_branch=state.per_branch,
             metadata=info.metadata,
             budget_cut=cut_call(info, settled.forest, refused=_refused(state)),
+            origin=None if info.replay is None else info.replay.session_id,
         ),
     )
     finished = {call.call_id for call in calls}
@@ -188,6 +198,8 @@ def _call(call: Call, forest: Forest, model: str | None, delivered: bool, arrays
         "control_tokens": call.control_tokens,
         "messages": messages_of(call, forest),
         "reply": _decode(call.reply),
+        "session_id": call.session_id,
+        "replay": call.marks.get(REPLAY),
         "replica": call.replica,
         "started_at": call.started_at,
         "engine_seconds": call.engine_seconds,

@@ -2,7 +2,7 @@
 
 `settle` takes a session's calls in any order and decides which may be trained. `verify` checks the rows of any builder: the ids before
 a trained token are those it was sampled after, and each sampled token is either trained exactly once or quarantined. `check` asserts
-sampled == exported + quarantined.
+sampled == exported + quarantined. Replayed calls are another session's: they are the context of a fork's rows, counted beside these.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ DANGLING = "dangling"
 """The reason of a call without a record: its process died while the engine sampled."""
 FROZEN = "frozen_model"
 """The reason of a call of a model that is never trained."""
+REPLAYED = "replayed"
+"""The reason of a fork's call that its origin sampled, and trains."""
 _ATTEMPTS = (SUPERSEDED, "aborted", "not_answered")
 """The reasons of calls whose reply was not used."""
 
@@ -33,12 +35,13 @@ _ATTEMPTS = (SUPERSEDED, "aborted", "not_answered")
 class Settled:
     """The session's forest, and by call id the reason of each call that must not be trained. `stray` calls are not in the forest because
     their parent or base is missing or too short. `shown` calls are sound but of a role that is not trained: they get rows with nothing
-    to train."""
+    to train. `replayed` calls were sampled in another session."""
 
     forest: Forest
     refused: Mapping[str, str]
     stray: Sequence[Call]
     shown: frozenset[str] = frozenset()
+    replayed: frozenset[str] = frozenset()
 
 
 def settle(
@@ -48,20 +51,23 @@ def settle(
     train_roles: Container[str] | None = None,
     train_inferred: bool = True,
     logprob_modes: Container[str] | None = None,
+    session_id: str | None = None,
 ) -> Settled:
     """Build the forest from calls in any order and find the calls that must not be trained. A bad record never raises.
 
     `delivered` has the ids of calls whose reply was sent completely (None: all). `train_roles` are the roles to train (None: all);
     `train_inferred`: also train side calls that are only inferred to be ones (see `reconstruct.roles`). `logprob_modes` are the
-    accepted logprob modes (None: all but logits).
+    accepted logprob modes (None: all but logits). Calls of other sessions than `session_id` are replayed (None: none is).
     """
     ordered = infer_side_calls(sorted({call.call_id: call for call in calls}.values(), key=order_key))
     forest, refused = _plant(ordered)
     stray = [call for call in ordered if call.call_id in refused]
     unsound = _out_of_range(forest)
+    replayed = frozenset(call.call_id for call in ordered if session_id is not None and call.session_id != session_id)
     for call in forest.calls.values():
         reason = (
-            _refusal(call, forest)
+            (REPLAYED if call.call_id in replayed else "")
+            or _refusal(call, forest)
             or (IdOutOfRange.reason if call.call_id in unsound else "")
             or _wrong_mode(call, logprob_modes)
         )
@@ -71,7 +77,7 @@ def settle(
         for call_id in find_superseded(forest, delivered):
             refused.setdefault(call_id, SUPERSEDED)
     shown = {} if train_roles is None else _find_untrained(forest, refused, train_roles, train_inferred)
-    return Settled(forest, {**refused, **shown}, stray, frozenset(shown))
+    return Settled(forest, {**refused, **shown}, stray, frozenset(shown), replayed)
 
 
 def _find_untrained(
@@ -165,15 +171,18 @@ def account(settled: Settled, rows: Sequence[Trajectory], untold: Mapping[str, s
     """
     verify(settled.forest, settled.refused, rows)
     trained = sum(int(row.loss_mask.sum()) for row in rows)
-    calls = [*settled.forest.calls.values(), *settled.stray]
+    known = [*settled.forest.calls.values(), *settled.stray]
+    calls = [call for call in known if call.call_id not in settled.replayed]
     sampled = sum(len(call.node.completion_ids) for call in calls)
+    replayed = sum(len(call.node.completion_ids) for call in known) - sampled
     quarantined = [
         Quarantined(call.call_id, len(call.node.completion_ids), settled.refused[call.call_id])
         for call in sorted((call for call in calls if call.call_id in settled.refused), key=order_key)
     ]
     quarantined += [Quarantined(call_id, 0, reason) for call_id, reason in (untold or {}).items()]
     dangling = sum(reason == DANGLING for reason in (untold or {}).values())
-    accounting = Accounting(sampled, trained, tuple(quarantined), dangling, not untold and _is_complete(settled))
+    complete = not untold and _is_complete(settled)
+    accounting = Accounting(sampled, trained, tuple(quarantined), dangling, complete, replayed)
     check(accounting)
     return accounting
 
@@ -181,7 +190,9 @@ def account(settled: Settled, rows: Sequence[Trajectory], untold: Mapping[str, s
 def _is_complete(settled: Settled) -> bool:
     """Whether every call that the outcome depends on can be trained or is left out by choice."""
     return not settled.stray and all(
-        call_id in settled.shown or reason == FROZEN or (reason in _ATTEMPTS and not settled.forest.children(call_id))
+        call_id in settled.shown
+        or reason in (FROZEN, REPLAYED)
+        or (reason in _ATTEMPTS and not settled.forest.children(call_id))
         for call_id, reason in settled.refused.items()
     )
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from reconstruct.accounting import Settled
 from reconstruct.errors import ReconstructError
 from reconstruct.forest import Forest, order_key
-from reconstruct.records import CONTROL_TOKENS, NO_EXPERT, NO_TOKEN, Call, Span
+from reconstruct.records import CONTROL_TOKENS, DIFFERS, DIVERGED, NO_EXPERT, NO_TOKEN, REPLAY, Call, Span
 from reconstruct.trajectory import MIXED, RowDetails, Trajectory
 
 
@@ -38,6 +38,8 @@ class RowContext:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     budget_cut: str | None = None
     """The call that spent the session's budget, after which the harness was stopped."""
+    origin: str | None = None
+    """The session that this one replays."""
 
 
 BUDGET = "budget"
@@ -131,7 +133,7 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
         call_ids=tuple(path),
         finish_reason=BUDGET if cut else last.finish_reason,
         truncated=cut or last.finish_reason in ("length", "abort"),
-        metadata=_metadata(forest, context, places, last.call_id),
+        metadata=_metadata(forest, context, places, path),
         logprob_mode=_logprob_mode(forest, list(places) or path),
         details=row_details(forest, last.call_id, list(places)),
         policy=last.policy,
@@ -157,11 +159,11 @@ def _reward(builder: str, context: RowContext, trajectory_id: str, last_call_id:
 
 
 def _metadata(
-    forest: Forest, context: RowContext, places: Mapping[str, tuple[int, int]], last_call_id: str
+    forest: Forest, context: RowContext, places: Mapping[str, tuple[int, int]], path: Sequence[str]
 ) -> Mapping[str, Any]:
     """The session's metadata, with the control tokens in the texts of the row's history; the per-call rewards of the calls that this row
-    trains (of rows that share a call, one has its reward); those of them with an unreadable tool call; and, with either of the last
-    two, the spans of its trained calls."""
+    trains (of rows that share a call, one has its reward); those of them with an unreadable tool call; with either of the last
+    two, the spans of its trained calls; and what it replays."""
     facts: dict[str, Any] = {}
     if given := {call_id: context.per_call[call_id] for call_id in places if call_id in context.per_call}:
         facts["per_call_rewards"] = given
@@ -169,9 +171,36 @@ def _metadata(
         facts["invalid_tool_calls"] = unread
     if facts:
         facts["per_call_spans"] = {call_id: list(place) for call_id, place in places.items()}
-    if forest.controlled and (found := {token for call in forest.lineage(last_call_id) for token in call.control_tokens}):
+    if context.origin is not None and (replay := _describe_replay(forest, context, path)):
+        facts["replay"] = replay
+    if forest.controlled and (found := {token for call in forest.lineage(path[-1]) for token in call.control_tokens}):
         facts[CONTROL_TOKENS] = sorted(found)
     return {**context.metadata, **facts} if facts else context.metadata
+
+
+def _describe_replay(forest: Forest, context: RowContext, path: Sequence[str]) -> dict[str, Any]:
+    """The row's tokens that other sessions sampled, with the weight versions they have there, in the row's positions, and the first
+    calls of its history that differ from the record or were not recorded. Empty if its history replays nothing."""
+    history = list(forest.lineage(path[-1]))[::-1]
+    replayed = [call for call in history if call.session_id != context.session_id]
+    if not replayed:
+        return {}
+    row = set(path)
+    within = [call for call in replayed if call.call_id in row]
+    starts = {call.call_id: forest.prompt_length(call.call_id) for call in within}
+    versions = [
+        [span.version, starts[call.call_id] + span.start, starts[call.call_id] + span.end]
+        for call in within
+        for span in call.node.spans
+    ]
+    return {
+        "session_id": context.origin,
+        "calls": len(replayed),
+        "tokens": sum(len(call.node.completion_ids) for call in within),
+        "weight_versions": versions,
+        "differs_from": next((call.call_id for call in history if DIFFERS in call.marks), None),
+        "diverged_at": next((call.call_id for call in history if call.marks.get(REPLAY) == DIVERGED), None),
+    }
 
 
 def _trajectory_id(builder: str, session_id: str, path: Sequence[str]) -> str:

@@ -40,6 +40,13 @@ CONTROL_TOKENS = "control_tokens"
 INVALID_TOOL_CALL = "invalid_tool_call"
 """The mark of a call whose reply has a tool call that the engine's parser could not parse."""
 
+REPLAY, PIVOT, DIVERGED = "replay", "pivot", "diverged"
+"""The mark of calls that a fork sampled where others were recorded, and its values: PIVOT, the request from which the fork samples;
+DIVERGED, one that was not recorded."""
+
+DIFFERS = "replay_differs"
+"""The mark of a fork's calls whose tool results, or those before them, differ from the record. What was replayed has no known ids."""
+
 Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 
@@ -213,7 +220,8 @@ class Call:
     is the hash chain over the request's canonical messages, `reply_fingerprint` the chain including the reply: the hash of a
     continuing call's history (see messages.py). `preamble` (roots only) is the JSON object of model, tools and template kwargs.
     `marks`: "retry" (the attempt's number, from the harness's headers); the "policy" that sampled it unless it is the default one;
-    INVALID_TOOL_CALL; and CONTROL_TOKENS, a JSON list (see proxy/call/record.py). `role_source`: DECLARED, RULE or INFERRED.
+    INVALID_TOOL_CALL; CONTROL_TOKENS, a JSON list (see proxy/call/record.py); and, in a fork, REPLAY and DIFFERS. `role_source`: DECLARED,
+    RULE or INFERRED.
     """
 
     call_id: str

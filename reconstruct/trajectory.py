@@ -99,13 +99,14 @@ class Accounting:
 
     `dangling_calls`: their process died while the engine sampled, so their reply is unknown. `complete`: none dangles, no record is
     damaged or missing, and no quarantined call is unsound or has a continuation. Calls of roles or models that are not trained, and
-    abandoned attempts, leave a session complete."""
+    abandoned attempts, leave a session complete. `replayed_tokens`: of a fork, sampled and accounted for in other sessions."""
 
     sampled_tokens: int
     exported_tokens: int
     quarantined: Sequence[Quarantined]
     dangling_calls: int = 0
     complete: bool = True
+    replayed_tokens: int = 0
 
 
 def encode_row(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
@@ -166,6 +167,7 @@ def encode_accounting(accounting: Accounting) -> dict[str, Any]:
         ],
         "dangling_calls": accounting.dangling_calls,
         "complete": accounting.complete,
+        "replayed_tokens": accounting.replayed_tokens,
     }
 
 

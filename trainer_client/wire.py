@@ -44,6 +44,8 @@ class LeasedSession:
     quarantined: tuple[Quarantined, ...]
     dangling_calls: int
     complete: bool
+    replayed_tokens: int = 0
+    """Of a fork: tokens of its rows' prompts that other sessions sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ def _decode_session(sent: Mapping[str, Any]) -> LeasedSession:
         quarantined=quarantined,
         dangling_calls=int(sent["dangling_calls"]),
         complete=sent["complete"] is True,
+        replayed_tokens=int(sent.get("replayed_tokens", 0)),
     )
     lost = sum(item.tokens for item in quarantined)
     if session.sampled_tokens != session.exported_tokens + lost:

@@ -154,10 +154,11 @@ def _check(part: Restore, state: SessionState, session_id: str) -> None:
     if state.status not in CLOSED or state.closed_at is None:
         raise Conflict(f"session {session_id} was {state.status}: only closed sessions can be imported", param="session")
     for number, (call_id, record) in enumerate(part.records, part.start):
-        _check_record(session_id, number, call_id, record)
+        _check_record(session_id, number, call_id, record, forked=state.info.replay is not None)
 
 
-def _check_record(session_id: str, number: int, call_id: str, record: bytes) -> None:
+def _check_record(session_id: str, number: int, call_id: str, record: bytes, *, forked: bool) -> None:
+    """A fork's records may be calls of the sessions that it replays."""
     try:
         call = decode(record)
     except DecodeError as error:
@@ -165,7 +166,7 @@ def _check_record(session_id: str, number: int, call_id: str, record: bytes) -> 
         if call_id == f"record-{number}":
             return
         raise RequestError(f"record {number} of session {session_id} cannot be read: {error}", param="records") from error
-    if (call.session_id, call.call_id) != (session_id, call_id):
+    if call.call_id != call_id or (call.session_id != session_id and not forked):
         raise RequestError(
             f"record {number} of session {session_id} is call {call.call_id} of session {call.session_id}", param="records"
         )

@@ -69,6 +69,10 @@ class CallShape(Body):
     """Turn delimiters of the chat template that occur in the text of its new messages."""
     messages: list[dict[str, Any]] | None
     reply: dict[str, Any] | None
+    session_id: str | None
+    """The session that sampled it; in a fork another one's for replayed calls."""
+    replay: str | None = None
+    """Of what a fork sampled. pivot: the recorded request from which it samples; diverged: a request that was not recorded."""
     replica: str | None
     started_at: float
     engine_seconds: float | None
@@ -81,7 +85,8 @@ CALL: dict[str, Any] = json.loads("""
  "completion_ids": [7, 8], "logprobs": [-0.5, -1.25], "weight_versions": [[12, 0, 2]], "finish_reason": "stop",
  "stop_reason": null, "invalid_tool_call": false, "sampling": {"temperature": 1.0, "max_tokens": 32}, "delivered": true,
  "projection": null, "control_tokens": [], "messages": [{"role": "user", "content": "Say hello."}],
- "reply": {"role": "assistant", "content": "Hello."}, "replica": "127.0.0.1:8000", "started_at": 1767225600.0,
+ "reply": {"role": "assistant", "content": "Hello."}, "session_id": "first",
+ "replay": null, "replica": "127.0.0.1:8000", "started_at": 1767225600.0,
  "engine_seconds": 0.8, "own_seconds": 0.001}
 """)
 
@@ -143,6 +148,8 @@ class Accounting(Body):
     complete: bool
     """No call is dangling or damaged, and no call that the outcome depends on is quarantined; roles and models that are not trained do
     not count."""
+    replayed_tokens: int
+    """Of a fork: tokens of replayed calls, which other sessions sampled and account for."""
 
 
 ROW: dict[str, Any] = json.loads("""
@@ -153,7 +160,8 @@ ROW: dict[str, Any] = json.loads("""
  "logprob_mode": "raw_logprobs", "policy": ""}
 """)
 ACCOUNTING: dict[str, Any] = json.loads("""
-{"sampled_tokens": 2, "exported_tokens": 2, "quarantined": [], "dangling_calls": 0, "complete": true}
+{"sampled_tokens": 2, "exported_tokens": 2, "quarantined": [], "dangling_calls": 0, "complete": true,
+ "replayed_tokens": 0}
 """)
 
 

@@ -40,6 +40,8 @@ SWEEP_AGE_SECONDS = 30.0
 STUCK_CLOSING_SECONDS = 60.0
 """Time in status closing after which `close_idle` closes a session: no announcement finishes it."""
 SWEEP_SECONDS = 10.0
+NAMED_FORKS = 5
+"""Forks that a refused delete names."""
 
 
 async def load_session(services: Services, session_id: str) -> SessionState:
@@ -78,8 +80,12 @@ async def reward_session(
 
 
 async def delete_session(services: Services, session_id: str) -> None:
-    """Also frees its place in its group. Raises `NotFound`, or `Conflict` while a trainer leases it."""
+    """Also frees its place in its group. Raises `NotFound`, or `Conflict` while a trainer leases it or forks replay it."""
     created_at = (await load_session(services, session_id)).info.created_at
+    if forks := await services.sessions.find_forks(session_id):
+        raise Conflict(
+            f"session {session_id} is replayed by {', '.join(forks[:NAMED_FORKS])}: delete its {len(forks)} forks first"
+        )
     await services.delivery.announce(session_id, CloseRequest(DELETED, created_at=created_at), await services.clock.now())
     await _finish_delete(services, session_id)
 
@@ -240,7 +246,8 @@ async def _measure_outcomes(services: Services, state: SessionState, built: rows
     """One per policy that sampled in the session; without any call, one of the default policy."""
     calls: dict[str, list[Call]] = {}
     for call in (*built.settled.forest.calls.values(), *built.settled.stray):
-        calls.setdefault(call.policy, []).append(call)
+        if call.call_id not in built.settled.replayed:
+            calls.setdefault(call.policy, []).append(call)
     end = _describe_end(services, state)
     return [await _measure_policy(services, end, policy, made, built) for policy, made in sorted(calls.items())] or [end]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import uuid
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field, FiniteFloat, model_validator
 
-from proxy.api import admission, closing
+from proxy.api import admission, closing, forks
 from proxy.api.requests import (
     Body,
     JsonBody,
@@ -52,6 +53,17 @@ class SamplingOverrides(Body):
     """Keep the logprobs of prompts."""
     routed_experts: bool | None = None
     """Keep the experts each token was routed to."""
+
+
+class Replay(Body):
+    session_id: str
+    """The recorded session: open, closed, or archived by this service."""
+    until: str | Annotated[int, Field(ge=0)] | None = None
+    """The pivot, from which the model samples: a call's id, or how many recorded requests to replay. Default: all."""
+    on_divergence: Literal["live", "fail"] = "live"
+    """What becomes of a request before the pivot that was not recorded: it is sampled, or refused as `replay_diverged`."""
+    tokens_per_second: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """The pace of replayed replies that are streamed. Default: at once."""
 
 
 class NewSession(
@@ -96,6 +108,8 @@ class NewSession(
     """Overrides what the harness sends."""
     echo_policy: Literal["strict", "minted"] | None = None
     """How to treat a reply that the harness replays with an edit. Default: the service's setting."""
+    replay: Replay | None = None
+    """Makes the session a fork: its harness gets the replies that another session's got, as far as the pivot."""
 
     @model_validator(mode="after")
     def _check(self) -> NewSession:
@@ -161,9 +175,21 @@ class OpenedSession(Body, json_schema_extra={"example": OPENED}):
 EXAMPLE: dict[str, Any] = json.loads("""
 {"session_id": "first", "created_at": 1767225600.0, "task_id": null, "group_id": "task-1", "group_size": 1, "metadata": {},
  "sampling": {}, "trained": true, "echo_policy": "strict", "max_calls": null, "max_completion_tokens": null,
- "max_total_tokens": null, "status": "completed", "calls": 2, "reward": 1.0, "per_call": {}, "per_branch": {},
+ "max_total_tokens": null, "replay": null, "status": "completed", "calls": 2, "reward": 1.0, "per_call": {}, "per_branch": {},
  "reward_metadata": {}, "error": null, "closed_at": 1767225700.0, "updated_at": 1767225700.0}
 """)
+
+
+class ReplayShape(Body):
+    session_id: str
+    created_at: float
+    """The recorded session's."""
+    calls: int
+    """How many calls it had when the fork was opened."""
+    until: str | None
+    """The pivot's call id; null: all is replayed."""
+    on_divergence: Literal["live", "fail"]
+    tokens_per_second: float | None
 
 
 class SessionShape(Body, json_schema_extra={"example": EXAMPLE}):
@@ -184,6 +210,8 @@ class SessionShape(Body, json_schema_extra={"example": EXAMPLE}):
     max_completion_tokens: int | None
     max_total_tokens: int | None
     """Its budget; null: unlimited."""
+    replay: ReplayShape | None
+    """What it replays, if it is a fork."""
     status: Literal[Status, "restoring"]
     calls: int
     """Recorded calls."""
@@ -226,6 +254,7 @@ STATE_FIELDS = tuple(name for name in SessionShape.model_fields if name in Sessi
     status_code=201,
     responses={
         201: {"model": OpenedSession, "description": "opened"},
+        404: {"description": "there is no such session to replay (`not_found`)"},
         409: {"description": "a session with this id exists (`conflict`)"},
         429: {"description": "a new group may not begin because trainers lag behind; see `Retry-After` (`backpressure`)"},
     },
@@ -235,6 +264,10 @@ async def open_session(
 ) -> Response:
     """A session is one run of a harness, which gets one of `base_urls` and `api_key` and needs nothing else."""
     session_id = body.session_id or uuid.uuid4().hex
+    replay = None
+    if (asked := body.replay) is not None:
+        replay = await forks.prepare(services, session_id, asked.session_id, asked.until, session_from_wire)
+        replay = dataclasses.replace(replay, on_divergence=asked.on_divergence, tokens_per_second=asked.tokens_per_second)
     api_key, key_hash = mint_key(session_id)
     info = SessionInfo(
         session_id=session_id,
@@ -252,9 +285,12 @@ async def open_session(
         max_calls=body.max_calls,
         max_completion_tokens=body.max_completion_tokens,
         max_total_tokens=body.max_total_tokens,
+        replay=replay,
     )
     if not await admission.open_session(services, info, request.is_disconnected):
         raise Conflict(f"there is a session {session_id} already", param="session_id")
+    if replay is not None:
+        await forks.keep_origin(services, session_id, replay)
     urls = _base_urls(request, services.settings, session_id)
     return json_response({"session_id": session_id, "api_key": api_key, "base_urls": urls}, 201)
 
@@ -284,7 +320,10 @@ async def get_session(services: Served, session_id: SessionId) -> Response:
     "/{session_id}",
     dependencies=NODE,
     status_code=204,
-    responses={204: {"description": "deleted"}, 409: {"description": "a trainer has leased it (`conflict`)"}},
+    responses={
+        204: {"description": "deleted"},
+        409: {"description": "a trainer has leased it, or forks replay it (`conflict`)"},
+    },
 )
 async def delete_session(services: Served, session_id: SessionId) -> Response:
     """Ends its calls in flight, then removes its records and its key for good. A group left short is dropped or becomes a dead
@@ -338,6 +377,7 @@ async def store_log(
 def session_as_wire(state: SessionState) -> dict[str, Any]:
     """The session as a `SessionShape`: its fixed data and its state in one flat object."""
     shown = {name: getattr(state.info, name) for name in INFO_FIELDS}
+    shown["replay"] = None if state.info.replay is None else asdict(state.info.replay)
     return shown | {name: getattr(state, name) for name in STATE_FIELDS}
 
 
@@ -346,7 +386,7 @@ def session_from_wire(wire: Mapping[str, Any]) -> SessionState:
     type."""
     # Exports of earlier versions lack these fields.
     budget = {"max_calls": None, "max_completion_tokens": None, "max_total_tokens": None}
-    wire = {"trained": True, "echo_policy": "strict", **budget, **wire}
+    wire = {"trained": True, "echo_policy": "strict", "replay": None, **budget, **wire}
     if missing := [name for name in (*INFO_FIELDS, *STATE_FIELDS) if name not in wire]:
         raise msgspec.ValidationError(f"session: {', '.join(missing)} missing")
     info = {"key_hash": b"", **{name: wire[name] for name in INFO_FIELDS}}

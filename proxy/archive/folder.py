@@ -81,6 +81,15 @@ class ArchiveReader:
             for row in self._rows(part, "sessions"):
                 yield session_of(row, records.get(row["session_id"], ()))
 
+    def find(self, session_id: str) -> ArchivedSession | None:
+        """The session of that id, the one archived last if there were several. Raises as `sessions`."""
+        for part in reversed(self.parts):
+            rows = [row for row in self._rows(part, "sessions") if row["session_id"] == session_id]
+            if rows:
+                records = [row for row in self._rows(part, "records") if row["session_id"] == session_id]
+                return session_of(max(rows, key=lambda row: row["created_at"]), records)
+        return None
+
     def _rows(self, part: dict[str, Any], table: str) -> list[Row]:
         entry = part["files"].get(table)
         if entry is None:

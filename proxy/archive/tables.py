@@ -4,8 +4,8 @@
 `json` hold JSON text: their objects differ from row to row, which no column type survives. A changed column is a new SCHEMA_VERSION.
 
 Version 2 adds a row's logprob mode, token details and policy; version 3 whether a session is trained; version 4 the source of a row's
-role, and a session's echo policy, budget, dangling calls and completeness; version 5 a row's text and tools. The versions read alike
-otherwise.
+role, and a session's echo policy, budget, dangling calls and completeness; version 5 a row's text and tools; version 6 what a session
+replays, and its replayed tokens. The versions read alike otherwise.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from reconstruct.trajectory import convert_to_lists
 Row = dict[str, Any]
 
 SCHEMA = "verbatim-archive"
-SCHEMA_VERSION = 5
-READ_VERSIONS = (1, 2, 3, 4, 5)
+SCHEMA_VERSION = 6
+READ_VERSIONS = (1, 2, 3, 4, 5, 6)
 
 TRAJECTORIES = {
     "trajectory_id": "string",
@@ -74,6 +74,7 @@ SESSIONS = {
     "max_calls": "int64",
     "max_completion_tokens": "int64",
     "max_total_tokens": "int64",
+    "replay": "json",
     "reward": "float64",
     "per_call": "json",
     "per_branch": "json",
@@ -89,6 +90,7 @@ SESSIONS = {
     "quarantined": "json",
     "dangling_calls": "int32",
     "complete": "bool",
+    "replayed_tokens": "int64",
     "problem": "string",
 }
 RECORDS = {"session_id": "string", "position": "int32", "call_id": "string", "record": "binary"}
@@ -154,6 +156,7 @@ def session_of(row: Row, records: Sequence[Row]) -> ArchivedSession:
     state["trained"] = row.get("trained") is not False
     state["echo_policy"] = row.get("echo_policy") or "strict"
     state |= {name: row.get(name) for name in _BUDGET}
+    state["replay"] = json.loads(row.get("replay") or "null")
     ordered = sorted(records, key=lambda record: record["position"])
     return ArchivedSession(
         state={name: value for name, value in state.items() if name != "intents"},
@@ -185,6 +188,7 @@ def _session_row(session: ArchivedSession) -> Row:
         "trained": state.get("trained"),
         "echo_policy": state.get("echo_policy"),
         **{name: state.get(name) for name in _BUDGET},
+        "replay": _dump(state.get("replay")),
         "intents": _dump(list(session.intents)),
         "delivered": sorted(session.delivered),
         "sampled_tokens": accounting.get("sampled_tokens"),
@@ -192,6 +196,7 @@ def _session_row(session: ArchivedSession) -> Row:
         "quarantined": _dump(accounting.get("quarantined", [])),
         "dangling_calls": accounting.get("dangling_calls"),
         "complete": accounting.get("complete"),
+        "replayed_tokens": accounting.get("replayed_tokens"),
         "problem": session.problem,
     }
 

@@ -29,6 +29,7 @@ from proxy.errors import (
     Conflict,
     EngineFailed,
     NotFound,
+    ReplayDiverged,
     RequestError,
     Unauthorized,
     UnknownCall,
@@ -174,7 +175,9 @@ class Harness:
         draft = Draft(tree)
         request = await self._parse(draft, exchange.dialect.parse, incoming)
         self._services.metrics.dropped(request.dialect, request.dropped_tools)
-        turn = exchange.turn = self._flow.admit(draft, request, incoming.body, exchange.headers, exchange.timeline)
+        body, headers = incoming.body, exchange.headers
+        recalled = await self._flow.recall(draft, request, body, headers)
+        turn = exchange.turn = self._flow.admit(draft, request, body, headers, exchange.timeline, recalled)
         work = asyncio.create_task(self._run(exchange, turn))
         try:
             await asyncio.shield(work)
@@ -208,9 +211,9 @@ class Harness:
             self._services.sessions.note_answered(turn.session_id, turn.call_ids, delivered=delivered)
 
     async def _fail(self, turn: Turn, answer: Answer, error: VerbatimError) -> None:
-        if isinstance(error, (NotFound, Conflict)):
+        if isinstance(error, (NotFound, Conflict)) and not isinstance(error, ReplayDiverged):
             self._services.trees.forget(turn.session_id)
-        if error.status >= 500 or isinstance(error, BudgetExhausted):
+        if error.status >= 500 or isinstance(error, (BudgetExhausted, ReplayDiverged)):
             log.warning("session %s: call %s failed: %s", turn.session_id, turn.call_id, error.message)
             await self._afterwork.note_unserved(turn, error)
         answer.fail(error)

@@ -30,6 +30,8 @@ from proxy.call.plan import (
 )
 from proxy.call.prompts import plan_prompt, prompt_continuation
 from proxy.call.record import call_records, minted_choice, minted_delta
+from proxy.call.recording import Recalled
+from proxy.call.replay import Replays, build_reply, play
 from proxy.call.tree import Draft, SessionTree, SessionTrees
 from proxy.call.turn import Planned, Sampled, Turn, fit_window, marks_of, refuse_media
 from proxy.dialects.base import Choice, Delta, FirstToken, Reply, Request, Sampling, new_call_id
@@ -90,24 +92,44 @@ class Flow:
         self._trees = trees
         self._inflight = inflight
         self._metrics = metrics
+        self._replays = Replays(pool, sessions, trees, metrics)
 
-    def admit(self, draft: Draft, request: Request, body: bytes, headers: Mapping[str, str], timeline: Timeline) -> Turn:
+    async def recall(self, draft: Draft, request: Request, body: bytes, headers: Mapping[str, str]) -> Recalled | None:
+        """What a fork's recording makes of the request, before the call enters; None for a session that replays nothing. Raises as
+        `Replays.recall`."""
+        if draft.tree.recording is None:
+            return None
+        retry = headers.get("x-stainless-retry-count", "0") != "0"
+        return await self._replays.recall(draft, request, hash_bytes(body), retry=retry)
+
+    def admit(
+        self,
+        draft: Draft,
+        request: Request,
+        body: bytes,
+        headers: Mapping[str, str],
+        timeline: Timeline,
+        recalled: Recalled | None = None,
+    ) -> Turn:
         """The call enters: from here on closing the session or the service ends it properly. `run` must follow."""
         info = draft.tree.info
-        call_ids = [new_call_id() for _ in range(request.n)]
+        recorded = recalled.calls if recalled is not None else ()
+        call_ids = [call.call_id for call in recorded] or [new_call_id() for _ in range(request.n)]
         retry = headers.get("x-stainless-retry-count", "0")
+        marks = {**request.marks, "retry": retry} if retry != "0" else request.marks
         turn = Turn(
             draft,
             request,
             hash_bytes(body),
             call_ids,
             CancelScope(info.session_id, call_ids[0]),
-            started_at=time.time(),
+            started_at=recorded[0].started_at if recorded else time.time(),
             clock=time.perf_counter(),
             timeline=timeline,
             sampling={**request.sampling, **overrides(info.sampling)},
-            marks={**request.marks, "retry": retry} if retry != "0" else request.marks,
+            marks=marks if recalled is None else {**marks, **recalled.marks},
             purpose=find_purpose(marks_of(request, headers), self._settings.role_rules, info.role_rules),
+            recalled=recalled,
         )
         self._inflight.enter(turn.scope)
         return turn
@@ -115,6 +137,8 @@ class Flow:
     async def run(self, turn: Turn, emit: Emit) -> Reply:
         """The recorded reply. Raises VerbatimError; then nothing is half recorded, and nothing was emitted unless FirstToken was."""
         try:
+            if turn.recalled is not None and (turn.recalled.calls or turn.recalled.refusal):
+                return await self._replay(turn, turn.recalled, emit)
             sampled = await self._sample_at_some_replica(turn, emit)
             reply = await self._commit(sampled)
         finally:
@@ -122,6 +146,17 @@ class Flow:
         if sampled.outcome.broken is not None:
             # What was sampled is recorded; the harness must not take it for a whole reply.
             raise EngineFailed(sampled.outcome.broken)
+        return reply
+
+    async def _replay(self, turn: Turn, recalled: Recalled, emit: Emit) -> Reply:
+        """The reply that was recorded, without an engine. Raises ReplayDiverged."""
+        if recalled.refusal is not None:
+            raise recalled.refusal
+        assert turn.tree.recording is not None and turn.tree.info.replay is not None
+        reply = build_reply(turn.tree.recording, turn.request, recalled.calls)
+        pace = turn.tree.info.replay.tokens_per_second
+        if pace is not None and turn.request.stream:
+            await play(turn.request, reply, emit, pace, turn.scope)
         return reply
 
     async def count(self, tree: SessionTree, request: Request) -> int:
@@ -167,15 +202,11 @@ class Flow:
             known = turn.tree.known
             with Waiting(STORE):
                 begun = await self._sessions.begin(turn.session_id, known, intent, self._settings.max_session_bytes)
-            if begun.status == "missing" or (begun.created_at and begun.created_at != turn.tree.info.created_at):
-                self._trees.forget(turn.session_id)
-                raise NotFound(f"session '{turn.session_id}' does not exist")
+            self._trees.check_open(turn.tree, begun)
             if begun.accepted:
                 return found
             if begun.status == "full":
                 raise _full(turn.session_id, self._settings.max_session_bytes)
-            if begun.status != "open":
-                raise Conflict(f"session '{turn.session_id}' is {begun.status}; it takes no more calls")
             turn.tree.learn(begun.records, known)
         raise Unavailable(f"session '{turn.session_id}' is too busy; try again")
 

@@ -20,9 +20,10 @@ from weakref import WeakValueDictionary
 import msgspec
 import numpy as np
 
+from proxy.call.recording import Recording
 from proxy.dialects.base import HistoryMessage, ItemReader, ParsedMessage
 from proxy.errors import Conflict, NotFound, Unauthorized, UnknownCall
-from proxy.store.sessions import SessionInfo, SessionStore
+from proxy.store.sessions import Begun, Fork, SessionInfo, SessionStore, digest, is_reference, refer
 from proxy.timeline import STORE, Waiting
 from reconstruct.codec import decode
 from reconstruct.errors import ReconstructError
@@ -106,6 +107,8 @@ class SessionTree:
 
     def __init__(self, info: SessionInfo, volatile: re.Pattern[str] | None = None) -> None:
         self.info = info
+        self.recording: Recording | None = None
+        """What the session replays."""
         self._volatile = volatile
         self.forest = Forest()
         self.known = 0
@@ -130,7 +133,8 @@ class SessionTree:
     def memory_bytes(self) -> int:
         """About how much memory the session takes here: an estimate, of what its calls and messages brought."""
         # The ids of recent calls are kept whole, their renderings beside them.
-        return self._bytes + 2 * _RECENT_PROMPTS * np.dtype(np.int32).itemsize * self._longest
+        recorded = 0 if self.recording is None else self.recording.size_bytes
+        return recorded + self._bytes + 2 * _RECENT_PROMPTS * np.dtype(np.int32).itemsize * self._longest
 
     def seen(self, key: SeenKey) -> list[HistoryMessage] | None:
         """The messages of a raw item that a recorded call of the session brought."""
@@ -390,6 +394,7 @@ class SessionTrees:
         self._trees: OrderedDict[str, SessionTree] = OrderedDict()
         self._used: WeakValueDictionary[str, SessionTree] = WeakValueDictionary()
         """Kept ones, and those that a call under way still holds."""
+        self._recordings: WeakValueDictionary[Fork, Recording] = WeakValueDictionary()
         self._weighed: dict[str, int] = {}
         self.memory_bytes = 0
         """About how much memory the trees that are kept take."""
@@ -420,6 +425,8 @@ class SessionTrees:
         if tree is not None and tree.info.created_at != state.info.created_at:
             self.forget(session_id)
         tree = SessionTree(state.info, self._volatile)
+        if state.info.replay is not None:
+            tree.recording = await self.load_recording(state.info.replay)
         if state.calls:
             with Waiting(STORE):
                 records = await self._sessions.load_records(session_id)
@@ -433,13 +440,42 @@ class SessionTrees:
         self.weigh(tree)
         return tree
 
-    async def refresh(self, tree: SessionTree) -> None:
-        """Take in what other processes recorded meanwhile."""
+    async def load_recording(self, fork: Fork) -> Recording:
+        """What a fork replays; forks of one pivot share it. Raises Conflict when its records are gone."""
+        recording = self._recordings.get(fork)
+        if recording is not None:
+            return recording
+        with Waiting(STORE):
+            state = await self._sessions.load(fork.session_id)
+            entries = await self._sessions.load_entries(fork.session_id, 0, fork.calls - 1) if fork.calls else []
+            records = await self._sessions.resolve(entries)
+            delivered = await self._sessions.load_delivered(fork.session_id)
+        gone = state is None or state.info.created_at != fork.created_at or len(records) < fork.calls
+        if gone or any(map(is_reference, records)):
+            raise Conflict(f"the records of session '{fork.session_id}', which are to be replayed, are gone")
+        # A reference is passed on as it is: a fork of a fork refers to where the record stands.
+        named = [entry if is_reference(entry) else refer(fork.session_id, number) for number, entry in enumerate(entries)]
+        stored = [(digest(record), entry) for record, entry in zip(records, named, strict=True)]
+        recording = await asyncio.to_thread(Recording, records, stored, delivered, fork.until)
+        return self._recordings.setdefault(fork, recording)
+
+    def check_open(self, tree: SessionTree, begun: Begun) -> None:
+        """Raises NotFound when the store has no such session any more, Conflict when it takes no more calls."""
+        session_id = tree.info.session_id
+        if begun.status == "missing" or (begun.created_at and begun.created_at != tree.info.created_at):
+            self.forget(session_id)
+            raise NotFound(f"session '{session_id}' does not exist")
+        if begun.status not in ("open", "full"):
+            raise Conflict(f"session '{session_id}' is {begun.status}; it takes no more calls")
+
+    async def refresh(self, tree: SessionTree) -> bool:
+        """Take in what other processes recorded meanwhile; whether that was anything."""
         known = tree.known
         with Waiting(STORE):
             records = await self._sessions.load_records(tree.info.session_id, known)
-        tree.learn(records, known)
+        new = tree.learn(records, known)
         self.weigh(tree)
+        return new
 
     def weigh(self, tree: SessionTree) -> None:
         """The tree has grown: keep it where there is room, at the cost of those used longest ago."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxy.call.plan import Continuation, TokenPlan
+from proxy.call.recording import Recalled
 from proxy.call.tree import Draft, SessionTree
 from proxy.dialects.base import Request
 from proxy.dialects.catalogue import dialects
@@ -26,7 +27,8 @@ from reconstruct.roles import Marks, Purpose
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A call that was admitted. `started_at` is wall-clock time, `clock` the monotonic time of the same moment. `sampling` is what
-    was asked for: the harness's parameters under the session's overrides. There is one call id per choice."""
+    was asked for: the harness's parameters under the session's overrides. There is one call id per choice. `recalled`: what a fork's
+    recording makes of it; a call that is replayed has the ids and the start it had."""
 
     draft: Draft
     request: Request
@@ -39,6 +41,7 @@ class Turn:
     sampling: Mapping[str, Any]
     marks: Mapping[str, str]
     purpose: Purpose
+    recalled: Recalled | None = None
 
     @property
     def tree(self) -> SessionTree:

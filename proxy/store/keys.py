@@ -4,7 +4,9 @@ One session, all in the slot of `{s:<session_id>}`, until the session is deleted
 
     vb:{s:<id>}:state      hash    info (msgpack), status, reward, per_call, per_branch, reward_metadata, error, closed_at,
                                    updated_at, leased, bytes (of the calls' arrays and texts, uncompressed), sampled_tokens
-    vb:{s:<id>}:calls      list    record bytes in commit order; append-only
+    vb:{s:<id>}:calls      list    record bytes in commit order; append-only. A replayed call's is a reference to a record of another
+                                   session: 0xc1, which begins no record, and [session_id, number] (msgpack)
+    vb:{s:<id>}:forks      set     session_ids of the sessions that replay this one; while there are any it is not deleted
     vb:{s:<id>}:index      hash    call_id -> digest of its record: makes a repeated commit a no-op and detects a conflicting one
     vb:{s:<id>}:intents    hash    call_id -> Intent (msgpack), which names its process; the commit removes it, a crash leaves it dangling
     vb:{s:<id>}:delivered  set     call_ids whose reply was flushed to the harness
@@ -150,6 +152,10 @@ def answering(session_id: str) -> str:
     return f"vb:{{s:{session_id}}}:answering"
 
 
+def forks(session_id: str) -> str:
+    return f"vb:{{s:{session_id}}}:forks"
+
+
 def group_sessions(group_id: str) -> str:
     return f"vb:{{g:{group_id}}}:sessions"
 
@@ -170,8 +176,8 @@ def parse_member(member: str) -> tuple[str, float]:
 
 
 def session(session_id: str) -> tuple[str, ...]:
-    """All keys of one session."""
-    return tuple(key(session_id) for key in (state, calls, index, intents, delivered, answering, log))
+    """All keys of one session; `forks` is the last."""
+    return tuple(key(session_id) for key in (state, calls, index, intents, delivered, answering, log, forks))
 
 
 # Stored values: msgpack behind a schema version. A newer build's value raises `StoredValueError` instead of being half understood.

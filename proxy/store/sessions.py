@@ -1,7 +1,8 @@
 """Sessions and the records of their calls in Redis.
 
 All keys of a session share a hash tag, so every step of a call is one script and one round trip: `begin` (snapshot, new records, intent)
-and `commit`. Records are opaque bytes here; `reconstruct.codec` reads and writes them.
+and `commit`. Records are opaque bytes here; `reconstruct.codec` reads and writes them. A fork stores references to the records that it
+replays; whoever loads its records gets those.
 """
 
 from __future__ import annotations
@@ -20,9 +21,26 @@ from proxy.store.groups import GroupRule
 from proxy.store.keys import pack, pack_versioned, unpack, unpack_versioned
 from reconstruct.roles import RoleRule
 
+_REFERENCE = b"\xc1"
 LOADED_AT_ONCE = 32
 LOOKED_AT = 2048
 """Listed sessions that one page looks at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """What a session replays before it samples: the first `calls` records of the session `session_id`, its origin, as far as the call
+    `until`, the pivot (None: all of them). `created_at` is the origin's: no other session of that id is meant.
+
+    `on_divergence`: what becomes of a request that was not recorded, live or fail. `tokens_per_second`: the pace of streamed replies that
+    are replayed; None: at once."""
+
+    session_id: str
+    created_at: float
+    calls: int
+    until: str | None = None
+    on_divergence: str = "live"
+    tokens_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +67,7 @@ class SessionInfo:
     max_completion_tokens: int | None = None
     max_total_tokens: int | None = None
     """The budget (`proxy.call.budget`): calls, sampled tokens, tokens of prompts and replies. None: unlimited."""
+    replay: Fork | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +173,15 @@ class SessionStore:
         return await self._listing.load_page(status=status, group_id=group_id, limit=limit, cursor=cursor)
 
     async def delete(self, session_id: str) -> bool:
-        """False when there was none."""
+        """False when there was none. Raises `Conflict` while forks replay it."""
         state = await self.load(session_id)
         removed = await self._redis.run(Script.read("delete"), keys.session(session_id))
+        if removed < 0:
+            raise Conflict(f"session {session_id} is replayed by forks: delete them first")
         if state is not None:
             await self._listing.remove(state.info)
+            if state.info.replay is not None:
+                await self._redis.execute("SREM", keys.forks(state.info.replay.session_id), session_id)
         await self.mark_active(session_id, None)
         self._answers.forget_session(session_id)
         return bool(removed)
@@ -179,7 +202,37 @@ class SessionStore:
             self._unsettled[intent.call_id] = _Unsettled(session_id, intent)
         else:
             self._unsettled.pop(intent.call_id, None)
-        return Begun(status.decode(), bool(accepted), records, float(created_at))
+        return Begun(status.decode(), bool(accepted), await self.resolve(records), float(created_at))
+
+    async def replay(self, session_id: str, known_calls: int, calls: Mapping[str, tuple[bytes, bytes]]) -> Begun:
+        """Appends those of the calls (id -> digest of the record, entry) that are not there yet, all or none, if the session is open and
+        `known_calls` is current (`accepted`): so one process alone gives a recorded reply. All of them count as being answered here."""
+        args: list[Argument] = [known_calls, self._now(), self._process]
+        for call_id, stored in calls.items():
+            args += (call_id, *stored)
+        parts = (*_state_and_calls(session_id), keys.index(session_id), keys.answering(session_id))
+        status, accepted, created_at, records = await self._run("replay", parts, args, durable=True)
+        if accepted:
+            self._answers.expect(session_id, calls)
+        return Begun(status.decode(), bool(accepted), await self.resolve(records), float(created_at))
+
+    async def pin(self, fork_id: str, fork: Fork) -> bool:
+        """Keeps the origin from being deleted as long as the fork exists. False when the origin is gone."""
+        parts = (keys.state(fork.session_id), keys.forks(fork.session_id))
+        return bool(await self._redis.run(Script.read("pin"), parts, (repr(fork.created_at), fork_id)))
+
+    async def find_forks(self, session_id: str) -> list[str]:
+        """The sessions that replay this one. Forgets those that are gone."""
+        named = sorted(member.decode() for member in await self._redis.execute("SMEMBERS", keys.forks(session_id)))
+        states = await asyncio.gather(*map(self.load, named))
+        alive = {
+            state.info.session_id
+            for state in states
+            if state is not None and state.info.replay is not None and state.info.replay.session_id == session_id
+        }
+        if gone := [fork_id for fork_id in named if fork_id not in alive]:
+            await self._redis.execute("SREM", keys.forks(session_id), *gone)
+        return sorted(alive)
 
     async def commit(self, session_id: str, intent_id: str, records: Mapping[str, bytes], size_bytes: int = 0) -> int:
         """Appends `records` (call id -> bytes), all or none, and drops the intent. Returns the session's number of calls. `size_bytes`:
@@ -261,9 +314,31 @@ class SessionStore:
         """The log as it was stored; "" if there is none."""
         return (await self._redis.execute("GET", keys.log(session_id)) or b"").decode()
 
-    async def load_records(self, session_id: str, start: int = 0, stop: int = -1) -> list[bytes]:
-        """In commit order; indexes as in LRANGE."""
+    async def load_records(self, session_id: str, start: int = 0, stop: int = -1) -> Sequence[bytes]:
+        """In commit order; indexes as in LRANGE. Of a replayed call the record it refers to; the reference if that is gone."""
+        return await self.resolve(await self.load_entries(session_id, start, stop))
+
+    async def load_entries(self, session_id: str, start: int = 0, stop: int = -1) -> list[bytes]:
+        """The same with references as they are stored."""
         return list(await self._redis.execute("LRANGE", keys.calls(session_id), start, stop))
+
+    async def resolve(self, entries: Sequence[bytes]) -> Sequence[bytes]:
+        """The records of entries; a reference whose record is gone stays one."""
+        named: dict[str, dict[int, int]] = {}
+        for at, entry in enumerate(entries):
+            if is_reference(entry):
+                owner, number = unpack(entry[1:], tuple[str, int])
+                named.setdefault(owner, {})[at] = number
+        if not named:
+            return entries
+        records = list(entries)
+        for owner, numbers in named.items():
+            first = min(numbers.values())
+            found = await self.load_entries(owner, first, max(numbers.values()))
+            for at, number in numbers.items():
+                if number - first < len(found):
+                    records[at] = found[number - first]
+        return records
 
     async def load_intents(self, session_id: str) -> list[Intent]:
         """Those without a record, in the order in which they were written."""
@@ -381,6 +456,15 @@ class SessionListing:
             state if state and member == keys.listing_member(state.info.created_at, state.info.session_id) else None
             for member, state in zip(members, states, strict=True)
         ]
+
+
+def refer(session_id: str, number: int) -> bytes:
+    """The entry of a replayed call: record `number` of the session."""
+    return _REFERENCE + pack((session_id, number))
+
+
+def is_reference(entry: bytes) -> bool:
+    return entry.startswith(_REFERENCE)
 
 
 def digest(record: bytes) -> bytes:

@@ -258,6 +258,7 @@ def test_dangling_calls_are_listed_without_tokens() -> None:
         "quarantined": [{"call_id": "c2", "tokens": 0, "reason": "dangling"}],
         "dangling_calls": 1,
         "complete": False,
+        "replayed_tokens": 0,
     }
     assert count_reasons(accounting) == Counter({"dangling": 1})
 
@@ -359,3 +360,39 @@ def test_a_row_that_trains_a_quarantined_call_is_refused() -> None:
 def test_numbers_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ReconstructError, match="5 tokens were sampled, but 3 are exported and 1 quarantined"):
         check(Accounting(5, 3, (Quarantined("c1", 1, "aborted"),)))
+
+
+# Forks
+
+
+def test_what_another_session_sampled_is_context_and_counted_beside_the_sum() -> None:
+    """
+    c1  1 2 | 3 4                  of session s
+    c2  1 2   3 4   5 | 6 7        of session s
+    c3  1 2   3 4   5   6 7   8 | 9    of the fork
+    """
+    calls = three_turns()
+    fork = replace(calls[2], session_id="fork")
+    settled = settle([*calls[:2], fork], session_id="fork")
+    assert settled.replayed == {"c1", "c2"}
+    (row,) = rows = merged(settled, RowContext("fork", origin="s"))
+    assert row.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert row.loss_mask.tolist() == [0] * 8 + [1]
+    assert not row.logprobs[:8].any()
+    assert [(span.start, span.end) for span in row.weight_versions] == [(8, 9)]
+    version = calls[0].node.spans[0].version
+    assert row.metadata["replay"] == {
+        "session_id": "s",
+        "calls": 2,
+        "tokens": 4,
+        "weight_versions": [[version, 2, 4], [version, 5, 7]],
+        "differs_from": None,
+        "diverged_at": None,
+    }
+    accounting = account(settled, rows)
+    assert accounting == Accounting(1, 1, (), 0, complete=True, replayed_tokens=4)
+    assert measure_lost_share(settled, accounting) == 0
+    # A builder that trains what was replayed is caught.
+    greedy = replace(row, loss_mask=merged(settle([*calls[:2], fork]), RowContext("fork"))[0].loss_mask)
+    with pytest.raises(RecordError, match="quarantined as replayed"):
+        account(settled, [greedy])

@@ -261,6 +261,7 @@ async def test_calls_and_trajectories_come_as_json_msgpack_and_packed(service: S
         "quarantined": [],
         "dangling_calls": 0,
         "complete": True,
+        "replayed_tokens": 0,
     }
     (row,) = answer["trajectories"]
     assert (row["token_ids"], row["loss_mask"]) == ([1, 2, 7, 8, 9], [0, 0, 1, 1, 1])

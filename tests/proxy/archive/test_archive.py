@@ -32,7 +32,7 @@ from proxy.archive.tables import SCHEMA_VERSION, TABLES, arrow_schema, session_o
 from proxy.errors import Conflict
 from proxy.store.archive import ArchiveStore
 from proxy.store.groups import GroupRule
-from proxy.store.sessions import Intent, SessionInfo, SessionState
+from proxy.store.sessions import Fork, Intent, SessionInfo, SessionState
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer, Store, running_redis
@@ -237,6 +237,26 @@ def test_what_an_export_holds_comes_back_as_it_was(
                 assert here == there
 
 
+def test_an_exported_fork_is_whole(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+) -> None:
+    origin = talked(service, group_id="origins")
+    fork = talked(service, replay={"session_id": origin.session_id, "until": 1}, group_id="forks").session_id
+    export(service, tmp_path, "--group", "forks")
+    with elsewhere(engine, other_redis) as second:
+        assert imported(second, tmp_path) == f"imported 1 sessions from {tmp_path}\n"
+        for what in ("", "/calls?limit=1000", "/trajectories"):
+            here, there = (each.request("GET", f"/sessions/{fork}{what}").json() for each in (service, second))
+            assert here == there
+        assert there["accounting"]["replayed_tokens"] > 0
+        again = second.session(replay={"session_id": fork, "until": 1})
+        assert again.answer("hello") == origin.calls[0]["reply"]
+        assert second.request("DELETE", f"/sessions/{again.session_id}").status_code == 204
+        # The origin is not here, but its calls are: they could not be told from those of a session of its name.
+        named = {"session_id": origin.session_id, "replay": {"session_id": fork}}
+        assert second.request("POST", "/sessions", json=named).status_code == 400
+
+
 def test_an_import_may_be_repeated_and_delivers_nothing(
     service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
 ) -> None:
@@ -336,9 +356,11 @@ def test_a_session_as_it_is_shown_has_every_field_and_is_the_same_session_again(
     assert session_from_wire(wire) == replace(state, info=replace(info, key_hash=b""))
     bounded = replace(state, info=replace(info, key_hash=b"", max_calls=3, max_completion_tokens=40, max_total_tokens=500))
     assert session_from_wire(session_as_wire(bounded)) == bounded
+    forked = replace(state, info=replace(info, key_hash=b"", replay=Fork("origin", 0.5, 7, "c7", "fail", 50.0)))
+    assert session_from_wire(session_as_wire(forked)) == forked
     ruled = replace(state, info=replace(info, group_rule=GroupRule("drop")))
     assert session_as_wire(ruled) == wire
-    later = ("trained", "echo_policy", "max_calls", "max_completion_tokens", "max_total_tokens")
+    later = ("trained", "echo_policy", "replay", "max_calls", "max_completion_tokens", "max_total_tokens")
     untold = {name: value for name, value in wire.items() if name not in later}
     assert session_from_wire(untold) == session_from_wire(wire)
     for name in untold:
@@ -498,7 +520,7 @@ def test_an_archive_of_version_1_is_imported_and_not_added_to(
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 1}))
     refused = command(service, "export", "--out", str(tmp_path))
-    assert refused.returncode == 1 and "whose schema_version is 1, not 5" in refused.stderr
+    assert refused.returncode == 1 and "whose schema_version is 1, not 6" in refused.stderr
     with elsewhere(engine, other_redis) as other:
         imported(other, tmp_path)
         assert other.request("GET", f"/sessions/{session_id}").json()["status"] == "completed"

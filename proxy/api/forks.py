@@ -1,0 +1,130 @@
+"""Opening forks: find the session to replay, check the pivot, and keep the session as long as forks of it exist.
+
+An archived session is restored to the store first. It is never delivered again, and retention takes it out once its forks are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from proxy.api import closing
+from proxy.archive.folder import MANIFEST, ArchiveReader
+from proxy.archive.tables import ArchivedSession
+from proxy.call.recording import RecordedRequest, Recording
+from proxy.errors import Conflict, EngineUnavailable, NotFound, RequestError
+from proxy.services import Services
+from proxy.store.sessions import Fork, Intent, SessionState
+
+ReadState = Callable[[Mapping[str, Any]], SessionState]
+"""The state of a session from its wire form."""
+
+
+async def prepare(services: Services, session_id: str, origin_id: str, until: str | int | None, read_state: ReadState) -> Fork:
+    """What the new session `session_id` replays. Raises NotFound for a session or call that there is not, Conflict for one whose records
+    are gone, RequestError for a pivot that none can sample from."""
+    if origin_id == session_id:
+        raise RequestError(f"session '{session_id}' cannot replay itself", param="replay.session_id")
+    origin = await services.sessions.load(origin_id) or await _restore(services, origin_id, read_state)
+    if origin.status == "restoring":
+        raise Conflict(f"session '{origin_id}' is being imported: try again when that is finished", param="replay.session_id")
+    fork = Fork(origin_id, origin.info.created_at, origin.calls)
+    recording = await services.trees.load_recording(fork)
+    if session_id in recording.sessions:
+        raise RequestError(
+            f"session '{origin_id}' replays calls of a session '{session_id}': they could not be told from the new one's; "
+            "choose another session_id",
+            param="session_id",
+        )
+    pivot = await _find_pivot(services, origin_id, recording, until)
+    sampler = pivot or (recording.requests[-1] if recording.requests else None)
+    if sampler is not None:
+        _check_model(services, origin_id, recording, sampler)
+    return replace(fork, until=None if pivot is None else pivot.first.call_id)
+
+
+async def keep_origin(services: Services, session_id: str, fork: Fork) -> None:
+    """Keeps the origin of a fork that was just created. Raises NotFound, and the fork is gone, if the origin was deleted meanwhile."""
+    if not await services.sessions.pin(session_id, fork):
+        await closing.delete_session(services, session_id)
+        raise NotFound(f"session '{fork.session_id}' was deleted while it was to be replayed", param="replay.session_id")
+
+
+async def _find_pivot(
+    services: Services, origin_id: str, recording: Recording, until: str | int | None
+) -> RecordedRequest | None:
+    """The first request that is not replayed; None: all are."""
+    requests = recording.requests
+    if isinstance(until, str):
+        pivot = next((each for each in requests if any(call.call_id == until for call in each.calls)), None)
+        if pivot is None and until not in recording.refused:
+            raise await _explain_missing(services, origin_id, until)
+    elif until is not None and until > len(requests):
+        raise RequestError(
+            f"session '{origin_id}' has {len(requests)} recorded requests that can be replayed, not {until}",
+            param="replay.until",
+        )
+    else:
+        pivot = None if until is None or until == len(requests) else requests[until]
+    call_id = until if isinstance(until, str) else "" if pivot is None else pivot.first.call_id
+    if reason := recording.refused.get(call_id):
+        raise RequestError(
+            f"call '{call_id}' of session '{origin_id}' is quarantined ({reason}): the model cannot sample from there; choose another",
+            param="replay.until",
+        )
+    return pivot
+
+
+async def _explain_missing(services: Services, origin_id: str, call_id: str) -> RequestError:
+    intents = await services.sessions.load_intents(origin_id)
+    if call_id not in {intent.call_id for intent in intents}:
+        return NotFound(f"session '{origin_id}' has no call '{call_id}'", param="replay.until")
+    under_way = call_id in await services.peers.in_flight(intents)
+    state = "still in flight" if under_way else "dangling: its process died, and its request is not recorded"
+    return RequestError(f"call '{call_id}' of session '{origin_id}' is {state}", param="replay.until")
+
+
+def _check_model(services: Services, origin_id: str, recording: Recording, sampler: RecordedRequest) -> None:
+    """Raise RequestError if the model that is to sample from the pivot is not served, or by another policy than recorded."""
+    model = recording.find_model(sampler.first)
+    # Engines that were not reached yet may turn out to serve it.
+    with contextlib.suppress(EngineUnavailable):
+        try:
+            policy = services.pool.find_policy(model)
+        except NotFound as error:
+            raise RequestError(
+                f"session '{origin_id}' was sampled by the model '{model}', which no engine serves: {error.message}",
+                param="replay.session_id",
+            ) from error
+        if policy != sampler.first.policy:
+            raise RequestError(
+                f"session '{origin_id}' was sampled by the policy '{sampler.first.policy}', but '{model}' is now of '{policy}'",
+                param="replay.session_id",
+            )
+
+
+async def _restore(services: Services, session_id: str, read_state: ReadState) -> SessionState:
+    """The session from the service's archive. Raises NotFound."""
+    folder = services.settings.archive_dir
+    found = await asyncio.to_thread(_find_archived, folder, session_id) if folder is not None else None
+    if found is None:
+        where = "in the store" if folder is None else "in the store or the archive"
+        raise NotFound(
+            f"there is no session '{session_id}' {where}; `verbatim import` restores one that was exported",
+            param="replay.session_id",
+        )
+    state = read_state(found.state)
+    intents = msgspec.convert(list(found.intents), list[Intent])
+    await services.archive.restore(state.info, 0, found.records)
+    await services.archive.finish(state, found.delivered, intents, await services.clock.now())
+    return await closing.load_session(services, session_id)
+
+
+def _find_archived(folder: Path, session_id: str) -> ArchivedSession | None:
+    return ArchiveReader(folder).find(session_id) if (folder / MANIFEST).exists() else None

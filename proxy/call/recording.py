@@ -1,0 +1,116 @@
+"""What a fork replays: the recorded requests of its origin, in the order of recording, and what one of them makes of a request.
+
+A request that was recorded before the pivot is answered with the replies that it got; the pivot and all others are sampled. Attempts that
+a retry replaced, and replies that broke off before any harness went on from them, are left out: nothing came of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from proxy.errors import ReplayDiverged
+from reconstruct.accounting import settle
+from reconstruct.codec import decode
+from reconstruct.errors import DecodeError
+from reconstruct.forest import Forest
+from reconstruct.records import Call
+
+Stored = tuple[bytes, bytes]
+"""The digest of a call's record, and the entry of a session's list that holds or names it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedRequest:
+    """The calls of its choices, and what a fork stores of each (see `Recording`). `replayed`: it was recorded before the pivot."""
+
+    calls: Sequence[Call]
+    stored: Sequence[Stored]
+    replayed: bool
+
+    @property
+    def first(self) -> Call:
+        return self.calls[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """What the recording makes of a fork's request: it is answered with recorded `calls`, or refused, or sampled and recorded with
+    `marks`."""
+
+    calls: Sequence[Call] = ()
+    marks: Mapping[str, str] = field(default_factory=dict)
+    refusal: ReplayDiverged | None = None
+
+
+class Recording:
+    """The origin's records, and of each the digest and the entry by which a fork refers to it. `until` is the pivot's call id, None: all
+    is replayed. `refused` has the reason of each call that no fork can begin at. A damaged record is left out."""
+
+    def __init__(
+        self, records: Sequence[bytes], stored: Sequence[Stored], delivered: Container[str], until: str | None = None
+    ) -> None:
+        calls: dict[str, Call] = {}
+        stored_by_id: dict[str, Stored] = {}
+        for record, each in zip(records, stored, strict=True):
+            try:
+                call = decode(record)
+            except DecodeError:
+                continue
+            calls[call.call_id] = call
+            stored_by_id[call.call_id] = each
+        settled = settle(calls.values(), delivered=delivered)
+        self.forest: Forest = settled.forest
+        self.refused: Mapping[str, str] = settled.refused
+        self.sessions = frozenset(call.session_id for call in calls.values())
+        self.size_bytes = sum(call.size_bytes for call in calls.values())
+        self.requests: list[RecordedRequest] = []
+        self.pivot: RecordedRequest | None = None
+        self._asked: dict[bytes, list[RecordedRequest]] = {}
+        self._below: dict[str | None, list[RecordedRequest]] = {}
+        for group in _group_choices(call for call in calls.values() if self._came_to_something(call)):
+            found = any(call.call_id == until for call in group)
+            request = RecordedRequest(group, [stored_by_id[call.call_id] for call in group], self.pivot is None and not found)
+            self.pivot = request if found else self.pivot
+            self.requests.append(request)
+            self._asked.setdefault(request.first.fingerprint, []).append(request)
+            self._below.setdefault(request.first.node.parent_id, []).append(request)
+
+    def find(self, fingerprint: bytes) -> Sequence[RecordedRequest]:
+        """The requests of that history."""
+        return self._asked.get(fingerprint, ())
+
+    def below(self, parent_id: str | None) -> Sequence[RecordedRequest]:
+        """The requests that continue the call; None: those that continue none."""
+        return self._below.get(parent_id, ())
+
+    def find_model(self, call: Call) -> str:
+        """The model that the call asked for: the root's record names it."""
+        root = list(self.forest.lineage(call.call_id))[-1]
+        return str(json.loads(root.preamble)["model"])
+
+    def find_policy(self, model: str) -> str | None:
+        """The policy that the model belonged to; None for a model that was not asked for."""
+        roots = (request.first for request in self.below(None))
+        return next((root.policy for root in roots if self.find_model(root) == model), None)
+
+    def _came_to_something(self, call: Call) -> bool:
+        if call.call_id not in self.forest or self.refused.get(call.call_id) == "superseded":
+            return False
+        return call.status == "finished" or bool(self.forest.children(call.call_id))
+
+
+def _group_choices(calls: Iterable[Call]) -> list[list[Call]]:
+    """The calls of each request: the choices of one are recorded in one step."""
+    groups: list[list[Call]] = []
+    for call in calls:
+        if groups and _request_of(groups[-1][0]) == _request_of(call):
+            groups[-1].append(call)
+        else:
+            groups.append([call])
+    return groups
+
+
+def _request_of(call: Call) -> tuple[object, ...]:
+    return call.node.parent_id, call.fingerprint, call.root_key, call.digest, call.started_at

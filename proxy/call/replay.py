@@ -1,0 +1,319 @@
+"""Replay: answer a fork's request from the recording of its origin.
+
+A request is matched as its parent is found: by minted ids, then by its history. What a fork has replayed stands in its own records, so
+that every process knows it, and a reply is given once: `SessionStore.replay` appends it only where nothing was recorded meanwhile. A
+replayed call keeps its id and its session's; nobody counts or trains it here.
+
+Where ids prove replies (echo policy minted), tool results may differ from the record. The reply is then given all the same, but it was
+sampled after something else: the fork records its text without ids, and whatever is sampled later is rendered from what really happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+import msgspec
+
+from proxy.call.plan import Continuation, continuation, remember
+from proxy.call.prompts import prompt_continuation
+from proxy.call.recording import Recalled, RecordedRequest, Recording, Stored
+from proxy.call.tree import Draft, SessionTree, SessionTrees
+from proxy.dialects.base import Choice, Delta, HistoryMessage, Reply, Request
+from proxy.engine.pool.pool import EnginePool
+from proxy.engine.wire.cancel_scope import CancelScope
+from proxy.errors import EngineFailed, ReplayDiverged, Unavailable, VerbatimError
+from proxy.metrics import Metrics
+from proxy.store.sessions import SessionStore
+from proxy.store.sessions import digest as digest_record
+from reconstruct.codec import encode
+from reconstruct.messages import chain, digest_message
+from reconstruct.records import DIFFERS, DIVERGED, NO_TOKEN_IDS, PIVOT, REPLAY, Call, Node, pack_ids, pack_logprobs
+
+_decode = msgspec.json.decode
+_encode = msgspec.json.Encoder().encode
+
+_TRIES = 50
+"""How often a request is matched again because other calls of its session were recorded meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """`recorded`: the request that this one repeats; None where it is sampled. `exact`: the histories are equal. `again`: the replies were
+    given before. `mark`: the REPLAY mark of its record if it is sampled. `live`: it goes on from what the fork sampled."""
+
+    recorded: RecordedRequest | None = None
+    exact: bool = True
+    again: bool = False
+    mark: str = ""
+    live: bool = False
+
+
+class Replays:
+    def __init__(self, pool: EnginePool, sessions: SessionStore, trees: SessionTrees, metrics: Metrics) -> None:
+        self._pool = pool
+        self._sessions = sessions
+        self._trees = trees
+        self._metrics = metrics
+
+    async def recall(self, draft: Draft, request: Request, digest: bytes, *, retry: bool) -> Recalled:
+        """What the recording makes of the request; recorded calls stand in the fork's tree when this returns. Raises as the store, and
+        Conflict or NotFound for a session that takes no calls."""
+        tree, recording = draft.tree, _recording_of(draft.tree)
+        policy = self._find_policy(recording, request.model)
+        find = continuation if request.prompt is None else prompt_continuation
+        for _ in range(_TRIES):
+            found = find(tree, request, policy)
+            match = match_request(tree, recording, request, digest, found)
+            if match.again and not retry and await self._was_delivered(tree, match):
+                match = replace(match, recorded=None)
+            if match.recorded is None:
+                # Another process may have recorded what this one continues.
+                if match.live or not await self._trees.refresh(tree):
+                    return self._sample(tree, recording, request, found, match)
+            elif await self._take(tree, recording, request, found, match):
+                draft.keep()
+                remember(tree, found)
+                self._trees.weigh(tree)
+                self._metrics.recalled("replayed")
+                return Recalled(match.recorded.calls)
+        raise Unavailable(f"session '{tree.info.session_id}' is too busy; try again")
+
+    def _find_policy(self, recording: Recording, model: str) -> str:
+        """The policy whose calls the request may continue, whether an engine serves it now or not."""
+        policy = recording.find_policy(model)
+        if policy is None:
+            with contextlib.suppress(VerbatimError):
+                return self._pool.find_policy(model)
+        return policy or ""
+
+    async def _was_delivered(self, tree: SessionTree, match: Match) -> bool:
+        given = match.recorded.first.call_id if match.recorded is not None else ""
+        return given in await self._sessions.load_delivered(tree.info.session_id)
+
+    async def _take(self, tree: SessionTree, recording: Recording, request: Request, found: Continuation, match: Match) -> bool:
+        """Whether the recorded calls are in the fork's records now; otherwise others are there that were not known."""
+        assert match.recorded is not None
+        known = tree.known
+        calls = match.recorded.calls if match.again else _place_calls(tree, recording, request, found, match)
+        originals = zip(match.recorded.calls, match.recorded.stored, calls, strict=True)
+        entries = {call.call_id: stored if call is original else _store_whole(call) for original, stored, call in originals}
+        begun = await self._sessions.replay(tree.info.session_id, known, entries)
+        self._trees.check_open(tree, begun)
+        if not begun.accepted:
+            tree.learn(begun.records, known)
+        elif not match.again:
+            tree.committed(calls, None, known + len(calls))
+        return begun.accepted
+
+    def _sample(self, tree: SessionTree, recording: Recording, request: Request, found: Continuation, match: Match) -> Recalled:
+        marks = {REPLAY: match.mark} if match.mark else {}
+        if not match.exact:
+            marks[DIFFERS] = "true"
+        if match.mark != DIVERGED:
+            return Recalled(marks=marks)
+        self._metrics.recalled("diverged")
+        fork = tree.info.replay
+        if fork is None or fork.on_divergence == "live":
+            return Recalled(marks=marks)
+        reason = explain_divergence(recording, request, found)
+        return Recalled(
+            refusal=ReplayDiverged(
+                f"session '{tree.info.session_id}' replays session '{fork.session_id}', where this was not asked: {reason}"
+            )
+        )
+
+
+def match_request(tree: SessionTree, recording: Recording, request: Request, digest: bytes, found: Continuation) -> Match:
+    """What the recording has for a request that continues `found`. Of several recorded requests of one history each is given once, that
+    with the same body (`digest`) first."""
+    parent_id = found.parent.call_id if found.parent is not None else None
+    if found.parent is not None and found.parent.session_id == tree.info.session_id:
+        return Match(live=True)
+    same = [each for each in recording.find(found.fingerprint) if _continues(tree, recording, each, found)]
+    alike = same or _find_similar(tree, recording, request, found)
+    fitting = [each for each in alike if len(each.calls) == request.n and each.first.root_key == found.dress]
+    exact = fitting == [] or bool(same)
+    free = [each for each in fitting if each.replayed and each.first.call_id not in tree.forest]
+    if free:
+        return Match(min(free, key=lambda each: each.first.digest != digest), exact)
+    if later := [each for each in fitting if not each.replayed]:
+        return Match(mark=PIVOT if recording.pivot in later else "", exact=exact)
+    mark = DIVERGED if _is_before_pivot(tree, recording, parent_id) else ""
+    given = [each for each in fitting if not tree.forest.children(each.first.call_id)]
+    return Match(given[-1], exact, again=True, mark=mark) if given else Match(mark=mark)
+
+
+def _is_before_pivot(tree: SessionTree, recording: Recording, parent_id: str | None) -> bool:
+    """Whether the recording was to answer: its pivot was not asked yet, or without one, other requests stand in this place."""
+    if recording.pivot is None:
+        return bool(recording.below(parent_id))
+    return not any(call.marks.get(REPLAY) == PIVOT for call in tree.forest.calls.values())
+
+
+def _continues(tree: SessionTree, recording: Recording, recorded: RecordedRequest, found: Continuation) -> bool:
+    """Whether a recorded request of the same history continues the same call, or one that said the very same, as twins do."""
+    parent_id = recorded.first.node.parent_id
+    if parent_id is None or found.parent is None:
+        return parent_id is None
+    if parent_id == found.parent.call_id:
+        return True
+    return parent_id in tree.forest and recording.forest.calls[parent_id].reply == found.parent.reply
+
+
+def _find_similar(tree: SessionTree, recording: Recording, request: Request, found: Continuation) -> Sequence[RecordedRequest]:
+    """The recorded requests that continue the same call with the same messages but for the contents of tool results, where ids prove
+    which replies are meant."""
+    if tree.info.echo_policy != "minted" or found.parent is None:
+        return ()
+    new = request.history[found.reply_at + 1 :]
+    return [each for each in recording.below(found.parent.call_id) if _reads_alike(_decode(each.first.messages), new)]
+
+
+def _reads_alike(recorded: Sequence[Mapping[str, Any]], new: Sequence[HistoryMessage]) -> bool:
+    if len(recorded) != len(new):
+        return False
+    pairs = zip(recorded, new, strict=True)
+    return all(
+        one.get("role") == other.message.get("role")
+        and (one.get("role") == "tool" or digest_message(one).digest == other.digests.digest)
+        for one, other in pairs
+    )
+
+
+def explain_divergence(recording: Recording, request: Request, found: Continuation) -> str:
+    """What of the request was not recorded, for whoever is to prevent it."""
+    parent_id = found.parent.call_id if found.parent is not None else None
+    recorded = recording.below(parent_id)
+    if not recorded:
+        return f"nothing continues call {parent_id} there"
+    if parent_id is None and recording.find_policy(request.model) is None:
+        return f"it asks for the model '{request.model}', not for '{recording.find_model(recorded[0].first)}'"
+    first = recorded[0].first
+    new = request.history[found.reply_at + 1 :]
+    pairs = enumerate(zip_longest(_decode(first.messages), new), found.reply_at + 2)
+    for number, (one, other) in pairs:
+        if one is None or other is None:
+            return f"its history has {len(request.history)} messages, that of call {first.call_id} {first.message_count}"
+        if digest_message(one).digest != other.digests.digest:
+            return f"its message {number} ({other.message.get('role')}) differs from that of call {first.call_id}"
+    return (
+        f"its messages are those of call {first.call_id}; its tools, parameters or number of choices are not, or it came again"
+    )
+
+
+def _place_calls(tree: SessionTree, recording: Recording, request: Request, found: Continuation, match: Match) -> list[Call]:
+    """The recorded calls as they stand in the fork's tree."""
+    assert match.recorded is not None
+    placed: list[Call] = []
+    for call in match.recorded.calls:
+        if not match.exact:
+            placed.append(_without_ids(call, request, found))
+        else:
+            known = tree.forest.calls.keys() | {each.call_id for each in placed}
+            placed.append(call if call.node.base_id is None or call.node.base_id in known else _rebase(tree, recording, call))
+    return placed
+
+
+def _rebase(tree: SessionTree, recording: Recording, call: Call) -> Call:
+    """The call with the ids of its prompt on its parent, or whole, where the fork has not replayed what they stand on."""
+    parent_id, prompt = call.node.parent_id, recording.forest.prompt_ids(call.call_id)
+    extends = parent_id is not None and recording.forest.extends(call.call_id)
+    length = recording.forest.full_length(parent_id) if extends and parent_id is not None else 0
+    node = replace(
+        call.node, base_id=parent_id if extends else None, base_length=length, delta_ids=prompt[length:], details=None
+    )
+    return replace(call, node=node)
+
+
+def _without_ids(call: Call, request: Request, found: Continuation) -> Call:
+    """The recorded reply after messages that it was not sampled after."""
+    assert found.parent is not None
+    none = pack_ids(())
+    begin = found.reply_at + 1
+    return replace(
+        call,
+        node=Node(found.parent.call_id, None, None, 0, none, none, pack_logprobs(()), ()),
+        fingerprint=found.fingerprint,
+        reply_fingerprint=chain(found.fingerprint, [digest_message(_decode(call.reply))])[-1],
+        root_key=found.dress,
+        message_count=len(request.messages),
+        messages_from=begin,
+        messages=_encode(request.messages[begin:]),
+        preamble=b"",
+        projection=found.projection,
+        trainable=False,
+        quarantine_reason=NO_TOKEN_IDS,
+        marks={**call.marks, DIFFERS: "true"},
+    )
+
+
+def _store_whole(call: Call) -> Stored:
+    record = encode(call)
+    return digest_record(record), record
+
+
+def _recording_of(tree: SessionTree) -> Recording:
+    assert tree.recording is not None
+    return tree.recording
+
+
+# The reply as it was, and its pace.
+
+
+def build_reply(recording: Recording, request: Request, calls: Sequence[Call]) -> Reply:
+    """The recorded reply. Its logprobs name tokens by id, as vLLM writes them: no engine is asked to spell them."""
+    first = calls[0]
+    choices = [
+        Choice(
+            index,
+            call.call_id,
+            _decode(call.reply),
+            "length" if call.finish_reason == "abort" else call.finish_reason,
+            len(call.node.completion_ids),
+            logprobs=_logprobs(call) if request.top_logprobs is not None else None,
+            token_ids=call.node.completion_ids.tolist(),
+            stop_reason=call.stop_reason,
+        )
+        for index, call in enumerate(calls)
+    ]
+    tokens = recording.forest.prompt_length(first.call_id)
+    reply = Reply(first.call_id, request.model, int(first.started_at), tokens, choices)
+    if request.wants_ids and first.ids_known:
+        reply.prompt_ids = recording.forest.prompt_ids(first.call_id).tolist()
+    return reply
+
+
+def _logprobs(call: Call) -> list[dict[str, Any]]:
+    pairs = zip(call.node.completion_ids.tolist(), call.node.logprobs.tolist(), strict=True)
+    return [{"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []} for token, value in pairs]
+
+
+async def play(
+    request: Request, reply: Reply, emit: Callable[[Delta], None], tokens_per_second: float, scope: CancelScope
+) -> None:
+    """Emit the reply's text at that pace; returns after as long as its tokens take, or when the call is cut. Logprobs and ids go with the
+    text, which is then left to the end."""
+    loop = asyncio.get_running_loop()
+    began, tokens = loop.time(), 0.0
+    with contextlib.suppress(EngineFailed), scope.interruptible():
+        for choice in reply.choices:
+            kept_whole = request.top_logprobs is not None or request.wants_ids
+            pieces: list[Delta | None] = [None] if kept_whole else [*split_text(choice)] or [None]
+            for piece in pieces:
+                tokens += choice.completion_tokens / len(pieces)
+                await asyncio.sleep(began + tokens / tokens_per_second - loop.time())
+                if piece is not None:
+                    emit(piece)
+
+
+def split_text(choice: Choice) -> list[Delta]:
+    """The choice's reasoning and text in about as many pieces as it has tokens."""
+    reasoning, content = choice.message.get("reasoning_content") or "", choice.message.get("content") or ""
+    step = max(1, (len(reasoning) + len(content)) // max(1, choice.completion_tokens))
+    thought = [Delta(choice.index, reasoning=reasoning[at : at + step]) for at in range(0, len(reasoning), step)]
+    return thought + [Delta(choice.index, content[at : at + step]) for at in range(0, len(content), step)]
