@@ -51,6 +51,8 @@ class CallSummary:
     preview: str
     tools: Sequence[str]
     in_tree: bool
+    replayed_from: str = ""
+    """The session that sampled it, if that is another one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from proxy.ui.conversation import UNCUT
 from proxy.ui.pictures import draw_tree
 from proxy.ui.rendering import SCRIPTS, static, templates
 from proxy.ui.session_view import SessionView, describe_call, show_turn, summarize
-from proxy.ui.tokens import QUARANTINED, TRAINED, TokenTexts, find_version_runs
+from proxy.ui.tokens import TokenTexts, choose_kind, find_version_runs
 from reconstruct.records import Call, Ids
 from reconstruct.trajectory import Trajectory
 
@@ -93,7 +93,7 @@ def _pack_call(
         "base": base,
         "base_length": 0 if base is None else node.base_length,
         "added": len(node.delta_ids),
-        "kind": QUARANTINED if call.call_id in view.quarantined else TRAINED,
+        "kind": choose_kind(view, call),
         "ids": _pack(_own_ids(call), "<i4"),
         "logprobs": _pack(node.logprobs, "<f4") if len(node.logprobs) == len(node.completion_ids) else "",
         "texts": _pack(np.array(numbers), "<i4"),

@@ -142,7 +142,7 @@ def summarize_calls(settled: Settled, delivered: Container[str], quarantined: Ma
     """Every recorded call in canonical order."""
     calls = sorted([*settled.forest.calls.values(), *settled.stray], key=order_key)
     return [
-        _summarize(number, call, settled.forest, call.call_id in delivered, quarantined.get(call.call_id, ""))
+        _summarize(number, call, settled, call.call_id in delivered, quarantined.get(call.call_id, ""))
         for number, call in enumerate(calls, 1)
     ]
 
@@ -158,7 +158,8 @@ def preview_reply(reply: Mapping[str, Any]) -> tuple[str, list[str]]:
     return preview, names
 
 
-def _summarize(number: int, call: Call, forest: Forest, delivered: bool, quarantine_reason: str) -> CallSummary:
+def _summarize(number: int, call: Call, settled: Settled, delivered: bool, quarantine_reason: str) -> CallSummary:
+    forest, replayed = settled.forest, call.call_id in settled.replayed
     node, in_tree = call.node, call.call_id in forest
     preview, tools = preview_reply(_decode(call.reply))
     mean = float(np.mean(node.logprobs)) if len(node.logprobs) else math.nan
@@ -183,6 +184,7 @@ def _summarize(number: int, call: Call, forest: Forest, delivered: bool, quarant
         preview=preview,
         tools=tools,
         in_tree=in_tree,
+        replayed_from=call.session_id if replayed else "",
     )
 
 

@@ -24,7 +24,7 @@ from reconstruct.records import Call, Ids, Logprobs
 from reconstruct.trajectory import Trajectory
 
 PROMPT, TRAINED, CONTEXT, QUARANTINED = range(4)
-"""The kinds of tokens: prompt; sampled, mask 1; sampled by an earlier call, mask 0; sampled and quarantined."""
+"""The kinds of tokens: prompt; sampled, mask 1; sampled by an earlier call or another session, mask 0; sampled and quarantined."""
 NO_VERSION = -1
 BINS = 160
 """Of the overview."""
@@ -103,9 +103,16 @@ class TokenList:
         return found
 
 
+def choose_kind(view: SessionView, call: Call) -> int:
+    """The kind of the call's sampled tokens in its session."""
+    if call.call_id in view.built.settled.replayed:
+        return CONTEXT
+    return QUARANTINED if call.call_id in view.quarantined else TRAINED
+
+
 def build_call_tokens(view: SessionView, call: Call) -> TokenList:
     """The call's prompt and completion."""
-    own = TRAINED if call.call_id not in view.quarantined else QUARANTINED
+    own = choose_kind(view, call)
     if call.call_id not in view.forest:
         return _build_stray_tokens(call)
     tokens = _build(view.forest, call.call_id)

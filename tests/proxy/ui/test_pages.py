@@ -21,6 +21,7 @@ from proxy.settings import Settings
 from proxy.ui.pictures import MOST_RUNS, Rewards, draw_tree
 from proxy.ui.router import COOKIE, is_valid, sign_until
 from proxy.ui.session_view import PREVIEW_CHARACTERS, preview_reply
+from proxy.ui.tokens import CONTEXT, PROMPT
 from tests.support.engine.local_format import QWEN3, require_renderers, write_format
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service import plain_http
@@ -460,3 +461,14 @@ def test_rewards_of_any_size_have_a_picture(values: list[float]) -> None:
     assert sum(bar.count for bar in rewards.bars()) == len(rewards.values) == len(rewards.dots())
     assert all(0 <= dot.x <= 240 and 0 <= dot.y <= 26 for dot in rewards.dots())
     assert all(0 <= bar.height <= 90 for bar in rewards.bars())
+
+
+def test_a_replayed_call_is_shown_as_another_sessions(service: RunningService) -> None:
+    origin = service.session()
+    origin.ask("q")
+    fork = service.session(replay={"session_id": origin.session_id})
+    fork.ask("q")
+    assert f"replayed from {origin.session_id}" in page(service, f"/ui/sessions/{fork.session_id}")
+    (call,) = fork.calls
+    shown = service.request("GET", f"/ui/sessions/{fork.session_id}/calls/{call['call_id']}/tokens").json()
+    assert shown["kinds"] == str(PROMPT) * len(call["prompt_ids"]) + str(CONTEXT) * len(call["completion_ids"])
