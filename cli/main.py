@@ -18,6 +18,7 @@ from cli import (
     engines,
     env,
     export,
+    fork,
     generate,
     import_tasks,
     node,
@@ -44,6 +45,7 @@ app.command("serve", short_help="Run the service.")(serve.serve)
 app.command("run", short_help="Run a harness in a new session, then close it.")(run.run)
 app.command("node", short_help="Run rollouts of submitted tasks on this machine.")(node.node)
 app.command("generate", short_help="Sample until enough attempts pass.")(generate.generate)
+app.command("fork", short_help="Run a session's task again from one of its calls.")(fork.fork)
 app.command("env", short_help="Open a session and print a harness's settings for it.")(env.env)
 app.command("audit", short_help="Check a session's tree, tokens and logprobs.")(audit.audit)
 app.command("doctor", short_help="Check what works here and what to fix.")(doctor.doctor)

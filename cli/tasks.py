@@ -49,7 +49,8 @@ def submit(
     (a list of {"upload": {"path", "text" or "base64" or "source"}} and {"exec": "make deps"}), environment, evaluator ({"kind",
     "options"}), budgets ({"agent_seconds", "prepare_seconds", "evaluation_seconds", "total_seconds", "max_calls",
     "max_completion_tokens", "max_total_tokens"}), priority (0 to 100), labels, early_stop_usable_samples, max_attempts, group
-    ({"policy", "minimum", "zero_variance", "max_quarantined_share"}), echo_policy, callback_url, metadata.
+    ({"policy", "minimum", "zero_variance", "max_quarantined_share"}), echo_policy, fork ({"session_id", "until",
+    "on_divergence"}), callback_url, metadata.
 
     If the service refuses a line, the others are still submitted, and the command ends with the line number and the reason.
 
@@ -66,7 +67,7 @@ def submit(
     try:
         submitted, refusals = _submit_all(control, bodies, screen)
         if wait and submitted:
-            _wait(control, submitted, screen)
+            wait_for_end(control, submitted, screen)
     except KeyboardInterrupt as interrupt:
         raise Refusal("no longer waiting; the tasks continue (verbatim tasks cancel stops them)", exit_code=130) from interrupt
     if refusals:
@@ -292,7 +293,7 @@ class Patience:
         time.sleep(POLL_SECONDS)
 
 
-def _wait(control: Control, tasks: list[dict[str, Any]], screen: Any) -> None:
+def wait_for_end(control: Control, tasks: list[dict[str, Any]], screen: Any) -> None:
     """Return when every task has ended. Prints a table of their states, also when interrupted."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

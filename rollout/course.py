@@ -7,6 +7,7 @@ import errno
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, replace
 from typing import Any, Literal, TypeVar
 
 from reconstruct.roles import RoleRule, encode_rule
@@ -327,6 +328,7 @@ async def open_member(
         # Other sessions may not replace failed members.
         group_replacements=False,
         echo_policy=task.echo_policy,
+        replay=None if task.fork is None else asdict(task.fork),
         role_rules=[encode_rule(rule) for rule in roles] or None,
         **task.budgets.of_session,
     )
@@ -342,7 +344,8 @@ async def close_member(sessions: Sessions, task: Task, index: int, session_id: s
             await _close(sessions, session_id, verdict)
         except NoSession:
             if not verdict.usable and verdict.status != "completed":
-                await open_member(sessions, task, index, session_id)
+                # Nothing runs in it, and what it would replay may be gone.
+                await open_member(sessions, replace(task, fork=None), index, session_id)
                 await _close(sessions, session_id, verdict)
         except SessionConflict as error:
             # Closed by someone else, as idle or by hand, which decided what a trainer gets.

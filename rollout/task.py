@@ -348,6 +348,16 @@ class Sampling(TypedDict, total=False):
 
 @with_config(_RULES)
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """A recorded session that every rollout replays as far as the pivot `until`: see `replay` of `POST /sessions`."""
+
+    session_id: Name
+    until: Annotated[int, Field(ge=0)] | str | None = None
+    on_divergence: Literal["live", "fail"] = "live"
+
+
+@with_config(_RULES)
+@dataclass(frozen=True, slots=True)
 class Task:
     """`num_samples` rollouts of one instruction; together they are a group, whose id is the task's."""
 
@@ -381,6 +391,7 @@ class Task:
     group: GroupRule = GroupRule()
     echo_policy: EchoPolicy | None = None
     """What to do with a reply that the harness replays edited; None: the service's setting."""
+    fork: Fork | None = None
     callback_url: Annotated[str | None, BeforeValidator(_check_url, str | None)] = None
     metadata: Json = field(default_factory=dict)
 

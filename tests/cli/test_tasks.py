@@ -299,3 +299,30 @@ def test_a_service_that_is_away_is_named(tmp_path: Path) -> None:
 def test_help_teaches(command: str) -> None:
     shown = verbatim("tasks", command, "--help")
     assert shown.returncode == 0 and len(shown.stdout.split()) > 25
+
+
+def fork(service: RunningService, *args: str) -> subprocess.CompletedProcess[str]:
+    return verbatim("fork", *args, timeout_seconds=SECONDS, VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN)
+
+
+def test_a_fork_of_a_session_is_its_task_again(fresh: RunningService, tmp_path: Path) -> None:
+    steps = [{"upload": {"path": "a.txt", "text": "x"}}]
+    plain = {"evaluator": {"kind": "command", "options": {"command": "true"}}, "budgets": {"max_calls": 3}}
+    submit(fresh, task_id="t", num_samples=2, early_stop_usable_samples=1, metadata={"a": 1}, **plain)
+    submit(fresh, task_id="u", prepare=steps)
+    for session_id, task_id in (("t.0.1", "t"), ("u.0.1", "u"), ("alone", None)):
+        fresh.request("POST", "/sessions", json={"session_id": session_id, "task_id": task_id})
+    done = fork(fresh, "t.0.1", "--at", "0", "--samples", "3", "--on-divergence", "fail")
+    assert (done.returncode, done.stderr) == (0, "")
+    made, old = (fresh.request("GET", f"/tasks/{name}").json()["task"] for name in (done.stdout.strip(), "t"))
+    assert made["fork"] == {"session_id": "t.0.1", "until": 0, "on_divergence": "fail"}
+    assert (made["num_samples"], made["early_stop_usable_samples"], made["group"]["minimum"]) == (3, None, None)
+    differing = {"task_id", "num_samples", "early_stop_usable_samples", "fork", "group"}
+    assert {name for name in made if made[name] != old[name]} <= differing
+    refused = fork(fresh, "u.0.1", "--at", "0")
+    assert refused.returncode == 1 and "task u uploads files" in refused.stderr
+    file = lines(tmp_path / "tasks.jsonl", {"task_id": "other"}, {"task_id": "u", "prepare": steps})
+    done = fork(fresh, "u.0.1", "--at", "f" * 24, "--task", file)
+    assert fresh.request("GET", f"/tasks/{done.stdout.strip()}").json()["task"]["fork"]["until"] == "f" * 24
+    refused = fork(fresh, "alone", "--at", "0")
+    assert refused.returncode == 1 and "session alone is of no task" in refused.stderr

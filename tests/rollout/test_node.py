@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from rollout.attempts import Failure, RolloutState
 from rollout.runtimes.base import RuntimeFailed
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.stages import Slots
-from rollout.task import Budgets, EvaluatorSpec, Exec, HarnessSpec, McpServer, RuntimeSpec, Upload
+from rollout.task import Budgets, EvaluatorSpec, Exec, Fork, HarnessSpec, McpServer, RuntimeSpec, Upload
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.machine import unavailable
 from tests.support.runtimes.rollout_nodes import ASK, World, a_task
@@ -46,6 +47,42 @@ async def test_the_rollouts_of_a_task_are_run_scored_and_leased_as_one_group(wor
     assert group["group_id"] == task.task_id
     assert {row["session_id"] for row in group["trajectories"]} == {state.session_id for state in states}
     assert {row["reward"] for row in group["trajectories"]} == {1.0}
+
+
+TWO_TURNS = f"""{sys.executable} -S - <<'PYTHON'
+import http.client, json, os, urllib.parse
+url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}}
+connection, messages, said = http.client.HTTPConnection(url.netloc), [], open("said.txt", "w")
+for question in ("hello", "and then?"):
+    messages.append({{"role": "user", "content": question}})
+    body = json.dumps({{"model": "policy", "messages": messages}}).encode()
+    connection.request("POST", url.path + "/chat/completions", body, headers)
+    messages.append(json.load(connection.getresponse())["choices"][0]["message"])
+    print(messages[-1]["content"], file=said)
+PYTHON
+"""
+
+
+async def test_the_forks_of_a_rollout_are_a_group_with_rewards_of_their_own(world: World, engine: ScriptedEngine) -> None:
+    engine.script = lambda generation, index: Say(f"reply {len(engine.generations)}")
+    begun = EvaluatorSpec("command", {"command": "grep -qx 'reply 1' said.txt"}, fresh_runtime=False)
+    origin = await world.submit(a_task("origin", TWO_TURNS, evaluator=begun))
+    async with world.node():
+        (state,) = await world.ended(origin)
+        assert state.session_id is not None
+        fork = Fork(state.session_id, until=1, on_divergence="fail")
+        forks = await world.submit(a_task("forks", TWO_TURNS, evaluator=begun, num_samples=3, fork=fork))
+        states = await world.ended(forks)
+    # Each began with what the origin was told, and was told something else then.
+    assert [state.verdict and state.verdict.reward for state in states] == [1.0] * 3
+    assert len(engine.generations) == 2 + 3
+    leased = world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 2}).json()
+    (group,) = [each for each in leased["groups"] if each["group_id"] == "forks"]
+    assert [each["replayed_tokens"] > 0 for each in group["sessions"]] == [True] * 3
+    assert sum(sum(row["loss_mask"]) for row in group["trajectories"]) == sum(
+        len(ids) for made in engine.generations[2:] for ids in made.sampled.values()
+    )
 
 
 async def test_what_an_agent_printed_is_kept_apart_and_whole_where_the_rollout_says(world: World) -> None:
