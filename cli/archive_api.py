@@ -57,10 +57,12 @@ class ArchiveApi(Control):
         rows = self.get_packed(f"{path}/trajectories", absent=(404, 500), builder=builder)
         if rows == 404:
             return None
+        # A service of an earlier version sends no log.
+        log = page.get("log", "")
         stored = (page["session"], records, page["delivered"], page["intents"])
         if isinstance(rows, int):
-            return ArchivedSession(*stored, problem="the service could not build its trajectories; its log says why")
-        return ArchivedSession(*stored, rows["trajectories"], rows["accounting"])
+            return ArchivedSession(*stored, problem="the service could not build its trajectories; its log says why", log=log)
+        return ArchivedSession(*stored, rows["trajectories"], rows["accounting"], log=log)
 
     def restore_session(self, session: ArchivedSession, *, deliver: bool) -> str:
         """Put the session into the service's store: `restored`, or `present` if it already holds the session."""
@@ -70,6 +72,7 @@ class ArchiveApi(Control):
             body = {"session": dict(session.state), "start": start, "records": records, "last": last}
             if last:
                 body |= {"delivered": list(session.delivered), "intents": list(session.intents), "deliver": deliver}
+                body |= {"log": session.log} if session.log else {}
             outcome = self._request("POST", path, content=msgpack.packb(body)).json()["outcome"]
         return outcome
 

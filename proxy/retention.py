@@ -12,7 +12,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from proxy import rows
 from proxy.api.archive import intents_as_wire
@@ -206,18 +206,18 @@ class Retention:
 async def collect(services: Services, state: SessionState, builder: str = "merged") -> ArchivedSession:
     """The closed session with everything an archive holds. If its records contradict each other it has no trajectories, but a `problem`."""
     session_id = state.info.session_id
-    records, delivered, intents = await asyncio.gather(
+    records, delivered, intents, log_text = await asyncio.gather(
         services.archive.load_named_records(session_id, 0, -1),
         services.sessions.load_delivered(session_id),
         services.sessions.load_intents(session_id),
+        services.sessions.load_log(session_id),
     )
-    whole = ArchivedSession(session_as_wire(state), records, sorted(delivered), intents_as_wire(intents))
+    whole = ArchivedSession(session_as_wire(state), records, sorted(delivered), intents_as_wire(intents), log=log_text)
     plain = [record for _, record in records]
     try:
         built = await asyncio.to_thread(rows.build_rows, services.settings, state, plain, intents, delivered, builder)
     except ReconstructError as error:
         log.error("session %s has no usable trajectories: %s", session_id, error)
-        return ArchivedSession(whole.state, whole.records, whole.delivered, whole.intents, problem=str(error))
+        return replace(whole, problem=str(error))
     trajectories = [encode_row(row, arrays="bytes") for row in built.rows]
-    accounting = encode_accounting(built.accounting)
-    return ArchivedSession(whole.state, whole.records, whole.delivered, whole.intents, trajectories, accounting)
+    return replace(whole, trajectories=trajectories, accounting=encode_accounting(built.accounting))

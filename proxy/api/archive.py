@@ -24,7 +24,7 @@ from proxy.api.requests import (
     read_body,
     require_admin,
 )
-from proxy.api.sessions import session_as_wire, session_from_wire
+from proxy.api.sessions import LOG_CHARACTERS, session_as_wire, session_from_wire
 from proxy.auth import SESSION_ID
 from proxy.errors import Conflict, RequestError
 from proxy.services import Services
@@ -45,6 +45,7 @@ class Restore(msgspec.Struct, forbid_unknown_fields=True):
     last: bool
     delivered: list[str] = []
     intents: list[dict[str, Any]] = []
+    log: Annotated[str, msgspec.Meta(max_length=LOG_CHARACTERS)] = ""
     deliver: bool = False
 
     def stored_intents(self) -> list[Intent]:
@@ -68,7 +69,8 @@ async def export_records(
     start: Annotated[int, Query(ge=0, description="Number of the first record.")] = 0,
     limit: Annotated[int, Query(ge=1, le=1000, description="Records per part.")] = 100,
 ) -> Response:
-    """Answers msgpack: `session`, `delivered`, `intents`, `records` as the store holds them, and `next_start`."""
+    """Answers msgpack: `session`, `delivered`, `intents`, `records` as the store holds them, and `next_start`. The last part has
+    the `log`."""
     state = await load_session(services, session_id)
     named, delivered, intents = await asyncio.gather(
         services.archive.load_named_records(session_id, start, start + limit - 1),
@@ -76,7 +78,9 @@ async def export_records(
         services.sessions.load_intents(session_id),
     )
     following = start + len(named)
-    part = part_as_wire(state, delivered, intents, named, following if following < state.calls else None)
+    next_start = following if following < state.calls else None
+    log = await services.sessions.load_log(session_id) if next_start is None else ""
+    part = part_as_wire(state, delivered, intents, named, next_start, log)
     return encode_response(part, Form.MSGPACK)
 
 
@@ -99,7 +103,7 @@ async def import_records(request: Request, services: Served, session_id: Session
         fresh, group = await _finish_with_delivery(services, part, state)
     else:
         intents, now = part.stored_intents(), await services.clock.now()
-        fresh, group = await services.archive.finish(state, part.delivered, intents, now), None
+        fresh, group = await services.archive.finish(state, part.delivered, intents, now, part.log), None
     return json_response({"session_id": session_id, "outcome": "restored" if fresh else "present", "group": group})
 
 
@@ -109,6 +113,7 @@ def part_as_wire(
     intents: Sequence[Intent],
     named: Sequence[tuple[str, bytes]],
     next_start: int | None,
+    log: str,
 ) -> dict[str, Any]:
     """A part of a session with the records `named`."""
     return {
@@ -117,6 +122,7 @@ def part_as_wire(
         "intents": intents_as_wire(intents),
         "records": named,
         "next_start": next_start,
+        "log": log,
     }
 
 
@@ -131,7 +137,7 @@ async def _finish_with_delivery(services: Services, part: Restore, state: Sessio
     completes it after a crash."""
     await services.delivery.announce(state.info.session_id, None, await services.clock.now())
     try:
-        fresh = await services.archive.finish(state, part.delivered, part.stored_intents(), None)
+        fresh = await services.archive.finish(state, part.delivered, part.stored_intents(), None, part.log)
     except RequestError:
         await services.delivery.retract(state.info.session_id)
         raise

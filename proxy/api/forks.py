@@ -122,7 +122,7 @@ async def _restore(services: Services, session_id: str, read_state: ReadState) -
     state = read_state(found.state)
     intents = msgspec.convert(list(found.intents), list[Intent])
     await services.archive.restore(state.info, 0, found.records)
-    await services.archive.finish(state, found.delivered, intents, await services.clock.now())
+    await services.archive.finish(state, found.delivered, intents, await services.clock.now(), found.log)
     return await closing.load_session(services, session_id)
 
 

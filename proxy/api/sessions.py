@@ -145,8 +145,11 @@ class Close(Body, json_schema_extra={"example": {"status": "completed", "reward"
     """What went wrong, in words."""
 
 
+LOG_CHARACTERS = 65_536
+
+
 class AgentLog(Body, json_schema_extra={"example": {"text": "$ pytest\n1 failed, 3 passed\n"}}):
-    text: str = Field(max_length=65536)
+    text: str = Field(max_length=LOG_CHARACTERS)
 
 
 OPENED: dict[str, Any] = json.loads("""

@@ -318,7 +318,7 @@ def _read_jsonl(path: Path, table: str, columns: Sequence[str]) -> Iterator[Row]
     with path.open(encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
-            yield {name: row[name] for name in columns} | {name: base64.b64decode(row[name]) for name in binary}
+            yield {name: row.get(name) for name in columns} | {name: base64.b64decode(row[name]) for name in binary}
 
 
 def _sync_folder(folder: Path) -> None:

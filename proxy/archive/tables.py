@@ -5,7 +5,7 @@
 
 Version 2 adds a row's logprob mode, token details and policy; version 3 whether a session is trained; version 4 the source of a row's
 role, and a session's echo policy, budget, dangling calls and completeness; version 5 a row's text and tools; version 6 what a session
-replays, and its replayed tokens. The versions read alike otherwise.
+replays, its replayed tokens, and its log. The versions read alike otherwise.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ SESSIONS = {
     "complete": "bool",
     "replayed_tokens": "int64",
     "problem": "string",
+    "log": "string",
 }
 RECORDS = {"session_id": "string", "position": "int32", "call_id": "string", "record": "binary"}
 
@@ -113,7 +114,8 @@ class ArchivedSession:
 
     `state` is the session as in `GET /sessions/{id}`; `records` are (call id, record bytes) in store order; `delivered` the calls whose
     reply was delivered whole; `intents` the calls without a record. `trajectories` are in wire form with packed arrays, and may have a
-    `text` and `tools`. `problem`: why there are none, when the session's records contradict each other.
+    `text` and `tools`. `problem`: why there are none, when the session's records contradict each other. `log`: the end of what the agent
+    printed, "" if it is not known.
     """
 
     state: Mapping[str, Any]
@@ -123,6 +125,7 @@ class ArchivedSession:
     trajectories: Sequence[Mapping[str, Any]] = ()
     accounting: Mapping[str, Any] = field(default_factory=dict)
     problem: str | None = None
+    log: str = ""
 
     @property
     def key(self) -> tuple[str, float]:
@@ -134,7 +137,7 @@ class ArchivedSession:
         """Approximate size in memory and on disk."""
         arrays = sum(len(row[name]) for row in self.trajectories for name in _ARRAYS)
         arrays += sum(len(row[name]["data"]) for row in self.trajectories for name in _DETAILS if name in row)
-        return arrays + sum(len(record) for _, record in self.records) + 1024
+        return arrays + sum(len(record) for _, record in self.records) + len(self.log) + 1024
 
 
 def rows_of(session: ArchivedSession) -> dict[str, list[Row]]:
@@ -163,6 +166,7 @@ def session_of(row: Row, records: Sequence[Row]) -> ArchivedSession:
         records=[(record["call_id"], record["record"]) for record in ordered],
         delivered=row["delivered"],
         intents=state["intents"],
+        log=row.get("log") or "",
     )
 
 
@@ -198,6 +202,7 @@ def _session_row(session: ArchivedSession) -> Row:
         "complete": accounting.get("complete"),
         "replayed_tokens": accounting.get("replayed_tokens"),
         "problem": session.problem,
+        "log": session.log or None,
     }
 
 

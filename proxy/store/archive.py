@@ -55,14 +55,20 @@ class ArchiveStore:
             raise Conflict(f"session {info.session_id} exists already, and {detail.decode()}")
 
     async def finish(
-        self, state: SessionState, delivered: Sequence[str], intents: Sequence[Intent], leased_at: float | None
+        self,
+        state: SessionState,
+        delivered: Sequence[str],
+        intents: Sequence[Intent],
+        leased_at: float | None,
+        log: str = "",
     ) -> bool:
-        """Gives the session its state and marks; False when it had them before. `leased_at` fixes its reward.
+        """Gives the session its state, marks and log; False when it had them before. `leased_at` fixes its reward.
 
         Raises `Conflict` when a closed session of that id differs, or records are missing.
         """
         session_id = state.info.session_id
-        args: list[Argument] = [_pack(state.info), state.calls, *_fields(state, leased_at), "", *delivered, ""]
+        packed_log = log.encode("utf-8", "replace")
+        args: list[Argument] = [_pack(state.info), state.calls, packed_log, *_fields(state, leased_at), "", *delivered, ""]
         for intent in intents:
             args += (intent.call_id, pack_versioned(intent))
         outcome, *detail = await self._redis.run(Script.read("restored", "_session"), keys.session(session_id), args)

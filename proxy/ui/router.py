@@ -266,7 +266,8 @@ async def trajectories_file(ui: Ui, session_id: str) -> bytes:
 async def record_file(ui: Ui, session_id: str) -> bytes:
     view = await ui.views.load(session_id)
     named = await ui.services.archive.load_named_records(session_id, 0, -1)
-    return msgspec.msgpack.encode(part_as_wire(view.state, view.delivered, view.intents, named, None))
+    log = await ui.services.sessions.load_log(session_id)
+    return msgspec.msgpack.encode(part_as_wire(view.state, view.delivered, view.intents, named, None, log))
 
 
 async def page_file(ui: Ui, session_id: str) -> bytes:

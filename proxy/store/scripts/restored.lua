@@ -1,4 +1,4 @@
--- KEYS: state, calls, index, intents, delivered. ARGV: info, number of calls, then name and value of each field of the state, ''
+-- KEYS: state, calls, index, intents, delivered, answering, log. ARGV: info, number of calls, log, then name and value of each field of the state, ''
 -- and the ids of the delivered calls, '' and the id and value of each intent. Returns {'ok'}, {'closed'}, {'missing'} or
 -- {'conflict', reason}.
 local now = status()
@@ -14,7 +14,10 @@ end
 if redis.call('LLEN', KEYS[2]) ~= tonumber(ARGV[2]) then
   return {'conflict', 'it has ' .. redis.call('LLEN', KEYS[2]) .. ' calls instead of ' .. ARGV[2]}
 end
-local i = 3
+if ARGV[3] ~= '' then
+  redis.call('SET', KEYS[7], ARGV[3])
+end
+local i = 4
 while ARGV[i] ~= '' do
   redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
   i = i + 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import pty
@@ -224,6 +225,8 @@ def test_what_an_export_holds_comes_back_as_it_was(
     sessions = [walked(service, seed) for seed in range(3)]
     talked(service, reward=None, group_id="waiting", group_size=2)
     talked(service, status="failed", error="it broke")
+    log = {"text": "$ agent --print\nAll \u65e5\u672c done.\n"}
+    assert service.request("PUT", f"/sessions/{sessions[0]}/log", json=log).status_code == 204
     export(service, tmp_path / "first", "--format", kind)
     with elsewhere(engine, other_redis) as second:
         assert imported(second, tmp_path / "first") == f"imported 5 sessions from {tmp_path / 'first'}\n"
@@ -235,6 +238,8 @@ def test_what_an_export_holds_comes_back_as_it_was(
             for what in ("", "/calls?limit=1000", "/trajectories", "/trajectories?builder=per_call"):
                 here, there = (each.request("GET", f"/sessions/{session_id}{what}").json() for each in (service, second))
                 assert here == there
+        for page in ("", "/download/page.html"):
+            assert log["text"] in second.request("GET", f"/ui/sessions/{sessions[0]}{page}").text
 
 
 def test_an_exported_fork_is_whole(
@@ -514,13 +519,19 @@ def test_an_export_that_cannot_be_made_is_refused(
 def test_an_archive_of_version_1_is_imported_and_not_added_to(
     service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
 ) -> None:
-    """Its sessions and records are what they were; its trajectories have fewer columns."""
+    """Its sessions and records are what they were, in fewer columns."""
     session_id = talked(service).session_id
-    export(service, tmp_path)
+    export(service, tmp_path, "--format", "jsonl")
     manifest = json.loads((tmp_path / "manifest.json").read_text())
+    files = manifest["parts"][0]["files"]
+    (row,) = table(tmp_path, "sessions")
+    old = {name: value for name, value in row.items() if name not in ("trained", "echo_policy", "max_calls", "log")}
+    text = json.dumps(old) + "\n"
+    (tmp_path / files["sessions"]["name"]).write_text(text)
+    files["sessions"]["sha256"] = hashlib.sha256(text.encode()).hexdigest()
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 1}))
-    refused = command(service, "export", "--out", str(tmp_path))
-    assert refused.returncode == 1 and "whose schema_version is 1, not 6" in refused.stderr
+    refused = command(service, "export", "--format", "jsonl", "--out", str(tmp_path))
+    assert refused.returncode == 1 and f"whose schema_version is 1, not {SCHEMA_VERSION}" in refused.stderr
     with elsewhere(engine, other_redis) as other:
         imported(other, tmp_path)
         assert other.request("GET", f"/sessions/{session_id}").json()["status"] == "completed"
@@ -615,9 +626,10 @@ async def test_a_session_is_restored_in_parts_that_may_be_repeated(store: Store)
     with pytest.raises(Conflict, match="its call c2 differs"):
         await archive.restore(info, 1, [("c2", b"other")])
     assert (await store.sessions.begin("s", 3, intent)).accepted is False
-    assert await archive.finish(state, ["c1", "c2"], [intent], 10.0)
+    assert await archive.finish(state, ["c1", "c2"], [intent], 10.0, "$ agent")
     assert not await archive.finish(state, ["c2", "c1"], [intent], 10.0)
     assert await store.sessions.load("s") == state
+    assert await store.sessions.load_log("s") == "$ agent"
     assert await archive.load_named_records("s", 1, -1) == [("c2", b"two"), ("c3", b"three")]
     assert (await store.sessions.load_delivered("s"), await store.sessions.load_intents("s")) == ({"c1", "c2"}, [intent])
     listed, _ = await store.sessions.list_sessions(status="completed", group_id="g", limit=9, cursor=None)
