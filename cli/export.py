@@ -66,7 +66,7 @@ def export(
     if format not in FORMATS:
         raise Refusal(f"--format {format!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
     if format == "parquet" and find_missing(("pyarrow",)):
-        raise Refusal("--format parquet needs pyarrow: pip install 'verbatim-rl[archive]', or choose jsonl")
+        raise Refusal("--format parquet needs pyarrow: pip install 'verbatim-rl[archive]', or add --format jsonl")
     for name in status or ():
         if name not in CLOSED:
             raise Refusal(f"--status {name!r} is invalid: choose from {', '.join(CLOSED)}", exit_code=2)

@@ -242,7 +242,8 @@ def build_turn(
     call: Call, summary: CallSummary, forest: Forest, forks: Sequence[Thread] = (), *, limit: int = SHOWN_CHARACTERS
 ) -> Turn:
     """`limit` characters of each text are shown."""
-    tool_names = _name_tool_calls(call, forest)
+    parent = forest.calls.get(call.node.parent_id or "")
+    tool_names = name_tool_calls(reply_of(parent)) if parent else {}
     messages = [
         show_message(call.messages_from + at, message, tool_names=tool_names, limit=limit)
         for at, message in enumerate(_decode(call.messages))
@@ -311,11 +312,12 @@ def pretty(value: Any) -> str:
         return str(type(value))
 
 
-def _name_tool_calls(call: Call, forest: Forest) -> dict[str, str]:
-    """The names of the tools that the parent's reply calls, by the id of the call."""
-    parent = forest.calls.get(call.node.parent_id or "")
-    called = reply_of(parent).get("tool_calls") or () if parent else ()
-    return {str(each.get("id")): str((each.get("function") or {}).get("name") or "") for each in called}
+def name_tool_calls(message: Any) -> dict[str, str]:
+    """The names of the tools that the message calls, by the id of the call."""
+    called = message.get("tool_calls") or () if isinstance(message, Mapping) else ()
+    return {
+        str(each.get("id")): str((each.get("function") or {}).get("name") or "") for each in called if isinstance(each, Mapping)
+    }
 
 
 def _read_tools(root: Call) -> list[Tool]:

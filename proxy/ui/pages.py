@@ -6,27 +6,18 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 
-from proxy.api.closing import RUN_ENDED
-from proxy.api.sessions import Status
 from proxy.errors import NotFound
-from proxy.services import Services
-from proxy.store.keys import listing_member
-from proxy.store.sessions import SessionState
-from proxy.ui.conversation import ShownMessage, Thread, Turn, list_messages, show_message
-from proxy.ui.pictures import Rewards, draw_tree
+from proxy.ui.conversation import Thread, Turn
+from proxy.ui.listing import STATUSES, SessionFilter, load_group, newest_groups, session_page
+from proxy.ui.pictures import draw_tree
 from proxy.ui.rendering import page
 from proxy.ui.session_view import ONLY, CallFilter, SessionView, describe_call, show_turn, summarize
 from proxy.ui.shown import Shown, Ui
-from reconstruct.forest import shared_length
-from reconstruct.messages import canonical_json
-from reconstruct.records import Call
 
 TURNS_ON_A_PAGE = 30
 ROWS_ON_A_PAGE = 100
@@ -42,7 +33,6 @@ def routes(kind: type[APIRoute]) -> APIRouter:
         ("/", sessions),
         ("/groups", groups),
         ("/group", group),
-        ("/compare", comparison),
         ("/sessions/{session_id}", session),
         ("/sessions/{session_id}/turns", turns),
         ("/sessions/{session_id}/calls/{call_id}/details", call_details),
@@ -135,7 +125,7 @@ async def session(
     view = await ui.views.load(session_id)
     wanted = CallFilter(q.strip(), role, only if only in ONLY else "")
     part = await asyncio.to_thread(cut_part, view, wanted, start, at, thread)
-    info, rows = view.state.info, view.built.rows
+    rows = view.built.rows
     return page(
         request,
         "session.html",
@@ -153,7 +143,6 @@ async def session(
         row_step=ROWS_ON_A_PAGE,
         tree=draw_tree(view.summaries),
         total=summarize(view),
-        group=await load_group(ui.services, info.group_id) if info.group_id else None,
         log=await ui.services.sessions.load_log(session_id),
         live=view.state.status in ("open", "closing"),
     )
@@ -202,218 +191,3 @@ def cut_part(view: SessionView, wanted: CallFilter, start: int, at: str, thread_
         max(0, start - TURNS_ON_A_PAGE) if start else None,
         thread,
     )
-
-
-# Two sessions side by side, from where their main branches diverge.
-
-
-COMPARED = 400
-"""Messages compared of each side."""
-COMPARED_CHARACTERS = 4000
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The messages at one position of both conversations; None where one has ended."""
-
-    left: ShownMessage | None
-    right: ShownMessage | None
-    same: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """`left` and `right` are the last calls of the compared branches, which share their first `same_messages` and `same_tokens`."""
-
-    left: Call | None
-    right: Call | None
-    pairs: Sequence[Pair]
-    same_messages: int
-    same_tokens: int
-    left_out: int
-
-
-async def comparison(request: Request, ui: Shown, left: Text, right: Text) -> Response:
-    one, other = await ui.views.load(left), await ui.views.load(right)
-    compared = await asyncio.to_thread(compare, one, other)
-    sides = [_side(one, compared.left), _side(other, compared.right)]
-    return page(request, "compare.html", sides=sides, compared=compared, live=False)
-
-
-def _side(view: SessionView, last: Call | None) -> dict[str, Any]:
-    return {"view": view, "state": view.state, "total": summarize(view), "call_id": last.call_id if last else None}
-
-
-def compare(left: SessionView, right: SessionView) -> Comparison:
-    one, other = find_last_call(left), find_last_call(right)
-    first, second = (list_messages(call, view.forest) if call else [] for view, call in ((left, one), (right, other)))
-    pairs = [
-        _pair(index, mine, theirs, len(first), len(second)) for index, (mine, theirs) in enumerate(zip_longest(first, second))
-    ]
-    same = next((index for index, pair in enumerate(pairs) if not pair.same), len(pairs))
-    tokens = shared_length(left.forest.full_ids(one.call_id), right.forest.full_ids(other.call_id)) if one and other else 0
-    return Comparison(one, other, pairs[:COMPARED], same, tokens, max(0, len(pairs) - COMPARED))
-
-
-def find_last_call(view: SessionView) -> Call | None:
-    """The end of the session's longest branch of the role main, or of any role if there is none."""
-    calls = [call for call in view.summaries if call.in_tree]
-    calls = [call for call in calls if call.role == "main"] or calls
-    if not calls:
-        return None
-    longest = max(calls, key=lambda call: (call.prompt_tokens + call.sampled_tokens, call.number))
-    return view.forest.calls[longest.call_id]
-
-
-def _pair(index: int, left: Any, right: Any, left_count: int, right_count: int) -> Pair:
-    def show(message: Any, count: int) -> ShownMessage | None:
-        if message is None:
-            return None
-        return show_message(index, message, is_reply=index == count - 1, limit=COMPARED_CHARACTERS)
-
-    same = left is not None and right is not None and _without_ids(left) == _without_ids(right)
-    return Pair(show(left, left_count), show(right, right_count), same)
-
-
-def _without_ids(message: Any) -> bytes:
-    """The message without the ids of its tool calls, which differ between any two sessions."""
-    if not isinstance(message, dict):
-        return canonical_json(message)
-    calls = [call.get("function") for call in message.get("tool_calls") or () if isinstance(call, dict)]
-    return canonical_json({**message, "tool_call_id": None, "tool_calls": calls or None})
-
-
-# Lists of sessions and groups, with search and filters.
-
-
-PAGE = 50
-READ_TOGETHER = 200
-SEARCHED = 2000
-"""Sessions searched for one page; the next page continues."""
-GROUPS_AMONG = 1000
-MOST_MEMBERS = 1000
-
-STATUSES: tuple[str, ...] = get_args(Status)
-
-
-@dataclass(frozen=True, slots=True)
-class SessionFilter:
-    """`text` is searched in ids, metadata, feedback and errors; rewards are inclusive. None and "": no limit."""
-
-    text: str = ""
-    status: str = ""
-    at_least: float | None = None
-    at_most: float | None = None
-
-    @property
-    def narrows(self) -> bool:
-        return self != SessionFilter(status=self.status)
-
-    def accepts(self, state: SessionState) -> bool:
-        if self.at_least is not None and (state.reward is None or state.reward < self.at_least):
-            return False
-        if self.at_most is not None and (state.reward is None or state.reward > self.at_most):
-            return False
-        return not self.text or _finds_text(state, self.text.casefold())
-
-
-@dataclass(frozen=True, slots=True)
-class SessionPage:
-    """`searched` counts the sessions read for it; `cursor` is where the next page begins, None at the end."""
-
-    sessions: Sequence[SessionState]
-    cursor: str | None
-    searched: int
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The sessions of a group. `size` is the one they were opened with."""
-
-    group_id: str
-    size: int
-    sessions: Sequence[SessionState]
-
-    @property
-    def rewards(self) -> Rewards | None:
-        return Rewards.of((state.info.session_id, state.reward) for state in self.sessions)
-
-    @property
-    def closed(self) -> int:
-        return sum(state.closed_at is not None for state in self.sessions)
-
-    @property
-    def failed(self) -> int:
-        """Members that closed with nothing to train on. A completed one may still get a reward."""
-        return sum(
-            state.closed_at is not None
-            and (state.status not in RUN_ENDED or (state.status == "timeout" and state.reward is None))
-            for state in self.sessions
-        )
-
-    @property
-    def newest(self) -> float:
-        return max(state.info.created_at for state in self.sessions)
-
-
-async def session_page(services: Services, wanted: SessionFilter, cursor: str | None) -> SessionPage:
-    """The newest sessions that the filter accepts, from the cursor on."""
-    found: list[SessionState] = []
-    searched = 0
-    limit = READ_TOGETHER if wanted.narrows else PAGE
-    while searched < SEARCHED:
-        states, cursor = await services.sessions.list_sessions(
-            status=wanted.status or None, group_id=None, limit=limit, cursor=cursor
-        )
-        for at, state in enumerate(states):
-            searched += 1
-            if wanted.accepts(state):
-                found.append(state)
-                if len(found) == PAGE and (at + 1 < len(states) or cursor is not None):
-                    return SessionPage(found, _cursor_after(state), searched)
-        if cursor is None:
-            break
-    return SessionPage(found, cursor, searched)
-
-
-async def newest_groups(services: Services, text: str) -> list[Group]:
-    """The groups of the newest sessions whose ids contain the text, newest first."""
-    members: dict[str, list[SessionState]] = {}
-    cursor, searched = None, 0
-    while searched < GROUPS_AMONG:
-        states, cursor = await services.sessions.list_sessions(status=None, group_id=None, limit=READ_TOGETHER, cursor=cursor)
-        searched += len(states)
-        for state in states:
-            named = state.info.group_id
-            if named is not None and text.casefold() in named.casefold():
-                members.setdefault(named, []).append(state)
-        if cursor is None:
-            break
-    return [Group(name, max(each.info.group_size for each in states), states) for name, states in members.items()]
-
-
-async def load_group(services: Services, group_id: str) -> Group | None:
-    """The group with all its sessions, oldest first; None if it has none."""
-    states: list[SessionState] = []
-    cursor = None
-    while len(states) < MOST_MEMBERS:
-        part, cursor = await services.sessions.list_sessions(status=None, group_id=group_id, limit=READ_TOGETHER, cursor=cursor)
-        states += part
-        if cursor is None:
-            break
-    if not states:
-        return None
-    return Group(group_id, max(state.info.group_size for state in states), states[::-1])
-
-
-def _finds_text(state: SessionState, wanted: str) -> bool:
-    info = state.info
-    named = (info.session_id, info.task_id or "", info.group_id or "", state.error or "")
-    if any(wanted in name.casefold() for name in named):
-        return True
-    return wanted in msgspec.json.encode([info.metadata, state.reward_metadata]).decode().casefold()
-
-
-def _cursor_after(state: SessionState) -> str:
-    """The cursor of the page that begins after a session."""
-    return listing_member(state.info.created_at, state.info.session_id)

@@ -2,7 +2,7 @@
 
 GET  /ui                                            sessions, searched and filtered
 GET  /ui/groups, /ui/group?id=                      groups and their rewards; one group
-GET  /ui/compare?left=&right=                       two sessions side by side
+GET  /ui/compare?left=&right=&group=                two sessions side by side; what is left out is the group's worst and best
 GET  /ui/tasks, /ui/tasks/{id}                      tasks; one of them with its rollouts
 GET  /ui/run                                        rewards and what goes wrong, over weight versions and time
 GET  /ui/run/{run.csv|run.json}                     the same numbers, as GET /run gives them
@@ -42,7 +42,7 @@ from proxy.api.requests import describe, get_services, json_response, read_body,
 from proxy.api.sessions import session_as_wire
 from proxy.auth import Role, Tokens, credential, hash_key
 from proxy.errors import Forbidden, NotFound, RequestError, Unauthorized, VerbatimError
-from proxy.ui import pages, run_pages, tasks_pages
+from proxy.ui import compare_pages, pages, run_pages, tasks_pages
 from proxy.ui.conversation import find_message, read_image, whole_text
 from proxy.ui.export import export_page
 from proxy.ui.rendering import HEADERS, STATIC, home_of, page, static
@@ -84,7 +84,7 @@ def ui_router() -> APIRouter:
     admins = [Depends(admit)]
     router.add_api_route("/", redirect_browser, methods=["GET"])
     router.include_router(routes(PageRoute))
-    for part in (pages, tasks_pages, run_pages):
+    for part in (pages, compare_pages, tasks_pages, run_pages):
         router.include_router(part.routes(PageRoute), dependencies=admins)
     # Programs read these, so their errors are the control API's.
     router.include_router(for_programs, dependencies=admins)

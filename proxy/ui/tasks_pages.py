@@ -25,6 +25,7 @@ FEEDBACK_CHARACTERS = 400
 
 STATUSES = ("queued", "running", "completed", "cancelled")
 STAGES = ("queued", "preparing", "ready", "running", "evaluating", "concluding")
+ORDERS = ("lowest", "highest")
 ENDED = ("completed", "failed", "timeout", "cancelled")
 
 Text = Annotated[str, Query(max_length=500)]
@@ -46,11 +47,14 @@ async def tasks(
     return page(request, "tasks.html", tasks=found, cursor=following, query=query, statuses=STATUSES, live=not cursor)
 
 
-async def task(request: Request, ui: Shown, task_id: str, start: Annotated[int, Query(ge=0, le=10**9)] = 0) -> Response:
+async def task(
+    request: Request, ui: Shown, task_id: str, start: Annotated[int, Query(ge=0, le=10**9)] = 0, order: Text = ""
+) -> Response:
+    """The rollouts in the `order` of their numbers, or of their rewards: lowest or highest first, those without one last."""
     found, rollouts, now = await asyncio.gather(
         _tasks_of(ui).load_task(task_id), _tasks_of(ui).load_rollouts(task_id), ui.services.clock.now()
     )
-    part = rollouts[start : start + ROLLOUTS_ON_A_PAGE]
+    part = put_in_order(rollouts, order)[start : start + ROLLOUTS_ON_A_PAGE]
     sessions = await asyncio.gather(*(_load_session(ui, rollout["session_id"]) for rollout in part))
     return page(
         request,
@@ -60,6 +64,7 @@ async def task(request: Request, ui: Shown, task_id: str, start: Annotated[int, 
         lines=[describe_rollout(rollout, session, now) for rollout, session in zip(part, sessions, strict=True)],
         rewards=Rewards.of((rollout["session_id"] or "", _reward_of(rollout)) for rollout in rollouts),
         start=start,
+        query={"order": order if order in ORDERS else ""},
         step=ROLLOUTS_ON_A_PAGE,
         count=len(rollouts),
         live=found["ended_at"] is None and len(rollouts) <= MOST_LIVE,
@@ -74,6 +79,13 @@ def _tasks_of(ui: Ui) -> Tasks:
 
 async def _load_session(ui: Ui, session_id: str | None) -> SessionState | None:
     return None if session_id is None else await ui.services.sessions.load(session_id)
+
+
+def put_in_order(rollouts: Sequence[Mapping[str, Any]], order: str) -> list[Mapping[str, Any]]:
+    if order not in ORDERS:
+        return list(rollouts)
+    sign = -1 if order == "highest" else 1
+    return sorted(rollouts, key=lambda rollout: ((reward := _reward_of(rollout)) is None, sign * (reward or 0.0)))
 
 
 # A rollout in a line.
@@ -137,11 +149,7 @@ def describe_rollout(rollout: Mapping[str, Any], session: SessionState | None, n
 
 def shorten(text: str) -> str:
     """Its first lines."""
-    lines = text.splitlines()
-    begun = "\n".join(lines[:FEEDBACK_LINES])
-    if len(begun) > FEEDBACK_CHARACTERS:
-        return begun[: FEEDBACK_CHARACTERS - 1] + "…"
-    return begun + "\n…" if len(lines) > FEEDBACK_LINES else begun
+    return "\n".join(text.splitlines()[:FEEDBACK_LINES])[:FEEDBACK_CHARACTERS]
 
 
 def measure_durations(times: Mapping[str, float], now: float) -> Durations:

@@ -131,31 +131,16 @@ function exchange(fresh) {
   }
 }
 
-/** Choose two members of a group to compare. */
+/** Choose one or two members of a group to compare. */
 function pairs() {
   const form = document.querySelector("[data-compare]");
   if (!form) return;
-  const chosen = () => [...form.querySelectorAll("input[type=checkbox]:checked")];
-  const button = form.querySelector("button");
   const check = () => {
-    button.disabled = chosen().length !== 2;
+    const chosen = form.querySelectorAll("input[type=checkbox]:checked").length;
+    form.querySelector("button").disabled = chosen < 1 || chosen > 2;
   };
   form.addEventListener("change", check);
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    const [left, right] = chosen().map((box) => encodeURIComponent(box.value));
-    location.href = `${form.action}?left=${left}&right=${right}`;
-  });
   check();
-}
-
-/** Hide equal messages on the page of a comparison. */
-function folding() {
-  const choice = document.querySelector("[data-only-different]");
-  if (!choice) return;
-  const apply = () => document.querySelector("[data-pairs]").classList.toggle("different", choice.checked);
-  choice.addEventListener("change", apply);
-  apply();
 }
 
 // The conversation of a session.
@@ -275,4 +260,3 @@ tree();
 keys();
 live();
 pairs();
-folding();

@@ -338,14 +338,6 @@ def test_sessions_and_calls_are_found_by_what_is_looked_for(service: RunningServ
     assert "mean 0.5" in page(service, "/ui/groups", q=GROUP)
 
 
-def test_a_group_leads_to_its_lowest_reward_beside_its_highest(service: RunningService) -> None:
-    assert 'href="/ui/compare?left=poor&amp;right=rich"' in page(service, "/ui/group", id=GROUP)
-    assert "has ended" in page(service, "/ui/compare", left="poor", right="rich")
-    same = page(service, "/ui/compare", left="rich", right="rich")
-    assert "the same in all of their" in same and "data-only-different>" in same
-    assert "Neither session has a recorded call." in page(service, "/ui/compare", left="failed", right="failed")
-
-
 def test_a_member_whose_time_ran_out_without_a_reward_has_failed_its_group(service: RunningService) -> None:
     for name, fields in (("slow", {}), ("slow-but-judged", {"reward": 0.0})):
         service.session(session_id=name, group_id="slow", group_size=3).close("timeout", **fields)

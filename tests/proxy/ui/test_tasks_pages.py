@@ -74,6 +74,12 @@ def test_a_task_shows_what_was_asked_and_how_its_rewards_spread(service: Running
     assert PROBE not in text and "&lt;script&gt;" in text
 
 
+def test_rollouts_are_ordered_by_their_rewards(service: RunningService) -> None:
+    """Those without a reward come last, in the order of their numbers."""
+    for order, wanted in {"": "012345", "lowest": "120345", "highest": "021345", "sideways": "012345"}.items():
+        assert "".join(row[1] for row in cells(page(service, f"/ui/tasks/{TASK}?order={order}"))) == wanted
+
+
 def test_tasks_are_listed_and_filtered(service: RunningService) -> None:
     submit(service, task_id="later", instruction="Wait.", priority=1)
     assert re.findall(r'data-item href="/ui/tasks/(.*?)"', page(service, "/ui/tasks")) == ["later", TASK]
@@ -133,5 +139,5 @@ def test_durations_are_from_one_status_to_the_next() -> None:
 
 def test_feedback_begins_with_its_first_lines() -> None:
     assert shorten("4 passed") == "4 passed"
-    assert shorten("1\n2\n3\n4\n5") == "1\n2\n3\n4\n…"
-    assert shorten("x" * 1000) == "x" * (FEEDBACK_CHARACTERS - 1) + "…"
+    assert shorten("1\n2\n3\n4\n5") == "1\n2\n3\n4"
+    assert shorten("x" * 1000) == "x" * FEEDBACK_CHARACTERS
