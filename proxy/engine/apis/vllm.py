@@ -204,7 +204,9 @@ class VllmTokens(EngineKind):
 
 def _patience(choices: Sequence[SampledChoice]) -> float | None:
     """For how many seconds to wait for more of the reply, before what has arrived is parsed without it; None: for ever."""
-    pending = [choice.live for choice in choices if choice.live is not None and choice.live.pending and not choice.finish_reason]
+    pending = [
+        choice.live for choice in choices if choice.live is not None and choice.live.pending and not choice.finish_reason
+    ]
     return min(live.patience for live in pending) if pending else None
 
 
