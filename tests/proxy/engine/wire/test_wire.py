@@ -52,7 +52,10 @@ class Line:
     def mend(self) -> None:
         self.wire.heal()
         self.gate.set()
-        wait_until(lambda: self.service.request("GET", "/readyz").status_code == 200, 60, "the engine is found again")
+        self.await_ready()
+
+    def await_ready(self) -> None:
+        wait_until(lambda: self.service.request("GET", "/readyz").status_code == 200, 60, "the engine is found")
 
     def _sampled(self) -> int:
         return len(self.engine.last.sampled.get(0, ()))
@@ -65,7 +68,10 @@ def line_to(redis_url: str, **settings: float) -> Iterator[Line]:
         FaultyWire(engine.port) as wire,
         RunningService(wire.url, redis_url, **settings) as service,
     ):
-        yield Line(engine, wire, service)
+        line = Line(engine, wire, service)
+        # With so little patience its first visit may have been in vain.
+        line.await_ready()
+        yield line
 
 
 @pytest.fixture
