@@ -130,7 +130,7 @@ class Retention:
     async def _is_free(self, state: SessionState, standing: str) -> bool:
         """Whether no trainer will get the closed session, and no fork replays it. A session without a group id that is unusable, or whose
         reward never came, waits for no other; a named group may still wait for its other members, or for this one."""
-        if await self._services.sessions.find_forks(state.info.session_id):
+        if await self._services.sessions.find_forks(state.info.session_id, await self._services.clock.now()):
             return False
         if standing in ("acked", "dropped"):
             return True

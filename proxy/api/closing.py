@@ -82,7 +82,7 @@ async def reward_session(
 async def delete_session(services: Services, session_id: str) -> None:
     """Also frees its place in its group. Raises `NotFound`, or `Conflict` while a trainer leases it or forks replay it."""
     created_at = (await load_session(services, session_id)).info.created_at
-    if forks := await services.sessions.find_forks(session_id):
+    if forks := await services.sessions.find_forks(session_id, await services.clock.now()):
         raise Conflict(
             f"session {session_id} is replayed by {', '.join(forks[:NAMED_FORKS])}: delete its {len(forks)} forks first"
         )

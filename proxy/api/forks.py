@@ -18,7 +18,7 @@ from proxy.api import closing
 from proxy.archive.folder import MANIFEST, ArchiveReader
 from proxy.archive.tables import ArchivedSession
 from proxy.call.recording import RecordedRequest, Recording
-from proxy.errors import Conflict, EngineUnavailable, NotFound, RequestError
+from proxy.errors import EngineUnavailable, NotFound, RequestError
 from proxy.services import Services
 from proxy.store.sessions import Fork, Intent, SessionState
 
@@ -27,13 +27,13 @@ ReadState = Callable[[Mapping[str, Any]], SessionState]
 
 
 async def prepare(services: Services, session_id: str, origin_id: str, until: str | int | None, read_state: ReadState) -> Fork:
-    """What the new session `session_id` replays. Raises NotFound for a session or call that there is not, Conflict for one whose records
-    are gone, RequestError for a pivot that none can sample from."""
+    """What the new session `session_id` replays; its origin is kept for it from here on. Raises NotFound for a session or call that there
+    is not, Conflict for one whose records are gone, RequestError for a pivot that none can sample from."""
     if origin_id == session_id:
         raise RequestError(f"session '{session_id}' cannot replay itself", param="replay.session_id")
-    origin = await services.sessions.load(origin_id) or await _restore(services, origin_id, read_state)
-    if origin.status == "restoring":
-        raise Conflict(f"session '{origin_id}' is being imported: try again when that is finished", param="replay.session_id")
+    origin = await services.sessions.load(origin_id)
+    if origin is None or origin.status == "restoring":
+        origin = await _restore(services, origin_id, session_id, read_state)
     fork = Fork(origin_id, origin.info.created_at, origin.calls)
     recording = await services.trees.load_recording(fork)
     if session_id in recording.sessions:
@@ -46,14 +46,18 @@ async def prepare(services: Services, session_id: str, origin_id: str, until: st
     sampler = pivot or (recording.requests[-1] if recording.requests else None)
     if sampler is not None:
         _check_model(services, origin_id, recording, sampler)
-    return replace(fork, until=None if pivot is None else pivot.first.call_id)
+    fork = replace(fork, until=None if pivot is None else pivot.first.call_id)
+    if not await services.sessions.pin(session_id, fork, await services.clock.now()):
+        raise NotFound(f"session '{origin_id}' was deleted meanwhile", param="replay.session_id")
+    return fork
 
 
 async def keep_origin(services: Services, session_id: str, fork: Fork) -> None:
-    """Keeps the origin of a fork that was just created. Raises NotFound, and the fork is gone, if the origin was deleted meanwhile."""
-    if not await services.sessions.pin(session_id, fork):
+    """Keeps the origin of a fork that exists now, however long it waited for its admission. Raises NotFound, and the fork is gone, if the
+    origin was deleted meanwhile."""
+    if not await services.sessions.pin(session_id, fork, await services.clock.now()):
         await closing.delete_session(services, session_id)
-        raise NotFound(f"session '{fork.session_id}' was deleted while it was to be replayed", param="replay.session_id")
+        raise NotFound(f"session '{fork.session_id}' was deleted meanwhile", param="replay.session_id")
 
 
 async def _find_pivot(
@@ -109,20 +113,23 @@ def _check_model(services: Services, origin_id: str, recording: Recording, sampl
             )
 
 
-async def _restore(services: Services, session_id: str, read_state: ReadState) -> SessionState:
-    """The session from the service's archive. Raises NotFound."""
+async def _restore(services: Services, session_id: str, fork_id: str, read_state: ReadState) -> SessionState:
+    """The session from the service's archive, kept for the fork before retention can see it. May be repeated, also at the same time.
+    Raises NotFound."""
     folder = services.settings.archive_dir
     found = await asyncio.to_thread(_find_archived, folder, session_id) if folder is not None else None
     if found is None:
         where = "in the store" if folder is None else "in the store or the archive"
         raise NotFound(
-            f"there is no session '{session_id}' {where}; `verbatim import` restores one that was exported",
+            f"there is no session '{session_id}' {where}, or it is being imported; `verbatim import` restores one that was exported",
             param="replay.session_id",
         )
     state = read_state(found.state)
     intents = msgspec.convert(list(found.intents), list[Intent])
+    now = await services.clock.now()
     await services.archive.restore(state.info, 0, found.records)
-    await services.archive.finish(state, found.delivered, intents, await services.clock.now(), found.log)
+    await services.sessions.pin(fork_id, Fork(session_id, state.info.created_at, state.calls), now)
+    await services.archive.finish(state, found.delivered, intents, now, found.log)
     return await closing.load_session(services, session_id)
 
 

@@ -6,7 +6,8 @@ One session, all in the slot of `{s:<session_id>}`, until the session is deleted
                                    updated_at, leased, bytes (of the calls' arrays and texts, uncompressed), sampled_tokens
     vb:{s:<id>}:calls      list    record bytes in commit order; append-only. A replayed call's is a reference to a record of another
                                    session: 0xc1, which begins no record, and [session_id, number] (msgpack)
-    vb:{s:<id>}:forks      set     session_ids of the sessions that replay this one; while there are any it is not deleted
+    vb:{s:<id>}:forks      zset    session_id of each session that replays this one, by when it was announced; while there are any, this one
+                                   is not deleted
     vb:{s:<id>}:index      hash    call_id -> digest of its record: makes a repeated commit a no-op and detects a conflicting one
     vb:{s:<id>}:intents    hash    call_id -> Intent (msgpack), which names its process; the commit removes it, a crash leaves it dangling
     vb:{s:<id>}:delivered  set     call_ids whose reply was flushed to the harness

@@ -23,6 +23,8 @@ from reconstruct.roles import RoleRule
 
 _REFERENCE = b"\xc1"
 LOADED_AT_ONCE = 32
+OPENING_SECONDS = 60.0
+"""How long a fork that was announced may take to exist."""
 LOOKED_AT = 2048
 """Listed sessions that one page looks at."""
 
@@ -181,7 +183,7 @@ class SessionStore:
         if state is not None:
             await self._listing.remove(state.info)
             if state.info.replay is not None:
-                await self._redis.execute("SREM", keys.forks(state.info.replay.session_id), session_id)
+                await self._redis.execute("ZREM", keys.forks(state.info.replay.session_id), session_id)
         await self.mark_active(session_id, None)
         self._answers.forget_session(session_id)
         return bool(removed)
@@ -216,23 +218,25 @@ class SessionStore:
             self._answers.expect(session_id, calls)
         return Begun(status.decode(), bool(accepted), await self.resolve(records), float(created_at))
 
-    async def pin(self, fork_id: str, fork: Fork) -> bool:
-        """Keeps the origin from being deleted as long as the fork exists. False when the origin is gone."""
+    async def pin(self, fork_id: str, fork: Fork, now: float) -> bool:
+        """Keeps the origin from being deleted while the fork exists, and for `OPENING_SECONDS` until it does. False when the origin is
+        gone."""
         parts = (keys.state(fork.session_id), keys.forks(fork.session_id))
-        return bool(await self._redis.run(Script.read("pin"), parts, (repr(fork.created_at), fork_id)))
+        return bool(await self._redis.run(Script.read("pin"), parts, (repr(fork.created_at), fork_id, repr(now))))
 
-    async def find_forks(self, session_id: str) -> list[str]:
-        """The sessions that replay this one. Forgets those that are gone."""
-        named = sorted(member.decode() for member in await self._redis.execute("SMEMBERS", keys.forks(session_id)))
-        states = await asyncio.gather(*map(self.load, named))
+    async def find_forks(self, session_id: str, now: float) -> list[str]:
+        """The sessions that replay this one, or are being opened. Forgets those that are gone."""
+        pinned = await self._redis.execute("ZRANGE", keys.forks(session_id), 0, -1)
+        opening = set(await self._redis.execute("ZRANGEBYSCORE", keys.forks(session_id), repr(now - OPENING_SECONDS), "+inf"))
+        states = await asyncio.gather(*(self.load(member.decode()) for member in pinned))
         alive = {
-            state.info.session_id
-            for state in states
-            if state is not None and state.info.replay is not None and state.info.replay.session_id == session_id
+            member
+            for member, state in zip(pinned, states, strict=True)
+            if member in opening or (state and state.info.replay and state.info.replay.session_id == session_id)
         }
-        if gone := [fork_id for fork_id in named if fork_id not in alive]:
-            await self._redis.execute("SREM", keys.forks(session_id), *gone)
-        return sorted(alive)
+        if gone := [member for member in pinned if member not in alive]:
+            await self._redis.execute("ZREM", keys.forks(session_id), *gone)
+        return sorted(member.decode() for member in alive)
 
     async def commit(self, session_id: str, intent_id: str, records: Mapping[str, bytes], size_bytes: int = 0) -> int:
         """Appends `records` (call id -> bytes), all or none, and drops the intent. Returns the session's number of calls. `size_bytes`:

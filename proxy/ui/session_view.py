@@ -201,13 +201,14 @@ def describe_call(view: SessionView, call_id: str) -> dict[str, Any]:
 
 
 def summarize(view: SessionView) -> dict[str, Any]:
-    """The session's tokens by what became of them, its weight versions, branches and seconds."""
-    calls, accounting = view.summaries, view.built.accounting
+    """The session's tokens by what became of them, its weight versions, branches and seconds, of the calls that it sampled."""
+    calls, accounting = [call for call in view.summaries if not call.replayed_from], view.built.accounting
     started = min((call.started_at for call in calls), default=None)
     return {
         "sampled": accounting.sampled_tokens,
         "exported": accounting.exported_tokens,
         "quarantined": accounting.sampled_tokens - accounting.exported_tokens,
+        "replayed": accounting.replayed_tokens,
         "reasons": Counter(item.reason for item in accounting.quarantined).most_common(),
         "branches": Counter(call.branch_reason for call in calls if call.branch_reason).most_common(),
         "versions": sorted({version for call in calls for version in call.versions}),

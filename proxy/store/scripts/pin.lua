@@ -1,6 +1,6 @@
--- KEYS: state and forks of the origin. ARGV: its created_at, the fork's id. Returns 1, or 0 when the origin is gone.
+-- KEYS: state and forks of the origin. ARGV: its created_at, the fork's id, now. Returns 1, or 0 when the origin is gone.
 if redis.call('HGET', KEYS[1], 'created_at') ~= ARGV[1] then
   return 0
 end
-redis.call('SADD', KEYS[2], ARGV[2])
+redis.call('ZADD', KEYS[2], ARGV[3], ARGV[2])
 return 1

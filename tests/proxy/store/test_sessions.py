@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from proxy.errors import Conflict, NotFound
-from proxy.store.sessions import Intent, SessionInfo
+from proxy.store.sessions import OPENING_SECONDS, Fork, Intent, SessionInfo, digest, refer
 from tests.support.service.redis_server import RedisKind, Store
 
 
@@ -193,3 +193,65 @@ async def test_the_listing_skips_what_a_crash_left_behind(store: Store) -> None:
     states, cursor = await store.sessions.list_sessions(status=None, group_id=None, limit=10, cursor=None)
     assert [state.info.session_id for state in states] == ["s1"]
     assert cursor is None
+
+
+# Forks
+
+
+def forked(session_id: str = "f1", origin: str = "s1", calls: int = 2) -> SessionInfo:
+    return session(session_id, 300.0, replay=Fork(origin, 100.0, calls))
+
+
+def stored(origin: str, number: int, record: bytes) -> tuple[bytes, bytes]:
+    return digest(record), refer(origin, number)
+
+
+async def test_a_fork_of_a_fork_refers_to_records_of_both(store: Store) -> None:
+    for info in (session(), forked(), forked("f2", "f1")):
+        await store.sessions.create(info)
+    await store.sessions.commit("s1", "c1", {"c1": b"one", "c2": b"two"})
+    one, two = stored("s1", 0, b"one"), stored("s1", 1, b"two")
+    assert (await store.sessions.replay("f1", 0, {"c1": one, "c2": two})).accepted
+    await store.sessions.commit("f1", "c3", {"c3": b"three"})
+    assert (await store.sessions.replay("f2", 0, {"c2": two, "c3": stored("f1", 2, b"three")})).accepted
+    assert await store.sessions.load_records("f1") == [b"one", b"two", b"three"]
+    assert await store.sessions.load_records("f2") == [b"two", b"three"]
+    # What another process has replayed is told as what it has sampled is.
+    begun = await store.sessions.begin("f2", 1, intent("c9"))
+    assert (begun.accepted, list(begun.records)) == (False, [b"three"])
+
+
+async def test_of_two_processes_one_replays_a_call(store: Store) -> None:
+    for info in (session(), forked()):
+        await store.sessions.create(info)
+    await store.sessions.commit("s1", "c1", {"c1": b"one"})
+    calls = {"c1": stored("s1", 0, b"one")}
+    first, second = await asyncio.gather(*(store.sessions.replay("f1", 0, calls) for _ in range(2)))
+    assert sorted((first.accepted, second.accepted)) == [False, True]
+    late = second if first.accepted else first
+    assert list(late.records) == [b"one"]
+    # Given again, to a retry, it is in the records once; a closed fork gives nothing.
+    assert (await store.sessions.replay("f1", 1, calls)).accepted
+    assert await store.sessions.load_records("f1") == [b"one"]
+    await store.sessions.begin_close("f1")
+    closing = await store.sessions.replay("f1", 1, calls)
+    assert (closing.status, closing.accepted) == ("closing", False)
+
+
+async def test_a_session_outlives_its_forks(store: Store) -> None:
+    await store.sessions.create(session())
+    fork = Fork("s1", 100.0, 0)
+    assert not await store.sessions.pin("f1", Fork("s1", 99.0, 0), 1000.0)
+    assert not await store.sessions.pin("f1", Fork("nobody", 100.0, 0), 1000.0)
+    assert await store.sessions.pin("f1", fork, 1000.0)
+    # It is being opened, for a while; then it is there, or it is forgotten.
+    assert await store.sessions.find_forks("s1", 1000.0 + OPENING_SECONDS) == ["f1"]
+    with pytest.raises(Conflict, match="delete them first"):
+        await store.sessions.delete("s1")
+    await store.sessions.create(forked())
+    assert await store.sessions.find_forks("s1", 1001.0 + OPENING_SECONDS) == ["f1"]
+    assert await store.sessions.delete("f1")
+    assert await store.sessions.find_forks("s1", 1000.0) == []
+    await store.sessions.pin("f2", fork, 1000.0)
+    assert await store.sessions.find_forks("s1", 1001.0 + OPENING_SECONDS) == []
+    assert await store.sessions.delete("s1")

@@ -460,7 +460,9 @@ def test_a_replayed_call_is_shown_as_another_sessions(service: RunningService) -
     origin.ask("q")
     fork = service.session(replay={"session_id": origin.session_id})
     fork.ask("q")
-    assert f"replayed from {origin.session_id}" in page(service, f"/ui/sessions/{fork.session_id}")
     (call,) = fork.calls
+    text = page(service, f"/ui/sessions/{fork.session_id}")
+    assert f"replayed from {origin.session_id}" in text
+    assert f"; {len(call['completion_ids'])} replayed from other sessions" in text
     shown = service.request("GET", f"/ui/sessions/{fork.session_id}/calls/{call['call_id']}/tokens").json()
     assert shown["kinds"] == str(PROMPT) * len(call["prompt_ids"]) + str(CONTEXT) * len(call["completion_ids"])
