@@ -63,10 +63,11 @@ def settle(
     forest, refused = _plant(ordered)
     stray = [call for call in ordered if call.call_id in refused]
     unsound = _out_of_range(forest)
-    replayed = frozenset(call.call_id for call in ordered if session_id is not None and call.session_id != session_id)
+    elsewhere = ordered if session_id is not None else ()
+    replayed = frozenset(call.call_id for call in elsewhere if call.session_id != session_id)
     for call in forest.calls.values():
         reason = (
-            (REPLAYED if call.call_id in replayed else "")
+            (call.call_id in replayed and REPLAYED)
             or _refusal(call, forest)
             or (IdOutOfRange.reason if call.call_id in unsound else "")
             or _wrong_mode(call, logprob_modes)
@@ -171,10 +172,12 @@ def account(settled: Settled, rows: Sequence[Trajectory], untold: Mapping[str, s
     """
     verify(settled.forest, settled.refused, rows)
     trained = sum(int(row.loss_mask.sum()) for row in rows)
-    known = [*settled.forest.calls.values(), *settled.stray]
-    calls = [call for call in known if call.call_id not in settled.replayed]
+    calls = [*settled.forest.calls.values(), *settled.stray]
+    replayed = 0
+    if settled.replayed:
+        replayed = sum(len(call.node.completion_ids) for call in calls if call.call_id in settled.replayed)
+        calls = [call for call in calls if call.call_id not in settled.replayed]
     sampled = sum(len(call.node.completion_ids) for call in calls)
-    replayed = sum(len(call.node.completion_ids) for call in known) - sampled
     quarantined = [
         Quarantined(call.call_id, len(call.node.completion_ids), settled.refused[call.call_id])
         for call in sorted((call for call in calls if call.call_id in settled.refused), key=order_key)

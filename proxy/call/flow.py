@@ -94,11 +94,8 @@ class Flow:
         self._metrics = metrics
         self._replays = Replays(pool, sessions, trees, metrics)
 
-    async def recall(self, draft: Draft, request: Request, body: bytes, headers: Mapping[str, str]) -> Recalled | None:
-        """What a fork's recording makes of the request, before the call enters; None for a session that replays nothing. Raises as
-        `Replays.recall`."""
-        if draft.tree.recording is None:
-            return None
+    async def recall(self, draft: Draft, request: Request, body: bytes, headers: Mapping[str, str]) -> Recalled:
+        """What a fork's recording makes of the request, before the call enters. Raises as `Replays.recall`."""
         retry = headers.get("x-stainless-retry-count", "0") != "0"
         return await self._replays.recall(draft, request, hash_bytes(body), retry=retry)
 
@@ -202,7 +199,8 @@ class Flow:
             known = turn.tree.known
             with Waiting(STORE):
                 begun = await self._sessions.begin(turn.session_id, known, intent, self._settings.max_session_bytes)
-            self._trees.check_open(turn.tree, begun)
+            if not begun.accepted or begun.created_at != turn.tree.info.created_at:
+                self._trees.check_open(turn.tree, begun)
             if begun.accepted:
                 return found
             if begun.status == "full":

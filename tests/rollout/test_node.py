@@ -74,6 +74,11 @@ async def test_the_forks_of_a_rollout_are_a_group_with_rewards_of_their_own(worl
         fork = Fork(state.session_id, until=1, on_divergence="fail")
         forks = await world.submit(a_task("forks", TWO_TURNS, evaluator=begun, num_samples=3, fork=fork))
         states = await world.ended(forks)
+        other = await world.submit(a_task("other", ASK.replace("hello", "other"), max_attempts=1, fork=fork))
+        (diverged,) = await world.ended(other)
+    assert diverged.verdict is not None and diverged.verdict.failure is not None
+    assert diverged.verdict.failure.failure is Failure.SERVICE_FAILED
+    assert "replay_diverged" in diverged.verdict.failure.message
     # Each began with what the origin was told, and was told something else then.
     assert [state.verdict and state.verdict.reward for state in states] == [1.0] * 3
     assert len(engine.generations) == 2 + 3

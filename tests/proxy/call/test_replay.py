@@ -16,6 +16,7 @@ import pytest
 from openai import ConflictError
 
 from proxy.store import keys
+from proxy.store.sessions import Intent
 from tests.end_to_end.test_dialects import by_chat, by_completions, by_gemini, by_messages, by_responses
 from tests.proxy.call.test_flow import TOOLS, assemble, tool_result, turn
 from tests.support.engine.scripted_engine import Say, ScriptedEngine, logprobs_of
@@ -292,7 +293,12 @@ def test_an_attempt_that_a_retry_replaced_is_not_replayed(engine: ScriptedEngine
     copy = fork(token_service, origin, on_divergence="fail")
     assert copy.ask("q").choices[0].message.content == "read"
     assert [call["status"] for call in copy.calls] == ["finished"]
-    assert refuse(token_service, {"session_id": origin.session_id, "until": 2})[0] == 400
+    name, attempt = origin.session_id, origin.calls[0]["call_id"]
+    assert refuse(token_service, {"session_id": name, "until": 2})[0] == 400
+    assert (
+        f"call '{attempt}' of session '{name}' is quarantined"
+        in refuse(token_service, {"session_id": name, "until": attempt})[1]
+    )
 
 
 def test_a_retry_gets_the_same_reply_again(engine: ScriptedEngine, token_service: RunningService) -> None:
@@ -535,6 +541,25 @@ def test_a_pivot_must_be_a_call_with_exact_tokens(engine: ScriptedEngine, runnin
         origin.ask("q")
         status, message = refuse(service, {"session_id": origin.session_id, "until": origin.calls[0]["call_id"]})
     assert (status, "quarantined (no_token_ids)" in message) == (400, True), message
+
+
+def test_a_call_without_a_result_is_no_pivot(
+    engine: ScriptedEngine, token_service: RunningService, redis_server: RedisServer
+) -> None:
+    origin = token_service.session()
+    name = origin.session_id
+    with ThreadPoolExecutor(1) as pool:
+        engine.say(Say("slow", seconds_per_token=0.5))
+        asked = pool.submit(origin.ask, "q")
+        wait_until(lambda: bool(origin.calls), 60, "the call is known")
+        (call,) = origin.calls
+        if call["status"] == "in_flight":
+            assert "is still in flight" in refuse(token_service, {"session_id": name, "until": call["call_id"]})[1]
+        asked.result()
+    lost = Intent("f" * 24, None, b"digest", "replica", 1.0, process="of the dead")
+    redis_server.client().hset(keys.intents(name), lost.call_id, keys.pack_versioned(lost))
+    status, message = refuse(token_service, {"session_id": name, "until": lost.call_id})
+    assert (status, "is dangling: its process died" in message) == (400, True), message
 
 
 def test_a_session_of_a_model_that_is_not_served_is_not_replayed(engine: ScriptedEngine, token_service: RunningService) -> None:
