@@ -29,16 +29,19 @@ from examples.demo.screen import Phase, Screen
 from examples.demo.verdict import Verdict, judge
 
 ClosedLoop = Callable[[Plan, Screen], Coroutine[Any, Any, Loop]]
+MakeModel = Callable[[Plan, Phase], None]
+"""Makes the model in the plan's `model_dir`."""
 
 
-def exit_code(plan: Plan, loop: ClosedLoop = closed_loop) -> int:
-    """Run it. 0 when the verdict holds; 1 when it does not or a part failed, with one sentence; 130 when interrupted."""
+def exit_code(plan: Plan, loop: ClosedLoop, make_model: MakeModel, chance: float | None = None) -> int:
+    """Run it. 0 when the verdict holds; 1 when it does not or a part failed, with one sentence; 130 when interrupted. `chance`: the
+    reward of trying at random, for the picture."""
     console = Console()
     # Told to stop in either way, the demo ends its children first; a shell that runs it in the background has SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        return _run(plan, console, loop)
+        return _run(plan, console, loop, make_model, chance)
     except KeyboardInterrupt:
         kept = f"Logs and the steps trained by then are in {plan.out}, until the next run there, which begins anew."
         console.print(
@@ -50,16 +53,18 @@ def exit_code(plan: Plan, loop: ClosedLoop = closed_loop) -> int:
         return 1
 
 
-def _run(plan: Plan, console: Console, closed_loop: ClosedLoop) -> int:
+def _run(plan: Plan, console: Console, closed_loop: ClosedLoop, make_model: MakeModel, chance: float | None) -> int:
     started = time.monotonic()
     plan.empty_out()
     with Screen(console, plan.steps) as screen:
         if plan.model is None:
-            _make_model(plan, screen)
+            _calm_torch(plan)
+            with screen.phase("a tiny model learns to speak the tool's format") as phase:
+                make_model(plan, phase)
         loop = asyncio.run(closed_loop(plan, screen))
         verdict = _judged(plan, loop, screen)
     write_verdict(plan.out / "verdict.json", verdict, plan.expected, time.monotonic() - started)
-    draw_run(plan.out / "reward.png", loop.rewards, verdict, plan.expected, chance=1 / KEYS)
+    draw_run(plan.out / "reward.png", loop.rewards, verdict, plan.expected, chance=chance)
     console.print(verdict_table(verdict, plan.expected))
     console.print(verdict.course, soft_wrap=True, highlight=False)
     console.print(f"{time.monotonic() - started:.0f} s in all; picture, numbers and logs in {plan.out}", soft_wrap=True)
@@ -71,20 +76,24 @@ def _run(plan: Plan, console: Console, closed_loop: ClosedLoop) -> int:
     return 1 if failures else 0
 
 
-def _make_model(plan: Plan, screen: Screen) -> None:
+def make_demo_model(plan: Plan, phase: Phase) -> None:
+    """The tiny model that the demo starts with."""
     from examples.demo.tiny_model import make_tiny_model
     from examples.demo.warmup import STEPS, warm_up
 
-    _calm_torch(plan)
-    with screen.phase("a tiny model learns to speak the tool's format") as phase:
-        # Larger first weights than usual: so small a model learns from them in half the steps.
-        make_tiny_model(Path(plan.model_dir), seed=plan.seed, layers=2, initializer_range=0.1)
+    # Larger first weights than usual: so small a model learns from them in half the steps.
+    make_tiny_model(Path(plan.model_dir), seed=plan.seed, layers=2, initializer_range=0.1)
+    warm_up(Path(plan.model_dir), seed=plan.seed, progress=show_steps(phase, STEPS))
 
-        def progress(step: int, loss: float) -> None:
-            phase.detail = f"step {step + 1}, loss {loss:.2f}"
-            phase.share = (step + 1) / STEPS
 
-        warm_up(Path(plan.model_dir), seed=plan.seed, progress=progress)
+def show_steps(phase: Phase, steps: int) -> Callable[[int, float], None]:
+    """The `progress` of a warm-up, on the screen."""
+
+    def progress(step: int, loss: float) -> None:
+        phase.detail = f"step {step + 1}, loss {loss:.2f}"
+        phase.share = (step + 1) / steps
+
+    return progress
 
 
 def _judged(plan: Plan, loop: Loop, screen: Screen) -> Verdict:
@@ -109,6 +118,7 @@ def _judged(plan: Plan, loop: Loop, screen: Screen) -> Verdict:
         trained_tokens=sum(step["tokens"] for step in loop.steps),
         recomputed_tokens=tokens,
         largest_difference=largest,
+        ends=plan.ends,
     )
 
 
@@ -170,7 +180,7 @@ def main(
         asynchronous=asynchronous,
         max_staleness=max_staleness,
     )
-    sys.exit(exit_code(plan))
+    sys.exit(exit_code(plan, closed_loop, make_demo_model, chance=1 / KEYS))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ def _gpu_answers() -> bool:
 class Plan:
     """One run. `model` None: a tiny model is made and warmed up; otherwise a path or a Hugging Face name. `asynchronous`: the
     agents go on while the trainer trains, otherwise they work in rounds. `max_staleness`: versions that a group may lie behind
-    when it is trained on."""
+    when it is trained on. `shuffled`: each rollout is trained on with the reward of another of its group. `ends`: how many steps at the
+    start and at the end are averaged to tell the rise. `flat`: by how much the reward may change with a control."""
 
     model: str | None
     out: Path
@@ -35,6 +36,9 @@ class Plan:
     replicas: int
     asynchronous: bool
     max_staleness: int
+    shuffled: bool = False
+    ends: tuple[int, int] = (4, 4)
+    flat: float = 0.12
     gpu: bool = field(default_factory=_gpu_answers)
 
     @property
@@ -64,11 +68,12 @@ class Plan:
         # bfloat16 keeps 8 bits: two correct programs differ visibly in the logprobs of unlikely tokens.
         return Expectation(
             push=self.push,
-            rise=0.25 if self.push else 0.12,
+            rise=0.25 if self.push and not self.shuffled else self.flat,
             difference=0.5 if self.gpu else 1e-4,
             replicas=self.replicas,
             asynchronous=self.asynchronous,
             max_staleness=self.max_staleness,
+            shuffled=self.shuffled,
         )
 
     @property

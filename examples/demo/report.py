@@ -15,7 +15,9 @@ from examples.demo.ages import mean_age, shares_of
 from examples.demo.verdict import Expectation, Verdict
 
 
-def draw_run(path: Path, rewards: Sequence[Sequence[float]], verdict: Verdict, expected: Expectation, *, chance: float) -> None:
+def draw_run(
+    path: Path, rewards: Sequence[Sequence[float]], verdict: Verdict, expected: Expectation, *, chance: float | None
+) -> None:
     """Write a PNG: the rewards of each training step, how old the groups were that it trained on, how idle the engines."""
     import matplotlib
 
@@ -27,13 +29,14 @@ def draw_run(path: Path, rewards: Sequence[Sequence[float]], verdict: Verdict, e
     _draw_ages(right, verdict.ages)
     way = "asynchronous" if expected.asynchronous else "in rounds"
     idle = ", ".join(f"{share:.0%}" for share in verdict.idle.values())
-    figure.suptitle(f"{way}, weight push {'on' if expected.push else 'OFF'}; engine idle {idle} of the time")
+    control = ", rewards SHUFFLED" if expected.shuffled else ""
+    figure.suptitle(f"{way}, weight push {'on' if expected.push else 'OFF'}{control}; engine idle {idle} of the time")
     figure.savefig(path)
     pyplot.close(figure)
 
 
-def _draw_rewards(axes: Any, rewards: Sequence[Sequence[float]], chance: float) -> None:
-    """Mean reward of each step with its standard error, and the reward of trying keys at random."""
+def _draw_rewards(axes: Any, rewards: Sequence[Sequence[float]], chance: float | None) -> None:
+    """Mean reward of each step with its standard error, and the reward of trying at random."""
     from matplotlib.ticker import MaxNLocator
 
     steps = range(1, len(rewards) + 1)
@@ -42,9 +45,10 @@ def _draw_rewards(axes: Any, rewards: Sequence[Sequence[float]], chance: float) 
     low, high = zip(*((mean - error, mean + error) for mean, error in zip(means, errors, strict=True)), strict=True)
     axes.fill_between(steps, low, high, color="tab:blue", alpha=0.2, linewidth=0, label="± standard error")
     axes.plot(steps, means, color="tab:blue", marker="o", markersize=4, label=f"mean of {len(rewards[0])} rollouts")
-    axes.axhline(chance, color="gray", linestyle="--", linewidth=1, label="random keys")
+    if chance is not None:
+        axes.axhline(chance, color="gray", linestyle="--", linewidth=1, label="at random")
     axes.set_xlabel("training step")
-    axes.set_ylabel("reward (share of doors opened)")
+    axes.set_ylabel("reward")
     axes.set_ylim(0, 1.03)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
@@ -86,6 +90,7 @@ def verdict_table(verdict: Verdict, expected: Expectation) -> Table:
         ("reward, first and last rounds", f"{verdict.first_reward:.3f} → {verdict.last_reward:.3f}"),
         ("agents", "asynchronous" if expected.asynchronous else "in rounds"),
         ("weight push", "on" if expected.push else "OFF"),
+        *([("rewards", "SHUFFLED")] if expected.shuffled else []),
     ]
     for row in rows:
         table.add_row(*row)

@@ -12,6 +12,7 @@ user turn, and reasoning shown as `<think>` blocks only after the last user quer
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -128,14 +129,16 @@ def make_tiny_model(
     vocabulary: int = 1024,
     initializer_range: float = 0.02,
     empty_think_when_last: bool = False,
+    texts: Sequence[str] = (),
 ) -> Path:
     """The directory, holding config.json, model.safetensors (float32) and the tokenizer with its chat template.
 
     `hidden_size` is a multiple of 64. The same arguments give the same files. `empty_think_when_last` makes the
     template show an empty think block in a last assistant turn that has no reasoning, as Qwen3's own template does.
+    The tokenizer learns its merges from `texts`, too: what they repeat becomes few tokens.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer(vocabulary, empty_think_when_last)
+    tokenizer = _tokenizer(vocabulary, empty_think_when_last, texts)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -163,7 +166,7 @@ def make_tiny_model(
     return directory
 
 
-def _tokenizer(vocabulary: int, empty_think_when_last: bool) -> PreTrainedTokenizerFast:
+def _tokenizer(vocabulary: int, empty_think_when_last: bool, texts: Sequence[str]) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -176,7 +179,7 @@ def _tokenizer(vocabulary: int, empty_think_when_last: bool) -> PreTrainedTokeni
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary - added, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    bpe.train_from_iterator(_corpus(), trainer)
+    bpe.train_from_iterator([*_corpus(), *texts], trainer)
     bpe.add_special_tokens([END_OF_TEXT, TURN_START, TURN_END])
     bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
     tokenizer = PreTrainedTokenizerFast(

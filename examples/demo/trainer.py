@@ -16,7 +16,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,17 +24,20 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM
 
-from trainer_client.advantages import grpo
+from trainer_client.advantages import Estimator, grpo
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """`minibatches` optimizer steps per training step; `micro_rows` rows go through the model at once."""
+    """`minibatches` optimizer steps for each of the `epochs` over a training step's rows; `micro_rows` rows go through the model at once.
+    The learning rate is reached after `warm_up` optimizer steps."""
 
     learning_rate: float
+    epochs: int = 1
     minibatches: int = 4
+    warm_up: int = 1
     micro_rows: int = 16
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -62,7 +65,7 @@ def train(
     push: Annotated[bool, typer.Option(help="Publish the weights after every step.")] = True,
 ) -> None:
     """Train for `steps` steps. The token is read from VERBATIM_TRAINER_TOKEN."""
-    learner = Learner(model_dir, learning_rate, seed)
+    learner = Learner(model_dir, seed, Recipe(learning_rate))
     with TrainerClient(url, os.environ["VERBATIM_TRAINER_TOKEN"]) as client:
         for step in range(1, steps + 1):
             started = time.monotonic()
@@ -76,20 +79,23 @@ def train(
 class Learner:
     """The model and its optimizer, on the GPU where there is one."""
 
-    def __init__(self, model_dir: str, learning_rate: float, seed: int) -> None:
+    def __init__(self, model_dir: str, seed: int, recipe: Recipe, estimator: Estimator = grpo) -> None:
         torch.manual_seed(seed)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         # Float32 weights also where the engine serves bfloat16: steps this small would be rounded away.
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(self._device)
         # A real vocabulary is a hundred times the tiny model's: fewer rows' logits fit.
-        self._recipe = Recipe(learning_rate, micro_rows=4 if self._device == "cuda" else 16)
+        self._recipe = replace(recipe, micro_rows=4) if self._device == "cuda" else recipe
+        self._estimator = estimator
         parameters = self._model.parameters()
-        self._optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self._optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        shape = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda done: min(1.0, (done + 1) / recipe.warm_up))
+        self._optimizer.register_step_post_hook(lambda *_: shape.step())
 
     def learn(self, batch: Batch) -> dict[str, Any]:
         """Train on `batch`; what there is to report."""
         started = time.monotonic()
-        line = one_step(self._model, self._optimizer, batch, self._recipe)
+        line = one_step(self._model, self._optimizer, batch, self._recipe, self._estimator)
         return line | {"train_seconds": time.monotonic() - started}
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -120,12 +126,14 @@ def leased(
         yield Batch.join(parts)
 
 
-def one_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, recipe: Recipe) -> dict[str, Any]:
+def one_step(
+    model: Any, optimizer: torch.optim.Optimizer, batch: Batch, recipe: Recipe, estimator: Estimator = grpo
+) -> dict[str, Any]:
     """Train on `batch`; what there is to report. One baseline per group, in which each rollout counts once."""
-    advantages = batch.advantages(grpo)
+    advantages = batch.advantages(estimator)
     sums = {"loss": 0.0, "clipped": 0.0, "off_policy": 0.0}
     tokens = 0
-    for rows in torch.randperm(len(batch)).chunk(recipe.minibatches):
+    for rows in (part for _ in range(recipe.epochs) for part in torch.randperm(len(batch)).chunk(recipe.minibatches)):
         micro = [
             batch.padded(rows=part.tolist(), advantages=advantages, framework="torch").to(model.device)
             for part in rows.split(recipe.micro_rows)
@@ -143,7 +151,7 @@ def one_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, recipe:
         "reward": sum(rewards.values()) / len(rewards),
         "session_ids": list(rewards),
         "rows": len(batch),
-        "tokens": tokens,
+        "tokens": tokens // recipe.epochs,
         "ages": ages(batch),
         **{name: value / tokens for name, value in sums.items()},
     }

@@ -12,15 +12,18 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import typer
 
-from examples.demo.demo import exit_code
+from examples.demo.demo import exit_code, make_demo_model
 from examples.demo.driver import Outcome, Service
+from examples.demo.environment import KEYS
 from examples.demo.fleet import Served, serving, trainer, unless_one_ends
 from examples.demo.loop import Loop, facts_of
 from examples.demo.plan import Plan
@@ -35,7 +38,17 @@ AHEAD = 1
 SLOTS = ("--prepare", "3", "--ready", "4", "--run", "8", "--evaluate", "3")
 
 
-async def closed_loop(plan: Plan, screen: Screen) -> Loop:
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a loop through tasks has of its own: its trainer, a module with further words for its command line, and the node's slots and
+    variables."""
+
+    trainer: Sequence[str]
+    slots: Sequence[str] = SLOTS
+    node_env: Mapping[str, str] = field(default_factory=dict)
+
+
+async def closed_loop(parts: Parts, plan: Plan, screen: Screen) -> Loop:
     """Start everything, run the loop to its end, collect what was recorded. Raises ChildDied when a process does not last."""
     if (lacking := await catalogue.load("local").probe()) is not None:
         raise RuntimeError(f"agents are to work in sandboxes, and this machine lacks what they need: {lacking}")
@@ -44,8 +57,8 @@ async def closed_loop(plan: Plan, screen: Screen) -> Loop:
         service = await stack.enter_async_context(contextlib.aclosing(Service(served.url, served.admin_token)))
         with screen.phase("vLLM and the service start"):
             await unless_one_ends(service.wait_until_ready(plan.replicas), *(child.finished() for child in served.children))
-        node = await stack.enter_async_context(_node(plan, served))
-        learning = await stack.enter_async_context(_trainer(plan, served))
+        node = await stack.enter_async_context(_node(parts, plan, served))
+        learning = await stack.enter_async_context(_trainer(parts, plan, served))
         watchers = [child.finished() for child in [*served.children, node, learning]]
         return await unless_one_ends(_run(plan, screen, service, learning), *watchers)
 
@@ -102,21 +115,20 @@ def _outcome(name: str, rollout: dict[str, Any]) -> Outcome:
     return {"job_id": rollout["session_id"], "reward": verdict["reward"], "completion_tokens": told}
 
 
-def _node(plan: Plan, served: Served) -> Child:
+def _node(parts: Parts, plan: Plan, served: Served) -> Child:
     data = served.data_dir
     # Sandboxes are told apart by their node's name on the whole machine.
     where = ["--name", f"loop-{os.getpid()}", "--data-dir", str(plan.out / "logs" / "rollouts"), "--runtime", "local"]
     whose = ["--url", served.url, "--redis", f"unix://{data / 'service' / 'redis.sock'}"]
-    env = {"VERBATIM_ADMIN_TOKEN": served.admin_token, "VERBATIM_LOCAL_DIR": str(data / "runtimes")}
-    argv = [sys.executable, "-m", "cli.main", "node", *where, *whose, *SLOTS, "--drain-seconds", "0"]
+    env = {**parts.node_env, "VERBATIM_ADMIN_TOKEN": served.admin_token, "VERBATIM_LOCAL_DIR": str(data / "runtimes")}
+    argv = [sys.executable, "-m", "cli.main", "node", *where, *whose, *parts.slots, "--drain-seconds", "0"]
     return Child("the node", argv, plan.log("node"), env=env)
 
 
-def _trainer(plan: Plan, served: Served) -> Child:
-    rollouts = ("--rollouts", str(plan.rollouts))
+def _trainer(parts: Parts, plan: Plan, served: Served) -> Child:
     # It submits the tasks too.
     env = {"VERBATIM_ADMIN_TOKEN": served.admin_token}
-    return trainer(plan, served, "examples.tasks_loop.trainer", *rollouts, env=env)
+    return trainer(plan, served, *parts.trainer, "--rollouts", str(plan.rollouts), env=env)
 
 
 def main(
@@ -143,7 +155,8 @@ def main(
         asynchronous=False,
         max_staleness=AHEAD,
     )
-    sys.exit(exit_code(plan, closed_loop))
+    loop = partial(closed_loop, Parts(["examples.tasks_loop.trainer"]))
+    sys.exit(exit_code(plan, loop, make_demo_model, chance=1 / KEYS))
 
 
 if __name__ == "__main__":

@@ -6,18 +6,21 @@ the nodes work meanwhile; what they sample is then a version old when its turn c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import httpx
 import typer
 
 from examples.demo.environment import corridors
-from examples.demo.trainer import Learner, Log, MaxStaleness, ModelDir, Url, WeightsDir, leased, write
+from examples.demo.trainer import Learner, Log, MaxStaleness, ModelDir, Recipe, Url, WeightsDir, leased, write
 from examples.tasks_loop.tasks import task, task_id
 from trainer_client.client import TrainerClient
 
@@ -25,26 +28,61 @@ OVER = ("completed", "cancelled")
 
 
 class Tasks:
-    """The tasks of each step: `groups` corridors, `rollouts` attempts at each."""
+    """The tasks of each step: `make(step)` gives their bodies."""
 
-    def __init__(self, admin: httpx.Client, doors: Iterator[tuple[str, ...]], groups: int, rollouts: int) -> None:
+    def __init__(self, admin: httpx.Client, make: Callable[[int], Sequence[Mapping[str, Any]]]) -> None:
         self._admin = admin
-        self._doors = doors
-        self._groups = groups
-        self._rollouts = rollouts
+        self._make = make
+        self._names: dict[int, list[str]] = {}
 
     def submit(self, step: int) -> None:
-        for number in range(self._groups):
-            body = task(task_id(step, number), next(self._doors), self._rollouts)
+        bodies = self._make(step)
+        self._names[step] = [body["task_id"] for body in bodies]
+        for body in bodies:
             self._admin.post("/tasks", json=body).raise_for_status()
 
     def check(self, step: int) -> None:
         """Raises RuntimeError when one of the step's tasks has ended without a rollout to train on: its group never comes."""
-        for number in range(self._groups):
-            name = task_id(step, number)
+        for name in self._names[step]:
             state = self._admin.get(f"/tasks/{name}").raise_for_status().json()
             if state["status"] in OVER and not state["usable"]:
                 raise RuntimeError(f"{name} has no rollout to train on: {state['rollouts']}; see verbatim tasks show {name}")
+
+
+@contextlib.contextmanager
+def connected(url: str) -> Iterator[tuple[httpx.Client, TrainerClient]]:
+    """To submit tasks with, and to lease their groups: the tokens are read from VERBATIM_ADMIN_TOKEN and VERBATIM_TRAINER_TOKEN."""
+    headers = {"Authorization": f"Bearer {os.environ['VERBATIM_ADMIN_TOKEN']}"}
+    with (
+        httpx.Client(base_url=url, headers=headers, timeout=60) as admin,
+        TrainerClient(url, os.environ["VERBATIM_TRAINER_TOKEN"]) as client,
+    ):
+        yield admin, client
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Training in steps of `groups` groups each; without `push` the engine never gets the new weights."""
+
+    steps: int
+    groups: int
+    max_staleness: int
+    weights_dir: Path
+    log: Path
+    push: bool = True
+
+    def run(self, client: TrainerClient, tasks: Tasks, learner: Learner) -> None:
+        tasks.submit(1)
+        for step in range(1, self.steps + 1):
+            started = time.monotonic()
+            with leased(client, self.groups, self.max_staleness, waiting=partial(tasks.check, step)) as batch:
+                waited = time.monotonic() - started
+                if step < self.steps:
+                    tasks.submit(step + 1)
+                line = {"step": step, "wait_seconds": waited, **learner.learn(batch)}
+                if self.push:
+                    line["push_seconds"] = client.publish(learner.weights(), step, directory=self.weights_dir).seconds
+            write(self.log, line)
 
 
 def train(
@@ -60,21 +98,13 @@ def train(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Train for `steps` steps. The tokens are read from VERBATIM_ADMIN_TOKEN, for the tasks, and VERBATIM_TRAINER_TOKEN."""
-    learner = Learner(model_dir, learning_rate, seed)
-    headers = {"Authorization": f"Bearer {os.environ['VERBATIM_ADMIN_TOKEN']}"}
-    with httpx.Client(base_url=url, headers=headers, timeout=60) as admin:
-        tasks = Tasks(admin, corridors(random.Random(seed)), groups, rollouts)
-        tasks.submit(1)
-        with TrainerClient(url, os.environ["VERBATIM_TRAINER_TOKEN"]) as client:
-            for step in range(1, steps + 1):
-                started = time.monotonic()
-                with leased(client, groups, max_staleness, waiting=partial(tasks.check, step)) as batch:
-                    waited = time.monotonic() - started
-                    if step < steps:
-                        tasks.submit(step + 1)
-                    line = {"step": step, "wait_seconds": waited, **learner.learn(batch)}
-                    line["push_seconds"] = client.publish(learner.weights(), step, directory=weights_dir).seconds
-                write(log, line)
+    learner, doors = Learner(model_dir, seed, Recipe(learning_rate)), corridors(random.Random(seed))
+
+    def make(step: int) -> list[dict[str, Any]]:
+        return [task(task_id(step, number), next(doors), rollouts) for number in range(groups)]
+
+    with connected(url) as (admin, client):
+        Steps(steps, groups, max_staleness, weights_dir, log).run(client, Tasks(admin, make), learner)
 
 
 if __name__ == "__main__":

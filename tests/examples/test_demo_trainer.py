@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,13 @@ def test_a_step_makes_the_rewarded_tokens_likelier_and_the_others_less_likely(mo
     assert after[0] > before[0] and after[1] < before[1]
     assert (line["reward"], line["rows"], line["tokens"], line["clipped"]) == (0.5, 2, 4, 0.0)
     assert line["off_policy"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_further_epochs_train_again_on_the_same_tokens_which_count_once(model: Any) -> None:
+    batch = Batch(groups([row(model, "a", GOOD, 1.0), row(model, "b", BAD, 0.0)]), 0)
+    line = one_step(model, torch.optim.SGD(model.parameters(), lr=0.1), batch, replace(RECIPE, epochs=2))
+    assert line["tokens"] == 4
+    assert line["off_policy"] > 0.0
 
 
 def test_tokens_far_from_the_policy_that_sampled_them_are_clipped(model: Any) -> None:

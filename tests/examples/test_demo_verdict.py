@@ -102,6 +102,14 @@ def test_without_the_push_the_curve_must_stay_flat() -> None:
     assert len(replace(flat, weight_versions=[0, 1]).failures(NOT_PUSHED)) == 1
 
 
+def test_with_shuffled_rewards_the_weights_are_pushed_and_the_curve_must_stay_flat() -> None:
+    shuffled = replace(PUSHED, rise=0.12, shuffled=True)
+    assert verdict(rewards=[0.3, 0.35] * 4).failures(shuffled) == []
+    (failure,) = verdict().failures(shuffled)
+    assert failure == "the rewards were shuffled, yet the reward changed by 0.500"
+    assert len(verdict(rewards=[0.3] * 8, weight_versions=[0]).failures(shuffled)) == 1
+
+
 def test_the_numbers_are_left_as_json_and_shown_as_a_table(tmp_path: Path) -> None:
     write_verdict(tmp_path / "verdict.json", verdict(), PUSHED, 12.34)
     record = json.loads((tmp_path / "verdict.json").read_text())
