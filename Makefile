@@ -24,7 +24,7 @@ RELEASED := proxy,rollout,archive,otel
 # Tests start hundreds of interpreters; one that may not keep what it compiled compiles the whole project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-tasks docs test test-programs mutants check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
+.PHONY: help demo demo-tasks learn docs test test-programs mutants check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make demo MODEL=M    the same with a Hugging Face model (a machine with a GPU)"
 	@echo "make demo ARGS=...   pass flags to the demo; ARGS=--help lists them"
 	@echo "make demo-tasks      the same loop through tasks: a trainer that submits them, agents in sandboxes; needs bubblewrap"
+	@echo "make learn           a real command-line agent learns in it, pi or with ARGS='--agent mini-swe-agent' that one; installs both"
 	@echo "make test            every test, on a real vLLM and a real redis-server; ARGS=... goes to pytest, WORKERS=N shares them"
 	@echo "make test-programs   install what tests need besides: sandboxes, containers, a browser (apt-get, as root)"
 	@echo "make test-harnesses  real command-line agents at work through the service; needs Node.js 20 or newer; ARGS=... goes to pytest"
@@ -57,6 +58,9 @@ demo: $(INSTALLED)
 
 demo-tasks: $(INSTALLED)
 	$(BIN)/python -m examples.tasks_loop.loop $(ARGS)
+
+learn: $(INSTALLED) $(addprefix $(HARNESSES)/,npm/installed mini-swe-agent/installed)
+	$(BIN)/python -m examples.learn.learn $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
@@ -125,7 +129,7 @@ bench-tools:
 		{ echo "install these first:$$wanting" >&2; exit 1; }
 
 clean:
-	rm -rf $(VENV) .cache demo-out demo-out-no-push demo-out-tasks .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
+	rm -rf $(VENV) .cache demo-out* .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

@@ -1,17 +1,12 @@
-"""`verbatim node` as a process that is killed and started again, with local runtimes in which the installed agents are to be seen."""
+"""`verbatim node` as a process that is killed and started again."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from rollout.runtimes.settings import SYSTEM_PATH
-from tests.harnesses.installed import INSTALLED
 from tests.support.service.verbatim_process import ADMIN, COMMAND, environment
 
 STOP_SECONDS = 60.0
@@ -64,27 +59,3 @@ class NodeVictim:
     @property
     def written(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
-
-
-def with_agents(*first: Path) -> dict[str, str]:
-    """The variables with which sandboxes of a node have the agents that `make harnesses` installed on PATH, behind the environments of
-    Python named `first`."""
-    node = shutil.which("node")
-    assert node is not None, "Node.js is not installed"
-    folders = [INSTALLED / "npm" / "node_modules" / ".bin", *sorted(INSTALLED.glob("*/bin"))]
-    # Last, so that a command of the system goes before one of the same name in an agent's environment.
-    path = [
-        *(str(each / "bin") for each in first),
-        SYSTEM_PATH,
-        str(Path(node).parent),
-        *(str(folder.resolve()) for folder in folders),
-    ]
-    environments = [*first, *(each.parents[1] for each in INSTALLED.glob("*/bin/python3"))]
-    pythons = [(each / "bin" / "python3").resolve() for each in environments]
-    homes = [INSTALLED.resolve(), *first, *(program.parents[1] for program in (Path(node).resolve(), *pythons))]
-    return {"VERBATIM_LOCAL_PATH": os.pathsep.join(path), "VERBATIM_LOCAL_READABLE": os.pathsep.join(_outside(homes))}
-
-
-def _outside(folders: Sequence[Path]) -> list[str]:
-    """Those that a sandbox does not see anyway."""
-    return sorted({str(folder) for folder in folders if not folder.is_relative_to("/usr")})

@@ -20,8 +20,9 @@ from typing import Any
 
 import httpx
 
+from examples.learn.agents import with_agents
 from rollout.attempts import ENDED
-from tests.harnesses.node_victims import NodeVictim, with_agents
+from tests.harnesses.node_victims import NodeVictim
 from tests.harnesses.rollout_accounts import Accounted, account
 from tests.harnesses.rollout_plays import Exercise, Plays
 from tests.support.engine.scripted_engine import ScriptedEngine

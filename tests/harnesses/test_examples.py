@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.learn.agents import with_agents
 from tests.harnesses import test_aider, test_gemini_cli, test_opencode, test_qwen_code
 from tests.harnesses.agent_run import Cli, Tools, with_tools
-from tests.harnesses.node_victims import with_agents
 from tests.harnesses.rollout_plays import AGENT_SECONDS, Exercise
 from tests.harnesses.rollout_trial import RolloutTrial
 from tests.support.machine import require
