@@ -55,6 +55,7 @@ REFUSED = (
     (("audit", "s", "--model", "m"), "pip install 'verbatim-rl[trainer]' transformers"),
     (("tasks", "import", "harbor", ".", "--harness", "pi"), "pip install 'verbatim-rl[rollout]'"),
     (("doctor", "--engine", "http://127.0.0.1:9"), "to fix: engine http://127.0.0.1:9"),
+    (("fork", "s", "--at", "1"), "task"),
     (("weights", "push", "/none"), "no replica serves version 1"),
     (("weights", "rollback"), "the history has no"),
 )

@@ -492,17 +492,21 @@ def test_a_prompts_call_is_cut_on_the_chat_path_with_what_was_sampled(
 def test_a_harness_that_goes_away_leaves_an_aborted_call_with_what_was_sampled(
     opened: Callable[..., Session], serving: Serving, engine: VllmServer, stream: bool
 ) -> None:
-    session, before = opened(serving), sampled(engine)
     body = {"model": "policy", "messages": [{"role": "user", "content": "x"}], "max_tokens": 30000, "ignore_eos": True}
     asked = {**body, **PLAIN, "stream": stream}
-    with hanging_up(f"{session.client.base_url}chat/completions", asked, session.client.api_key):
-        wait_until_it_samples(engine, before, 200)
-    wait_until(
-        lambda: len(session.calls) == 1 and session.calls[0]["status"] not in ("in_flight", "dangling"),
-        60,
-        "the call is recorded",
-    )
-    (call,) = session.calls
+    for _ in range(5):
+        session, before = opened(serving), sampled(engine)
+        with hanging_up(f"{session.client.base_url}chat/completions", asked, session.client.api_key):
+            wait_until_it_samples(engine, before, 200)
+        wait_until(
+            lambda session=session: len(session.calls) == 1 and session.calls[0]["status"] not in ("in_flight", "dangling"),
+            60,
+            "the call is recorded",
+        )
+        (call,) = session.calls
+        # On a machine that stood still the reply may have come to its end before the call was cut.
+        if call["finish_reason"] != "length":
+            break
     assert call["finish_reason"] == "abort"
     assert call["status"] == "aborted"
     assert not call["delivered"]

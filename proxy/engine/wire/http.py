@@ -226,8 +226,7 @@ class Answers(Generic[A]):
         self._events = EventDecoder() if stream else None
         self._headers = {**channels.headers_of(scope.session_id), **headers}
         self._answer: Answer | None = None
-        self.ended = False
-        """Whether all of it was read."""
+        self._ended = False
         self._error: VerbatimError | None = None
 
     async def __aenter__(self) -> Answers[A]:
@@ -247,12 +246,17 @@ class Answers(Generic[A]):
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leave(failed=kind is not None)
 
+    @property
+    def ended(self) -> bool:
+        """Whether all of it was read, and no error is left that `read` is to raise."""
+        return self._ended and self._error is None
+
     async def read(self, seconds: float | None = None) -> list[A]:
         """The answer, or the events that have arrived since; [] at the end, and if no event of a stream came for `seconds`. A stream must
         end with [DONE]."""
         if self._error is not None:
             raise self._error
-        if self.ended or self._answer is None:
+        if self._ended or self._answer is None:
             return []
         try:
             if self._events is not None:
@@ -300,7 +304,7 @@ class Answers(Generic[A]):
         return True
 
     async def _read_events(self, answer: Answer, decoder: EventDecoder, seconds: float | None) -> list[A]:
-        while not self.ended:
+        while not self._ended:
             with Waiting(ENGINE):
                 piece = await answer.read_piece(seconds)
             if piece is None:
@@ -343,7 +347,7 @@ class Answers(Generic[A]):
         return EngineFailed(f"engine {self._replica.name} broke off in the middle of a reply")
 
     def _end(self) -> None:
-        self.ended = True
+        self._ended = True
         self._replica.health.pass_call()
 
     def _leave(self, *, failed: bool) -> None:

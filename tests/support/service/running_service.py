@@ -70,6 +70,8 @@ class RunningService:
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=self._grace_seconds,
+            # httpx lets idle connections go after five seconds; a server that does so too may hang up on the next request.
+            timeout_keep_alive=3600,
         )
         self._server = PromptServer(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, name="service")
