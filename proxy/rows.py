@@ -20,6 +20,7 @@ from reconstruct.builders import Builder, RowContext, load_builder
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError, ReconstructError
 from reconstruct.forest import Forest
+from reconstruct.media import as_wire
 from reconstruct.records import REPLAY, Call, Sampling
 from reconstruct.trajectory import Accounting, Trajectory, weigh_rows
 
@@ -173,7 +174,8 @@ def _recorded(calls: Sequence[Call], settled: Settled, delivered: Container[str]
 
 def _call(call: Call, forest: Forest, model: str | None, delivered: bool, arrays: str) -> dict[str, Any]:
     node = call.node
-    prompt_ids = forest.prompt_ids(call.call_id) if call.call_id in forest else node.delta_ids
+    known = call.call_id in forest
+    prompt_ids, media = (forest.prompt_ids(call.call_id), forest.media(call.call_id)) if known else (node.delta_ids, node.media)
     packed = arrays == "bytes"
     return {
         "call_id": call.call_id,
@@ -185,6 +187,7 @@ def _call(call: Call, forest: Forest, model: str | None, delivered: bool, arrays
         "api": call.api,
         "model": model,
         "status": call.status,
+        "media": as_wire(media),
         "prompt_ids": prompt_ids.tobytes() if packed else prompt_ids.tolist(),
         "completion_ids": node.completion_ids.tobytes() if packed else node.completion_ids.tolist(),
         "logprobs": node.logprobs.tobytes() if packed else node.logprobs.tolist(),
@@ -257,6 +260,7 @@ def _unfinished(intent: Intent, in_flight: Container[str]) -> dict[str, Any]:
         "completion_ids": [],
         "logprobs": [],
         "weight_versions": [],
+        "media": [],
         "invalid_tool_call": False,
         "delivered": False,
         "replica": intent.replica,

@@ -138,6 +138,7 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
         details=row_details(forest, last.call_id, list(places)),
         policy=last.policy,
         role_source=last.role_source,
+        media=forest.media(last.call_id),
     )
 
 

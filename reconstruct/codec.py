@@ -5,9 +5,10 @@ would be trained unnoticed. Ids are little-endian int32, logprobs little-endian 
 is shorter. A released version stays readable: a new field needs a new version and a branch in `decode`; the golden bytes in
 tests/reconstruct/golden test this.
 
-Version 2 appends the call's details to version 1; version 3 appends the source of its role to version 2, whose details may be null. A
-call is written in the earliest version that can represent it, so that earlier builds can read it: version 1 without details, and 1 or
-2 if the source of its role is the one those versions imply: inferred for main, declared for other roles.
+Version 2 appends the call's details to version 1; version 3 appends the source of its role to version 2, whose details may be null;
+version 4 appends the media of its delta to version 3. A call is written in the earliest version that can represent it, so that earlier
+builds can read it: version 4 only with media, version 1 without details, and 1 or 2 if the source of its role is the one those versions
+imply: inferred for main, declared for other roles.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.errors import DecodeError
+from reconstruct.media import Media
 from reconstruct.records import DECLARED, INFERRED, Call, CallDetails, Ids, Logprobs, Node, Sampling, Span
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """The newest version that this build reads; it also reads all earlier ones."""
 
 _COMPRESS_FROM_BYTES = 128
@@ -82,6 +84,9 @@ def encode(call: Call) -> bytes:
 def _choose_version(call: Call) -> tuple[int, tuple[Any, ...]]:
     """The earliest version that represents the call, and its fields after those of version 1."""
     details = None if call.node.details is None else encode_details(call.node.details)
+    if call.node.media:
+        media = [(bytes.fromhex(each.digest), each.kind, each.start, each.length) for each in call.node.media]
+        return 4, (details, call.role_source, media)
     if call.role_source != _source_before_3(call.role):
         return 3, (details, call.role_source)
     return (1, ()) if details is None else (2, (details,))
@@ -110,6 +115,19 @@ def decode(data: bytes) -> Call:
         raise
     except (ValueError, TypeError, IndexError, KeyError, zlib.error) as error:
         raise DecodeError(f"a version-{version} record is damaged: {error}") from error
+
+
+def _decode_v4(fields: list[Any]) -> Call:
+    *before, media = fields
+    call = _decode_v3(before)
+    return replace(call, node=replace(call.node, media=tuple(_media(*each) for each in media)))
+
+
+def _media(digest: bytes, kind: str, start: int, length: int) -> Media:
+    _require((digest,), bytes)
+    _require((kind,), str)
+    _require((start, length), int)
+    return Media(digest.hex(), kind, start, length)
 
 
 def _decode_v3(fields: list[Any]) -> Call:
@@ -199,7 +217,7 @@ def _decode_v1(fields: list[Any]) -> Call:
     )
 
 
-_DECODERS = {1: _decode_v1, 2: _decode_v2, 3: _decode_v3}
+_DECODERS = {1: _decode_v1, 2: _decode_v2, 3: _decode_v3, 4: _decode_v4}
 
 
 def _source_before_3(role: str) -> str:

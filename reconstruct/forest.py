@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from reconstruct.errors import LengthMismatch, UnknownParent
+from reconstruct.media import Media, overlapping, shift
 from reconstruct.records import CONTROL_TOKENS, Call, Ids, Node
 
 
@@ -23,7 +24,7 @@ def order_key(call: Call) -> tuple[float, str]:
 
 class Forest:
     """The calls of one session in insertion order, with indexes to find a parent. `detailed`: a call has details; `controlled`: a call
-    has control tokens in its messages."""
+    has control tokens in its messages; `has_media`: a call's prompt has media."""
 
     def __init__(self, calls: Iterable[Call] = ()) -> None:
         self.calls: dict[str, Call] = {}
@@ -36,6 +37,7 @@ class Forest:
         """The parent of each call that extends it."""
         self.detailed = False
         self.controlled = False
+        self.has_media = False
         for call in calls:
             self.add(call)
 
@@ -48,7 +50,8 @@ class Forest:
     def add(self, call: Call) -> None:
         """Add one call; adding it again is a no-op.
 
-        Raises UnknownParent if its parent or base is missing, LengthMismatch if its base is shorter than `base_length`.
+        Raises UnknownParent if its parent or base is missing, LengthMismatch if its base is shorter than `base_length` or has media that
+        this cuts apart.
         """
         if call.call_id in self.calls:
             return
@@ -63,6 +66,12 @@ class Forest:
                 session_id=call.session_id,
                 call_id=call.call_id,
             )
+        if self.has_media and node.base_id is not None and self._cuts_media(node.base_id, node.base_length):
+            raise LengthMismatch(
+                f"the first {node.base_length} ids of the base end within a media range",
+                session_id=call.session_id,
+                call_id=call.call_id,
+            )
         self.calls[call.call_id] = call
         self._lengths[call.call_id] = node.base_length + len(node.delta_ids) + len(node.completion_ids)
         self._owners[call.call_id] = self._owner(node.base_id, node.base_length)
@@ -71,6 +80,7 @@ class Forest:
         self._children.setdefault(node.parent_id, []).append(call.call_id)
         self.detailed = self.detailed or node.details is not None
         self.controlled = self.controlled or CONTROL_TOKENS in call.marks
+        self.has_media = self.has_media or bool(node.media)
         if node.parent_id is not None and self._begins_with(call, node.parent_id):
             self._extended[call.call_id] = node.parent_id
 
@@ -113,6 +123,18 @@ class Forest:
         ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
         ids.flags.writeable = False
         return ids
+
+    def media(self, call_id: str) -> tuple[Media, ...]:
+        """The media of the call's prompt, by positions in it."""
+        return self.prefix_media(call_id, self._lengths[call_id]) if self.has_media else ()
+
+    def prefix_media(self, call_id: str, length: int) -> tuple[Media, ...]:
+        """Those of the first `length` ids of the call's prompt and completion."""
+        parts = [
+            [each for each in shift(self.calls[owner].node.media, start) if each.end <= end]
+            for owner, start, end in self.pieces(call_id, length)
+        ]
+        return tuple(each for part in reversed(parts) for each in part)
 
     def pieces(self, call_id: str, length: int) -> Iterator[tuple[str, int, int]]:
         """The calls that store the first `length` ids of the call's prompt and completion, each as (call, start, end), last first."""
@@ -174,15 +196,22 @@ class Forest:
             return False
         return self._agree(call.call_id, parent_id, self._lengths[parent_id])
 
+    def _cuts_media(self, call_id: str, length: int) -> bool:
+        owner = self._owner(call_id, length)
+        node = self.calls[owner].node if owner is not None else None
+        return node is not None and any(each.start < length - node.base_length < each.end for each in node.media)
+
     def _agree(self, left_id: str, right_id: str, length: int) -> bool:
-        """Whether both calls have the same first `length` ids. Only ids not shared through bases are compared: none for a call whose
-        base is all of its parent."""
+        """Whether both calls have the same first `length` ids, and the same media behind them. Only ids not shared through bases are
+        compared: none for a call whose base is all of its parent."""
         left, right = self._owner(left_id, length), self._owner(right_id, length)
         # Both are None once no ids are left.
         while left is not None and right is not None and left != right:
             one, other = self.calls[left].node, self.calls[right].node
             start = max(one.base_length, other.base_length)
             if not np.array_equal(_own_ids(one, start, length), _own_ids(other, start, length)):
+                return False
+            if self.has_media and _own_media(one, start, length) != _own_media(other, start, length):
                 return False
             length = start
             left, right = self._owner(left, length), self._owner(right, length)
@@ -197,6 +226,11 @@ def _own_ids(node: Node, start: int, end: int) -> Ids:
     if start >= delta:
         return node.completion_ids[start - delta : end - delta]
     return np.concatenate((node.delta_ids[start:], node.completion_ids[: end - delta]))
+
+
+def _own_media(node: Node, start: int, end: int) -> list[Media]:
+    """The node's own media with ids at positions `start:end`."""
+    return overlapping(shift(node.media, node.base_length), start, end)
 
 
 def shared_length(left: Ids, right: Ids) -> int:

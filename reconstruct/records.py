@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, SpanError
+from reconstruct.media import Media, check_media
 
 RAW, PROCESSED, UNKNOWN_MODE = "raw_logprobs", "processed_logprobs", "unknown"
 NO_LOGPROBS = ("raw_logits", "processed_logits")
@@ -173,7 +174,9 @@ class CallDetails:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A call's place in the session tree, and its tokens: m sampled ids, m logprobs, and spans that tile 0..m."""
+    """A call's place in the session tree, and its tokens: m sampled ids, m logprobs, and spans that tile 0..m.
+
+    `media` are those of the delta, by positions in it."""
 
     parent_id: str | None
     branch_reason: str | None
@@ -184,6 +187,7 @@ class Node:
     logprobs: Logprobs
     spans: tuple[Span, ...]
     details: CallDetails | None = None
+    media: tuple[Media, ...] = ()
 
     def check(self, *, session_id: str = "", call_id: str = "") -> None:
         """Raise a RecordError if lengths, logprobs, spans or ids break a rule; nothing is repaired."""
@@ -198,6 +202,7 @@ class Node:
             if len(ids) and int(ids.min()) < 0:
                 raise IdOutOfRange(f"id {int(ids.min())} is negative", **where, position=int(ids.argmin()))
         self._check_spans(where)
+        check_media(self.media, len(self.delta_ids), where)
         if self.details is not None:
             self.details.check(len(self.delta_ids), sampled, where)
 

@@ -13,6 +13,9 @@ anything (0 for a row that trains nothing), so that the rows of a rollout add up
 
 `logprob_mode` is the mode of all its logprobs (see `reconstruct.records.Sampling`), or MIXED if its calls differ: its importance
 ratios then have no single meaning. `details` are None unless they were requested and the engine sent them.
+
+`media` are the images of the prompts in it, by the row's own positions; their ids are never trained. Rows of equal ids are of equal context
+only if their media are equal, too.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reconstruct.media import Media, as_wire
 from reconstruct.records import INFERRED, UNKNOWN_MODE, Ids, Logprobs, Span
 
 Mask = NDArray[np.int8]
@@ -71,6 +75,7 @@ class Trajectory:
     details: RowDetails | None = None
     policy: str = ""
     role_source: str = INFERRED
+    media: tuple[Media, ...] = ()
 
     @property
     def rollout_id(self) -> str:
@@ -135,6 +140,7 @@ def encode_row(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
         "logprob_mode": row.logprob_mode,
         **(_details(row.details, arrays) if row.details is not None else {}),
         "policy": row.policy,
+        "media": as_wire(row.media),
     }
 
 

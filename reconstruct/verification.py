@@ -2,7 +2,7 @@
 
 Context is true: a row's calls extend one another and its ids are the prompt and reply of the last one, so the ids before a trained
 token are those it was sampled after. Each once: over all rows, every token of a trainable call has `loss_mask` 1 exactly once, with its
-own logprob and weight version; tokens of refused calls never have.
+own logprob and weight version; tokens of refused calls and placeholders of media never have.
 """
 
 from __future__ import annotations
@@ -71,9 +71,20 @@ def _check_context(forest: Forest, row: Trajectory) -> None:
                 session_id=row.session_id,
                 call_id=last.call_id,
             )
+    _check_media(forest, row)
     shared = shared_length(forest.full_ids(last.call_id), row.token_ids)
     if shared < length:
         raise RecordError("an id differs from the call's", session_id=row.session_id, call_id=last.call_id, position=shared)
+
+
+def _check_media(forest: Forest, row: Trajectory) -> None:
+    last = row.call_ids[-1]
+    if row.media != forest.media(last):
+        raise RecordError(
+            f"row {row.trajectory_id} has other media than its last call", session_id=row.session_id, call_id=last
+        )
+    for media in row.media:
+        _refuse_first(row.loss_mask[media.start : media.end] != 0, forest.calls[last], "a placeholder is trained")
 
 
 def _count_trained(forest: Forest, row: Trajectory, refused: Mapping[str, str], trained: Mapping[str, Counts]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from reconstruct.media import Media
 from reconstruct.records import INFERRED, UNKNOWN_MODE, Span, of_one_shape, pack_ids, pack_logprobs
 from reconstruct.trajectory import NAMES, Quarantined, RowDetails, Trajectory
 from trainer_client.errors import InvalidAnswer
@@ -145,11 +146,16 @@ def decode_trajectory(row: Mapping[str, Any], row_weight: float = 1.0) -> Trajec
             details=_details(row),
             policy=str(row.get("policy", "")),
             role_source=str(row.get("role_source", INFERRED)),
+            media=tuple(_media(**each) for each in row.get("media", ())),
         )
         _check(trajectory)
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidAnswer(f"trajectory {name!r}: {error!r}") from error
     return trajectory
+
+
+def _media(digest: str, kind: str, start: int, length: int, **_: Any) -> Media:
+    return Media(str(digest), str(kind), int(start), int(length))
 
 
 def _details(row: Mapping[str, Any]) -> RowDetails | None:
@@ -225,6 +231,7 @@ def _check(row: Trajectory) -> None:
     _check_spans(row, sampled)
     if row.details is not None:
         _check_details(row.details, len(sampled))
+    _check_media(row.media, sampled)
     if row.reward is not None and not np.isfinite(row.reward):
         raise ValueError(f"the reward is {row.reward}")
     if not 0 <= row.row_weight <= 1:
@@ -238,6 +245,16 @@ def _check_details(details: RowDetails, length: int) -> None:
             raise ValueError(f"{name} has {len(array)} tokens, the row {length}")
     if not of_one_shape(details.top_token_ids, details.top_logprobs):
         raise ValueError("top_token_ids and top_logprobs differ in shape")
+
+
+def _check_media(media: Sequence[Media], sampled: NDArray[np.bool_]) -> None:
+    end = 0
+    for each in media:
+        if not end <= each.start < each.end <= len(sampled):
+            raise ValueError(f"{each} is not valid media after token {end} of {len(sampled)}")
+        if sampled[each.start : each.end].any():
+            raise ValueError(f"a placeholder of {each} is sampled")
+        end = each.end
 
 
 def _check_spans(row: Trajectory, sampled: NDArray[np.bool_]) -> None:

@@ -33,6 +33,15 @@ Span = Annotated[list[int], Field(min_length=3, max_length=3)]
 """[version, start, end]"""
 
 
+class MediaShape(Body):
+    digest: str
+    """sha256 of the bytes that the harness sent, which `GET /sessions/{session_id}/media/{digest}` returns."""
+    kind: Literal["image"]
+    start: int
+    """The position of the first id that stands for it."""
+    length: int
+
+
 class CallShape(Body):
     call_id: str
     parent_id: str | None
@@ -50,6 +59,8 @@ class CallShape(Body):
     status: str
     """finished; aborted: it was cut; failed: the engine broke off; in_flight; dangling: its process died."""
     prompt_ids: list[int]
+    media: list[MediaShape]
+    """The images of the prompt, by positions in prompt_ids."""
     completion_ids: list[int]
     logprobs: list[float]
     """As long as completion_ids."""
@@ -82,7 +93,7 @@ class CallShape(Body):
 CALL: dict[str, Any] = json.loads("""
 {"call_id": "c0ffee", "parent_id": null, "branch_reason": null, "role": "main", "role_source": "inferred",
  "dialect": "chat", "api": "token", "model": "policy", "status": "finished", "prompt_ids": [101, 102],
- "completion_ids": [7, 8], "logprobs": [-0.5, -1.25], "weight_versions": [[12, 0, 2]], "finish_reason": "stop",
+ "media": [], "completion_ids": [7, 8], "logprobs": [-0.5, -1.25], "weight_versions": [[12, 0, 2]], "finish_reason": "stop",
  "stop_reason": null, "invalid_tool_call": false, "sampling": {"temperature": 1.0, "max_tokens": 32}, "delivered": true,
  "projection": null, "control_tokens": [], "messages": [{"role": "user", "content": "Say hello."}],
  "reply": {"role": "assistant", "content": "Hello."}, "session_id": "first",
@@ -125,6 +136,8 @@ class Trajectory(Body):
     logprob_mode: str
     policy: str
     """Empty: the default one."""
+    media: list[MediaShape]
+    """The images in it, by positions in token_ids; never trained."""
     top_token_ids: list[Any] | None = None
     top_logprobs: list[Any] | None = None
     prompt_logprobs: list[float | None] | None = None
@@ -157,7 +170,7 @@ ROW: dict[str, Any] = json.loads("""
  "role_source": "inferred", "agent": "", "token_ids": [101, 102, 7, 8], "loss_mask": [0, 0, 1, 1],
  "logprobs": [0.0, 0.0, -0.5, -1.25], "weight_versions": [[12, 2, 4]], "reward": 1.0, "call_ids": ["c0ffee"],
  "finish_reason": "stop", "truncated": false, "metadata": {}, "rollout_id": "first", "row_weight": 1.0,
- "logprob_mode": "raw_logprobs", "policy": ""}
+ "logprob_mode": "raw_logprobs", "policy": "", "media": []}
 """)
 ACCOUNTING: dict[str, Any] = json.loads("""
 {"sampled_tokens": 2, "exported_tokens": 2, "quarantined": [], "dangling_calls": 0, "complete": true,

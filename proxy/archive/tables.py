@@ -5,7 +5,7 @@
 
 Version 2 adds a row's logprob mode, token details and policy; version 3 whether a session is trained; version 4 the source of a row's
 role, and a session's echo policy, budget, dangling calls and completeness; version 5 a row's text and tools; version 6 what a session
-replays, its replayed tokens, and its log. The versions read alike otherwise.
+replays, its replayed tokens, and its log; version 7 a row's media. The versions read alike otherwise.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from reconstruct.trajectory import convert_to_lists
 Row = dict[str, Any]
 
 SCHEMA = "verbatim-archive"
-SCHEMA_VERSION = 6
-READ_VERSIONS = (1, 2, 3, 4, 5, 6)
+SCHEMA_VERSION = 7
+READ_VERSIONS = (1, 2, 3, 4, 5, 6, 7)
 
 TRAJECTORIES = {
     "trajectory_id": "string",
@@ -50,6 +50,7 @@ TRAJECTORIES = {
     "prompt_logprobs": "list<float32>",
     "routed_experts": "list<list<list<int16>>>",
     "policy": "string",
+    "media": "json",
     "text": "string",
     "tools": "json",
     "session_status": "string",
@@ -212,6 +213,8 @@ def _trajectory_row(row: Mapping[str, Any], state: Mapping[str, Any]) -> Row:
         **{name: np.frombuffer(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()},
         **{name: _detail(row.get(name), dtype) for name, dtype in _DETAILS.items()},
         "metadata": _dump(row["metadata"]),
+        # Missing when the service exporting it is of an earlier build.
+        "media": _dump(row.get("media", [])),
         "text": row.get("text"),
         "tools": None if row.get("tools") is None else _dump(row["tools"]),
         "session_status": state["status"],

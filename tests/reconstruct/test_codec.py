@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from reconstruct.codec import SCHEMA_VERSION, decode, encode
 from reconstruct.errors import DecodeError, IdOutOfRange
+from reconstruct.media import Media
 from reconstruct.records import Call, CallDetails, Node, Sampling, Span, pack_ids, pack_logprobs
 from tests.support.sessions.calls import call
 
@@ -80,6 +81,7 @@ GOLDEN_DETAILS = CallDetails(
 )
 GOLDEN_CALL_2 = replace(GOLDEN_CALL, node=replace(GOLDEN_CALL.node, details=GOLDEN_DETAILS))
 GOLDEN_CALL_3 = replace(GOLDEN_CALL_2, role_source="rule")
+GOLDEN_CALL_4 = replace(GOLDEN_CALL_3, node=replace(GOLDEN_CALL_3.node, media=(Media(bytes(range(32)).hex(), "image", 0, 2),)))
 
 
 def plain(value: Any) -> Any:
@@ -100,8 +102,8 @@ def sealed(packed: bytes) -> bytes:
 
 VERSIONS = pytest.mark.parametrize(
     ("version", "call"),
-    [(1, GOLDEN_CALL), (2, GOLDEN_CALL_2), (3, GOLDEN_CALL_3)],
-    ids=["version 1", "version 2", "version 3"],
+    [(1, GOLDEN_CALL), (2, GOLDEN_CALL_2), (3, GOLDEN_CALL_3), (4, GOLDEN_CALL_4)],
+    ids=["version 1", "version 2", "version 3", "version 4"],
 )
 
 
@@ -196,6 +198,7 @@ nodes = st.builds(
     logprobs=logprobs,
     spans=st.lists(st.builds(Span, counts, counts, counts), max_size=3).map(tuple),
     details=st.none() | all_details,
+    media=st.lists(st.builds(Media, st.binary(max_size=40).map(bytes.hex), any_text, counts, counts), max_size=3).map(tuple),
 )
 samplings = st.builds(
     Sampling,
@@ -352,7 +355,7 @@ def test_details_with_a_field_of_another_type_are_a_decode_error(data: st.DataOb
         decode(sealed(msgpack.packb(items)))
 
 
-@pytest.mark.parametrize("version", [0, 4, 99, "1", None, 1.0, True])
+@pytest.mark.parametrize("version", [0, 5, 99, "1", None, 1.0, True])
 def test_an_unknown_schema_version_is_a_decode_error_that_names_it(version: Any) -> None:
     items = msgpack.unpackb(encode(GOLDEN_CALL)[:-4])
     with pytest.raises(
