@@ -13,6 +13,7 @@ import httpx
 
 from cli.rollout_store import RolloutConnection
 from proxy import errors
+from proxy.api import forks
 from proxy.api.requests import JsonBody, require_admin, require_node
 from proxy.app import Addition
 from proxy.auth import tokens_in
@@ -30,8 +31,8 @@ from rollout.store.base import NoSuchTask, StoreUnavailable
 from rollout.store.tasks import TaskStore
 from rollout.store.work import WorkStore
 from rollout.sweeper import Callbacks, RolloutSettings, Sweeper
-from rollout.task import TaskBody
-from rollout.task_body import Known, render_rollout, render_summary, render_task
+from rollout.task import Fork, TaskBody
+from rollout.task_body import BadTask, Known, render_rollout, render_summary, render_task
 
 KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.names, evaluators.load)
 OWN_URL = "http://127.0.0.1"
@@ -49,6 +50,7 @@ def add_rollouts(known: Known, services: Services, control: Application) -> Addi
         admin=require_admin,
         node=require_node,
         read_body=JsonBody(TaskBody).read_raw,
+        check_fork=partial(check_fork, services),
         keepalive_seconds=settings.keepalive_seconds,
         stopping=services.stopping,
     )
@@ -107,6 +109,14 @@ def _translate_errors() -> Iterator[None]:
         raise NotFound(str(error)) from error
     except StoreUnavailable as error:
         raise errors.StoreUnavailable(str(error)) from error
+
+
+async def check_fork(services: Services, fork: Fork) -> None:
+    """Raise `BadTask` if no session can be opened that replays so."""
+    try:
+        await forks.check(services, fork.session_id, fork.until)
+    except errors.RequestError as error:
+        raise BadTask(f"fork: {error.message}", (error.param or "fork").replace("replay", "fork")) from error
 
 
 def read_admin_token(settings: Settings) -> str:

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict
 from rollout import attempts
 from rollout.store.base import Event, NoSuchTask, StoreUnavailable, TaskConflict
 from rollout.store.tasks import TaskStore
+from rollout.task import Fork
 from rollout.task_body import (
     BadTask,
     Known,
@@ -221,11 +222,12 @@ def build_task_router(
     admin: Callable[[Request], None],
     node: Callable[[Request], None],
     read_body: Callable[[Request], Awaitable[bytes]],
+    check_fork: Callable[[Fork], Awaitable[None]],
     keepalive_seconds: float,
     stopping: asyncio.Event,
 ) -> APIRouter:
-    """`admin` and `node` raise for a caller without that role. `read_body` reads a request's body within the service's limits. `stopping`
-    is set when the process shuts down; it ends event streams."""
+    """`admin` and `node` raise for a caller without that role. `read_body` reads a request's body within the service's limits. `check_fork`
+    raises `BadTask` for a fork that cannot be opened. `stopping` is set when the process shuts down; it ends event streams."""
     router = APIRouter(tags=["tasks"], route_class=TaskRoute, default_response_class=Response)
     admins = [Depends(admin)]
 
@@ -244,6 +246,9 @@ def build_task_router(
         """Its rollouts wait for nodes. A string for `harness`, `runtime` or `evaluator` stands for an object with that name. Submitting the
         same body under the same `task_id` again is 200 and changes nothing."""
         task, digest = read_task(raw, known)
+        # What an earlier submission replays may be gone by now.
+        if task.fork is not None and not await store.holds(task.task_id):
+            await check_fork(task.fork)
         state, new = await store.submit(task, digest, await store.now())
         return _json(render_task(state), 201 if new else 200)
 

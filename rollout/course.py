@@ -181,7 +181,7 @@ class Course:
             await parts.sessions.store_log(session_id, join_output(done.stdout, done.stderr))
         calls = await self._wait_for_service(budget, lambda: parts.sessions.list_calls(session_id))
         session = await self._wait_for_service(budget, lambda: parts.sessions.load(session_id))
-        check_run(harness, done, calls, session.get("unserved"))
+        check_run(harness, done, calls, session)
         exit_code = None if done.timed_out else done.exit_code
         return Run(session_id, exit_code, done.timed_out, done.stdout, done.stderr, calls)
 

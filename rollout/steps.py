@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -223,10 +224,11 @@ class HarnessRun:
 
 
 def check_run(
-    harness: HarnessRun, done: Executed, calls: Sequence[Mapping[str, Any]], unserved: Mapping[str, Any] | None = None
+    harness: HarnessRun, done: Executed, calls: Sequence[Mapping[str, Any]], session: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Raises `RolloutFailed` if the run cannot be scored. `unserved` is the session's last call that the service or its engine failed,
-    of which there may be no record."""
+    """Raises `RolloutFailed` if the run cannot be scored. Of the session its last call that the service or its engine failed counts, of
+    which there may be no record, and when a recorded reply was last given to a fork."""
+    unserved, replayed_at = session.get("unserved"), session.get("replayed_at") or 0.0
     name, look = harness.harness.name, harness.logs.place("agent.err")
     last = max(calls, key=lambda call: call["started_at"], default=None)
     if done.timed_out and calls:
@@ -238,7 +240,7 @@ def check_run(
     # A failed call is not the agent's doing, whatever it made of it.
     if last is not None and last["status"] == "dangling":
         raise RolloutFailed(Failure.SERVICE_FAILED, f"the service died in the last call of {name}, {last['call_id']}", look)
-    if unserved is not None and (last is None or last["started_at"] < unserved["at"]):
+    if unserved is not None and (last is None or max(last["started_at"], replayed_at) < unserved["at"]):
         message = f"the last call of {name}, {unserved['call_id']}, was not served: {unserved['code']}: {unserved['message']}"
         raise RolloutFailed(Failure.SERVICE_FAILED, message, look)
     if done.exit_code > SIGNALLED and not done.timed_out:

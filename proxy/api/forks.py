@@ -26,6 +26,20 @@ ReadState = Callable[[Mapping[str, Any]], SessionState]
 """The state of a session from its wire form."""
 
 
+async def check(services: Services, origin_id: str, until: str | int | None) -> None:
+    """Raises what `prepare` would, but for the id of the new session; keeps and restores nothing."""
+    origin = await services.sessions.load(origin_id)
+    if origin is None or origin.status == "restoring":
+        archived = await _find_archived(services, origin_id)
+        records = [record for _, record in archived.records]
+        fork = Fork(origin_id, archived.state["created_at"], len(records))
+        stored = [(b"", b"")] * len(records)
+        recording = await asyncio.to_thread(Recording, fork, records, stored, archived.delivered)
+    else:
+        recording = await services.trees.load_recording(Fork(origin_id, origin.info.created_at, origin.calls))
+    await _choose_pivot(services, recording, until)
+
+
 async def prepare(services: Services, session_id: str, origin_id: str, until: str | int | None, read_state: ReadState) -> Fork:
     """What the new session `session_id` replays; its origin is kept for it from here on. Raises NotFound for a session or call that there
     is not, Conflict for one whose records are gone, RequestError for a pivot that none can sample from."""
@@ -42,10 +56,7 @@ async def prepare(services: Services, session_id: str, origin_id: str, until: st
             "choose another session_id",
             param="session_id",
         )
-    pivot = await _find_pivot(services, origin_id, recording, until)
-    sampler = pivot or (recording.requests[-1] if recording.requests else None)
-    if sampler is not None:
-        _check_model(services, origin_id, recording, sampler)
+    pivot = await _choose_pivot(services, recording, until)
     fork = replace(fork, until=None if pivot is None else pivot.first.call_id)
     if not await services.sessions.pin(session_id, fork, await services.clock.now()):
         raise NotFound(f"session '{origin_id}' was deleted meanwhile", param="replay.session_id")
@@ -60,11 +71,17 @@ async def keep_origin(services: Services, session_id: str, fork: Fork) -> None:
         raise NotFound(f"session '{fork.session_id}' was deleted meanwhile", param="replay.session_id")
 
 
-async def _find_pivot(
-    services: Services, origin_id: str, recording: Recording, until: str | int | None
-) -> RecordedRequest | None:
-    """The first request that is not replayed; None: all are."""
-    requests = recording.requests
+async def _choose_pivot(services: Services, recording: Recording, until: str | int | None) -> RecordedRequest | None:
+    """The first request that is not replayed; None: all are. Raises NotFound and RequestError where none can sample from there."""
+    pivot = await _find_pivot(services, recording, until)
+    sampler = pivot or (recording.requests[-1] if recording.requests else None)
+    if sampler is not None:
+        _check_model(services, recording, sampler)
+    return pivot
+
+
+async def _find_pivot(services: Services, recording: Recording, until: str | int | None) -> RecordedRequest | None:
+    origin_id, requests = recording.fork.session_id, recording.requests
     if isinstance(until, str):
         pivot = next((each for each in requests if any(call.call_id == until for call in each.calls)), None)
         if pivot is None and until not in recording.refused:
@@ -94,9 +111,9 @@ async def _explain_missing(services: Services, origin_id: str, call_id: str) -> 
     return RequestError(f"call '{call_id}' of session '{origin_id}' is {state}", param="replay.until")
 
 
-def _check_model(services: Services, origin_id: str, recording: Recording, sampler: RecordedRequest) -> None:
+def _check_model(services: Services, recording: Recording, sampler: RecordedRequest) -> None:
     """Raise RequestError if the model that is to sample from the pivot is not served, or by another policy than recorded."""
-    model = recording.find_model(sampler.first)
+    origin_id, model = recording.fork.session_id, recording.find_model(sampler.first)
     # Engines that were not reached yet may turn out to serve it.
     with contextlib.suppress(EngineUnavailable):
         try:
@@ -116,14 +133,7 @@ def _check_model(services: Services, origin_id: str, recording: Recording, sampl
 async def _restore(services: Services, session_id: str, fork_id: str, read_state: ReadState) -> SessionState:
     """The session from the service's archive, kept for the fork before retention can see it. May be repeated, also at the same time.
     Raises NotFound."""
-    folder = services.settings.archive_dir
-    found = await asyncio.to_thread(_find_archived, folder, session_id) if folder is not None else None
-    if found is None:
-        where = "in the store" if folder is None else "in the store or the archive"
-        raise NotFound(
-            f"there is no session '{session_id}' {where}, or it is being imported; `verbatim import` restores one that was exported",
-            param="replay.session_id",
-        )
+    found = await _find_archived(services, session_id)
     state = read_state(found.state)
     intents = msgspec.convert(list(found.intents), list[Intent])
     now = await services.clock.now()
@@ -133,5 +143,18 @@ async def _restore(services: Services, session_id: str, fork_id: str, read_state
     return await closing.load_session(services, session_id)
 
 
-def _find_archived(folder: Path, session_id: str) -> ArchivedSession | None:
+async def _find_archived(services: Services, session_id: str) -> ArchivedSession:
+    """Raises NotFound."""
+    folder = services.settings.archive_dir
+    found = await asyncio.to_thread(_read_archived, folder, session_id) if folder is not None else None
+    if found is None:
+        where = "in the store" if folder is None else "in the store or the archive"
+        raise NotFound(
+            f"there is no session '{session_id}' {where}, or it is being imported; `verbatim import` restores one that was exported",
+            param="replay.session_id",
+        )
+    return found
+
+
+def _read_archived(folder: Path, session_id: str) -> ArchivedSession | None:
     return ArchiveReader(folder).find(session_id) if (folder / MANIFEST).exists() else None

@@ -234,9 +234,11 @@ class UnservedShape(Body):
     message: str
 
 
-class SessionDetail(SessionShape, json_schema_extra={"example": {**EXAMPLE, "unserved": None}}):
+class SessionDetail(SessionShape, json_schema_extra={"example": {**EXAMPLE, "unserved": None, "replayed_at": None}}):
     unserved: UnservedShape | None
     """The last call that the service or the engine failed, even if later calls succeeded; null: none known."""
+    replayed_at: float | None
+    """When a recorded reply was last given to a fork's harness."""
 
 
 class SessionPage(Body, json_schema_extra={"example": {"sessions": [EXAMPLE], "cursor": None}}):
@@ -246,7 +248,7 @@ class SessionPage(Body, json_schema_extra={"example": {"sessions": [EXAMPLE], "c
 
 
 # The model lists what the API shows of a session: a new field of SessionInfo is not shown by itself, and key_hash never. group_rule belongs
-# to the group; unserved matters only while the session is open.
+# to the group; unserved and replayed_at matter only while the session is open.
 INFO_FIELDS = tuple(name for name in SessionShape.model_fields if name in SessionInfo.__dataclass_fields__)
 STATE_FIELDS = tuple(name for name in SessionShape.model_fields if name in SessionState.__dataclass_fields__)
 
@@ -316,7 +318,7 @@ async def get_session(services: Served, session_id: SessionId) -> Response:
     """Its current state. `unserved` is the last call that the service or the engine failed, and why."""
     state = await closing.load_session(services, session_id)
     unserved = None if state.unserved is None else asdict(state.unserved)
-    return json_response({**session_as_wire(state), "unserved": unserved})
+    return json_response({**session_as_wire(state), "unserved": unserved, "replayed_at": state.replayed_at})
 
 
 @router.delete(

@@ -176,7 +176,7 @@ class Harness:
         request = await self._parse(draft, exchange.dialect.parse, incoming)
         self._services.metrics.dropped(request.dialect, request.dropped_tools)
         body, headers = incoming.body, exchange.headers
-        recalled = None if tree.recording is None else await self._flow.recall(draft, request, body, headers)
+        recalled = None if tree.recording is None else await self._flow.recall(draft, tree.recording, request, body, headers)
         turn = exchange.turn = self._flow.admit(draft, request, body, headers, exchange.timeline, recalled)
         work = asyncio.create_task(self._run(exchange, turn))
         try:

@@ -30,7 +30,7 @@ from proxy.call.plan import (
 )
 from proxy.call.prompts import plan_prompt, prompt_continuation
 from proxy.call.record import call_records, minted_choice, minted_delta
-from proxy.call.recording import Recalled
+from proxy.call.recording import Live, Recalled, Recording, Refused, Replayed
 from proxy.call.replay import Replays, build_reply, play
 from proxy.call.tree import Draft, SessionTree, SessionTrees
 from proxy.call.turn import Planned, Sampled, Turn, fit_window, marks_of, refuse_media
@@ -94,10 +94,12 @@ class Flow:
         self._metrics = metrics
         self._replays = Replays(pool, sessions, trees, metrics)
 
-    async def recall(self, draft: Draft, request: Request, body: bytes, headers: Mapping[str, str]) -> Recalled:
+    async def recall(
+        self, draft: Draft, recording: Recording, request: Request, body: bytes, headers: Mapping[str, str]
+    ) -> Recalled:
         """What a fork's recording makes of the request, before the call enters. Raises as `Replays.recall`."""
         retry = headers.get("x-stainless-retry-count", "0") != "0"
-        return await self._replays.recall(draft, request, hash_bytes(body), retry=retry)
+        return await self._replays.recall(draft, recording, request, hash_bytes(body), retry=retry)
 
     def admit(
         self,
@@ -110,7 +112,7 @@ class Flow:
     ) -> Turn:
         """The call enters: from here on closing the session or the service ends it properly. `run` must follow."""
         info = draft.tree.info
-        recorded = recalled.calls if recalled is not None else ()
+        recorded = recalled.calls if isinstance(recalled, Replayed) else ()
         call_ids = [call.call_id for call in recorded] or [new_call_id() for _ in range(request.n)]
         retry = headers.get("x-stainless-retry-count", "0")
         marks = {**request.marks, "retry": retry} if retry != "0" else request.marks
@@ -124,7 +126,7 @@ class Flow:
             clock=time.perf_counter(),
             timeline=timeline,
             sampling={**request.sampling, **overrides(info.sampling)},
-            marks=marks if recalled is None else {**marks, **recalled.marks},
+            marks={**marks, **recalled.marks} if isinstance(recalled, Live) else marks,
             purpose=find_purpose(marks_of(request, headers), self._settings.role_rules, info.role_rules),
             recalled=recalled,
         )
@@ -134,8 +136,10 @@ class Flow:
     async def run(self, turn: Turn, emit: Emit) -> Reply:
         """The recorded reply. Raises VerbatimError; then nothing is half recorded, and nothing was emitted unless FirstToken was."""
         try:
-            if turn.recalled is not None and (turn.recalled.calls or turn.recalled.refusal):
+            if isinstance(turn.recalled, Replayed):
                 return await self._replay(turn, turn.recalled, emit)
+            if isinstance(turn.recalled, Refused):
+                raise turn.recalled.error
             sampled = await self._sample_at_some_replica(turn, emit)
             reply = await self._commit(sampled)
         finally:
@@ -145,13 +149,10 @@ class Flow:
             raise EngineFailed(sampled.outcome.broken)
         return reply
 
-    async def _replay(self, turn: Turn, recalled: Recalled, emit: Emit) -> Reply:
-        """The reply that was recorded, without an engine. Raises ReplayDiverged."""
-        if recalled.refusal is not None:
-            raise recalled.refusal
-        assert turn.tree.recording is not None and turn.tree.info.replay is not None
-        reply = build_reply(turn.tree.recording, turn.request, recalled.calls)
-        pace = turn.tree.info.replay.tokens_per_second
+    async def _replay(self, turn: Turn, replayed: Replayed, emit: Emit) -> Reply:
+        """The reply that was recorded, without an engine."""
+        reply = build_reply(replayed.recording, turn.request, replayed.calls)
+        pace = replayed.recording.fork.tokens_per_second
         if pace is not None and turn.request.stream:
             await play(turn.request, reply, emit, pace, turn.scope)
         return reply

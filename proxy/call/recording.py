@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from proxy.errors import ReplayDiverged
+from proxy.store.sessions import Fork
 from reconstruct.accounting import settle
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
@@ -35,22 +36,35 @@ class RecordedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Recalled:
-    """What the recording makes of a fork's request: it is answered with recorded `calls`, or refused, or sampled and recorded with
-    `marks`."""
+class Replayed:
+    """A fork's request is answered with recorded calls."""
 
-    calls: Sequence[Call] = ()
-    marks: Mapping[str, str] = field(default_factory=dict)
-    refusal: ReplayDiverged | None = None
+    recording: Recording
+    calls: Sequence[Call]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    error: ReplayDiverged
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A fork's request is sampled, and recorded with `marks`."""
+
+    marks: Mapping[str, str]
+
+
+Recalled = Replayed | Refused | Live
+"""What the recording makes of a fork's request."""
 
 
 class Recording:
-    """The origin's records, and of each the digest and the entry by which a fork refers to it. `until` is the pivot's call id, None: all
-    is replayed. `refused` has the reason of each call that no fork can begin at. A damaged record is left out."""
+    """What `fork` replays: the origin's records, and of each the digest and the entry by which a fork refers to it. `refused` has the
+    reason of each call that no fork can begin at. A damaged record is left out."""
 
-    def __init__(
-        self, records: Sequence[bytes], stored: Sequence[Stored], delivered: Container[str], until: str | None = None
-    ) -> None:
+    def __init__(self, fork: Fork, records: Sequence[bytes], stored: Sequence[Stored], delivered: Container[str]) -> None:
+        self.fork = fork
         calls: dict[str, Call] = {}
         stored_by_id: dict[str, Stored] = {}
         for record, each in zip(records, stored, strict=True):
@@ -70,7 +84,7 @@ class Recording:
         self._asked: dict[bytes, list[RecordedRequest]] = {}
         self._below: dict[str | None, list[RecordedRequest]] = {}
         for group in _group_choices(call for call in calls.values() if self._came_to_something(call)):
-            found = any(call.call_id == until for call in group)
+            found = any(call.call_id == fork.until for call in group)
             request = RecordedRequest(group, [stored_by_id[call.call_id] for call in group], self.pivot is None and not found)
             self.pivot = request if found else self.pivot
             self.requests.append(request)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -21,7 +22,7 @@ import msgspec
 
 from proxy.call.plan import Continuation, continuation, remember
 from proxy.call.prompts import prompt_continuation
-from proxy.call.recording import Recalled, RecordedRequest, Recording, Stored
+from proxy.call.recording import Live, Recalled, RecordedRequest, Recording, Refused, Replayed, Stored
 from proxy.call.tree import Draft, SessionTree, SessionTrees
 from proxy.dialects.base import Choice, Delta, HistoryMessage, Reply, Request
 from proxy.engine.pool.pool import EnginePool
@@ -43,14 +44,23 @@ _TRIES = 50
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`recorded`: the request that this one repeats; None where it is sampled. `exact`: the histories are equal. `again`: the replies were
-    given before. `mark`: the REPLAY mark of its record if it is sampled. `live`: it goes on from what the fork sampled."""
+    """The recorded request that a request repeats. `differs_after`: the call whose tool results differ from the record; None: the histories
+    are equal. `again`: its replies were given before; if they were delivered, too, it is `Unmatched` with that `mark`."""
 
-    recorded: RecordedRequest | None = None
-    exact: bool = True
+    recorded: RecordedRequest
+    differs_after: Call | None = None
     again: bool = False
     mark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unmatched:
+    """A request that is sampled, and recorded with the REPLAY mark `mark`. `live`: it goes on from what the fork sampled. `differs`: from
+    the pivot in tool results."""
+
+    mark: str = ""
     live: bool = False
+    differs: bool = False
 
 
 class Replays:
@@ -60,18 +70,18 @@ class Replays:
         self._trees = trees
         self._metrics = metrics
 
-    async def recall(self, draft: Draft, request: Request, digest: bytes, *, retry: bool) -> Recalled:
+    async def recall(self, draft: Draft, recording: Recording, request: Request, digest: bytes, *, retry: bool) -> Recalled:
         """What the recording makes of the request; recorded calls stand in the fork's tree when this returns. Raises as the store, and
         Conflict or NotFound for a session that takes no calls."""
-        tree, recording = draft.tree, _recording_of(draft.tree)
+        tree = draft.tree
         policy = self._find_policy(recording, request.model)
         find = continuation if request.prompt is None else prompt_continuation
         for _ in range(_TRIES):
             found = find(tree, request, policy)
             match = match_request(tree, recording, request, digest, found)
-            if match.again and not retry and await self._was_delivered(tree, match):
-                match = replace(match, recorded=None)
-            if match.recorded is None:
+            if isinstance(match, Match) and match.again and not retry and await self._was_delivered(tree, match):
+                match = Unmatched(match.mark)
+            if isinstance(match, Unmatched):
                 # Another process may have recorded what this one continues.
                 if match.live or not await self._trees.refresh(tree):
                     return self._sample(tree, recording, request, found, match)
@@ -80,7 +90,7 @@ class Replays:
                 remember(tree, found)
                 self._trees.weigh(tree)
                 self._metrics.recalled("replayed")
-                return Recalled(match.recorded.calls)
+                return Replayed(recording, match.recorded.calls)
         raise Unavailable(f"session '{tree.info.session_id}' is too busy; try again")
 
     def _find_policy(self, recording: Recording, model: str) -> str:
@@ -92,17 +102,15 @@ class Replays:
         return policy or ""
 
     async def _was_delivered(self, tree: SessionTree, match: Match) -> bool:
-        given = match.recorded.first.call_id if match.recorded is not None else ""
-        return given in await self._sessions.load_delivered(tree.info.session_id)
+        return match.recorded.first.call_id in await self._sessions.load_delivered(tree.info.session_id)
 
     async def _take(self, tree: SessionTree, recording: Recording, request: Request, found: Continuation, match: Match) -> bool:
         """Whether the recorded calls are in the fork's records now; otherwise others are there that were not known."""
-        assert match.recorded is not None
         known = tree.known
         calls = match.recorded.calls if match.again else _place_calls(tree, recording, request, found, match)
         originals = zip(match.recorded.calls, match.recorded.stored, calls, strict=True)
         entries = {call.call_id: stored if call is original else _store_whole(call) for original, stored, call in originals}
-        begun = await self._sessions.replay(tree.info.session_id, known, entries)
+        begun = await self._sessions.replay(tree.info.session_id, known, entries, time.time())
         self._trees.check_open(tree, begun)
         if not begun.accepted:
             tree.learn(begun.records, known)
@@ -110,42 +118,42 @@ class Replays:
             tree.committed(calls, None, known + len(calls))
         return begun.accepted
 
-    def _sample(self, tree: SessionTree, recording: Recording, request: Request, found: Continuation, match: Match) -> Recalled:
+    def _sample(
+        self, tree: SessionTree, recording: Recording, request: Request, found: Continuation, match: Unmatched
+    ) -> Live | Refused:
         marks = {REPLAY: match.mark} if match.mark else {}
-        if not match.exact:
+        if match.differs:
             marks[DIFFERS] = "true"
         if match.mark != DIVERGED:
-            return Recalled(marks=marks)
+            return Live(marks)
         self._metrics.recalled("diverged")
-        fork = tree.info.replay
-        if fork is None or fork.on_divergence == "live":
-            return Recalled(marks=marks)
+        if recording.fork.on_divergence == "live":
+            return Live(marks)
         reason = explain_divergence(recording, request, found)
-        return Recalled(
-            refusal=ReplayDiverged(
-                f"session '{tree.info.session_id}' replays session '{fork.session_id}', where this was not asked: {reason}"
-            )
-        )
+        where = f"session '{tree.info.session_id}' replays session '{recording.fork.session_id}', where this was not asked"
+        return Refused(ReplayDiverged(f"{where}: {reason}"))
 
 
-def match_request(tree: SessionTree, recording: Recording, request: Request, digest: bytes, found: Continuation) -> Match:
+def match_request(
+    tree: SessionTree, recording: Recording, request: Request, digest: bytes, found: Continuation
+) -> Match | Unmatched:
     """What the recording has for a request that continues `found`. Of several recorded requests of one history each is given once, that
     with the same body (`digest`) first."""
     parent_id = found.parent.call_id if found.parent is not None else None
     if found.parent is not None and found.parent.session_id == tree.info.session_id:
-        return Match(live=True)
+        return Unmatched(live=True)
     same = [each for each in recording.find(found.fingerprint) if _continues(tree, recording, each, found)]
     alike = same or _find_similar(tree, recording, request, found)
     fitting = [each for each in alike if len(each.calls) == request.n and each.first.root_key == found.dress]
-    exact = fitting == [] or bool(same)
+    differs_after = None if same else found.parent
     free = [each for each in fitting if each.replayed and each.first.call_id not in tree.forest]
     if free:
-        return Match(min(free, key=lambda each: each.first.digest != digest), exact)
+        return Match(min(free, key=lambda each: each.first.digest != digest), differs_after)
     if later := [each for each in fitting if not each.replayed]:
-        return Match(mark=PIVOT if recording.pivot in later else "", exact=exact)
+        return Unmatched(PIVOT if recording.pivot in later else "", differs=not same)
     mark = DIVERGED if _is_before_pivot(tree, recording, parent_id) else ""
     given = [each for each in fitting if not tree.forest.children(each.first.call_id)]
-    return Match(given[-1], exact, again=True, mark=mark) if given else Match(mark=mark)
+    return Match(given[-1], differs_after, again=True, mark=mark) if given else Unmatched(mark)
 
 
 def _is_before_pivot(tree: SessionTree, recording: Recording, parent_id: str | None) -> bool:
@@ -208,11 +216,10 @@ def explain_divergence(recording: Recording, request: Request, found: Continuati
 
 def _place_calls(tree: SessionTree, recording: Recording, request: Request, found: Continuation, match: Match) -> list[Call]:
     """The recorded calls as they stand in the fork's tree."""
-    assert match.recorded is not None
     placed: list[Call] = []
     for call in match.recorded.calls:
-        if not match.exact:
-            placed.append(_without_ids(call, request, found))
+        if match.differs_after is not None:
+            placed.append(_without_ids(call, request, found, match.differs_after))
         else:
             known = tree.forest.calls.keys() | {each.call_id for each in placed}
             placed.append(call if call.node.base_id is None or call.node.base_id in known else _rebase(tree, recording, call))
@@ -230,14 +237,13 @@ def _rebase(tree: SessionTree, recording: Recording, call: Call) -> Call:
     return replace(call, node=node)
 
 
-def _without_ids(call: Call, request: Request, found: Continuation) -> Call:
+def _without_ids(call: Call, request: Request, found: Continuation, parent: Call) -> Call:
     """The recorded reply after messages that it was not sampled after."""
-    assert found.parent is not None
     none = pack_ids(())
     begin = found.reply_at + 1
     return replace(
         call,
-        node=Node(found.parent.call_id, None, None, 0, none, none, pack_logprobs(()), ()),
+        node=Node(parent.call_id, None, None, 0, none, none, pack_logprobs(()), ()),
         fingerprint=found.fingerprint,
         reply_fingerprint=chain(found.fingerprint, [digest_message(_decode(call.reply))])[-1],
         root_key=found.dress,
@@ -255,11 +261,6 @@ def _without_ids(call: Call, request: Request, found: Continuation) -> Call:
 def _store_whole(call: Call) -> Stored:
     record = encode(call)
     return digest_record(record), record
-
-
-def _recording_of(tree: SessionTree) -> Recording:
-    assert tree.recording is not None
-    return tree.recording
 
 
 # The reply as it was, and its pace.

@@ -456,7 +456,7 @@ class SessionTrees:
         # A reference is passed on as it is: a fork of a fork refers to where the record stands.
         named = [entry if is_reference(entry) else refer(fork.session_id, number) for number, entry in enumerate(entries)]
         stored = [(digest(record), entry) for record, entry in zip(records, named, strict=True)]
-        recording = await asyncio.to_thread(Recording, records, stored, delivered, fork.until)
+        recording = await asyncio.to_thread(Recording, fork, records, stored, delivered)
         return self._recordings.setdefault(fork, recording)
 
     def check_open(self, tree: SessionTree, begun: Begun) -> None:

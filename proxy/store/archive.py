@@ -122,4 +122,4 @@ def _strip(info: SessionInfo) -> SessionInfo:
 def _normalize(state: SessionState) -> SessionState:
     """Without what may differ: the same reward may have been set again, and old archives lack `trained`, the echo policy and `replay`."""
     info = replace(_strip(state.info), trained=True, echo_policy="strict", replay=None)
-    return replace(state, info=info, updated_at=0.0, unserved=None, sampled_tokens=None)
+    return replace(state, info=info, updated_at=0.0, unserved=None, replayed_at=None, sampled_tokens=None)

@@ -98,6 +98,8 @@ class SessionState:
     updated_at: float = 0.0
     unserved: Unserved | None = None
     """The last unserved call, which may have no record."""
+    replayed_at: float | None = None
+    """When a recorded reply was last given to its harness. A replayed call itself keeps the start that it had."""
     sampled_tokens: int | None = None
     """Known once the session is closed and ready for its group."""
 
@@ -206,10 +208,11 @@ class SessionStore:
             self._unsettled.pop(intent.call_id, None)
         return Begun(status.decode(), bool(accepted), await self.resolve(records), float(created_at))
 
-    async def replay(self, session_id: str, known_calls: int, calls: Mapping[str, tuple[bytes, bytes]]) -> Begun:
+    async def replay(self, session_id: str, known_calls: int, calls: Mapping[str, tuple[bytes, bytes]], at: float) -> Begun:
         """Appends those of the calls (id -> digest of the record, entry) that are not there yet, all or none, if the session is open and
-        `known_calls` is current (`accepted`): so one process alone gives a recorded reply. All of them count as being answered here."""
-        args: list[Argument] = [known_calls, self._now(), self._process]
+        `known_calls` is current (`accepted`): so one process alone gives a recorded reply, at the time `at`. All of them count as being
+        answered here."""
+        args: list[Argument] = [known_calls, self._now(), self._process, repr(at)]
         for call_id, stored in calls.items():
             args += (call_id, *stored)
         parts = (*_state_and_calls(session_id), keys.index(session_id), keys.answering(session_id))
@@ -521,6 +524,7 @@ def _parse_state(snapshot: Any) -> SessionState | None:
         closed_at=None if closed_at is None else float(closed_at),
         updated_at=float(fields[b"updated_at"]),
         unserved=unpack_versioned(fields[b"unserved"], Unserved) if b"unserved" in fields else None,
+        replayed_at=float(fields[b"replayed_at"]) if b"replayed_at" in fields else None,
         sampled_tokens=int(fields[b"sampled_tokens"]) if b"sampled_tokens" in fields else None,
     )
 

@@ -61,6 +61,10 @@ class TaskStore:
             raise TaskConflict(f"task {task.task_id} was submitted before with another body")
         return await self.load(task.task_id), became == b"new"
 
+    async def holds(self, task_id: str) -> bool:
+        """Whether there is such a task."""
+        return bool(await self._redis.execute("EXISTS", keys.task(task_id)))
+
     async def load(self, task_id: str) -> TaskState:
         """Raises `NoSuchTask`."""
         fields = parse_hash(await self._redis.execute("HGETALL", keys.task(task_id)))

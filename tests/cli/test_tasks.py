@@ -322,7 +322,28 @@ def test_a_fork_of_a_session_is_its_task_again(fresh: RunningService, tmp_path: 
     refused = fork(fresh, "u.0.1", "--at", "0")
     assert refused.returncode == 1 and "task u uploads files" in refused.stderr
     file = lines(tmp_path / "tasks.jsonl", {"task_id": "other"}, {"task_id": "u", "prepare": steps})
-    done = fork(fresh, "u.0.1", "--at", "f" * 24, "--task", file)
-    assert fresh.request("GET", f"/tasks/{done.stdout.strip()}").json()["task"]["fork"]["until"] == "f" * 24
+    done = fork(fresh, "u.0.1", "--at", "0", "--task", file)
+    body = fresh.request("GET", f"/tasks/{done.stdout.strip()}").json()["task"]
+    assert body["fork"]["session_id"] == "u.0.1" and body["prepare"]
     refused = fork(fresh, "alone", "--at", "0")
     assert refused.returncode == 1 and "session alone is of no task" in refused.stderr
+
+
+def test_a_fork_that_cannot_be_is_no_task(fresh: RunningService) -> None:
+    submit(fresh, task_id="t")
+    fresh.request("POST", "/sessions", json={"session_id": "t.0.1", "task_id": "t"})
+    for at, reason in (
+        ("f" * 24, f"fork: session 't.0.1' has no call '{'f' * 24}'"),
+        ("2", "fork: session 't.0.1' has 0 recorded requests that can be replayed, not 2"),
+    ):
+        refused = fork(fresh, "t.0.1", "--at", at)
+        assert (refused.returncode, refused.stdout) == (1, "") and reason in refused.stderr
+    given = {**BODY, "task_id": "fork", "fork": {"session_id": "t.0.1", "until": 0}}
+    assert fresh.request("POST", "/tasks", json=given).status_code == 201
+    fresh.request("DELETE", "/sessions/t.0.1")
+    # The task is there: what it replays was checked when it was submitted.
+    assert fresh.request("POST", "/tasks", json=given).status_code == 200
+    answer = fresh.request("POST", "/tasks", json={**given, "task_id": "late"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "fork.session_id"
+    assert "there is no session 't.0.1'" in answer.json()["error"]["message"]
+    assert [each["task_id"] for each in fresh.request("GET", "/tasks").json()["tasks"]] == ["fork", "t"]

@@ -251,7 +251,7 @@ def test_an_agent_that_its_sessions_budget_ended_is_scored_however_it_took_that(
     harness: Any = SimpleNamespace(harness=SimpleNamespace(name="pi"), logs=AttemptLogs("n", tmp_path, AttemptId("t", 0, 1)))
     served = {"call_id": "a", "status": "finished", "started_at": 2.0}
     refused = {"call_id": "b", "at": 3.0, "code": BudgetExhausted.code, "message": "the budget is spent"}
-    check_run(harness, Executed(exit_code, b"", b""), [served], refused)
+    check_run(harness, Executed(exit_code, b"", b""), [served], {"unserved": refused})
 
 
 @pytest.mark.parametrize("exit_code", [0, 1])
@@ -277,7 +277,7 @@ def test_an_agent_that_is_stopped_in_a_call_that_hangs_ran_out_of_its_own_budget
         harness,
         Executed(143, b"", b"", timed_out=True),
         [died],
-        {"at": 4.0, "call_id": "b", "code": "engine_failed", "message": "it hung"},
+        {"unserved": {"at": 4.0, "call_id": "b", "code": "engine_failed", "message": "it hung"}},
     )
 
 

@@ -18,7 +18,7 @@ from rollout.runtimes.base import RuntimeFailed
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.stages import Slots
 from rollout.task import Budgets, EvaluatorSpec, Exec, Fork, HarnessSpec, McpServer, RuntimeSpec, Upload
-from tests.support.engine.scripted_engine import Say, ScriptedEngine
+from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
 from tests.support.machine import unavailable
 from tests.support.runtimes.rollout_nodes import ASK, World, a_task
 from tests.support.runtimes.runtime_places import no_sandbox
@@ -88,6 +88,21 @@ async def test_the_forks_of_a_rollout_are_a_group_with_rewards_of_their_own(worl
     assert sum(sum(row["loss_mask"]) for row in group["trajectories"]) == sum(
         len(ids) for made in engine.generations[2:] for ids in made.sampled.values()
     )
+
+
+async def test_a_fork_whose_replay_went_on_after_a_failure_is_scored(world: World, engine: ScriptedEngine) -> None:
+    """A replayed call keeps the start that it had, before the failure: it looked as if nothing had been served since."""
+    engine.script = lambda generation, index: Fail() if "other" in generation.prompt else Say("hello world")
+    origin = await world.submit(a_task("origin"))
+    async with world.node():
+        (state,) = await world.ended(origin)
+        assert state.session_id is not None
+        twice = ASK.replace("hello", "other") + ASK
+        (replayed,) = await world.ended(await world.submit(a_task("fork", twice, fork=Fork(state.session_id))))
+    assert (replayed.status, replayed.attempt, replayed.failures) == ("completed", 1, ())
+    session = world.service.request("GET", f"/sessions/{replayed.session_id}").json()
+    assert session["unserved"]["code"] == "engine_failed"
+    assert session["replayed_at"] > session["unserved"]["at"]
 
 
 async def test_what_an_agent_printed_is_kept_apart_and_whole_where_the_rollout_says(world: World) -> None:

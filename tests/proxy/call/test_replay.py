@@ -9,12 +9,14 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import ConflictError
 
+from cli.rollout_service import KNOWN, add_rollouts
 from proxy.store import keys
 from proxy.store.sessions import Intent
 from tests.end_to_end.test_dialects import by_chat, by_completions, by_gemini, by_messages, by_responses
@@ -227,12 +229,23 @@ def test_a_fork_goes_on_in_any_process_and_after_restarts(
 def test_a_fork_of_an_archived_session_restores_it(engine: ScriptedEngine, redis_server: RedisServer, tmp_path: Path) -> None:
     call_tools(engine)
     settings = {"archive_dir": tmp_path, "archive_format": "jsonl", "retain_seconds": 0.5, "retain_check_seconds": 0.1}
-    with RunningService(engine.url, redis_server.url, engine_api="token", **settings) as service:
+    adding = [partial(add_rollouts, KNOWN)]
+    with RunningService(engine.url, redis_server.url, engine_api="token", adding=adding, **settings) as service:
         origin = service.session()
         recorded = tool_loop(origin, 2)
         origin.close("failed")
         path = f"/sessions/{origin.session_id}"
         wait_until(lambda: service.request("GET", path).status_code == 404, 60, "the session is in the archive")
+        # A task of its forks is checked against the archive.
+        task = {"instruction": "go", "harness": "shell"}
+        statuses = [
+            service.request(
+                "POST", "/tasks", json={**task, "fork": {"session_id": origin.session_id, "until": until}}
+            ).status_code
+            for until in (1, 3)
+        ]
+        assert statuses == [201, 400]
+        assert service.request("GET", path).status_code == 404
         with ThreadPoolExecutor(3) as pool:
             copies = list(pool.map(lambda _: fork(service, origin, 1), range(3)))
         for copy in copies:
