@@ -139,14 +139,15 @@ class RolloutFailed(Exception):
         self.look = look
 
 
-def node_prefix(node: str) -> str:
-    """The prefix of the names of a node's runtimes, by which a restarted node finds and removes what it left."""
-    return f"vb-{_digest(node, 10)}-"
+def node_prefix(node: str, url: str) -> str:
+    """The prefix of the names of a node's runtimes, by which a restarted node finds and removes what it left. `url` is the service's: nodes
+    of two services on one machine often have one name, the machine's."""
+    return f"vb-{_digest(f'{node} {url}', 10)}-"
 
 
-def runtime_name(node: str, attempt: AttemptId, what: str) -> str:
-    """At most 63 characters of [a-z0-9-]; `what` distinguishes the runtimes of one attempt."""
-    return f"{node_prefix(node)}{_digest(attempt.task_id, 16)}-{attempt.index}-{attempt.attempt}-{what}"
+def runtime_name(prefix: str, attempt: AttemptId, what: str) -> str:
+    """At most 63 characters of [a-z0-9-]; `prefix` is its node's, and `what` distinguishes the runtimes of one attempt."""
+    return f"{prefix}{_digest(attempt.task_id, 16)}-{attempt.index}-{attempt.attempt}-{what}"
 
 
 def _digest(text: str, digits: int) -> str:

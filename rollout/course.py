@@ -137,11 +137,11 @@ class Course:
     async def _prepare(self, stack: AsyncExitStack, budget: Budget) -> HarnessRun:
         task = self._task
         async with _enter(self._parts.stages.prepare, budget), within(task.budgets.prepare, Failure.PREPARE_TIMEOUT):
-            kind, proxy, node = self._parts.kinds[task.runtime.kind], self._parts.proxy, self._parts.name
+            kind, proxy, prefix = self._parts.kinds[task.runtime.kind], self._parts.proxy, self._parts.prefix
             definition = find_definition(task.harness)
-            name = runtime_name(node, self.attempt, "i")
+            name = runtime_name(prefix, self.attempt, "i")
             installed = await install_harness(kind, task, definition, name, proxy, self._logs)
-            runtime = kind.make(installed.spec, runtime_name(node, self.attempt, "r"), proxy)
+            runtime = kind.make(installed.spec, runtime_name(prefix, self.attempt, "r"), proxy)
             stack.push_async_callback(remove, runtime)
             await runtime.start()
             await carry_out(task.prepare, runtime, task.environment, self._logs)

@@ -89,7 +89,7 @@ class Evaluation:
             self._parts.stages.prepare.entered(),
             within(self._task.budgets.prepare, Failure.PREPARE_TIMEOUT),
         ):
-            name = runtime_name(self._parts.name, self._attempt, "e")
+            name = runtime_name(self._parts.prefix, self._attempt, "e")
             self._runtime = runtime = self._parts.kinds[spec.kind].make(spec, name, self._parts.proxy)
             await runtime.start()
             await carry_out(self._spec.prepare, runtime, self._task.environment, self._logs.prefixed("evaluation"))

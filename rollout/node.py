@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from rollout.attempts import AttemptId, Failure, FailureRecord, Superseded, node_prefix
+from rollout.attempts import AttemptId, Failure, FailureRecord, Superseded
 from rollout.course import Course
 from rollout.sessions import SessionFailed
 from rollout.stages import Permit
@@ -83,7 +83,7 @@ class Node:
         """Remove runtimes that an earlier process of this node left. A failure is only logged: names of runtimes are never reused."""
         for kind in self._parts.kinds.values():
             try:
-                swept = await kind.sweep(node_prefix(self._parts.name))
+                swept = await kind.sweep(self._parts.prefix)
             except Exception:
                 log.exception("runtimes of kind %s that this node left behind cannot be removed", kind.name)
                 continue

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rollout.attempts import AttemptId, Failure, RolloutFailed
+from rollout.attempts import AttemptId, Failure, RolloutFailed, node_prefix
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import Endpoint, Prepared, home_variables, temporary_directory
 from rollout.runtimes.base import Executed, Install, Installed, Logs, ProxyAddress, Runtime, RuntimeKind
@@ -50,6 +50,11 @@ class NodeParts:
     stages: Stages
     kinds: Mapping[str, RuntimeKind]
     logs: Path
+
+    @property
+    def prefix(self) -> str:
+        """How the names of this node's runtimes begin."""
+        return node_prefix(self.name, self.url)
 
 
 class AttemptLogs:

@@ -59,4 +59,4 @@ async def test_a_harbor_task_becomes_rows_with_its_verifiers_reward(world: World
     leased = world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 2}).json()
     rewards = {row["session_id"]: row["reward"] for group in leased["groups"] for row in group["trajectories"]}
     assert rewards == {"all.0.1": 1.0, "part.0.1": 0.25}
-    assert await place.kind.sweep(node_prefix(world.called("n"))) == 0, "no container is left"
+    assert await place.kind.sweep(node_prefix("n", world.service.url)) == 0, "no container is left"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from proxy.store.connection import StoreConnection
 from rollout import steps
 from rollout.attempts import Failure, RolloutState
 from rollout.runtimes.base import RuntimeFailed
@@ -22,7 +23,8 @@ from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
 from tests.support.machine import unavailable
 from tests.support.runtimes.rollout_nodes import ASK, World, a_task
 from tests.support.runtimes.runtime_places import no_sandbox
-from tests.support.service.running_service import TRAINER
+from tests.support.service.redis_server import running_redis
+from tests.support.service.running_service import TRAINER, RunningService
 
 SLEEP = "sleep 600"
 
@@ -143,7 +145,7 @@ async def test_every_failure_of_an_attempt_has_its_class_and_is_never_trained_on
     for failure, state in states.items():
         assert state.verdict is not None and state.verdict.failure is not None
         assert state.verdict.failure.failure == failure, state.verdict.failure.message
-        assert state.verdict.failure.look.startswith(f"{world.called('n')}:/")
+        assert state.verdict.failure.look.startswith("n:/")
         assert state.verdict.reward is None and state.attempt == 1
         session = sessions[f"{failure}.0.1"]
         assert session["status"] == state.status != "completed" and session["reward"] is None
@@ -214,7 +216,7 @@ async def test_a_rollout_of_a_node_that_vanished_is_run_by_another_and_counts_on
         await world.let_leases_run_out()
         async with world.node("second"):
             states = await world.ended(task)
-    assert [(state.status, state.attempt, state.node) for state in states] == [("completed", 2, world.called("second"))] * 2
+    assert [(state.status, state.attempt, state.node) for state in states] == [("completed", 2, "second")] * 2
     assert [failure.failure for state in states for failure in state.failures] == [Failure.NODE_LOST] * 2
     sessions = world.service.request("GET", "/sessions").json()["sessions"]
     assert {session["session_id"] for session in sessions} == {state.session_id for state in states}
@@ -234,8 +236,8 @@ async def test_a_draining_node_puts_back_what_has_not_begun_and_lets_the_rest_en
         async with world.node("second"):
             states = await world.ended(task)
     assert sorted((state.status, state.node or "") for state in states) == [
-        ("completed", world.called("first")),
-        ("completed", world.called("second")),
+        ("completed", "first"),
+        ("completed", "second"),
     ]
     assert [state.failures for state in states] == [(), ()]
 
@@ -255,6 +257,31 @@ async def test_a_node_prepares_ahead_no_more_than_its_ready_buffer(world: World)
         assert await counted()
         gate.touch()
         await world.ended(task)
+
+
+async def test_nodes_of_one_name_that_serve_two_services_leave_each_others_runtimes_alone(
+    world: World, engine: ScriptedEngine
+) -> None:
+    """The later one ended what the first had running; where it did not, rollouts of one name had one control group, and so none began."""
+    gate = world.folder / "gate"
+    ask = f"{ASK}\nuntil test -e {gate}; do sleep 0.1; done"
+    with running_redis() as redis, RunningService(engine.url, redis.url, engine_api="token") as service:
+        connection = StoreConnection(redis.url)
+        try:
+            other = World(service, redis.url, connection, world.folder)
+            tasks = [await each.submit(a_task(instruction=ask)) for each in (world, other)]
+            async with world.node():
+                await world.until(lambda: asks(world) == 1, "the first one's runs")
+                async with other.node():
+                    await other.until(lambda: asks(other) == 1, "the second one's runs beside it")
+                    gate.touch()
+                    states = [
+                        state for each, task in zip((world, other), tasks, strict=True) for state in await each.ended(task)
+                    ]
+        finally:
+            await connection.close()
+    assert [(state.status, state.attempt, state.node) for state in states] == [("completed", 1, "n")] * 2
+    assert list((world.folder / "runtimes").iterdir()) == []
 
 
 async def test_a_node_that_cannot_sweep_what_it_left_says_so_and_works(

@@ -262,7 +262,7 @@ async def test_a_node_that_is_told_to_end_takes_nothing_more_and_lets_what_runs_
         "--data-dir",
         str(world.folder),
         "--name",
-        world.called("n"),
+        "n",
     ]
     variables = {
         "VERBATIM_ADMIN_TOKEN": ADMIN,

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from uuid import uuid4
 
 from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
@@ -87,16 +86,10 @@ class World:
     redis_url: str
     connection: StoreConnection
     folder: Path
-    mark: str = field(default_factory=lambda: uuid4().hex[:8])
-    """In the names of its nodes: others of the same name would sweep their runtimes, and share their control groups."""
     tasks: TaskStore = field(init=False)
 
     def __post_init__(self) -> None:
         self.tasks = TaskStore(RolloutConnection(self.connection))
-
-    def called(self, name: str) -> str:
-        """What the node of that name is called outside of the test."""
-        return f"{name}-{self.mark}"
 
     async def submit(self, task: Task) -> Task:
         await self.tasks.submit(task, task.task_id.encode(), 1.0)
@@ -143,7 +136,7 @@ class World:
             sessions = await stack.enter_async_context(Sessions(self.service.url, ADMIN))
             kind = LocalKind(RuntimeSettings(local_dir=self.folder / "runtimes", local_path=SYSTEM_PATH))
             parts = NodeParts(
-                name=self.called(name),
+                name=name,
                 url=self.service.url,
                 proxy=ProxyAddress("127.0.0.1", urlsplit(self.service.url).port or 0),
                 work=WorkStore(RolloutConnection(connection)),
