@@ -2,7 +2,8 @@
 tests/support/service/forked.py. On a CPU a start costs little but imports: of torch, transformers and vLLM, three times per server.
 
 vLLM's own processes, the engine core and the worker, are forked too; on a CPU it would start Python anew for each. So they have as many
-OpenMP threads as the first: one, for so small a model. Everything else is as vLLM does it.
+OpenMP threads as the first: one, for so small a model. What vLLM and torch leave in the temporary folder and in shared memory when they are
+killed has a name by which it is removed. Everything else is as vLLM does it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+from multiprocessing import shared_memory
+from pathlib import Path
 from typing import Any
 
 from proxy.engine.in_vllm.launch import VllmServer
@@ -41,6 +45,9 @@ MODULES = (
     # What the demo needs besides.
     *("cli.main", "proxy.app", "examples.demo.loop", "examples.demo.report", "examples.demo.warmup", "examples.demo.recompute"),
 )
+
+_TEMPORARY = Path(tempfile.gettempdir())
+_SHARED = "/v{}_"
 
 
 class ForkedVllm(Forked):
@@ -83,8 +90,27 @@ def _fork_instead_of_spawn() -> None:
     multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore[assignment]
 
 
+def _name_files() -> None:
+    """The files that this program and its own processes will make."""
+    pid = os.getpid()
+    shared_memory._SHM_NAME_PREFIX = _SHARED.format(pid)  # type: ignore[attr-defined]
+    tempfile.tempdir = os.environ["TMPDIR"] = str(_folder(pid))
+    _folder(pid).mkdir(mode=0o700, exist_ok=True)
+
+
+def _remove_files(pid: int) -> None:
+    shutil.rmtree(_folder(pid), ignore_errors=True)
+    for file in Path("/dev/shm").glob(f"{_SHARED.format(pid)[1:]}*"):
+        file.unlink(missing_ok=True)
+
+
+def _folder(pid: int) -> Path:
+    return _TEMPORARY / f"vllm-{pid}"
+
+
 def _run(python: str, option: str, program: str, *arguments: str) -> None:
     _fork_instead_of_spawn()
+    _name_files()
     sys.argv = [program, *arguments]
     if option == "-c":
         exec(program, {"__name__": "__main__"})
@@ -98,4 +124,4 @@ def _run(python: str, option: str, program: str, *arguments: str) -> None:
 
 if __name__ == "__main__":
     _import_all()
-    _run(*await_order(socket.socket(fileno=0))["argv"])
+    _run(*await_order(socket.socket(fileno=0), _remove_files)["argv"])

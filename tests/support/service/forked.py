@@ -28,7 +28,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tests import ROOT
@@ -172,11 +172,11 @@ def _name(pid: int) -> str:
     return f"verbatim-tests-{pid}"
 
 
-def await_order(orders: socket.socket) -> Order:
+def await_order(orders: socket.socket, at_end: Callable[[int], None] = lambda pid: None) -> Order:
     """Be the server. Returns in each program that is forked off, with its order; the server leaves by SystemExit when its tests are
-    over."""
+    over. `at_end` is called with the process id of each program that has ended."""
     try:
-        return _Forking(orders).serve()
+        return _Forking(orders, at_end).serve()
     except OSError as failed:
         if failed.errno != errno.ECONNRESET:
             raise
@@ -184,8 +184,9 @@ def await_order(orders: socket.socket) -> Order:
 
 
 class _Forking:
-    def __init__(self, orders: socket.socket) -> None:
+    def __init__(self, orders: socket.socket, at_end: Callable[[int], None]) -> None:
         self._orders = orders
+        self._at_end = at_end
         self._others = socket.socket(socket.AF_UNIX)
         self._others.bind(f"\0{_name(os.getpid())}")
         self._others.listen()
@@ -242,7 +243,9 @@ class _Forking:
             if life in self._events.get_map():
                 self._events.unregister(life)
             os.close(life)
-        _tell(answers, os.waitpid(pid, 0)[1])
+        status = os.waitpid(pid, 0)[1]
+        self._at_end(pid)
+        _tell(answers, status)
         answers.close()
 
 
