@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from reconstruct.accounting import Settled
 from reconstruct.errors import ReconstructError
 from reconstruct.forest import Forest, order_key
-from reconstruct.records import CONTROL_TOKENS, DIFFERS, DIVERGED, NO_EXPERT, NO_TOKEN, REPLAY, Call, Span
+from reconstruct.records import CONTROL_TOKENS, DIFFERS, DIVERGED, NO_EXPERT, NO_TOKEN, PIVOT, REPLAY, Call, Span
 from reconstruct.trajectory import MIXED, RowDetails, Trajectory
 
 
@@ -180,11 +180,15 @@ def _metadata(
 
 
 def _describe_replay(forest: Forest, context: RowContext, path: Sequence[str]) -> dict[str, Any]:
-    """The row's tokens that other sessions sampled, with the weight versions they have there, in the row's positions, and the first
-    calls of its history that differ from the record or were not recorded. Empty if its history replays nothing."""
+    """The row's tokens that other sessions sampled, with the weight versions they have there, in the row's positions; where in the row
+    the fork was sampled in the place of its pivot; and the first calls of its history that differ from the record or were not
+    recorded. Empty if its history has neither replayed calls nor the pivot."""
     history = list(forest.lineage(path[-1]))[::-1]
     replayed = [call for call in history if call.session_id != context.session_id]
-    if not replayed:
+    # A replayed call may be the pivot of the fork that sampled it.
+    own = [call for call in history if call.session_id == context.session_id]
+    pivots = [call.call_id for call in own if call.marks.get(REPLAY) == PIVOT]
+    if not replayed and not pivots:
         return {}
     row = set(path)
     within = [call for call in replayed if call.call_id in row]
@@ -199,6 +203,7 @@ def _describe_replay(forest: Forest, context: RowContext, path: Sequence[str]) -
         "calls": len(replayed),
         "tokens": sum(len(call.node.completion_ids) for call in within),
         "weight_versions": versions,
+        "pivot": next((forest.prompt_length(call_id) for call_id in pivots if call_id in row), None),
         "differs_from": next((call.call_id for call in history if DIFFERS in call.marks), None),
         "diverged_at": next((call.call_id for call in history if call.marks.get(REPLAY) == DIVERGED), None),
     }

@@ -160,7 +160,9 @@ def _is_before_pivot(tree: SessionTree, recording: Recording, parent_id: str | N
     """Whether the recording was to answer: its pivot was not asked yet, or without one, other requests stand in this place."""
     if recording.pivot is None:
         return bool(recording.below(parent_id))
-    return not any(call.marks.get(REPLAY) == PIVOT for call in tree.forest.calls.values())
+    # A replayed call may be the pivot of the fork that sampled it.
+    own = (call for call in tree.forest.calls.values() if call.session_id == tree.info.session_id)
+    return not any(call.marks.get(REPLAY) == PIVOT for call in own)
 
 
 def _continues(tree: SessionTree, recording: Recording, recorded: RecordedRequest, found: Continuation) -> bool:

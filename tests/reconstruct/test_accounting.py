@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from reconstruct.accounting import Settled, account, check, count_reasons, measure_lost_share, settle
-from reconstruct.builders import RowContext, merged
+from reconstruct.builders import RowContext, merged, per_call
 from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, ReconstructError, RecordError, SpanError
-from reconstruct.records import Call, Span
+from reconstruct.records import PIVOT, REPLAY, Call, Span
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory, encode_accounting
 from tests.support.sessions.calls import Talk, call
 
@@ -372,7 +372,7 @@ def test_what_another_session_sampled_is_context_and_counted_beside_the_sum() ->
     c3  1 2   3 4   5   6 7   8 | 9    of the fork
     """
     calls = three_turns()
-    fork = replace(calls[2], session_id="fork")
+    fork = replace(calls[2], session_id="fork", marks={REPLAY: PIVOT})
     settled = settle([*calls[:2], fork], session_id="fork")
     assert settled.replayed == {"c1", "c2"}
     (row,) = rows = merged(settled, RowContext("fork", origin="s"))
@@ -386,13 +386,29 @@ def test_what_another_session_sampled_is_context_and_counted_beside_the_sum() ->
         "calls": 2,
         "tokens": 4,
         "weight_versions": [[version, 2, 4], [version, 5, 7]],
+        "pivot": 8,
         "differs_from": None,
         "diverged_at": None,
     }
+    (own,) = per_call(settled, RowContext("fork", origin="s"))
+    assert own.metadata["replay"] == row.metadata["replay"] | {"tokens": 0, "weight_versions": []}
     accounting = account(settled, rows)
     assert accounting == Accounting(1, 1, (), 0, complete=True, replayed_tokens=4)
     assert measure_lost_share(settled, accounting) == 0
+    # What goes on from the pivot has it in its row, too; a row of its own does not.
+    on = replace(
+        calls[2], call_id="c4", session_id="fork", node=replace(calls[2].node, parent_id="c3", base_id="c3", base_length=9)
+    )
+    both = settle([*calls[:2], fork, on], session_id="fork")
+    assert merged(both, RowContext("fork", origin="s"))[0].metadata["replay"]["pivot"] == 8
+    assert [row.metadata["replay"]["pivot"] for row in per_call(both, RowContext("fork", origin="s"))] == [8, None]
     # A builder that trains what was replayed is caught.
     greedy = replace(row, loss_mask=merged(settle([*calls[:2], fork]), RowContext("fork"))[0].loss_mask)
     with pytest.raises(RecordError, match="quarantined as replayed"):
         account(settled, [greedy])
+
+
+def test_a_fork_at_the_first_call_replays_nothing_and_says_where_it_begins() -> None:
+    fork = replace(three_turns()[0], session_id="fork", marks={REPLAY: PIVOT})
+    (row,) = merged(settle([fork], session_id="fork"), RowContext("fork", origin="s"))
+    assert (row.metadata["replay"]["calls"], row.metadata["replay"]["pivot"]) == (0, 2)

@@ -24,7 +24,7 @@ from tests.proxy.call.test_flow import TOOLS, assemble, tool_result, turn
 from tests.support.engine.scripted_engine import Say, ScriptedEngine, logprobs_of
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service import plain_http
-from tests.support.service.redis_server import RedisServer
+from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, hanging_up, streamed_text, wait_until
 from tests.support.sessions.random_harness import RandomHarness
 
@@ -126,6 +126,7 @@ def test_a_fork_gets_the_recorded_replies_and_is_sampled_from_the_pivot(
         "weight_versions": [
             [0, len(call["prompt_ids"]), len(call["prompt_ids"]) + len(call["completion_ids"])] for call in within
         ],
+        "pivot": len(new[2]["prompt_ids"]),
         "differs_from": None,
         "diverged_at": None,
     }
@@ -357,6 +358,24 @@ def test_a_request_that_was_not_recorded_is_sampled_or_refused(engine: ScriptedE
     assert 'verbatim_replay_requests_total{outcome="diverged"}' in metrics
 
 
+def test_a_fork_of_a_fork_diverges_also_after_the_pivot_that_it_replays(
+    engine: ScriptedEngine, token_service: RunningService
+) -> None:
+    """Its own pivot counts: a request that was not recorded was sampled before it, and no word said of it."""
+    call_tools(engine)
+    origin = token_service.session()
+    tool_loop(origin, 2)
+    first = fork(token_service, origin, 1)
+    messages = tool_loop(first, 3)
+    second = fork(token_service, first, 2, on_divergence="fail")
+    assert tool_loop(second, 2) == messages[:5]
+    with pytest.raises(ConflictError, match=r"message 5 \(tool\) differs"):
+        second.ask([*messages[:4], tool_result(messages[3], "something else")], tools=TOOLS)
+    ask_for_tool(second, messages[:5])
+    (row,), _ = second.trajectories()
+    assert row["metadata"]["replay"]["pivot"] == len(second.calls[2]["prompt_ids"]), "and not that of the first fork"
+
+
 def test_a_refusal_says_what_was_not_recorded(engine: ScriptedEngine, token_service: RunningService) -> None:
     origin = token_service.session()
     origin.ask("q")
@@ -483,6 +502,28 @@ def expected_logprobs(row: dict[str, Any], calls: list[dict[str, Any]]) -> list[
             assert named[call_id]["session_id"] == row["session_id"]
             expected[start : start + len(ids)] = logprobs_of(prompt_ids, ids)
     return expected
+
+
+def test_forks_between_pushes_know_whose_weights_sampled_what(tmp_path: Path) -> None:
+    """Version 0 samples the origin, 1 its fork, 2 the fork's fork. Each row's own versions are those of what it trains."""
+    with running_redis() as redis, ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis.url) as service:
+        call_tools(engine)
+        family = [service.session()]
+        tool_loop(family[0], 1)
+        for version in (1, 2):
+            body = {"version": version, "path": str(tmp_path), "mode": "keep"}
+            assert service.request("POST", "/weights", json=body).json()["applied"]
+            family.append(fork(service, family[-1], version))
+            tool_loop(family[-1], version + 1)
+        for version, session in enumerate(family):
+            (row,), _ = session.trajectories()
+            places = [
+                (len(call["prompt_ids"]), len(call["prompt_ids"]) + len(call["completion_ids"])) for call in session.calls
+            ]
+            assert len(places) == version + 1
+            assert row["weight_versions"] == [[version, *places[-1]]]
+            replayed = row["metadata"].get("replay", {}).get("weight_versions", [])
+            assert replayed == [[at, *place] for at, place in enumerate(places[:-1])]
 
 
 # The origin
