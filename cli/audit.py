@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
     from reconstruct.trajectory import Trajectory
+    from trainer_client.batch import Batch
     from trainer_client.recompute import Difference
 
 TOLERANCE = 1e-4
+TREE_TOKENS = 4096
+"""Distinct tokens of one tree, unless a row is longer: its mask takes four bytes per pair of them."""
 
 
 def audit(
@@ -30,6 +33,13 @@ def audit(
             "sampled under those weights. Repeatable. Needs torch and transformers.",
         ),
     ] = None,
+    trees: Annotated[
+        bool,
+        typer.Option(
+            "--trees",
+            help="Compute every prefix that rows share once. For models whose layers all attend to the whole context.",
+        ),
+    ] = False,
     builder: Annotated[str, typer.Option(metavar="NAME", help="merged (one row per branch) or per_call.")] = "merged",
     tolerance: Annotated[float, typer.Option(metavar="X", help="The largest accepted difference.")] = TOLERANCE,
     url: ServiceUrl = None,
@@ -41,7 +51,7 @@ def audit(
 
     \b
     verbatim audit first
-    verbatim audit first --model /models/base --model 3=/weights/version-3
+    verbatim audit first --model /models/base --model 3=/weights/version-3 --trees
     """
     from rich.console import Console
 
@@ -62,7 +72,7 @@ def audit(
     if model:
         from trainer_client.wire import decode_trajectory
 
-        differences = recompute_logprobs([decode_trajectory(row) for row in exported["trajectories"]], model)
+        differences = recompute_logprobs([decode_trajectory(row) for row in exported["trajectories"]], model, trees=trees)
         console.print(differences_table(differences))
         problems += logprob_problems(differences, tolerance)
     if problems:
@@ -144,7 +154,7 @@ def logprob_problems(differences: dict[str, Difference], tolerance: float) -> li
     ]
 
 
-def recompute_logprobs(rows: list[Trajectory], models: list[str]) -> dict[str, Difference]:
+def recompute_logprobs(rows: list[Trajectory], models: list[str], *, trees: bool = False) -> dict[str, Difference]:
     """For each `--model`, the difference between the stored logprobs and that model's."""
     try:
         from transformers import AutoModelForCausalLM
@@ -155,6 +165,7 @@ def recompute_logprobs(rows: list[Trajectory], models: list[str]) -> dict[str, D
 
     from trainer_client.recompute import Difference, compare
 
+    batch = _join_rows(rows) if trees else None
     differences = {}
     for given in models:
         version, path = _split_version(given)
@@ -163,11 +174,32 @@ def recompute_logprobs(rows: list[Trajectory], models: list[str]) -> dict[str, D
         except (OSError, ValueError) as error:
             raise Refusal(f"{path} is not a model that transformers can load: {error}") from error
         loaded.eval()
+        if batch is not None:
+            differences[given] = _compare_trees(loaded, batch, version)
+            continue
         total = Difference()
         for row in track(rows, description=f"recomputing with {path}", transient=True):
             total += compare(loaded, [row], version=version)
         differences[given] = total
     return differences
+
+
+def _join_rows(rows: list[Trajectory]) -> Batch:
+    from trainer_client.batch import Batch
+    from trainer_client.wire import Group
+
+    return Batch([Group("", tuple(rows))], 0, weight_versions={row.policy: 0 for row in rows})
+
+
+def _compare_trees(model: Any, batch: Batch, version: int | None) -> Difference:
+    from trainer_client.errors import MixedLogprobModes
+    from trainer_client.recompute import compare_trees
+
+    budget = max([TREE_TOKENS, *(len(row.token_ids) for row in batch.rows)])
+    try:
+        return compare_trees(model, batch, budget, version=version)
+    except MixedLogprobModes as error:
+        raise Refusal(f"{error}, or leave --trees out") from error
 
 
 def _split_version(given: str) -> tuple[int | None, str]:

@@ -2,6 +2,8 @@
 
 In float32 they differ by less than 1e-4 (vLLM against transformers: about 2e-6). Compare only raw logprobs: temperature, top_p and
 grammars change what an engine reports under "processed_logprobs".
+
+Row by row (`compare`), or on trees (`compare_trees`), where every prefix that rows share is computed once.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.trajectory import Trajectory
+from trainer_client.batch import Batch
+from trainer_client.tree import TreeBatch
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +66,41 @@ def compare(model: Any, rows: Iterable[Trajectory], *, version: int | None = Non
         if wanted.any():
             total += _difference(row, np.abs(recompute(model, row) - row.logprobs), wanted)
     return total
+
+
+def compare_trees(model: Any, batch: Batch, token_budget: int, *, version: int | None = None) -> Difference:
+    """What `compare` says of the batch's rows, from trees of at most `token_budget` distinct tokens. For models that mix tokens by
+    attention alone, each layer over the whole context: see `trainer_client.tree`."""
+    total = Difference()
+    for tree in batch.tree(token_budget):
+        wanted = np.ones(len(tree.trained_index), dtype=np.bool_) if version is None else tree.weight_versions == version
+        if wanted.any():
+            distance = np.abs(recompute_tree(model, tree) - tree.inference_logprobs)
+            at = int(np.argmax(np.where(wanted, distance, -1.0)))
+            row = batch.rows[int(tree.row_index[tree.segment_index[at]])]
+            place = int(tree.position_ids[tree.trained_index[at]])
+            total += Difference(
+                int(wanted.sum()), float(distance[at]), float(distance[wanted].mean()), row.trajectory_id, place
+            )
+    return total
+
+
+def recompute_tree(model: Any, tree: TreeBatch) -> NDArray[np.float32]:
+    """log p of every trained token of a tree in numpy arrays, shape (trained,). `model` as for `recompute`."""
+    import torch
+
+    data = tree.in_framework("torch").to(model.device)
+    sources, place = torch.unique(data.logit_index, return_inverse=True)
+    with torch.no_grad():
+        logits = model(
+            data.token_ids[None],
+            attention_mask=data.attention_mask(model.dtype),
+            position_ids=data.position_ids[None],
+            logits_to_keep=sources,
+        ).logits[0]
+    logprobs = torch.log_softmax(logits.float(), dim=-1)[place, data.token_ids[data.trained_index]]
+    found: NDArray[np.float32] = logprobs.cpu().numpy()
+    return found
 
 
 def _sampled_under(row: Trajectory, version: int) -> NDArray[np.bool_]:

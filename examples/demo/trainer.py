@@ -5,6 +5,8 @@ acknowledged, so a trainer that dies is given it again. Two things make the upda
 sampled: the ratio between the policies is taken against the logprobs the engine stored, and the loss mask trains
 every sampled token once and no other.
 
+Rows go through the model as trees: what the rollouts of a task share is computed once, and loss and gradients are those of flat rows.
+
 Objective: Shao et al., "DeepSeekMath", arXiv:2402.03300, section 4.1, without the KL term; one average over all tokens
 and a wider upper clip as in Yu et al., "DAPO", arXiv:2503.14476; a small entropy bonus so that a tiny model goes on trying.
 """
@@ -16,7 +18,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,14 +33,14 @@ from trainer_client.client import TrainerClient
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """`minibatches` optimizer steps for each of the `epochs` over a training step's rows; `micro_rows` rows go through the model at once.
-    The learning rate is reached after `warm_up` optimizer steps."""
+    """`minibatches` optimizer steps for each of the `epochs` over a training step's rows; `token_budget` distinct tokens go through the
+    model at once, or the longest row. The learning rate is reached after `warm_up` optimizer steps."""
 
     learning_rate: float
     epochs: int = 1
     minibatches: int = 4
     warm_up: int = 1
-    micro_rows: int = 16
+    token_budget: int = 1024
     clip_low: float = 0.2
     clip_high: float = 0.28
     entropy_bonus: float = 0.01
@@ -84,8 +86,7 @@ class Learner:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         # Float32 weights also where the engine serves bfloat16: steps this small would be rounded away.
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(self._device)
-        # A real vocabulary is a hundred times the tiny model's: fewer rows' logits fit.
-        self._recipe = replace(recipe, micro_rows=4) if self._device == "cuda" else recipe
+        self._recipe = recipe
         self._estimator = estimator
         parameters = self._model.parameters()
         self._optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -131,17 +132,17 @@ def one_step(
 ) -> dict[str, Any]:
     """Train on `batch`; what there is to report. One baseline per group, in which each rollout counts once."""
     advantages = batch.advantages(estimator)
+    budget = max(recipe.token_budget, *(len(row.token_ids) for row in batch.rows))
     sums = {"loss": 0.0, "clipped": 0.0, "off_policy": 0.0}
     tokens = 0
     for rows in (part for _ in range(recipe.epochs) for part in torch.randperm(len(batch)).chunk(recipe.minibatches)):
-        micro = [
-            batch.padded(rows=part.tolist(), advantages=advantages, framework="torch").to(model.device)
-            for part in rows.split(recipe.micro_rows)
-        ]
-        sampled = sum(int(part.loss_mask.sum()) for part in micro)
+        trees = batch.tree(budget, rows=rows.tolist(), advantages=advantages, framework="torch")
+        sampled = sum(len(tree.trained_index) for tree in trees)
+        if not sampled:
+            continue
         optimizer.zero_grad()
-        for part in micro:
-            for name, value in accumulate(model, part, sampled, recipe).items():
+        for tree in trees:
+            for name, value in accumulate(model, tree.to(model.device), sampled, recipe).items():
                 sums[name] += value
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_gradient)
         optimizer.step()
@@ -153,7 +154,7 @@ def one_step(
         "rows": len(batch),
         "tokens": tokens // recipe.epochs,
         "ages": ages(batch),
-        **{name: value / tokens for name, value in sums.items()},
+        **{name: value / max(1, tokens) for name, value in sums.items()},
     }
 
 
@@ -162,18 +163,23 @@ def ages(batch: Batch) -> list[int]:
     return [int(batch.staleness[batch.columns.group_index == group].max()) for group in range(len(batch.groups))]
 
 
-def accumulate(model: Any, part: Any, sampled: int, recipe: Recipe) -> dict[str, float]:
-    """Add the gradient of the clipped objective, its tokens weighted 1/`sampled`; sums over this part's tokens."""
-    logits = model(part.token_ids, attention_mask=part.attention_mask).logits
-    # The mask stands at the token itself; the logits that speak of it stand one before.
-    mask = part.loss_mask[:, 1:]
-    logprobs = logits[:, :-1][mask].float().log_softmax(-1)
-    chosen = logprobs.gather(-1, part.token_ids[:, 1:][mask][:, None])[:, 0]
-    ratio = (chosen - part.inference_logprobs[:, 1:][mask]).exp()
-    advantages = part.advantages[:, None].expand(mask.shape)[mask]
+def accumulate(model: Any, tree: Any, sampled: int, recipe: Recipe) -> dict[str, float]:
+    """Add the gradient of the clipped objective, its tokens weighted 1/`sampled`; sums over this tree's trained tokens."""
+    # Siblings are predicted by one token, whose logits are computed once.
+    sources, place = torch.unique(tree.logit_index, return_inverse=True)
+    logits = model(
+        tree.token_ids[None],
+        attention_mask=tree.attention_mask(model.dtype),
+        position_ids=tree.position_ids[None],
+        logits_to_keep=sources,
+    ).logits[0]
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs[place, tree.token_ids[tree.trained_index]]
+    ratio = (chosen - tree.inference_logprobs).exp()
+    advantages = tree.advantages[tree.segment_index]
     clipped = ratio.clamp(1 - recipe.clip_low, 1 + recipe.clip_high)
     objective = torch.minimum(ratio * advantages, clipped * advantages)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)[place]
     loss = -(objective + recipe.entropy_bonus * entropy).sum()
     (loss / sampled).backward()
     return {

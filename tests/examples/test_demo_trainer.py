@@ -49,8 +49,8 @@ def row(model: Any, name: str, sampled: list[int], reward: float, shift: float =
 
 def gradients(model: Any, batch: Batch) -> torch.Tensor:
     model.zero_grad()
-    part = batch.padded(advantages=batch.advantages(grpo), framework="torch")
-    accumulate(model, part, int(part.loss_mask.sum()), RECIPE)
+    (tree,) = batch.tree(100, advantages=batch.advantages(grpo), framework="torch")
+    accumulate(model, tree, len(tree.trained_index), RECIPE)
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
@@ -99,10 +99,37 @@ def test_the_gradient_does_not_depend_on_how_rows_are_put_together(model: Any) -
     together = gradients(model, batch)
     model.zero_grad()
     for index in (0, 1):
-        part = batch.padded(rows=[index], advantages=batch.advantages(grpo), framework="torch")
-        accumulate(model, part, 6, RECIPE)
+        (tree,) = batch.tree(100, rows=[index], advantages=batch.advantages(grpo), framework="torch")
+        accumulate(model, tree, 6, RECIPE)
     apart = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert torch.allclose(together, apart, atol=1e-6)
+
+
+def test_the_gradient_is_that_of_the_objective_on_each_row_alone(model: Any) -> None:
+    """Two rows that begin alike, with an entropy bonus, against the formula on whole rows."""
+    batch = Batch(groups([row(model, "a", [11, 12, 13], 1.0, shift=0.1), row(model, "b", [11, 22], 0.0, shift=-0.1)]), 0)
+    advantages, recipe = batch.advantages(grpo), replace(RECIPE, entropy_bonus=0.5)
+    (tree,) = batch.tree(100, advantages=advantages, framework="torch")
+    assert len(tree.token_ids) == 7
+    accumulate(model, tree, 5, recipe)
+    ours = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    model.zero_grad()
+    for each, advantage in zip(batch.rows, advantages.tolist(), strict=True):
+        ids = torch.tensor(each.token_ids.tolist())
+        table = model(ids[None]).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+        ratio = (table.gather(-1, ids[len(PROMPT) :, None])[:, 0] - torch.tensor(each.logprobs[len(PROMPT) :].tolist())).exp()
+        objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+        (-(objective - 0.5 * (table.exp() * table).sum(-1)).sum() / 5).backward()
+    theirs = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_rows_that_train_nothing_change_nothing(model: Any) -> None:
+    shown = row(model, "a", GOOD, 1.0, loss_mask=np.zeros(5, dtype=np.int8), weight_versions=())
+    before = torch.cat([parameter.flatten().clone() for parameter in model.parameters()])
+    line = one_step(model, torch.optim.SGD(model.parameters(), lr=0.1), Batch(groups([shown]), 0), RECIPE)
+    assert line["tokens"] == 0 and line["loss"] == 0.0
+    assert torch.equal(before, torch.cat([parameter.flatten() for parameter in model.parameters()]))
 
 
 def test_a_group_is_as_old_as_its_oldest_token() -> None:

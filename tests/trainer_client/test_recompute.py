@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from cli.audit import TOLERANCE, logprob_problems
-from tests.support.sessions.training_rows import trajectory
+from cli.audit import TOLERANCE, logprob_problems, recompute_logprobs
+from cli.refusal import Refusal
+from examples.demo.tiny_model import make_tiny_model
+from reconstruct.records import pack_ids, pack_logprobs
+from reconstruct.trajectory import Trajectory
+from tests.support.sessions.training_rows import spans, trajectory
 from trainer_client.recompute import Difference, recompute
 
 
@@ -58,3 +65,43 @@ def test_each_token_is_scored_by_what_the_model_says_after_the_one_before_it() -
     row = trajectory(prompt=[0], versions=(5, 5), token_ids=np.array([0, 2, 1], dtype=np.int32))
     said = torch.log_softmax(table, dim=-1)
     np.testing.assert_allclose(recompute(Table(table), row), [0.0, said[0, 2], said[2, 1]], rtol=1e-6)
+
+
+# On trees
+
+
+def row(name: str, ids: list[int], trained: dict[int, int]) -> Trajectory:
+    """`trained`: the positions under the mask, each with its weight version."""
+    mask = np.zeros(len(ids), dtype=np.int8)
+    mask[list(trained)] = 1
+    versions = tuple(span for at, version in trained.items() for span in spans(at, [version]))
+    return trajectory(
+        name, token_ids=pack_ids(ids), loss_mask=mask, logprobs=pack_logprobs(mask * 0.0), weight_versions=versions
+    )
+
+
+def test_an_audit_on_trees_says_what_it_says_row_by_row(tmp_path: Path) -> None:
+    """Rows that part after 7 8, one that ends within another, and one of its own; sampled under two versions. One logprob is off by
+    0.5, in the part that two rows share."""
+    model = str(make_tiny_model(tmp_path / "model", layers=2, hidden_size=64))
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    rows = [
+        row("a", [7, 8, 9, 4, 6], {2: 0, 3: 0, 4: 1}),
+        row("b", [7, 8, 5, 6], {1: 0, 3: 1}),
+        row("c", [7, 8], {1: 0}),
+        row("d", [30, 31, 32], {2: 1}),
+        row("e", [7, 8, 9], {}),
+    ]
+    rows = [replace(each, logprobs=recompute(loaded, each) * each.loss_mask) for each in rows]
+    rows[1] = replace(rows[1], logprobs=rows[1].logprobs + np.array([0, 0.5, 0, 0], dtype=np.float32))
+    models = [model, f"0={model}", f"1={model}", f"9={model}"]
+    flat, trees = (recompute_logprobs(rows, models, trees=each) for each in (False, True))
+    for name in models:
+        assert trees[name].tokens == flat[name].tokens
+        assert trees[name].largest == pytest.approx(flat[name].largest, abs=1e-5)
+        assert trees[name].mean == pytest.approx(flat[name].mean, abs=1e-5)
+    assert [trees[name].tokens for name in models] == [7, 4, 3, 0]
+    assert (trees[model].trajectory_id, trees[model].position) == ("b", 1)
+    assert trees[model].largest == pytest.approx(0.5, abs=1e-4) and trees[models[2]].largest < 1e-5
+    with pytest.raises(Refusal, match="or leave --trees out"):
+        recompute_logprobs([replace(rows[0], logprob_mode="raw_logprobs"), rows[1]], models[:1], trees=True)
