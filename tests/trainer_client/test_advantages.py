@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.sessions.training_rows import groups, trajectory
-from trainer_client.advantages import dr_grpo, grpo, leave_one_out
+from trainer_client.advantages import dr_grpo, grpo, leave_one_out, reinforce
 from trainer_client.batch import Batch
 
 ESTIMATORS = [grpo, dr_grpo, leave_one_out]
@@ -27,6 +27,10 @@ def test_grpo_divides_by_the_deviation_of_the_sample() -> None:
 def test_leave_one_out_compares_with_the_others() -> None:
     # 1 against (2 + 6) / 2; 2 against (1 + 6) / 2; 6 against (1 + 2) / 2
     assert leave_one_out([1, 2, 6], [0, 0, 0], [0, 1, 2]).tolist() == [-3, -1.5, 4.5]
+
+
+def test_reinforce_compares_with_nothing() -> None:
+    assert reinforce([1, 2, 6, -4], [0, 0, 0, 1], [0, 0, 1, 2]).tolist() == [1, 2, 6, -4]
 
 
 @pytest.mark.parametrize(("estimator", "expected"), [(dr_grpo, [2, 2, 2, -2]), (leave_one_out, [4, 4, 4, -4])])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.running_service import TRAINER, RunningService, Session
-from trainer_client.advantages import dr_grpo, grpo, leave_one_out, turns_of
+from trainer_client.advantages import dr_grpo, grpo, leave_one_out, turns_of, vine
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
 
@@ -125,3 +125,47 @@ def test_a_row_keeps_its_weight_when_it_comes_again(service: RunningService, tra
     assert [(row.trajectory_id, row.row_weight) for row in again.rows] == [
         (row.trajectory_id, row.row_weight) for row in first.rows
     ]
+
+
+def test_calls_are_worth_what_their_forks_get(
+    service: RunningService, trainer: TrainerClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two turns, each "a" or "b"; only "a" twice is worth 1. Every fork is one of the courses that are equally likely from its pivot, so
+    the values are exact: 1/4 at the first call, 1/2 after an "a", 0 after a "b"."""
+    moves: list[str] = []
+    monkeypatch.setattr(engine, "script", lambda generation, index: moves.pop(0))
+
+    def play(group_id: str, said: str, size: int, origin: Session | None = None, until: str | None = None) -> Session:
+        """A session of the group that gets `said` where nothing is replayed, closed with its reward."""
+        moves[:] = said
+        replay: dict[str, Any] = {"replay": {"session_id": origin.session_id, "until": until}} if origin else {}
+        session = service.session(group_id=group_id, group_size=size, **replay)
+        messages: list[Any] = [{"role": "user", "content": "your move"}]
+        for _ in range(2):
+            messages += [session.answer(messages), {"role": "user", "content": "go on"}]
+        session.close(reward=float([each["content"] for each in messages[1::2]] == ["a", "a"]))
+        assert not moves
+        return session
+
+    origin = play("origin", "ab", 1)
+    first, second = (call["call_id"] for call in origin.calls)
+    forks = [play("first", said, 4, origin, first) for said in ("aa", "ab", "ba", "bb")]
+    for said in "ab":
+        play("second", said, 2, origin, second)
+    # Forks of a fork: after its "b" nothing is to be won.
+    for said in "ab":
+        play("third", said, 2, forks[2], forks[2].calls[1]["call_id"])
+    batch = trainer.lease(max_groups=4, keep=False)
+    assert batch is not None and len(batch) == 9
+    columns, turns = batch.columns, turns_of(batch.rows)
+    found = vine(columns.rewards, columns.group_index, columns.rollout_index, turns, batch.rows)
+
+    def of(session: Session) -> tuple[list[float], list[float]]:
+        (row,) = (at for at, each in enumerate(batch.rows) if each.session_id == session.session_id)
+        return found.value[turns.row == row].tolist(), found.advantages[turns.row == row].tolist()
+
+    assert of(origin) == ([0.25, 0.5], [0.25, -0.5])
+    # A fork is no part of its own baseline: of the other three, one won after an "a", and one did after a "b".
+    third = pytest.approx(1 / 3)
+    assert of(forks[0]) == ([0, 0.5], [0.5, 0.5]) and of(forks[1]) == ([third, 0.5], [pytest.approx(1 / 6), -0.5])
+    assert of(forks[2]) == ([third, 0], [pytest.approx(-1 / 3), 0])

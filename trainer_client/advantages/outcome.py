@@ -1,4 +1,4 @@
-"""Advantages from one reward per row: GRPO, Dr. GRPO and leave-one-out."""
+"""Advantages from one reward per row: GRPO, Dr. GRPO, leave-one-out and plain REINFORCE."""
 
 from __future__ import annotations
 
@@ -46,6 +46,15 @@ def leave_one_out(rewards: ArrayLike, group_index: ArrayLike, rollout_index: Arr
     others = np.maximum(table.size - 1, 1)[table.group]
     baseline = (table.group_sum(table.reward)[table.group] - table.reward) / others
     return table.of_rows(table.row_reward - baseline[table.rollout_of_row])
+
+
+def reinforce(rewards: ArrayLike, group_index: ArrayLike, rollout_index: ArrayLike) -> Advantages:
+    """The reward itself, compared with nothing; also for a rollout alone in its group.
+
+    Source: Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", Machine Learning 8,
+    1992, with a baseline of 0.
+    """
+    return Rollouts.of(rewards, group_index, rollout_index).row_reward.astype(np.float32)
 
 
 # Agent-wise comparison: the rows of each agent of a multi-agent harness are measured against that agent's rows alone.

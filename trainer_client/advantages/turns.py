@@ -7,7 +7,11 @@ A turn is the tokens sampled by one call, in the row that trains them. Rewards p
     columns = batch.columns
     advantages = turn_level(columns.rewards, columns.group_index, columns.rollout_index, turns)
     data = batch.packed(token_budget)[0]
-    per_token = turns.lay_out(advantages, data)      # beside data.token_ids
+    per_token = turns.lay_out(advantages, data)      # beside data.loss_mask
+
+Chunk-level importance weights (IPA) take the turns for `rows`:
+
+    truncated_weights(ours, data.inference_logprobs, data.loss_mask, level="row_mean", rows=turns.locate(data))
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 from reconstruct.trajectory import Trajectory
 from trainer_client.advantages.outcome import Advantages, Estimator, grpo, number_pairs
 from trainer_client.arrays import PackedBatch, PaddedBatch
+from trainer_client.tree import TreeBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,21 +42,27 @@ class Turns:
     number: NDArray[np.int64]
     reward: NDArray[np.float64]
 
-    def lay_out(self, per_turn: ArrayLike, data: PackedBatch | PaddedBatch) -> NDArray[np.float32]:
-        """`per_turn` on the tokens of each turn, float32 of the shape of `data.token_ids` (numpy); 0 on tokens that are not
+    def lay_out(self, per_turn: ArrayLike, data: PackedBatch | PaddedBatch | TreeBatch) -> NDArray[np.float32]:
+        """`per_turn` on the tokens of each turn, float32 of the shape of `data.loss_mask` (numpy); 0 on tokens that are not
         sampled. Turns behind a cut are left out, as their tokens are."""
         values = np.asarray(per_turn, dtype=np.float32)
         if values.shape != self.row.shape:
             raise ValueError(f"{values.size} values for {self.row.size} turns")
-        table = np.zeros(np.shape(data.token_ids), dtype=np.float32)
-        for place, row in zip(_places(table, data), np.asarray(data.row_index), strict=True):
+        turn = self.locate(data)
+        return np.where(turn < 0, np.float32(0), np.append(values, np.float32(0))[turn])
+
+    def locate(self, data: PackedBatch | PaddedBatch | TreeBatch) -> NDArray[np.int64]:
+        """The turn of each token, int64 of the shape of `data.loss_mask` (numpy); -1 on tokens that are not sampled."""
+        found = np.full(np.shape(data.loss_mask), -1, dtype=np.int64)
+        rows = np.asarray(data.row_index)
+        for places, positions, row in zip(_views(found, data), _positions(data), rows, strict=True):
             for turn in np.flatnonzero(self.row == row):
-                place[self.start[turn] : self.end[turn]] = values[turn]
-        return table
+                places[(positions >= self.start[turn]) & (positions < self.end[turn])] = turn
+        return found
 
 
 def turns_of(rows: Sequence[Trajectory]) -> Turns:
-    """The turns of `rows`: their calls where any of these has a reward, otherwise each stretch of sampled tokens.
+    """The turns of `rows`: their calls where a row says which tokens are whose, otherwise each stretch of sampled tokens.
 
     Raises ValueError when the calls do not cover exactly the sampled tokens.
     """
@@ -122,10 +133,37 @@ def _peers(
     return number_pairs(groups, turns.number[which]), number_pairs(rollouts, turns.number[which])
 
 
+def find_failed(rows: Sequence[Trajectory], turns: Turns) -> NDArray[np.bool_]:
+    """Which turns failed, bool of shape (turns,): the reward given to the call is below 0, or its reply has a tool call that the engine
+    could not parse."""
+    failed = np.nan_to_num(turns.reward, nan=0.0) < 0
+    for index, row in enumerate(rows):
+        spans = row.metadata.get("per_call_spans") or {}
+        starts = [spans[call][0] for call in row.metadata.get("invalid_tool_calls") or () if call in spans]
+        failed |= (turns.row == index) & np.isin(turns.start, starts)
+    return failed
+
+
+def purify(turns: Turns, failed: ArrayLike) -> NDArray[np.bool_]:
+    """Which turns to train, bool of shape (turns,): all but those that failed and that a later turn of their row, which did not, makes up
+    for. Weigh the loss with `turns.lay_out(purify(turns, failed), data)`, and divide it by the tokens that stay.
+
+    After Xu et al., "CLEANER: Self-Purified Trajectories Boost Agentic Reinforcement Learning", arXiv:2601.15141. There the failure is
+    replaced by its correction, and what follows is trained after a history that was never sampled from. Here contexts stay what they
+    were: the failure is left out of the loss alone, and its correction is trained as what it was, the answer to an error. For a history
+    without the failure, fork the rollout at it.
+    """
+    wrong = np.asarray(failed, dtype=np.bool_)
+    if wrong.shape != turns.row.shape:
+        raise ValueError(f"{wrong.size} values for {turns.row.size} turns")
+    last = {row: int(turns.start[(turns.row == row) & ~wrong].max(initial=-1)) for row in set(turns.row.tolist())}
+    return ~wrong | (turns.start > [last[row] for row in turns.row.tolist()])
+
+
 def _find_turns(row: Trajectory) -> list[tuple[int, int, float]]:
     """Start, end and reward (NaN: none) of each turn."""
-    rewards, spans = row.metadata.get("per_call_rewards"), row.metadata.get("per_call_spans")
-    if not rewards:
+    rewards, spans = row.metadata.get("per_call_rewards") or {}, row.metadata.get("per_call_spans")
+    if not rewards and spans is None:
         return [(start, end, np.nan) for start, end in _runs(row.loss_mask)]
     if spans is None or rewards.keys() - spans.keys():
         raise ValueError(f"trajectory {row.trajectory_id!r} does not say which tokens its rewarded calls sampled")
@@ -145,9 +183,19 @@ def _runs(loss_mask: NDArray[Any]) -> Iterator[tuple[int, int]]:
     return ((int(start), int(end)) for start, end in list(pairwise(borders))[::2])
 
 
-def _places(table: NDArray[np.float32], data: PackedBatch | PaddedBatch) -> list[NDArray[np.float32]]:
-    """Views of `table` on the tokens of each row of `data`."""
+def _views(table: NDArray[Any], data: PackedBatch | PaddedBatch | TreeBatch) -> list[NDArray[Any]]:
+    """Views of `table`, which has the shape of `data.loss_mask`, on the tokens of each row of `data`."""
     if isinstance(data, PackedBatch):
         return data.split(table)
-    masks = np.asarray(data.attention_mask) == 1
-    return [line[mask.argmax() : mask.argmax() + mask.sum()] for line, mask in zip(table, masks, strict=True)]
+    if isinstance(data, PaddedBatch):
+        masks = np.asarray(data.attention_mask) == 1
+        return [line[mask.argmax() : mask.argmax() + mask.sum()] for line, mask in zip(table, masks, strict=True)]
+    borders = np.searchsorted(np.asarray(data.segment_index), np.arange(len(data.row_index) + 1))
+    return [table[start:end] for start, end in pairwise(borders)]
+
+
+def _positions(data: PackedBatch | PaddedBatch | TreeBatch) -> list[NDArray[np.int64]]:
+    """For each row of `data`, the positions in the row of the tokens that `_views` shows."""
+    if isinstance(data, TreeBatch):
+        return _views(np.asarray(data.position_ids)[np.asarray(data.trained_index)], data)
+    return _views(np.asarray(data.position_ids), data)
