@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from cli.archive_api import ArchiveApi
     from proxy.archive.folder import ArchiveReader, ArchiveWriter
+    from reconstruct.records import Call
 
 
 CLOSED = ("completed", "failed", "timeout", "cancelled")
@@ -47,6 +50,12 @@ def export(
         typer.Option(metavar="STATUS", help="Only these: completed, failed, timeout or cancelled. Repeatable."),
     ] = None,
     builder: Annotated[str, typer.Option(metavar="NAME", help="merged (one row per branch) or per_call.")] = "merged",
+    pairs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Also write the preference pairs of all sessions in DIR to this file, as JSON lines."
+        ),
+    ] = None,
     url: ServiceUrl = None,
 ) -> None:
     """Write closed sessions to DIR: one row per trajectory, and everything verbatim import needs to restore the sessions.
@@ -61,7 +70,7 @@ def export(
     from rich.console import Console
 
     from cli.archive_api import ArchiveApi
-    from proxy.archive.folder import FORMATS, ArchiveError, ArchiveWriter
+    from proxy.archive.folder import FORMATS, ArchiveError, ArchiveReader, ArchiveWriter
 
     if format not in FORMATS:
         raise Refusal(f"--format {format!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
@@ -76,9 +85,12 @@ def export(
         try:
             with ArchiveWriter(out, format=format, builder=builder) as writer:  # type: ignore[arg-type]
                 totals = _export(api, writer, wanted, console)
+            written = None if pairs is None else write_pairs(ArchiveReader(out), pairs)
         except (ArchiveError, OSError) as error:
             raise Refusal(str(error)) from error
     typer.echo(totals.summarize(out))
+    if written is not None:
+        typer.echo(f"wrote {written} preference pairs to {pairs}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +174,40 @@ def _export(api: ArchiveApi, writer: ArchiveWriter, wanted: Filter, console: Con
             progress.update(bar, advance=1, tokens=totals.tokens)
         writer.finish(asdict(wanted))
     return totals
+
+
+def write_pairs(reader: ArchiveReader, file: Path) -> int:
+    """Write what lookaheads chose and did not choose, in the form that preference trainers read, with the token ids. Returns how many pairs
+    there are. Each is written with the session that sampled it: a fork's replayed calls are its origin's."""
+    from proxy.rows import messages_of
+    from reconstruct.accounting import settle
+    from reconstruct.codec import decode
+    from reconstruct.errors import DecodeError
+    from reconstruct.preferences import find_preferences
+
+    written = 0
+    with file.open("w", encoding="utf-8") as lines:
+        for session in reader.sessions():
+            session_id = session.state["session_id"]
+            calls: list[Call] = []
+            for _, record in session.records:
+                # The column `problem` tells of a damaged one.
+                with suppress(DecodeError):
+                    calls.append(decode(record))
+            forest = settle(call for call in calls if call.session_id == session_id).forest
+            for pair in find_preferences(forest):
+                prompt_ids = forest.prompt_ids(pair.chosen.call_id).tolist()
+                line = {"session_id": session_id, "prompt": messages_of(pair.chosen, forest), "prompt_ids": prompt_ids}
+                for name, call in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+                    line |= {
+                        name: [json.loads(call.reply)],
+                        f"{name}_ids": call.node.completion_ids.tolist(),
+                        f"{name}_logprobs": call.node.logprobs.tolist(),
+                        f"{name}_call_id": call.call_id,
+                    }
+                lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+                written += 1
+    return written
 
 
 def _progress(console: Console) -> Progress:

@@ -18,6 +18,7 @@ VerbatimError                        status  code
     ├── TooManyCalls                 429     too_many_calls       the session or the process is at its limit of calls in flight
     ├── EngineUnavailable            503     engine_unavailable
     ├── EngineFailed                 502     engine_failed        the engine broke off or answered nonsense
+    │   └── ChooserFailed            502     chooser_failed       no candidate of a lookahead was chosen
     └── StoreUnavailable             503     store_unavailable    Redis is down, full or loading: nothing was answered unrecorded
 
 A dialect renders any of them in its vendor's shape; the control API as `{"error": {"code", "message", "param"?}}`.
@@ -126,6 +127,10 @@ class EngineUnavailable(Unavailable):
 class EngineFailed(Unavailable):
     status = 502
     code = "engine_failed"
+
+
+class ChooserFailed(EngineFailed):
+    code = "chooser_failed"
 
 
 class StoreUnavailable(Unavailable):

@@ -21,7 +21,7 @@ from reconstruct.codec import decode
 from reconstruct.errors import DecodeError, ReconstructError
 from reconstruct.forest import Forest
 from reconstruct.media import as_wire
-from reconstruct.records import REPLAY, Call, Sampling
+from reconstruct.records import LOOKAHEAD, REPLAY, Call, Sampling
 from reconstruct.trajectory import Accounting, Trajectory, weigh_rows
 
 _decode = msgspec.json.decode
@@ -40,6 +40,7 @@ _BLANK: Mapping[str, Any] = dict.fromkeys(
         "reply",
         "session_id",
         "replay",
+        "lookahead",
         "engine_seconds",
         "own_seconds",
     )
@@ -203,6 +204,7 @@ def _call(call: Call, forest: Forest, model: str | None, delivered: bool, arrays
         "reply": _decode(call.reply),
         "session_id": call.session_id,
         "replay": call.marks.get(REPLAY),
+        "lookahead": call.marks.get(LOOKAHEAD),
         "replica": call.replica,
         "started_at": call.started_at,
         "engine_seconds": call.engine_seconds,

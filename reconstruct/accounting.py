@@ -15,7 +15,7 @@ import numpy as np
 
 from reconstruct.errors import IdOutOfRange, ReconstructError, RecordError, UnknownParent
 from reconstruct.forest import Forest, order_key
-from reconstruct.records import NO_LOGPROBS, Call
+from reconstruct.records import NO_LOGPROBS, NOT_CHOSEN, Call
 from reconstruct.roles import REASON as SUPERSEDED
 from reconstruct.roles import credited_role, find_superseded, infer_side_calls
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
@@ -194,15 +194,16 @@ def _is_complete(settled: Settled) -> bool:
     """Whether every call that the outcome depends on can be trained or is left out by choice."""
     return not settled.stray and all(
         call_id in settled.shown
-        or reason in (FROZEN, REPLAYED)
+        or reason in (FROZEN, REPLAYED, NOT_CHOSEN)
         or (reason in _ATTEMPTS and not settled.forest.children(call_id))
         for call_id, reason in settled.refused.items()
     )
 
 
 def measure_lost_share(settled: Settled, accounting: Accounting) -> float:
-    """The share of sampled tokens in quarantine, 0 to 1, without those left out by choice: of roles and models that are not trained."""
-    chosen = [item for item in accounting.quarantined if item.call_id in settled.shown or item.reason == FROZEN]
+    """The share of sampled tokens in quarantine, 0 to 1, without those left out by choice: of roles and models that are not trained, and
+    candidates that were not chosen."""
+    chosen = [item for item in accounting.quarantined if item.call_id in settled.shown or item.reason in (FROZEN, NOT_CHOSEN)]
     lost = accounting.sampled_tokens - accounting.exported_tokens - sum(item.tokens for item in chosen)
     return lost / accounting.sampled_tokens if accounting.sampled_tokens else 0.0
 

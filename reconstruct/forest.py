@@ -14,7 +14,7 @@ import numpy as np
 
 from reconstruct.errors import LengthMismatch, UnknownParent
 from reconstruct.media import Media, overlapping, shift
-from reconstruct.records import CONTROL_TOKENS, Call, Ids, Node
+from reconstruct.records import CONTROL_TOKENS, NOT_CHOSEN, Call, Ids, Node
 
 
 def order_key(call: Call) -> tuple[float, str]:
@@ -75,8 +75,9 @@ class Forest:
         self.calls[call.call_id] = call
         self._lengths[call.call_id] = node.base_length + len(node.delta_ids) + len(node.completion_ids)
         self._owners[call.call_id] = self._owner(node.base_id, node.base_length)
-        self._by_reply.setdefault(call.reply_fingerprint, []).append(call.call_id)
-        self._by_prompt.setdefault(call.fingerprint, []).append(call.call_id)
+        if call.quarantine_reason != NOT_CHOSEN:
+            self._by_reply.setdefault(call.reply_fingerprint, []).append(call.call_id)
+            self._by_prompt.setdefault(call.fingerprint, []).append(call.call_id)
         self._children.setdefault(node.parent_id, []).append(call.call_id)
         self.detailed = self.detailed or node.details is not None
         self.controlled = self.controlled or CONTROL_TOKENS in call.marks

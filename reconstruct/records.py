@@ -48,6 +48,10 @@ DIVERGED, one that was not recorded."""
 DIFFERS = "replay_differs"
 """The mark of a fork's calls whose tool results, or those before them, differ from the record. What was replayed has no known ids."""
 
+LOOKAHEAD, CHOSEN, NOT_CHOSEN = "lookahead", "chosen", "not_chosen"
+"""The mark of the candidates of a lookahead, and its values. NOT_CHOSEN is the quarantine reason, too: no harness saw such a reply, so
+nothing continues it."""
+
 Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 
@@ -225,8 +229,8 @@ class Call:
     is the hash chain over the request's canonical messages, `reply_fingerprint` the chain including the reply: the hash of a
     continuing call's history (see messages.py). `preamble` (roots only) is the JSON object of model, tools and template kwargs.
     `marks`: "retry" (the attempt's number, from the harness's headers); the "policy" that sampled it unless it is the default one;
-    INVALID_TOOL_CALL; CONTROL_TOKENS, a JSON list (see proxy/call/record.py); and, in a fork, REPLAY and DIFFERS. `role_source`: DECLARED,
-    RULE or INFERRED.
+    INVALID_TOOL_CALL; CONTROL_TOKENS, a JSON list (see proxy/call/record.py); in a fork, REPLAY and DIFFERS; LOOKAHEAD of candidates.
+    `role_source`: DECLARED, RULE or INFERRED.
     """
 
     call_id: str

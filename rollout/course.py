@@ -329,6 +329,7 @@ async def open_member(
         group_replacements=False,
         echo_policy=task.echo_policy,
         replay=None if task.fork is None else asdict(task.fork),
+        lookahead=None if task.lookahead is None else asdict(task.lookahead),
         role_rules=[encode_rule(rule) for rule in roles] or None,
         **task.budgets.of_session,
     )

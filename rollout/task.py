@@ -358,6 +358,26 @@ class Fork:
 
 @with_config(_RULES)
 @dataclass(frozen=True, slots=True)
+class Lookahead:
+    """Candidates for each reply, of which a chooser picks one: see `lookahead` of `POST /sessions`."""
+
+    n: Annotated[int, Field(ge=2, le=64)]
+    choose: Literal["logprob", "model", "http"] = "logprob"
+    model: Name | None = None
+    url: Annotated[str | None, BeforeValidator(_check_url, str | None)] = None
+    roles: Annotated[tuple[Literal["main", "subagent", "compaction", "side"], ...], Strict(False)] = ()
+    timeout_seconds: Annotated[Seconds, Field(le=3600)] = 60.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, chooser in (("model", "model"), ("url", "http")):
+            if (getattr(self, name) is not None) != (self.choose == chooser):
+                raise ValueError(f"{name}: goes with choose {chooser!r}, and that with it")
+        return self
+
+
+@with_config(_RULES)
+@dataclass(frozen=True, slots=True)
 class Task:
     """`num_samples` rollouts of one instruction; together they are a group, whose id is the task's."""
 
@@ -392,6 +412,7 @@ class Task:
     echo_policy: EchoPolicy | None = None
     """What to do with a reply that the harness replays edited; None: the service's setting."""
     fork: Fork | None = None
+    lookahead: Lookahead | None = None
     callback_url: Annotated[str | None, BeforeValidator(_check_url, str | None)] = None
     metadata: Json = field(default_factory=dict)
 

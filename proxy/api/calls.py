@@ -84,6 +84,8 @@ class CallShape(Body):
     """The session that sampled it; in a fork another one's for replayed calls."""
     replay: str | None = None
     """Of what a fork sampled. pivot: the recorded request from which it samples; diverged: a request that was not recorded."""
+    lookahead: str | None = None
+    """Of a candidate. chosen: the harness got it; not_chosen: it did not, and it is not trained."""
     replica: str | None
     started_at: float
     engine_seconds: float | None
@@ -97,7 +99,7 @@ CALL: dict[str, Any] = json.loads("""
  "stop_reason": null, "invalid_tool_call": false, "sampling": {"temperature": 1.0, "max_tokens": 32}, "delivered": true,
  "projection": null, "control_tokens": [], "messages": [{"role": "user", "content": "Say hello."}],
  "reply": {"role": "assistant", "content": "Hello."}, "session_id": "first",
- "replay": null, "replica": "127.0.0.1:8000", "started_at": 1767225600.0,
+ "replay": null, "lookahead": null, "replica": "127.0.0.1:8000", "started_at": 1767225600.0,
  "engine_seconds": 0.8, "own_seconds": 0.001}
 """)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat, Strict, model_validator
 
 from proxy.api import admission, closing, forks
 from proxy.api.requests import (
@@ -28,10 +28,11 @@ from proxy.api.requests import (
 )
 from proxy.auth import SESSION_ID, mint_key
 from proxy.dialects.catalogue import base_urls
-from proxy.errors import Conflict
-from proxy.settings import Settings
+from proxy.errors import Conflict, NotFound, RequestError
+from proxy.services import Services
+from proxy.settings import Role, Settings
 from proxy.store.groups import GroupRule
-from proxy.store.sessions import SessionInfo, SessionState
+from proxy.store.sessions import Lookahead, SessionInfo, SessionState
 from reconstruct.roles import RoleRule
 
 router = APIRouter(prefix="/sessions", tags=["sessions"], default_response_class=Response)
@@ -64,6 +65,28 @@ class Replay(Body):
     """What becomes of a request before the pivot that was not recorded: it is sampled, or refused as `replay_diverged`."""
     tokens_per_second: float | None = Field(None, gt=0, allow_inf_nan=False)
     """The pace of replayed replies that are streamed. Default: at once."""
+
+
+class LookaheadBody(Body):
+    n: int = Field(ge=2, le=64)
+    """Candidates that are sampled for each reply; the harness sees the chosen one."""
+    choose: Literal["logprob", "model", "http"] = "logprob"
+    """Who chooses: the highest mean logprob, a model as judge, or an HTTP endpoint."""
+    model: Name | None = None
+    """The judge: a frozen model that an engine serves."""
+    url: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    """The endpoint."""
+    roles: Annotated[tuple[Role, ...], Strict(False)] = ()
+    """Of which calls. Default: of all."""
+    timeout_seconds: float = Field(60.0, gt=0, le=3600)
+    """How long the chooser may take."""
+
+    @model_validator(mode="after")
+    def _check(self) -> LookaheadBody:
+        for name, chooser in (("model", "model"), ("url", "http")):
+            if (getattr(self, name) is not None) != (self.choose == chooser):
+                raise ValueError(f"{name}: goes with choose {chooser!r}, and that with it")
+        return self
 
 
 class NewSession(
@@ -110,6 +133,8 @@ class NewSession(
     """How to treat a reply that the harness replays with an edit. Default: the service's setting."""
     replay: Replay | None = None
     """Makes the session a fork: its harness gets the replies that another session's got, as far as the pivot."""
+    lookahead: LookaheadBody | None = None
+    """Samples several candidates for each reply and gives the harness the best of them."""
 
     @model_validator(mode="after")
     def _check(self) -> NewSession:
@@ -178,7 +203,8 @@ class OpenedSession(Body, json_schema_extra={"example": OPENED}):
 EXAMPLE: dict[str, Any] = json.loads("""
 {"session_id": "first", "created_at": 1767225600.0, "task_id": null, "group_id": "task-1", "group_size": 1, "metadata": {},
  "sampling": {}, "trained": true, "echo_policy": "strict", "max_calls": null, "max_completion_tokens": null,
- "max_total_tokens": null, "replay": null, "status": "completed", "calls": 2, "reward": 1.0, "per_call": {}, "per_branch": {},
+ "max_total_tokens": null, "replay": null, "lookahead": null,
+ "status": "completed", "calls": 2, "reward": 1.0, "per_call": {}, "per_branch": {},
  "reward_metadata": {}, "error": null, "closed_at": 1767225700.0, "updated_at": 1767225700.0}
 """)
 
@@ -193,6 +219,15 @@ class ReplayShape(Body):
     """The pivot's call id; null: all is replayed."""
     on_divergence: Literal["live", "fail"]
     tokens_per_second: float | None
+
+
+class LookaheadShape(Body):
+    n: int
+    choose: Literal["logprob", "model", "http"]
+    model: str | None
+    url: str | None
+    roles: list[Role]
+    timeout_seconds: float
 
 
 class SessionShape(Body, json_schema_extra={"example": EXAMPLE}):
@@ -215,6 +250,8 @@ class SessionShape(Body, json_schema_extra={"example": EXAMPLE}):
     """Its budget; null: unlimited."""
     replay: ReplayShape | None
     """What it replays, if it is a fork."""
+    lookahead: LookaheadShape | None
+    """How its candidates are chosen; null: each reply is the only one."""
     status: Literal[Status, "restoring"]
     calls: int
     """Recorded calls."""
@@ -273,6 +310,10 @@ async def open_session(
     if (asked := body.replay) is not None:
         replay = await forks.prepare(services, session_id, asked.session_id, asked.until, session_from_wire)
         replay = dataclasses.replace(replay, on_divergence=asked.on_divergence, tokens_per_second=asked.tokens_per_second)
+    lookahead = None
+    if body.lookahead is not None:
+        lookahead = Lookahead(**body.lookahead.model_dump())
+        check_judge(services, lookahead)
     api_key, key_hash = mint_key(session_id)
     info = SessionInfo(
         session_id=session_id,
@@ -291,6 +332,7 @@ async def open_session(
         max_completion_tokens=body.max_completion_tokens,
         max_total_tokens=body.max_total_tokens,
         replay=replay,
+        lookahead=lookahead,
     )
     if not await admission.open_session(services, info, request.is_disconnected):
         raise Conflict(f"there is a session {session_id} already", param="session_id")
@@ -382,7 +424,8 @@ async def store_log(
 def session_as_wire(state: SessionState) -> dict[str, Any]:
     """The session as a `SessionShape`: its fixed data and its state in one flat object."""
     shown = {name: getattr(state.info, name) for name in INFO_FIELDS}
-    shown["replay"] = None if state.info.replay is None else asdict(state.info.replay)
+    for name in ("replay", "lookahead"):
+        shown[name] = None if shown[name] is None else asdict(shown[name])
     return shown | {name: getattr(state, name) for name in STATE_FIELDS}
 
 
@@ -391,11 +434,26 @@ def session_from_wire(wire: Mapping[str, Any]) -> SessionState:
     type."""
     # Exports of earlier versions lack these fields.
     budget = {"max_calls": None, "max_completion_tokens": None, "max_total_tokens": None}
-    wire = {"trained": True, "echo_policy": "strict", "replay": None, **budget, **wire}
+    wire = {"trained": True, "echo_policy": "strict", "replay": None, "lookahead": None, **budget, **wire}
     if missing := [name for name in (*INFO_FIELDS, *STATE_FIELDS) if name not in wire]:
         raise msgspec.ValidationError(f"session: {', '.join(missing)} missing")
     info = {"key_hash": b"", **{name: wire[name] for name in INFO_FIELDS}}
     return msgspec.convert({"info": info, **{name: wire[name] for name in STATE_FIELDS}}, SessionState)
+
+
+def check_judge(services: Services, lookahead: Lookahead) -> None:
+    """Raise RequestError for a judge that is not served, or that is trained: its taste would change with every push of weights."""
+    if lookahead.model is None:
+        return
+    try:
+        replicas = services.pool.of(services.pool.find_policy(lookahead.model))
+    except NotFound as error:
+        raise RequestError(f"lookahead.model: {error.message}", param="lookahead.model") from error
+    if not any(services.pool.is_frozen(replica, lookahead.model) for replica in replicas):
+        raise RequestError(
+            f"lookahead.model: '{lookahead.model}' is not frozen: name it in VERBATIM_FROZEN_MODELS, or choose another judge",
+            param="lookahead.model",
+        )
 
 
 def _base_urls(request: Request, settings: Settings, session_id: str) -> dict[str, str]:

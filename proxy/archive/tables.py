@@ -5,7 +5,8 @@
 
 Version 2 adds a row's logprob mode, token details and policy; version 3 whether a session is trained; version 4 the source of a row's
 role, and a session's echo policy, budget, dangling calls and completeness; version 5 a row's text and tools; version 6 what a session
-replays, its replayed tokens, and its log; version 7 a row's media. The versions read alike otherwise.
+replays, its replayed tokens, and its log; version 7 a row's media, and how a session looks
+ahead. The versions read alike otherwise.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ SESSIONS = {
     "max_completion_tokens": "int64",
     "max_total_tokens": "int64",
     "replay": "json",
+    "lookahead": "json",
     "reward": "float64",
     "per_call": "json",
     "per_branch": "json",
@@ -160,7 +162,7 @@ def session_of(row: Row, records: Sequence[Row]) -> ArchivedSession:
     state["trained"] = row.get("trained") is not False
     state["echo_policy"] = row.get("echo_policy") or "strict"
     state |= {name: row.get(name) for name in _BUDGET}
-    state["replay"] = json.loads(row.get("replay") or "null")
+    state |= {name: json.loads(row.get(name) or "null") for name in ("replay", "lookahead")}
     ordered = sorted(records, key=lambda record: record["position"])
     return ArchivedSession(
         state={name: value for name, value in state.items() if name != "intents"},
@@ -194,6 +196,7 @@ def _session_row(session: ArchivedSession) -> Row:
         "echo_policy": state.get("echo_policy"),
         **{name: state.get(name) for name in _BUDGET},
         "replay": _dump(state.get("replay")),
+        "lookahead": _dump(state.get("lookahead")),
         "intents": _dump(list(session.intents)),
         "delivered": sorted(session.delivered),
         "sampled_tokens": accounting.get("sampled_tokens"),

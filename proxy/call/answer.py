@@ -91,7 +91,7 @@ class Answer:
         self._stop()
         self._exchange.reply = reply
         if not self._turn.request.stream:
-            self._client.send_whole(200, JSON, self._dialect.render(self._turn.request, reply))
+            self._client.send_whole(200, JSON, self._dialect.render(self._turn.shown, reply))
         else:
             renderer = self._begin()
             self._client.write(renderer.close(reply), last=True)
@@ -112,7 +112,7 @@ class Answer:
 
     def _open(self, prompt_tokens: int) -> StreamRenderer:
         turn = self._turn
-        renderer = self._renderer = self._dialect.open_stream(turn.request, turn.call_id, int(turn.started_at), prompt_tokens)
+        renderer = self._renderer = self._dialect.open_stream(turn.shown, turn.call_id, int(turn.started_at), prompt_tokens)
         self._opening = renderer.open()
         return renderer
 

@@ -208,7 +208,10 @@ class Harness:
         else:
             delivered = await self._deliver(exchange, turn, answer, reply)
         finally:
-            self._services.sessions.note_answered(turn.session_id, turn.call_ids, delivered=delivered)
+            shown = len(turn.call_ids) if turn.lookahead is None else 1
+            self._services.sessions.note_answered(turn.session_id, turn.call_ids[:shown], delivered=delivered)
+            if shown < len(turn.call_ids):
+                self._services.sessions.note_answered(turn.session_id, turn.call_ids[shown:], delivered=False)
 
     async def _fail(self, turn: Turn, answer: Answer, error: VerbatimError) -> None:
         if isinstance(error, (NotFound, Conflict)) and not isinstance(error, ReplayDiverged):

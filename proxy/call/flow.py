@@ -17,6 +17,7 @@ from typing import Any
 
 from proxy.call.budget import check_budget, exhaust_total, find_room, fit_budget
 from proxy.call.inflight import Inflight
+from proxy.call.lookahead import choose, find_lookahead
 from proxy.call.plan import (
     Continuation,
     TokenPlan,
@@ -34,7 +35,7 @@ from proxy.call.recording import Live, Recalled, Recording, Refused, Replayed
 from proxy.call.replay import Replays, build_reply, play
 from proxy.call.tree import Draft, SessionTree, SessionTrees
 from proxy.call.turn import Planned, Sampled, Turn, fit_window, marks_of, refuse_media
-from proxy.dialects.base import Choice, Delta, FirstToken, Reply, Request, Sampling, new_call_id
+from proxy.dialects.base import Choice, Delta, FirstToken, ParsedMessage, Reply, Request, Sampling, new_call_id
 from proxy.engine.apis.base import Job, PlanRequest, check_sampled
 from proxy.engine.apis.details import Wanted
 from proxy.engine.apis.renderer import Rendered
@@ -44,6 +45,7 @@ from proxy.engine.pool.seats import Caller
 from proxy.engine.replica import Replica
 from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.errors import (
+    ChooserFailed,
     Conflict,
     EngineFailed,
     EngineUnavailable,
@@ -56,7 +58,7 @@ from proxy.errors import (
 )
 from proxy.metrics import Metrics
 from proxy.settings import Settings
-from proxy.store.sessions import Intent, SessionStore
+from proxy.store.sessions import Intent, Lookahead, SessionInfo, SessionStore
 from proxy.timeline import COMMIT, ENGINE, INTENT, PLAN, QUEUE, REPLY, SAMPLE, STORE, Timeline, Waiting
 from reconstruct.bridge import Rendering
 from reconstruct.codec import encode
@@ -67,6 +69,9 @@ from reconstruct.roles import find_purpose
 
 _TRIES = 50
 """How often a call looks for its parent again because other calls of its session were recorded meanwhile."""
+
+_JUDGE_TOKENS = 4096
+"""What a judge may think before it chooses."""
 
 _LONG_BYTES = 2**20
 """Records of more than this take a while to be compressed."""
@@ -113,6 +118,10 @@ class Flow:
         """The call enters: from here on closing the session or the service ends it properly. `run` must follow."""
         info = draft.tree.info
         recorded = recalled.calls if isinstance(recalled, Replayed) else ()
+        purpose = find_purpose(marks_of(request, headers), self._settings.role_rules, info.role_rules)
+        lookahead = None if recorded or info.lookahead is None else find_lookahead(info, request, purpose.role)
+        if lookahead is not None:
+            request = replace(request, n=lookahead.n)
         call_ids = [call.call_id for call in recorded] or [new_call_id() for _ in range(request.n)]
         retry = headers.get("x-stainless-retry-count", "0")
         marks = {**request.marks, "retry": retry} if retry != "0" else request.marks
@@ -127,8 +136,9 @@ class Flow:
             timeline=timeline,
             sampling={**request.sampling, **overrides(info.sampling)},
             marks={**marks, **recalled.marks} if isinstance(recalled, Live) else marks,
-            purpose=find_purpose(marks_of(request, headers), self._settings.role_rules, info.role_rules),
+            purpose=purpose,
             recalled=recalled,
+            lookahead=lookahead,
         )
         self._inflight.enter(turn.scope)
         return turn
@@ -140,14 +150,52 @@ class Flow:
                 return await self._replay(turn, turn.recalled, emit)
             if isinstance(turn.recalled, Refused):
                 raise turn.recalled.error
-            sampled = await self._sample_at_some_replica(turn, emit)
+            sampled = await self._sample_at_some_replica(turn, emit if turn.lookahead is None else partial(_withhold, emit))
+            failed = None
+            if turn.lookahead is not None:
+                sampled, failed = await self._choose(sampled, turn.lookahead)
             reply = await self._commit(sampled)
         finally:
             self._inflight.leave(turn.scope)
         if sampled.outcome.broken is not None:
             # What was sampled is recorded; the harness must not take it for a whole reply.
-            raise EngineFailed(sampled.outcome.broken)
+            raise failed or EngineFailed(sampled.outcome.broken)
+        if turn.lookahead is not None and not sampled.chosen:
+            raise EngineFailed("the call was cut before a candidate was chosen")
         return reply
+
+    async def _choose(self, sampled: Sampled, lookahead: Lookahead) -> tuple[Sampled, ChooserFailed | None]:
+        """The call with its chosen candidate, or as one that broke off, and why. One that was cut gets none."""
+        if sampled.outcome.broken is not None or sampled.planned.turn.scope.cancelled:
+            return sampled, None
+        try:
+            return await choose(sampled, lookahead, self._ask_judge), None
+        except ChooserFailed as error:
+            sampled.outcome.broken = error.message
+            return sampled, error
+
+    async def _ask_judge(self, turn: Turn, model: str, prompt: str, answers: Sequence[str]) -> str:
+        """What the model answers to the prompt. A call of no session: nothing of it is recorded."""
+        info = SessionInfo(turn.session_id, b"", turn.tree.info.created_at)
+        tree = SessionTree(info)
+        history = [tree.digest(ParsedMessage({"role": "user", "content": prompt}))]
+        forward = {"structured_outputs": {"choice": list(answers)}}
+        sampling = {"temperature": 0.0, "max_tokens": _JUDGE_TOKENS}
+        request = Request("chat", model, history, sampling=sampling, forward=forward, stream=True)
+        scope = CancelScope(turn.session_id, new_call_id())
+        judging = Turn(
+            Draft(tree), request, b"", [scope.call_id], scope, time.time(), turn.clock, Timeline(), sampling, {}, turn.purpose
+        )
+
+        async def sample(replica: Replica) -> Sampled:
+            found = continuation(tree, request, replica.policy)
+            return await self._sample(await self._plan(judging, replica, found), lambda piece: None)
+
+        async with self._pool.place(model, Caller(turn.session_id, partial(self._check_open, turn))) as placement:
+            sampled = await sample(await placement.next())
+        if sampled.outcome.broken is not None:
+            raise ChooserFailed(f"the judge's reply broke off: {sampled.outcome.broken}")
+        return str(sampled.outcome.choices[0].message.get("content") or "")
 
     async def _replay(self, turn: Turn, replayed: Replayed, emit: Emit) -> Reply:
         """The reply that was recorded, without an engine."""
@@ -319,7 +367,7 @@ class Flow:
         if planned.plan is not None:
             turn.tree.rendered(turn.call_id, planned.plan.rendering)
         self._metrics.recorded(calls, time.perf_counter() - turn.clock, turn.timeline.engine_seconds)
-        return _reply(sampled, choices)
+        return _reply(sampled, choices if turn.lookahead is None else choices[:1])
 
     async def _check_open(self, turn: Turn) -> None:
         """Raises Conflict when the session was closed, by whichever process, and NotFound when it was deleted."""
@@ -336,6 +384,12 @@ def _full(session_id: str, most_bytes: int) -> SessionFull:
         f"session '{session_id}' has recorded all that one session may, {most_bytes} bytes: close it, or raise "
         "VERBATIM_MAX_SESSION_BYTES"
     )
+
+
+def _withhold(emit: Emit, piece: Sampling | FirstToken | Delta) -> None:
+    """Nothing of a candidate is shown before one is chosen."""
+    if isinstance(piece, Sampling):
+        emit(piece)
 
 
 def _encoded(calls: Sequence[Call]) -> dict[str, bytes]:

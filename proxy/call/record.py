@@ -18,9 +18,12 @@ from proxy.engine.apis.message import has_unread_call
 from reconstruct.accounting import FROZEN
 from reconstruct.messages import chain, digest_message
 from reconstruct.records import (
+    CHOSEN,
     CONTROL_TOKENS,
     INVALID_TOOL_CALL,
+    LOOKAHEAD,
     NO_TOKEN_IDS,
+    NOT_CHOSEN,
     Call,
     Node,
     Sampling,
@@ -69,11 +72,16 @@ def call_records(
     sampling = effective_sampling(asked, plan.body if plan else None, logprob_mode)
     messages_from = found.reply_at + 1 if found.parent is not None else 0
     messages = _encode(turn.request.messages[messages_from:])
-    marks = _marks(planned, messages_from)
+    all_marks = _marks(planned, messages_from)
     calls: list[Call] = []
     for each, choice in zip(outcome.choices, choices, strict=True):
         node = _node(where, calls[0] if calls else None, each)
         quarantine_reason = _quarantine_reason(sampled, each, frozen)
+        marks = (
+            all_marks
+            if turn.lookahead is None
+            else {**all_marks, LOOKAHEAD: CHOSEN if _is_shown(sampled, each) else NOT_CHOSEN}
+        )
         aborted = each.finish_reason == "abort"
         unread = has_unread_call(turn.request, choice.message, choice.finish_reason)
         calls.append(
@@ -131,7 +139,14 @@ def _quarantine_reason(call: Sampled, sampled: engine.Sampled, frozen: bool) -> 
     if call.outcome.broken is not None and sampled.finish_reason != "abort":
         # A whole reply that no harness was given: nothing came of it.
         return "not_answered"
+    if not _is_shown(call, sampled):
+        return NOT_CHOSEN
     return FROZEN if frozen else ""
+
+
+def _is_shown(call: Sampled, sampled: engine.Sampled) -> bool:
+    """Whether the choice is one for the harness."""
+    return call.planned.turn.lookahead is None or (call.chosen and sampled.index == 0)
 
 
 def _node(where: Place, sibling: Call | None, sampled: engine.Sampled) -> Node:

@@ -16,7 +16,7 @@ from reconstruct.accounting import settle
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
 from reconstruct.forest import Forest
-from reconstruct.records import Call
+from reconstruct.records import NOT_CHOSEN, Call
 
 Stored = tuple[bytes, bytes]
 """The digest of a call's record, and the entry of a session's list that holds or names it."""
@@ -110,7 +110,7 @@ class Recording:
         return next((root.policy for root in roots if self.find_model(root) == model), None)
 
     def _came_to_something(self, call: Call) -> bool:
-        if call.call_id not in self.forest or self.refused.get(call.call_id) == "superseded":
+        if call.call_id not in self.forest or self.refused.get(call.call_id) in ("superseded", NOT_CHOSEN):
             return False
         return call.status == "finished" or bool(self.forest.children(call.call_id))
 

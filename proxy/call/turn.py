@@ -6,7 +6,7 @@ Each phase is a frozen type that has all the next step needs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from proxy.call.plan import Continuation, TokenPlan
@@ -18,6 +18,7 @@ from proxy.engine.apis.base import EngineKinds, Outcome
 from proxy.engine.replica import Replica
 from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.errors import ContextTooLong, RequestError
+from proxy.store.sessions import Lookahead
 from proxy.timeline import Timeline
 from reconstruct.messages import plain_content
 from reconstruct.records import Ids
@@ -28,7 +29,8 @@ from reconstruct.roles import Marks, Purpose
 class Turn:
     """A call that was admitted. `started_at` is wall-clock time, `clock` the monotonic time of the same moment. `sampling` is what
     was asked for: the harness's parameters under the session's overrides. There is one call id per choice. `recalled`: what a fork's
-    recording makes of it; a call that is replayed has the ids and the start it had."""
+    recording makes of it; a call that is replayed has the ids and the start it had. With a `lookahead` the request asks for its
+    candidates."""
 
     draft: Draft
     request: Request
@@ -42,6 +44,12 @@ class Turn:
     marks: Mapping[str, str]
     purpose: Purpose
     recalled: Recalled | None = None
+    lookahead: Lookahead | None = None
+
+    @property
+    def shown(self) -> Request:
+        """The request as the harness made it: of a lookahead's candidates it gets one."""
+        return self.request if self.lookahead is None else replace(self.request, n=1)
 
     @property
     def tree(self) -> SessionTree:
@@ -75,6 +83,8 @@ class Sampled:
 
     planned: Planned
     outcome: Outcome
+    chosen: bool = False
+    """Whether the first choice was chosen from the candidates of a lookahead."""
 
     @property
     def prompt_ids(self) -> Ids | None:

@@ -46,6 +46,19 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True)
+class Lookahead:
+    """How many candidates are sampled for one reply, and who chooses: `choose` is logprob (the highest mean logprob), model (`model`
+    judges) or http (the endpoint `url`). `roles`: of which calls; none: of all."""
+
+    n: int
+    choose: str = "logprob"
+    model: str | None = None
+    url: str | None = None
+    roles: tuple[str, ...] = ()
+    timeout_seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
 class SessionInfo:
     """The fields fixed when a session is created. `key_hash` is sha256 of the session's API key; the key is not stored."""
 
@@ -70,6 +83,7 @@ class SessionInfo:
     max_total_tokens: int | None = None
     """The budget (`proxy.call.budget`): calls, sampled tokens, tokens of prompts and replies. None: unlimited."""
     replay: Fork | None = None
+    lookahead: Lookahead | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from rollout.attempts import Failure, RolloutState
 from rollout.runtimes.base import RuntimeFailed
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.stages import Slots
-from rollout.task import Budgets, EvaluatorSpec, Exec, Fork, HarnessSpec, McpServer, RuntimeSpec, Upload
+from rollout.task import Budgets, EvaluatorSpec, Exec, Fork, HarnessSpec, Lookahead, McpServer, RuntimeSpec, Upload
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
 from tests.support.machine import unavailable
 from tests.support.runtimes.rollout_nodes import ASK, World, a_task
@@ -90,6 +90,15 @@ async def test_the_forks_of_a_rollout_are_a_group_with_rewards_of_their_own(worl
     assert sum(sum(row["loss_mask"]) for row in group["trajectories"]) == sum(
         len(ids) for made in engine.generations[2:] for ids in made.sampled.values()
     )
+
+
+async def test_a_task_that_looks_ahead_gives_its_agents_the_chosen_replies(world: World, engine: ScriptedEngine) -> None:
+    task = await world.submit(a_task(lookahead=Lookahead(3)))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert state.verdict is not None and state.verdict.reward == 1.0
+    calls = world.service.request("GET", f"/sessions/{state.session_id}/calls").json()["calls"]
+    assert [call["lookahead"] for call in calls] == ["chosen", "not_chosen", "not_chosen"]
 
 
 async def test_a_fork_whose_replay_went_on_after_a_failure_is_scored(world: World, engine: ScriptedEngine) -> None:

@@ -177,7 +177,7 @@ def test_what_earlier_builds_stored_is_read_and_they_read_what_is_stored_now() -
     assert decode(b64decode(STORED), Task) == TASK
     schema, stored = msgspec.msgpack.decode(b64decode(STORED))
     # They leave out the field that they do not know.
-    assert msgspec.msgpack.decode(encode(of(WHOLE))) == [schema, {**stored, "fork": None}]
+    assert msgspec.msgpack.decode(encode(of(WHOLE))) == [schema, {**stored, "fork": None, "lookahead": None}]
 
 
 def test_a_stored_field_that_this_build_does_not_know_is_left_out() -> None:

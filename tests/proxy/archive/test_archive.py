@@ -33,7 +33,7 @@ from proxy.archive.tables import SCHEMA_VERSION, TABLES, arrow_schema, session_o
 from proxy.errors import Conflict
 from proxy.store.archive import ArchiveStore
 from proxy.store.groups import GroupRule
-from proxy.store.sessions import Fork, Intent, SessionInfo, SessionState
+from proxy.store.sessions import Fork, Intent, Lookahead, SessionInfo, SessionState
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer, Store, running_redis
@@ -242,6 +242,32 @@ def test_what_an_export_holds_comes_back_as_it_was(
             assert log["text"] in second.request("GET", f"/ui/sessions/{sessions[0]}{page}").text
 
 
+def test_an_export_has_the_preference_pairs_of_lookaheads(
+    service: RunningService, engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    session = service.session(lookahead={"n": 3})
+    engine.say("same", "same", "other", "rest", "rest", "rest")
+    said = session.answer("q")
+    session.ask([{"role": "user", "content": "q"}, said, {"role": "user", "content": "r"}])
+    calls = session.calls
+    session.close("failed")
+    file = tmp_path / "pairs.jsonl"
+    for _ in range(2):
+        told = export(service, tmp_path / "out", "--format", "jsonl", "--pairs", str(file))
+        assert f"preference pairs to {file}" in told
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert len(lines) == (1 if calls[0]["reply"]["content"] == "same" else 2)
+    for line in lines:
+        chosen, rejected = (
+            [call for call in calls if call["call_id"] == line[f"{name}_call_id"]] for name in ("chosen", "rejected")
+        )
+        for name, (call,) in (("chosen", chosen), ("rejected", rejected)):
+            assert line[name] == [call["reply"]]
+            assert (line[f"{name}_ids"], line[f"{name}_logprobs"]) == (call["completion_ids"], call["logprobs"])
+            assert line["prompt_ids"] == call["prompt_ids"]
+        assert (line["prompt"], line["session_id"]) == ([{"role": "user", "content": "q"}], session.session_id)
+
+
 def test_an_exported_fork_is_whole(
     service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
 ) -> None:
@@ -364,9 +390,11 @@ def test_a_session_as_it_is_shown_has_every_field_and_is_the_same_session_again(
     assert session_from_wire(session_as_wire(bounded)) == bounded
     forked = replace(state, info=replace(info, key_hash=b"", replay=Fork("origin", 0.5, 7, "c7", "fail", 50.0)))
     assert session_from_wire(session_as_wire(forked)) == forked
+    ahead = replace(state, info=replace(info, key_hash=b"", lookahead=Lookahead(3, "model", "judge", roles=("main",))))
+    assert session_from_wire(session_as_wire(ahead)) == ahead
     ruled = replace(state, info=replace(info, group_rule=GroupRule("drop")))
     assert session_as_wire(ruled) == wire
-    later = ("trained", "echo_policy", "replay", "max_calls", "max_completion_tokens", "max_total_tokens")
+    later = ("trained", "echo_policy", "replay", "lookahead", "max_calls", "max_completion_tokens", "max_total_tokens")
     untold = {name: value for name, value in wire.items() if name not in later}
     assert session_from_wire(untold) == session_from_wire(wire)
     for name in untold:
