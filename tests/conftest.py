@@ -3,7 +3,7 @@
 from hypothesis import HealthCheck, settings
 
 from tests.support.engine.scripted_fixtures import engine, engines, service, token_service
-from tests.support.engine.vllm_server import tiny_model, vllm_server, vllm_url
+from tests.support.engine.vllm_server import tiny_model, vision_engine, vllm_server, vllm_url
 from tests.support.engine.weight_fixtures import often_visited, weights
 from tests.support.runtimes.rollout_fixtures import world
 from tests.support.runtimes.rollout_stores import stores
@@ -24,6 +24,7 @@ __all__ = [
     "stores",
     "tiny_model",
     "token_service",
+    "vision_engine",
     "vllm_server",
     "vllm_url",
     "weights",

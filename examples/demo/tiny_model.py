@@ -138,7 +138,7 @@ def make_tiny_model(
     The tokenizer learns its merges from `texts`, too: what they repeat becomes few tokens.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer(vocabulary, empty_think_when_last, texts)
+    tokenizer = make_tokenizer(vocabulary, empty_think_when_last=empty_think_when_last, texts=texts)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -166,7 +166,10 @@ def make_tiny_model(
     return directory
 
 
-def _tokenizer(vocabulary: int, empty_think_when_last: bool, texts: Sequence[str]) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    vocabulary: int, *, empty_think_when_last: bool = False, texts: Sequence[str] = (), special: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of `vocabulary` tokens, its chat template included. `special`: further special tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -175,12 +178,12 @@ def _tokenizer(vocabulary: int, empty_think_when_last: bool, texts: Sequence[str
         ]
     )
     bpe.decoder = decoders.ByteLevel()
-    added = 3 + len(MARKUP)
+    added = 3 + len(special) + len(MARKUP)
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary - added, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     bpe.train_from_iterator([*_corpus(), *texts], trainer)
-    bpe.add_special_tokens([END_OF_TEXT, TURN_START, TURN_END])
+    bpe.add_special_tokens([END_OF_TEXT, TURN_START, TURN_END, *special])
     bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=TURN_END, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False

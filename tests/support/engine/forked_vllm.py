@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from proxy.engine.in_vllm.launch import VllmServer
+from tests.support.engine.without_torchvision import serve_without_torchvision
 from tests.support.service.forked import Forked, await_order
 
 IMPORTED_WITH = {
@@ -40,6 +41,8 @@ MODULES = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.idefics3",
+    "vllm.model_executor.models.qwen2_5_vl",
     "proxy.engine.in_vllm.backend",
     "proxy.engine.in_vllm.sampler",
     # What the demo needs besides.
@@ -76,6 +79,7 @@ def run_beside_vllm(
 
 def _import_all() -> None:
     os.environ |= IMPORTED_WITH
+    serve_without_torchvision()
     for name in MODULES:
         importlib.import_module(name)
     assert threading.active_count() == 1, "a process with threads cannot be forked"

@@ -6,9 +6,13 @@ Without vLLM the tests that need it are skipped with the reason; in CI (`CI=true
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,6 +20,9 @@ from proxy.engine.in_vllm.launch import VllmServer, vllm_command
 from tests.support.engine.forked_vllm import ForkedVllmServer
 from tests.support.machine import unavailable
 from tests.support.service.redis_server import free_port
+
+if TYPE_CHECKING:
+    from examples.screen.tiny_vision_model import Family
 
 
 def require_vllm() -> None:
@@ -68,6 +75,41 @@ def vllm_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     """Shared by all tests, so none may push weights to it: they stay with an engine for as long as it runs."""
     with running_vllm(tiny_model, tmp_path_factory.mktemp("vllm"), "--trust-request-chat-template") as server:
         yield server
+
+
+IMAGES = ("--limit-mm-per-prompt", json.dumps({"image": 16, "video": 0}), "--max-num-seqs", "8")
+"""vLLM's flags for a model that sees images. More sequences at once would only make it start more slowly."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionEngine:
+    """An engine that serves a model with eyes, and the checkpoint that it started with."""
+
+    family: Family
+    model: Path
+    server: VllmServer
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+
+@pytest.fixture(scope="session")
+def vision_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Family], VisionEngine]]:
+    """`vision_engine("idefics3")`, `vision_engine("qwen2.5-vl")`: started when a test first wants it, shared by all. As with `vllm_server`,
+    none may push weights to it."""
+    require_vllm()
+    from examples.screen.tiny_vision_model import make_tiny_vision_model
+
+    with ExitStack() as servers:
+
+        @cache
+        def start(family: Family) -> VisionEngine:
+            directory = tmp_path_factory.mktemp(f"vision-{family}")
+            model = make_tiny_vision_model(directory / "model", family=family)
+            return VisionEngine(family, model, servers.enter_context(running_vllm(model, directory, *IMAGES)))
+
+        yield start
 
 
 @pytest.fixture
