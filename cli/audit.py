@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
     from reconstruct.trajectory import Trajectory
     from trainer_client.batch import Batch
+    from trainer_client.media import MediaFiles
     from trainer_client.recompute import Difference
+    from trainer_client.vision import Vision
 
 TOLERANCE = 1e-4
 TREE_TOKENS = 4096
@@ -70,9 +73,12 @@ def audit(
     console.print(accounting_line(len(exported["trajectories"]), exported["accounting"]))
     problems = accounting_problems(exported["accounting"])
     if model:
+        from trainer_client.media import MediaFiles
         from trainer_client.wire import decode_trajectory
 
-        differences = recompute_logprobs([decode_trajectory(row) for row in exported["trajectories"]], model, trees=trees)
+        rows = [decode_trajectory(row) for row in exported["trajectories"]]
+        media = MediaFiles.of(rows, lambda owner, digest: control.fetch(f"{path_of(owner)}/media/{digest}").content)
+        differences = recompute_logprobs(rows, model, media=media, trees=trees)
         console.print(differences_table(differences))
         problems += logprob_problems(differences, tolerance)
     if problems:
@@ -154,52 +160,61 @@ def logprob_problems(differences: dict[str, Difference], tolerance: float) -> li
     ]
 
 
-def recompute_logprobs(rows: list[Trajectory], models: list[str], *, trees: bool = False) -> dict[str, Difference]:
-    """For each `--model`, the difference between the stored logprobs and that model's."""
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError as error:
-        raise Refusal("--model needs torch and transformers: pip install 'verbatim-rl[trainer]' transformers") from error
+def recompute_logprobs(
+    rows: list[Trajectory], models: list[str], *, media: MediaFiles | None = None, trees: bool = False
+) -> dict[str, Difference]:
+    """For each `--model`, the difference between the stored logprobs and that model's. `media`: the images of the rows."""
+    if None in map(importlib.util.find_spec, ("torch", "transformers")):
+        raise Refusal("--model needs torch and transformers: pip install 'verbatim-rl[trainer]' transformers")
 
-    from rich.progress import track
+    from trainer_client.errors import MixedLogprobModes, UnseenImages, VisionMismatch
+    from trainer_client.recompute import load_model
 
-    from trainer_client.recompute import Difference, compare
-
-    batch = _join_rows(rows) if trees else None
+    batch = _join_rows(rows, media)
     differences = {}
     for given in models:
         version, path = _split_version(given)
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+            loaded, vision = load_model(path)
         except (OSError, ValueError) as error:
             raise Refusal(f"{path} is not a model that transformers can load: {error}") from error
-        loaded.eval()
-        if batch is not None:
-            differences[given] = _compare_trees(loaded, batch, version)
-            continue
-        total = Difference()
-        for row in track(rows, description=f"recomputing with {path}", transient=True):
-            total += compare(loaded, [row], version=version)
-        differences[given] = total
+        try:
+            if trees:
+                differences[given] = _compare_trees(loaded, batch, version, vision)
+            else:
+                differences[given] = _compare_rows(loaded, batch, version, vision, path)
+        except MixedLogprobModes as error:
+            raise Refusal(f"{error}, or leave --trees out") from error
+        except UnseenImages as error:
+            raise Refusal(f"the session has images, and {path} is a model that sees none") from error
+        except VisionMismatch as error:
+            raise Refusal(str(error)) from error
     return differences
 
 
-def _join_rows(rows: list[Trajectory]) -> Batch:
+def _join_rows(rows: list[Trajectory], media: MediaFiles | None) -> Batch:
     from trainer_client.batch import Batch
     from trainer_client.wire import Group
 
-    return Batch([Group("", tuple(rows))], 0, weight_versions={row.policy: 0 for row in rows})
+    return Batch([Group("", tuple(rows))], 0, weight_versions={row.policy: 0 for row in rows}, media=media)
 
 
-def _compare_trees(model: Any, batch: Batch, version: int | None) -> Difference:
-    from trainer_client.errors import MixedLogprobModes
+def _compare_rows(model: Any, batch: Batch, version: int | None, vision: Vision | None, path: str) -> Difference:
+    from rich.progress import track
+
+    from trainer_client.recompute import Difference, compare
+
+    total = Difference()
+    for row in track(batch.rows, description=f"recomputing with {path}", transient=True):
+        total += compare(model, [row], version=version, vision=vision, media=batch.media)
+    return total
+
+
+def _compare_trees(model: Any, batch: Batch, version: int | None, vision: Vision | None) -> Difference:
     from trainer_client.recompute import compare_trees
 
     budget = max([TREE_TOKENS, *(len(row.token_ids) for row in batch.rows)])
-    try:
-        return compare_trees(model, batch, budget, version=version)
-    except MixedLogprobModes as error:
-        raise Refusal(f"{error}, or leave --trees out") from error
+    return compare_trees(model, batch, budget, version=version, vision=vision)
 
 
 def _split_version(given: str) -> tuple[int | None, str]:

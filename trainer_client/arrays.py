@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from reconstruct.records import NO_EXPERT, NO_TOKEN
 from reconstruct.trajectory import MIXED, NAMES, RowDetails, Trajectory
-from trainer_client.errors import MixedLogprobModes, RowTooLong
+from trainer_client.errors import MixedLogprobModes, RowTooLong, UnseenImages
+from trainer_client.media import MediaFiles
+from trainer_client.vision import RowVision, Vision, join_rows, join_sequence
 from trainer_client.wire import Group, versions_by_token
 
 Framework = Literal["numpy", "torch"]
@@ -45,8 +47,7 @@ class RowColumns:
 
     def to(self, device: Any) -> Self:
         """A copy with every torch tensor on `device`; numpy arrays are unchanged."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items() if hasattr(tensor, "to")})
+        return self._convert(lambda array: array.to(device) if hasattr(array, "to") else array)
 
     def in_framework(self, framework: str) -> Self:
         """The same as numpy arrays ("numpy") or as CPU tensors over the same memory ("torch")."""
@@ -56,12 +57,31 @@ class RowColumns:
             raise ValueError(f"framework is {framework!r}, not 'numpy' or 'torch'")
         import torch
 
-        arrays = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{n: torch.from_numpy(a) for n, a in arrays.items() if isinstance(a, np.ndarray)})
+        return self._convert(lambda array: torch.from_numpy(array) if isinstance(array, np.ndarray) else array)
+
+    def _convert(self, change: Callable[[Any], Any]) -> Self:
+        """With `change` applied to every field, and to each array of a field that is a mapping."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(
+            self,
+            **{
+                name: {key: change(array) for key, array in value.items()} if isinstance(value, Mapping) else change(value)
+                for name, value in values.items()
+            },
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class TokenArrays(RowColumns):
+class ImageArrays(RowColumns):
+    """`vision_inputs`: what the rows' images add to the arguments of the model, by name; empty without images. `rope_position_ids` int64:
+    of models with M-RoPE, the positions of frames, rows and columns, the shape of the token fields with 3 before it; else None."""
+
+    vision_inputs: Mapping[str, Array]
+    rope_position_ids: Array | None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TokenArrays(ImageArrays):
     """`logprob_mode` is the mode of `inference_logprobs`, the same in all rows. The other fields are None unless a row has them; they
     have the shape of the token fields with these dimensions appended: `top_token_ids` int32 and `top_logprobs` float32 (…, k), -1 and
     NaN if unknown; `prompt_logprobs` float32 (…), NaN if unknown; `routed_experts` int16 (…, layers, experts per token), -1 if
@@ -93,8 +113,8 @@ class PaddedBatch(TokenArrays):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """Some rows of a batch, and what every form of them takes: `indexes` are theirs in the batch, `columns` and `advantages` are the whole
-    batch's."""
+    """Some rows of a batch, and what every form of them takes: `indexes` are theirs in the batch, `columns`, `advantages` and `media` are
+    the whole batch's. `vision` False: without pixels."""
 
     rows: Sequence[Trajectory]
     indexes: Sequence[int]
@@ -102,6 +122,8 @@ class Selection:
     truncate: bool
     advantages: Any
     framework: Framework
+    media: MediaFiles
+    vision: Vision | Literal[False] | None
 
     def take(self, places: Sequence[int]) -> Selection:
         """Those at these places of this selection."""
@@ -118,6 +140,14 @@ class Selection:
                 raise ValueError(f"advantages have shape {per_row.shape} for {len(self.columns.row_index)} rows")
             taken["advantages"] = per_row[at]
         return taken
+
+    def read_images(self, lengths: Sequence[int]) -> list[RowVision] | None:
+        """The images in the first `lengths` tokens of each row; None if the model sees none. Raises UnseenImages, VisionMismatch."""
+        if self.vision:
+            return self.vision.read(self.rows, lengths, self.media)
+        if self.vision is None:
+            require_no_images(self.rows)
+        return None
 
 
 def pad_rows(selection: Selection, *, pad_id: int, max_length: int | None, multiple_of: int, side: Side) -> PaddedBatch:
@@ -147,20 +177,55 @@ def pad_rows(selection: Selection, *, pad_id: int, max_length: int | None, multi
         inference_logprobs=rectangle(0.0, np.float32, lambda row: row.logprobs),
         weight_versions=rectangle(-1, np.int32, versions_by_token),
         logprob_mode=mode,
+        **_lay_out_images(selection.read_images(lengths), places, width),
         **lay_out_details(chosen, lengths, list(enumerate(places)), (len(chosen), width)),
         **selection.select_columns(lengths),
     ).in_framework(selection.framework)
 
 
+def _lay_out_images(seen: list[RowVision] | None, places: Sequence[slice], width: int) -> dict[str, Any]:
+    """The images of the rows of a rectangle. With M-RoPE a model finds the positions from the token types, and here they are, too."""
+    if seen is None:
+        return NO_IMAGES
+    inputs = join_rows(seen)
+    positions = [row.rope_positions for row in seen if row.rope_positions is not None]
+    if not positions:
+        return {"vision_inputs": inputs, "rope_position_ids": None}
+    rope = np.zeros((3, len(seen), width), dtype=np.int64)
+    token_types = np.zeros((len(seen), width), dtype=np.int64)
+    for line, (row, own, place) in enumerate(zip(seen, positions, places, strict=True)):
+        rope[:, line, place], token_types[line, place] = own, row.token_types
+    return {"vision_inputs": inputs | ({"mm_token_type_ids": token_types} if inputs else {}), "rope_position_ids": rope}
+
+
 def limit_lengths(rows: Sequence[Trajectory], limit: int | None, *, truncate: bool) -> list[int]:
-    """How many tokens of each row are kept: all, or with `truncate` at most `limit`. Raises RowTooLong for a longer row without
-    `truncate`, ValueError for a limit below 1."""
+    """How many tokens of each row are kept: all, or with `truncate` at most `limit`, but no part of an image. Raises RowTooLong for a
+    longer row without `truncate`, ValueError for a limit below 1."""
     if limit is not None and limit < 1:
         raise ValueError(f"the limit is {limit} tokens, less than 1")
     for row in rows:
         if limit is not None and len(row.token_ids) > limit and not truncate:
             raise RowTooLong(f"trajectory {row.trajectory_id!r} has {len(row.token_ids)} tokens, the limit is {limit}")
-    return [len(row.token_ids) if limit is None else min(len(row.token_ids), limit) for row in rows]
+    return [
+        len(row.token_ids) if limit is None or len(row.token_ids) <= limit else _cut_before_image(row, limit) for row in rows
+    ]
+
+
+def _cut_before_image(row: Trajectory, limit: int) -> int:
+    """`limit`, or the start of the image that it would cut in two."""
+    return next((item.start for item in row.media if item.start < limit < item.end), limit)
+
+
+def require_no_images(
+    rows: Sequence[Trajectory], rule: str = "give `vision=Vision.load(model)`, or `vision=False` for the ids alone"
+) -> None:
+    """Raises UnseenImages if a row has images, which would be trained without their pixels."""
+    for row in rows:
+        if row.media:
+            raise UnseenImages(f"trajectory {row.trajectory_id!r} has images: {rule}")
+
+
+NO_IMAGES: dict[str, Any] = {"vision_inputs": {}, "rope_position_ids": None}
 
 
 def count_lost_tokens(rows: Sequence[Trajectory], lengths: Sequence[int]) -> list[int]:
@@ -245,9 +310,18 @@ def _sequence(selection: Selection, lengths: Sequence[int]) -> PackedBatch:
         cu_seqlens=np.array(borders, dtype=np.int32),
         max_seqlen=max(lengths),
         logprob_mode=require_one_mode(chosen),
+        **lay_out_sequence_of_images(selection.read_images(lengths)),
         **lay_out_details(chosen, lengths, [(slice(start, end),) for start, end in pairwise(borders)], (borders[-1],)),
         **selection.select_columns(lengths),
     )
+
+
+def lay_out_sequence_of_images(seen: Sequence[RowVision] | None) -> dict[str, Any]:
+    """The images of rows laid end to end."""
+    if seen is None:
+        return NO_IMAGES
+    rope = [row.rope_positions for row in seen if row.rope_positions is not None]
+    return {"vision_inputs": join_sequence(seen), "rope_position_ids": np.concatenate(rope, axis=1) if rope else None}
 
 
 def row_columns(groups: Sequence[Group], versions: Mapping[str, int]) -> RowColumns:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,9 @@ from trainer_client.arrays import (
     row_columns,
 )
 from trainer_client.lease import Lease
+from trainer_client.media import MediaFiles
 from trainer_client.tree import TreeBatch, build_trees
+from trainer_client.vision import Vision
 from trainer_client.wire import Group
 
 Estimator = Callable[[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
@@ -41,6 +43,9 @@ class Batch:
     `weight_version` is the default model's version when the batch was leased, `weight_versions` has every model's; the staleness of a
     row is relative to its own model's. Raises ValueError for rows of a model without a version.
 
+    `media` has the images of the rows, by digest. `padded`, `packed` and `tree` take a `vision`, which processes them; see
+    `trainer_client.vision`. Without one, rows with images raise UnseenImages; False lays out their ids alone.
+
     Without a `lease` (for example for rows read from a file) ack, nack, extend and the `with` block do nothing."""
 
     def __init__(
@@ -50,6 +55,7 @@ class Batch:
         lease: Lease | None = None,
         *,
         weight_versions: Mapping[str, int] | None = None,
+        media: MediaFiles | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.weight_version = weight_version
@@ -58,6 +64,7 @@ class Batch:
         if unknown := {row.policy for row in self.rows} - self.weight_versions.keys():
             raise ValueError(f"there is no weight version for the rows of {', '.join(map(repr, sorted(unknown)))}")
         self.columns: RowColumns = row_columns(self.groups, self.weight_versions)
+        self.media = media or MediaFiles({})
         self._lease = lease
 
     @classmethod
@@ -67,7 +74,8 @@ class Batch:
         for part in parts:
             for policy, version in part.weight_versions.items():
                 versions[policy] = max(version, versions.get(policy, version))
-        return cls([group for part in parts for group in part.groups], versions[""], weight_versions=versions)
+        groups = [group for part in parts for group in part.groups]
+        return cls(groups, versions[""], weight_versions=versions, media=MediaFiles.join([part.media for part in parts]))
 
     @property
     def lease_id(self) -> str | None:
@@ -114,14 +122,15 @@ class Batch:
         truncate: bool = False,
         advantages: Any = None,
         rows: Sequence[int] | None = None,
+        vision: Vision | Literal[False] | None = None,
     ) -> PaddedBatch:
         """All rows, or those at the indexes `rows` (a micro-batch), as one rectangle.
 
         Its width is the longest row, rounded up to `multiple_of`. A row over `max_length` tokens raises RowTooLong, or with
         `truncate` loses its end (counted in `cut_tokens`). `advantages`: one per row of the whole batch.
-        Raises: RowTooLong, MixedLogprobModes, ValueError.
+        Raises: RowTooLong, MixedLogprobModes, UnseenImages, VisionMismatch, ValueError.
         """
-        selection = self._select(rows, truncate, advantages, framework)
+        selection = self._select(rows, truncate, advantages, framework, vision)
         return pad_rows(selection, pad_id=pad_id, max_length=max_length, multiple_of=multiple_of, side=side)
 
     def packed(
@@ -132,12 +141,14 @@ class Batch:
         truncate: bool = False,
         advantages: Any = None,
         rows: Sequence[int] | None = None,
+        vision: Vision | Literal[False] | None = None,
     ) -> list[PackedBatch]:
         """All rows, or those at the indexes `rows`, in sequences of at most `token_budget` tokens, no row split.
 
-        A row over the budget raises RowTooLong, or with `truncate` loses its end (counted in `cut_tokens`). Raises MixedLogprobModes.
+        A row over the budget raises RowTooLong, or with `truncate` loses its end (counted in `cut_tokens`). Raises MixedLogprobModes,
+        UnseenImages, VisionMismatch.
         """
-        return pack_rows(self._select(rows, truncate, advantages, framework), token_budget)
+        return pack_rows(self._select(rows, truncate, advantages, framework, vision), token_budget)
 
     def tree(
         self,
@@ -147,12 +158,14 @@ class Batch:
         truncate: bool = False,
         advantages: Any = None,
         rows: Sequence[int] | None = None,
+        vision: Vision | Literal[False] | None = None,
     ) -> list[TreeBatch]:
         """All rows, or those at the indexes `rows`, as sequences of at most `token_budget` distinct tokens: each shared prefix once.
 
-        A row over the budget raises RowTooLong, or loses its end with `truncate` (counted in `cut_tokens`). Raises MixedLogprobModes.
+        A row over the budget raises RowTooLong, or loses its end with `truncate` (counted in `cut_tokens`). Raises MixedLogprobModes,
+        UnseenImages, VisionMismatch.
         """
-        return build_trees(self._select(rows, truncate, advantages, framework), token_budget)
+        return build_trees(self._select(rows, truncate, advantages, framework, vision), token_budget)
 
     def ack(self) -> None:
         """End the lease; the batch is never delivered again. Raises LeaseLost."""
@@ -183,7 +196,15 @@ class Batch:
     def __repr__(self) -> str:
         return f"Batch(lease_id={self.lease_id!r}, groups={len(self.groups)}, rows={len(self.rows)})"
 
-    def _select(self, rows: Sequence[int] | None, truncate: bool, advantages: Any, framework: Framework) -> Selection:
+    def _select(
+        self,
+        rows: Sequence[int] | None,
+        truncate: bool,
+        advantages: Any,
+        framework: Framework,
+        vision: Vision | Literal[False] | None,
+    ) -> Selection:
         """Those at the indexes `rows`; None: all."""
         indexes = range(len(self.rows)) if rows is None else rows
-        return Selection([self.rows[at] for at in indexes], indexes, self.columns, truncate, advantages, framework)
+        chosen = [self.rows[at] for at in indexes]
+        return Selection(chosen, indexes, self.columns, truncate, advantages, framework, self.media, vision)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, Unpack
+from urllib.parse import quote
 
 import httpx
 
@@ -31,6 +32,7 @@ from trainer_client.errors import (
     VersionConflict,
 )
 from trainer_client.lease import Lease
+from trainer_client.media import MediaFiles
 from trainer_client.publish import ReplicaFailed, WeightPush, decode_push, explain_failure, prune_versions, write_weights
 from trainer_client.publish_nccl import NcclPublisher
 from trainer_client.transport import Transport, is_never_started
@@ -222,10 +224,23 @@ class TrainerClient:
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidAnswer(f"the answer to a lease is incomplete: {error!r}") from error
         try:
-            return _decode_batch(body, lease)
+            return self._decode_batch(body, lease)
         except InvalidAnswer as error:
             lease.give_back_after(error)
             raise
+
+    def _decode_batch(self, body: Mapping[str, Any], lease: Lease) -> Batch:
+        groups = decode_groups(body)
+        media = MediaFiles.of((row for group in groups for row in group.trajectories), self._fetch_image)
+        try:
+            versions = decode_versions(body)
+            return Batch(groups, versions[""], lease, weight_versions=versions, media=media)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidAnswer(f"the answer to a lease does not say how old its rows are: {error!r}") from error
+
+    def _fetch_image(self, session_id: str, digest: str) -> bytes:
+        path = f"/sessions/{quote(session_id, safe='')}/media/{quote(digest, safe='')}"
+        return self._transport.request("GET", path, accept="image/*").content
 
     def _write_checkpoint(
         self,
@@ -266,12 +281,3 @@ class TrainerClient:
             error.add_note("The push may have happened: weights() returns the served version.")
             raise
         return decode_push(decode_body(response), body["version"], body["path"])
-
-
-def _decode_batch(body: Mapping[str, Any], lease: Lease) -> Batch:
-    groups = decode_groups(body)
-    try:
-        versions = decode_versions(body)
-        return Batch(groups, versions[""], lease, weight_versions=versions)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidAnswer(f"the answer to a lease does not say how old its rows are: {error!r}") from error

@@ -11,6 +11,8 @@ TrainerClientError
 ├── InvalidAnswer            an answer or a row breaks the contract; nothing is repaired
 ├── MixedLogprobModes        rows of different logprob modes would be in one array
 ├── RowTooLong               a row does not fit, and truncation was not requested
+├── UnseenImages             rows with images would be trained without their pixels
+├── VisionMismatch           what an image processor makes does not fit the placeholders in a row
 └── PublishError             the new weights did not reach every engine
     ├── UnpublishableWeights the state dict or folder cannot be published as it is
     └── ReplicaFailed        at least one replica failed; `push` has every replica's result
@@ -81,6 +83,14 @@ class MixedLogprobModes(TrainerClientError):
 
 
 class RowTooLong(TrainerClientError):
+    pass
+
+
+class UnseenImages(TrainerClientError):
+    pass
+
+
+class VisionMismatch(TrainerClientError):
     pass
 
 

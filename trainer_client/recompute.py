@@ -8,7 +8,8 @@ Row by row (`compare`), or on trees (`compare_trees`), where every prefix that r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.trajectory import Trajectory
+from trainer_client.arrays import require_no_images
 from trainer_client.batch import Batch
+from trainer_client.media import MediaFiles
 from trainer_client.tree import TreeBatch
+from trainer_client.vision import Vision, join_sequence
 
 if TYPE_CHECKING:
     import torch
@@ -41,38 +45,85 @@ class Difference:
         return Difference(tokens, worst.largest, mean, worst.trajectory_id, worst.position)
 
 
-def recompute(model: Any, row: Trajectory) -> NDArray[np.float32]:
-    """log p(token i | tokens before i) for every position of the row, shape (n,); 0.0 for the first.
+def load_model(path: str | os.PathLike[str]) -> tuple[Any, Vision | None]:
+    """The checkpoint in float32, in evaluation mode, and for one that sees images what it takes to show them. Raises OSError or ValueError
+    for what transformers cannot load."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    `model` is a causal language model of transformers, in evaluation mode.
+    config = AutoConfig.from_pretrained(path)
+    if getattr(config, "vision_config", None) is None:
+        return AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval(), None
+    return AutoModelForImageTextToText.from_pretrained(path, dtype="float32").eval(), Vision.load(path)
+
+
+def recompute(
+    model: Any, row: Trajectory, *, vision: Vision | None = None, media: MediaFiles | None = None
+) -> NDArray[np.float32]:
+    """log p(token i | tokens and images before i) for every position of the row, shape (n,); 0.0 for the first.
+
+    `model` is a causal language model of transformers, in evaluation mode; for a row with images one that sees, with its `vision` and the
+    row's `media`. Raises UnseenImages, VisionMismatch.
     """
     import torch
 
     ids = torch.as_tensor(np.array(row.token_ids), dtype=torch.long, device=model.device)[None]
     with torch.no_grad():
-        logits: torch.Tensor = model(ids).logits[0, :-1].float()
+        logits: torch.Tensor = model(ids, **_look(model, row, vision, media)).logits[0, :-1].float()
     chosen = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
     return np.concatenate(([np.float32(0)], chosen.cpu().numpy()))
 
 
-def compare(model: Any, rows: Iterable[Trajectory], *, version: int | None = None) -> Difference:
+def _look(model: Any, row: Trajectory, vision: Vision | None, media: MediaFiles | None) -> dict[str, Any]:
+    """What the model is given besides the ids."""
+    import torch
+
+    if vision is None:
+        require_no_images([row], "give `vision` and `media`")
+        return {}
+    if not row.media:
+        return {}
+    (seen,) = vision.read([row], [len(row.token_ids)], media or MediaFiles({}))
+    inputs = _tensors(model, join_sequence([seen]))
+    if seen.rope_positions is not None:
+        inputs["position_ids"] = torch.as_tensor(seen.rope_positions[:, None], device=model.device)
+    return inputs
+
+
+def _tensors(model: Any, images: Mapping[str, Any]) -> dict[str, Any]:
+    """On the model's device, pixels in its dtype."""
+    import torch
+
+    tensors = {name: torch.as_tensor(array, device=model.device) for name, array in images.items()}
+    return {name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
+def compare(
+    model: Any,
+    rows: Iterable[Trajectory],
+    *,
+    version: int | None = None,
+    vision: Vision | None = None,
+    media: MediaFiles | None = None,
+) -> Difference:
     """The difference between the rows' stored logprobs and `model`'s over trained tokens; with `version`, only over the tokens sampled
-    under those weights."""
+    under those weights. `vision`, `media` and errors as for `recompute`."""
     total = Difference()
     for row in rows:
         wanted = np.array(row.loss_mask) == 1
         if version is not None:
             wanted &= _sampled_under(row, version)
         if wanted.any():
-            total += _difference(row, np.abs(recompute(model, row) - row.logprobs), wanted)
+            total += _difference(row, np.abs(recompute(model, row, vision=vision, media=media) - row.logprobs), wanted)
     return total
 
 
-def compare_trees(model: Any, batch: Batch, token_budget: int, *, version: int | None = None) -> Difference:
+def compare_trees(
+    model: Any, batch: Batch, token_budget: int, *, version: int | None = None, vision: Vision | None = None
+) -> Difference:
     """What `compare` says of the batch's rows, from trees of at most `token_budget` distinct tokens. For models that mix tokens by
     attention alone, each layer over the whole context: see `trainer_client.tree`."""
     total = Difference()
-    for tree in batch.tree(token_budget):
+    for tree in batch.tree(token_budget, vision=vision):
         wanted = np.ones(len(tree.trained_index), dtype=np.bool_) if version is None else tree.weight_versions == version
         if wanted.any():
             distance = np.abs(recompute_tree(model, tree) - tree.inference_logprobs)
@@ -95,8 +146,9 @@ def recompute_tree(model: Any, tree: TreeBatch) -> NDArray[np.float32]:
         logits = model(
             data.token_ids[None],
             attention_mask=data.attention_mask(model.dtype),
-            position_ids=data.position_ids[None],
+            position_ids=data.position_ids[None] if data.rope_position_ids is None else data.rope_position_ids[:, None],
             logits_to_keep=sources,
+            **_tensors(model, data.vision_inputs),
         ).logits[0]
     logprobs = torch.log_softmax(logits.float(), dim=-1)[place, data.token_ids[data.trained_index]]
     found: NDArray[np.float32] = logprobs.cpu().numpy()

@@ -14,7 +14,8 @@ token j exactly when j is i or an ancestor of i:
 those of the flat rows, up to the order of float additions. This holds for layers that mix tokens by attention only; models with
 convolutions or recurrent states over the sequence need `Batch.packed`.
 
-Rows branch where their ids differ, or where the experts recorded for a token differ.
+Rows branch where their ids differ, where the experts recorded for a token differ, and before images that differ: an image is computed once
+for all rows that share it, and placeholders of different images have the same ids.
 """
 
 from __future__ import annotations
@@ -26,9 +27,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reconstruct.media import agreed_length
 from reconstruct.records import NO_EXPERT
 from reconstruct.trajectory import Trajectory
-from trainer_client.arrays import Array, RowColumns, Selection, limit_lengths, require_one_mode
+from trainer_client.arrays import (
+    Array,
+    ImageArrays,
+    Selection,
+    lay_out_sequence_of_images,
+    limit_lengths,
+    require_one_mode,
+)
+from trainer_client.vision import RowVision, cut_media
 from trainer_client.wire import versions_by_token
 
 if TYPE_CHECKING:
@@ -37,8 +47,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class TreeBatch(RowColumns):
-    """One sequence of trees.
+class TreeBatch(ImageArrays):
+    """One sequence of trees; see ImageArrays for their images.
 
     Fields of shape (tokens,), int64, one value per distinct token: `token_ids`; `position_ids`, the token's depth; `subtree_end`, the
     index after its last descendant.
@@ -133,8 +143,8 @@ def build_trees(selection: Selection, token_budget: int) -> list[TreeBatch]:
 def _fill_sequences(rows: Sequence[Trajectory], lengths: Sequence[int], budget: int) -> list[list[tuple[int, int]]]:
     """Sequences of at most `budget` distinct tokens, each a list of (row, length of the prefix that it shares with the row before).
 
-    Sorted by ids, rows share their longest prefixes with their neighbours, so a sequence is a slice of that order."""
-    order = sorted(range(len(rows)), key=lambda at: np.asarray(rows[at].token_ids[: lengths[at]], dtype=">u4").tobytes())
+    Sorted by ids and images, rows share their longest prefixes with their neighbours, so a sequence is a slice of that order."""
+    order = sorted(range(len(rows)), key=lambda at: _sort_key(rows[at], lengths[at]))
     parts: list[list[tuple[int, int]]] = []
     room = 0
     for before, at in zip([None, *order[:-1]], order, strict=True):
@@ -147,8 +157,18 @@ def _fill_sequences(rows: Sequence[Trajectory], lengths: Sequence[int], budget: 
     return parts
 
 
+def _sort_key(row: Trajectory, length: int) -> bytes:
+    """The ids of the row, with each image's digest before its placeholders."""
+    ids = np.asarray(row.token_ids[:length], dtype=">u4")
+    pieces, at = [], 0
+    for item in cut_media(row, length):
+        pieces += [ids[at : item.start].tobytes(), item.digest.encode()]
+        at = item.start
+    return b"".join([*pieces, ids[at:].tobytes()])
+
+
 def _measure_shared(left: Trajectory, right: Trajectory, length: int) -> int:
-    """The length of the common prefix within the first `length` tokens."""
+    """The length of the common prefix within the first `length` tokens, which holds whole images only."""
     differs = np.asarray(left.token_ids[:length]) != np.asarray(right.token_ids[:length])
     ours, theirs = _get_experts(left), _get_experts(right)
     if (ours is None) != (theirs is None):
@@ -157,7 +177,7 @@ def _measure_shared(left: Trajectory, right: Trajectory, length: int) -> int:
         if ours.shape[1:] != theirs.shape[1:]:
             return 0
         differs |= (ours[:length] != theirs[:length]).any(axis=(1, 2))
-    return int(np.argmax(differs)) if differs.any() else length
+    return agreed_length(int(np.argmax(differs)) if differs.any() else length, left.media, right.media)
 
 
 def _get_experts(row: Trajectory) -> NDArray[np.int16] | None:
@@ -182,6 +202,8 @@ def _lay_out_sequence(selection: Selection, places: Sequence[tuple[int, int]], m
         # A token's last descendant is the end of the last row through it.
         end[path] = path[-1] + 1
     trained = [np.flatnonzero(np.asarray(row.loss_mask[:length])) for row, (length, _) in zip(chosen, places, strict=True)]
+    seen = selection.read_images([length for length, _ in places])
+    new_images = None if seen is None else [_skip_shared(*each) for each in zip(chosen, seen, places, strict=True)]
 
     def concatenate(dtype: Any, values: Sequence[NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate([np.zeros(0, dtype), *values], dtype=dtype, casting="unsafe")
@@ -200,8 +222,17 @@ def _lay_out_sequence(selection: Selection, places: Sequence[tuple[int, int]], m
         routed_experts=_lay_out_experts(chosen, places),
         logprob_mode=mode,
         flat_tokens=sum(lengths),
+        **lay_out_sequence_of_images(new_images),
         **selection.select_columns(lengths),
     )
+
+
+def _skip_shared(row: Trajectory, seen: RowVision, place: tuple[int, int]) -> RowVision:
+    """What the row sees after the prefix that it shares with the row before."""
+    shared = place[1]
+    shared_images = len(cut_media(row, shared))
+    rope = None if seen.rope_positions is None else seen.rope_positions[:, shared:]
+    return RowVision(seen.images[shared_images:], seen.token_types[shared:], rope)
 
 
 def _lay_out_experts(rows: Sequence[Trajectory], places: Sequence[tuple[int, int]]) -> NDArray[np.int16] | None:

@@ -11,9 +11,11 @@ import msgpack
 import numpy as np
 import pytest
 
+from reconstruct.media import Media
 from reconstruct.records import Span
 from tests.support.service.running_service import wait_until
 from tests.support.service.scripted_service import Answer, ScriptedService, error_answer, json_answer
+from tests.support.sessions.pictures import digest_of, picture
 from tests.support.sessions.training_rows import lease_body, leased, trajectory
 from trainer_client.client import TrainerClient
 from trainer_client.errors import (
@@ -362,3 +364,17 @@ def test_several_rows_of_one_session_are_one_rollout(service: ScriptedService, c
     assert batch.columns.group_index.tolist() == [0, 0, 0, 1]
     assert batch.columns.row_weight.tolist() == [0.5, 0.5, 1.0, 1.0]
     assert batch.staleness.tolist() == [2, 2, 2, 2]
+
+
+def test_images_of_a_lease_are_fetched_from_their_session_when_they_are_read(
+    service: ScriptedService, client: TrainerClient
+) -> None:
+    data = picture(1)
+    item = Media(digest_of(data), "image", 0, 1)
+    service.script(LEASE, leased([trajectory("a", media=(item,)), trajectory("b", media=(item,))]))
+    path = f"/sessions/s-b/media/{item.digest}"
+    service.script(f"GET {path}", Answer(200, data, {"content-type": "image/png"}))
+    with next(client.batches()) as batch:
+        assert list(batch.media) == [item.digest] and actions(service) == ["lease"]
+        assert batch.media[item.digest] == batch.media[item.digest] == data
+    assert service.paths()[1:] == [path, "/batches/lease-1/ack"]

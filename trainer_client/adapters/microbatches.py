@@ -1,17 +1,18 @@
 """Ways to split a leased batch into microbatches of torch tensors: single rows, padded rectangles or packed sequences.
 
 Each is a small picklable callable from a batch to its parts, so that a DataLoader can send it to workers. Rows that train nothing, or
-nothing after truncation, are left out.
+nothing after truncation, are left out. `vision`: see `Batch`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from trainer_client.arrays import PackedBatch, PaddedBatch, Side, limit_lengths
 from trainer_client.batch import Batch
+from trainer_client.vision import Vision
 
 Microbatch = PaddedBatch | PackedBatch
 
@@ -28,6 +29,7 @@ class Rows:
 
     max_length: int | None = None
     truncate: bool = False
+    vision: Vision | Literal[False] | None = None
 
     def __call__(self, batch: Batch, advantages: Any) -> list[PackedBatch]:
         """The rows in the batch's order. A row over `max_length` raises RowTooLong, or with `truncate` loses its end."""
@@ -40,6 +42,7 @@ class Rows:
                 truncate=self.truncate,
                 advantages=advantages,
                 rows=[index],
+                vision=self.vision,
             )
         ]
 
@@ -54,6 +57,7 @@ class Padded:
     multiple_of: int = 1
     side: Side = "right"
     truncate: bool = False
+    vision: Vision | Literal[False] | None = None
 
     def __call__(self, batch: Batch, advantages: Any) -> list[PaddedBatch]:
         """Parts of rows of similar length, the longest first."""
@@ -69,6 +73,7 @@ class Padded:
                 truncate=self.truncate,
                 advantages=advantages,
                 rows=rows[start : start + self.micro_rows],
+                vision=self.vision,
             )
             for start in range(0, len(rows), self.micro_rows)
         ]
@@ -80,10 +85,13 @@ class Packed:
 
     token_budget: int
     truncate: bool = False
+    vision: Vision | Literal[False] | None = None
 
     def __call__(self, batch: Batch, advantages: Any) -> list[PackedBatch]:
         rows = trained_rows(batch, self.token_budget, truncate=self.truncate)
-        return batch.packed(self.token_budget, "torch", truncate=self.truncate, advantages=advantages, rows=rows)
+        return batch.packed(
+            self.token_budget, "torch", truncate=self.truncate, advantages=advantages, rows=rows, vision=self.vision
+        )
 
 
 def trained_rows(batch: Batch, max_length: int | None, *, truncate: bool) -> list[int]:

@@ -19,8 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from trainer_client.adapters.split_rows import SplitRow, check_advantages, check_rewards, find_runs, split_rows
+from trainer_client.adapters.split_rows import (
+    SplitRow,
+    check_advantages,
+    check_rewards,
+    find_runs,
+    image_tensors,
+    split_rows,
+)
 from trainer_client.batch import Batch
+from trainer_client.vision import Vision
 
 
 def experiences(
@@ -30,6 +38,7 @@ def experiences(
     max_length: int | None = None,
     truncate: bool = False,
     advantages: Any = None,
+    vision: Vision | None = None,
 ) -> list[Any]:
     """One `experience_type` per row, in their order, each a batch of one on the CPU.
 
@@ -37,15 +46,17 @@ def experiences(
     `advantages` (one per row), `advantages` and `returns` float32, of shape (1, tokens - 1): the entry t - 1 belongs to token
     t. Of shape (1,): `rewards`, `scores` (always the row's reward), `response_length` (from the first to the last sampled
     token), `truncated`, `total_length`. `prompts` has the task id; `info` has `reward`, `staleness`, `group`, `rollout`,
-    `cut_tokens` and `response_clip_ratio`, each of shape (1,).
+    `cut_tokens` and `response_clip_ratio`, each of shape (1,). With `vision`, `mm_train_inputs` has the tensors of the row's images.
 
-    A row over `max_length` tokens raises RowTooLong, or with `truncate` loses its end. Raises: RowTooLong, ValueError.
+    A row over `max_length` tokens raises RowTooLong, or with `truncate` loses its end. Raises: RowTooLong, UnseenImages, VisionMismatch,
+    ValueError.
     """
     raw = check_rewards(batch)
     values = None if advantages is None else check_advantages(batch, advantages)
-    rows = split_rows(batch, max_length=max_length, truncate=truncate)
+    rows = split_rows(batch, max_length=max_length, truncate=truncate, images=vision is not None)
     return [
-        _experience(experience_type, batch, row, raw[row.index], None if values is None else values[row.index]) for row in rows
+        _experience(experience_type, batch, row, raw[row.index], None if values is None else values[row.index], images or None)
+        for row, images in zip(rows, image_tensors(batch, rows, vision), strict=True)
     ]
 
 
@@ -68,7 +79,9 @@ def agent_output(split: SplitRow) -> dict[str, Any]:
     }
 
 
-def _experience(experience_type: Any, batch: Batch, split: SplitRow, reward: Any, advantage: Any) -> Any:
+def _experience(
+    experience_type: Any, batch: Batch, split: SplitRow, reward: Any, advantage: Any, images: dict[str, Any] | None
+) -> Any:
     import torch
 
     row, length = split.row, split.end
@@ -89,7 +102,7 @@ def _experience(experience_type: Any, batch: Batch, split: SplitRow, reward: Any
         prompts=[row.task_id or ""],
         labels=[row.task_id or ""],
         images=[None],
-        mm_train_inputs=[None],
+        mm_train_inputs=[images],
         info=_info(batch, split, reward),
     )
 

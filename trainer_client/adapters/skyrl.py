@@ -16,24 +16,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trainer_client.adapters.split_rows import check_rewards, group_by_rollout, group_names, split_rows
+from trainer_client.adapters.split_rows import check_rewards, group_by_rollout, group_names, image_tensors, split_rows
 from trainer_client.batch import Batch
+from trainer_client.errors import UnseenImages
+from trainer_client.vision import Vision
 
 
 def generator_output(
-    batch: Batch, trajectory_id_type: Any, *, max_length: int | None = None, truncate: bool = False
+    batch: Batch,
+    trajectory_id_type: Any,
+    *,
+    max_length: int | None = None,
+    truncate: bool = False,
+    vision: Vision | None = None,
 ) -> dict[str, Any]:
     """The keys of GeneratorOutput, each a list of one entry per row; the rows of a rollout stand together.
 
     `prompt_token_ids`, `response_ids`, `loss_masks` and `rollout_logprobs`: a row's lists of one length but the first.
     `rewards`: floats. `trajectory_ids`: `trajectory_id_type(instance_id=group, repetition_id=rollout in the group)`.
     `is_last_step`: true on a rollout's last row. `stop_reasons`: the row's finish reason. `rollout_metrics`: mean and greatest
-    staleness, and the sampled tokens that `truncate` cut.
+    staleness, and the sampled tokens that `truncate` cut. With `vision`, `pixel_values` and `image_grid_thw` have a tensor per row, None
+    for a row without images: SkyRL takes images of models with such grids only.
 
-    A row over `max_length` tokens raises RowTooLong, or loses its end with `truncate`. Raises: RowTooLong, ValueError.
+    A row over `max_length` tokens raises RowTooLong, or loses its end with `truncate`. Raises: RowTooLong, UnseenImages, VisionMismatch,
+    ValueError.
     """
     rewards = check_rewards(batch)
-    rows, names = split_rows(batch, max_length=max_length, truncate=truncate), group_names(batch)
+    rows = split_rows(batch, max_length=max_length, truncate=truncate, images=vision is not None)
+    names, images = group_names(batch), image_tensors(batch, rows, vision)
     order: list[int] = []
     trajectory_ids: list[Any] = []
     is_last_step: list[bool] = []
@@ -44,6 +54,7 @@ def generator_output(
             trajectory_ids += [trajectory_id_type(instance_id=names[index], repetition_id=number) for index in members]
             is_last_step += [index == members[-1] for index in members]
     ordered = [rows[index] for index in order]
+    pixels = _take_pixels([images[index] for index in order])
     return {
         "prompt_token_ids": [row.prompt_ids.tolist() for row in ordered],
         "response_ids": [row.response_ids.tolist() for row in ordered],
@@ -61,9 +72,17 @@ def generator_output(
         "rollout_expert_indices": None,
         "is_last_step": is_last_step,
         "env_metrics": None,
-        "pixel_values": None,
-        "image_grid_thw": None,
+        **pixels,
     }
+
+
+def _take_pixels(images: Sequence[dict[str, Any]]) -> dict[str, list[Any] | None]:
+    names = ("pixel_values", "image_grid_thw")
+    if not any(images):
+        return dict.fromkeys(names)
+    if other := {name for row in images for name in row} ^ set(names):
+        raise UnseenImages(f"SkyRL takes {' and '.join(names)} of images; this model differs in {', '.join(sorted(other))}")
+    return {name: [row.get(name) for row in images] for name in names}
 
 
 def _check_one_reward(batch: Batch, members: Sequence[int]) -> None:

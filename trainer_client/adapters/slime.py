@@ -23,15 +23,23 @@ from trainer_client.adapters.split_rows import (
     check_advantages,
     check_rewards,
     group_by_rollout,
+    image_tensors,
     split_rows,
     weight_versions,
 )
 from trainer_client.advantages import dr_grpo, grpo
 from trainer_client.batch import Batch
+from trainer_client.vision import Vision
 
 
 def samples(
-    batch: Batch, sample_type: Any, *, max_length: int | None = None, truncate: bool = False, advantages: Any = None
+    batch: Batch,
+    sample_type: Any,
+    *,
+    max_length: int | None = None,
+    truncate: bool = False,
+    advantages: Any = None,
+    vision: Vision | None = None,
 ) -> list[list[list[Any]]]:
     """`sample_type`s nested as groups, their rollouts, and the rows of each: the shape that both use for a rollout with
     several samples.
@@ -40,16 +48,22 @@ def samples(
     `group_index`, `rollout_id` and `index` are counted over the batch, so make the samples of one step from one batch
     (`Batch([*a.groups, *b.groups], version)` joins two). `weight_versions` has one entry per span. `metadata` has
     `trajectory_id`, `session_id`, `task_id`, `role`, `staleness`, `weight_spans` ([version, start, end] in `tokens`),
-    `cut_tokens` and `raw_reward`. `advantages` (one per row), if given, are the `reward`.
+    `cut_tokens` and `raw_reward`. `advantages` (one per row), if given, are the `reward`. With `vision`, `multimodal_train_inputs` has the
+    tensors of the row's images.
 
-    A row over `max_length` tokens raises RowTooLong, or with `truncate` loses its end. Raises: RowTooLong, ValueError.
+    A row over `max_length` tokens raises RowTooLong, or with `truncate` loses its end. Raises: RowTooLong, UnseenImages, VisionMismatch,
+    ValueError.
     """
     raw = check_rewards(batch)
     rewards = raw if advantages is None else check_advantages(batch, advantages)
-    rows = split_rows(batch, max_length=max_length, truncate=truncate)
+    rows = split_rows(batch, max_length=max_length, truncate=truncate, images=vision is not None)
+    images = image_tensors(batch, rows, vision)
 
     def sample(index: int) -> Any:
-        return _sample(sample_type, batch, rows[index], float(rewards[index]), float(raw[index]))
+        made = _sample(sample_type, batch, rows[index], float(rewards[index]), float(raw[index]))
+        if images[index]:
+            made.multimodal_train_inputs = images[index]
+        return made
 
     return [[[sample(index) for index in members] for members in rollouts] for rollouts in group_by_rollout(batch)]
 

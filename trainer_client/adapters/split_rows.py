@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.trajectory import Trajectory
-from trainer_client.arrays import count_lost_tokens, limit_lengths
+from trainer_client.arrays import count_lost_tokens, limit_lengths, require_no_images
 from trainer_client.batch import Batch
+from trainer_client.vision import RowVision, Vision, join_sequence
 from trainer_client.wire import versions_by_token
 
 
@@ -63,17 +64,38 @@ class SplitRow:
         return self.row.truncated or self.end < len(self.row.token_ids)
 
 
-def split_rows(batch: Batch, *, max_length: int | None = None, truncate: bool = False) -> list[SplitRow]:
-    """All rows in order. A row over `max_length` tokens raises RowTooLong, or with `truncate` loses its end.
+def split_rows(batch: Batch, *, max_length: int | None = None, truncate: bool = False, images: bool = False) -> list[SplitRow]:
+    """All rows in order. A row over `max_length` tokens raises RowTooLong, or with `truncate` loses its end. `images`: the adapter carries
+    them.
 
-    Raises: RowTooLong; ValueError for a row of a single token, which has no prompt.
+    Raises: RowTooLong; UnseenImages for a row with images that the adapter does not carry; ValueError for a row of a single token, which
+    has no prompt.
     """
+    if not images:
+        require_no_images(batch.rows, "this adapter does not carry them, or was given no `vision`")
     lengths = limit_lengths(batch.rows, max_length, truncate=truncate)
     lost = count_lost_tokens(batch.rows, lengths)
     return [
         SplitRow(row, index, _start(row, length), length, cut)
         for index, (row, length, cut) in enumerate(zip(batch.rows, lengths, lost, strict=True))
     ]
+
+
+def read_images(batch: Batch, rows: Sequence[SplitRow], vision: Vision) -> list[RowVision]:
+    """What each row sees. Raises VisionMismatch."""
+    return vision.read([row.row for row in rows], [row.end for row in rows], batch.media)
+
+
+def tensors_of(seen: RowVision) -> dict[str, Any]:
+    """The row's images as torch tensors, by the names of the model's parameters; empty without images."""
+    import torch
+
+    return {name: torch.from_numpy(array) for name, array in join_sequence([seen]).items()}
+
+
+def image_tensors(batch: Batch, rows: Sequence[SplitRow], vision: Vision | None) -> list[dict[str, Any]]:
+    """The tensors of each row's images; all empty without `vision`. Raises VisionMismatch."""
+    return [{} for _ in rows] if vision is None else [tensors_of(seen) for seen in read_images(batch, rows, vision)]
 
 
 def _start(row: Trajectory, length: int) -> int:

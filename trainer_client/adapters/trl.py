@@ -12,7 +12,7 @@
 
 For each row TRL gets the ids before the first sampled token as prompt, all others as completion, the engine's logprobs, and the row's
 loss mask as `env_mask`, so that it trains every sampled token of every turn and no tool output or template token. LeasedGRPOTrainer
-corrects what TRL would otherwise get wrong. Written against TRL 1.16.
+corrects what TRL would otherwise get wrong. Rows with images need `Rows(vision=Vision.load(model))`. Written against TRL 1.16.
 """
 
 from __future__ import annotations
@@ -110,10 +110,11 @@ class LeasedGRPOTrainer(GRPOTrainer):
     Leases are acked after the optimizer step that trained the last of their rows, and after `publish`; all others are given back when
     `train` ends, also with an error. Each process leases for itself.
 
-    Three things differ from a GRPOTrainer with a rollout function. Advantages are those of `rows`, computed over whole groups: TRL
+    Four things differ from a GRPOTrainer with a rollout function. Advantages are those of `rows`, computed over whole groups: TRL
     would treat every `num_generations` consecutive rows as a group, but a rollout may have several rows. The importance ratio uses the
-    recorded logprobs, as the `vllm_importance_sampling_…` settings say, although `use_vllm` is off, where TRL would ignore them. And
-    there is no dataset: the prompts are in the rows.
+    recorded logprobs, as the `vllm_importance_sampling_…` settings say, although `use_vllm` is off, where TRL would ignore them. There is
+    no dataset: the prompts are in the rows. And the model sees the rows' images, at their placeholders in prompts and completions: TRL
+    takes none from a rollout function.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class LeasedGRPOTrainer(GRPOTrainer):
         self._rows = rows
         self._leased: Iterator[Part] = iter(())
         self._batch: list[Part] = []
+        self._pixels: dict[str, Any] = {}
         self._untrained: deque[tuple[int, list[Part]]] = deque()
         callbacks = [*(options.pop("callbacks", None) or ()), *([publish] if publish else [])]
         super().__init__(
@@ -168,16 +170,68 @@ class LeasedGRPOTrainer(GRPOTrainer):
             raise ClientClosed("the rows were closed during the training")
         uses = self.args.steps_per_generation * self.num_iterations
         self._untrained.append((self._step + uses, self._batch))
+        self._pixels = {
+            name: value.to(self.accelerator.device) if isinstance(value, torch.Tensor) else value
+            for name, value in pixels_of(_rows(self._batch)).items()
+        }
         return rollouts_of(_rows(self._batch))
 
+    def _get_per_token_logps_and_entropies(self, model: Any, input_ids: Any, *args: Any, **options: Any) -> Any:
+        """While a generation batch is scored TRL knows of no images."""
+        if self._pixels:
+            options |= self._pixels | self._token_types(input_ids)
+        return super()._get_per_token_logps_and_entropies(model, input_ids, *args, **options)
+
+    def _token_types(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Needed by models with M-RoPE, whose positions depend on where images stand."""
+        vision = self._rows.cut.vision  # type: ignore[attr-defined]
+        return {} if vision.rope_merge is None else {"mm_token_type_ids": (input_ids == vision.placeholder_id).long()}
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        scored: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        scored = self._score(inputs)
         advantages = torch.cat([row.advantages for row in _rows(self._batch)])  # type: ignore[misc]
         scored["advantages"] = advantages.to(scored["advantages"])
         # The log keeps one generation batch: these push out TRL's own.
         self._logs["advantages"].extend(gather_object(advantages.tolist()))
         self._metrics["train"].pop("frac_reward_zero_std", None)
         return scored
+
+    def _score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's, with the images of the rows. `_generate` leases them."""
+        try:
+            scored: dict[str, Any] = super()._generate_and_score_completions(inputs)
+            if self._pixels:
+                ids = torch.cat([scored["prompt_ids"], scored["completion_ids"]], dim=1)
+                scored |= self._pixels | self._token_types(ids)
+            return scored
+        finally:
+            self._pixels = {}
+
+
+def pixels_of(rows: Sequence[PackedBatch]) -> dict[str, Any]:
+    """The images of rows of one trajectory each, as TRL's GRPOTrainer keeps those of a batch: the model's parameters, and `num_images` by
+    which TRL cuts them into rows. Empty without images."""
+    found = [row.vision_inputs for row in rows]
+    names = {name: tensor for inputs in found for name, tensor in inputs.items()}
+    if not names:
+        return {}
+    if "pixel_attention_mask" in names:
+        # One line of tiles per row, filled up with tiles that the model drops.
+        tiles = max(inputs["pixel_values"].shape[1] for inputs in found if inputs)
+        tables = {name: torch.cat([_fill(inputs.get(name), like, tiles) for inputs in found]) for name, like in names.items()}
+        return {**tables, "num_images": [1] * len(rows)}
+    counts = "image_grid_thw" if "image_grid_thw" in names else "pixel_values"
+    return {
+        **{name: torch.cat([inputs.get(name, like[:0]) for inputs in found]) for name, like in names.items()},
+        "num_images": [len(inputs[counts]) if inputs else 0 for inputs in found],
+    }
+
+
+def _fill(tiles: torch.Tensor | None, like: torch.Tensor, count: int) -> torch.Tensor:
+    filled = like.new_zeros((1, count, *like.shape[2:]))
+    if tiles is not None:
+        filled[:, : tiles.shape[1]] = tiles
+    return filled
 
 
 def rollouts_of(rows: Sequence[PackedBatch]) -> dict[str, list[Any]]:

@@ -99,6 +99,8 @@ class LeasedAsyncGRPOTrainer(AsyncGRPOTrainer):
     def __init__(self, model: str, rows: LeasedRows, args: AsyncGRPOConfig, *, weights: Any, **options: Any) -> None:
         if not isinstance(rows.cut, Rows) or rows.advantages is None:
             raise ValueError("the rows must be split by `Rows` and have advantages")
+        if rows.cut.vision is not None:
+            raise ValueError("TRL's AsyncGRPOTrainer takes no images: use LeasedGRPOTrainer")
         if args.max_steps <= 0:
             raise ValueError("max_steps is not set: leased rows have no epochs")
         longest, budget = rows.cut.max_length, args.token_budget

@@ -29,11 +29,15 @@ from trainer_client.adapters.split_rows import (
     find_runs,
     group_by_rollout,
     group_names,
+    read_images,
     split_rows,
+    tensors_of,
     weight_versions,
 )
+from trainer_client.arrays import limit_lengths
 from trainer_client.batch import Batch
 from trainer_client.errors import RowTooLong
+from trainer_client.vision import RowVision, Vision
 
 Values = Callable[[SplitRow], NDArray[Any]]
 
@@ -48,6 +52,7 @@ def data_proto(
     max_length: int | None = None,
     truncate: bool = False,
     advantages: Any = None,
+    vision: Vision | None = None,
 ) -> Any:
     """A `proto_type` (verl.DataProto) with all rows in their order, on the CPU.
 
@@ -60,11 +65,15 @@ def data_proto(
     `min_global_steps` and `max_global_steps` (oldest and newest weight version; None without sampled tokens) and
     `__num_turns__` (sampled stretches).
 
+    With `vision`, `multi_modal_inputs` has the tensors of each row's images, with `images_seqlens` where the model takes grids; of models
+    with M-RoPE `position_ids` have shape (rows, 4, length): the token's, then frames, rows and columns. verl joins the rows' tensors along
+    their first dimension, so rows of a model that takes tiles (Idefics3) need the same number of tiles in one micro-batch.
+
     A row over `max_length` tokens, or with a response over `response_length`, raises RowTooLong or loses its end with
-    `truncate`; a prompt over `prompt_length` always raises it. Raises: RowTooLong, ValueError.
+    `truncate`; a prompt over `prompt_length` always raises it. Raises: RowTooLong, UnseenImages, VisionMismatch, ValueError.
     """
     rewards = check_rewards(batch)
-    rows = split_rows(batch, max_length=max_length, truncate=truncate)
+    rows = split_rows(batch, max_length=max_length, truncate=truncate, images=vision is not None)
     if response_length is not None:
         rows = [_shorten(row, response_length, truncate=truncate) for row in rows]
     prompts = _Rectangle(rows, "left", _width("prompt", [len(row.prompt_ids) for row in rows], prompt_length))
@@ -74,9 +83,13 @@ def data_proto(
         values = check_advantages(batch, advantages)
         tensors["advantages"] = responses.fill(0, np.float32, lambda row: values[row.index] * row.loss_mask)
         tensors["returns"] = tensors["advantages"].copy()
-    return proto_type.from_dict(
-        tensors={name: _tensor(table) for name, table in tensors.items()}, non_tensors=_non_tensors(batch, rows)
-    )
+    others = _non_tensors(batch, rows)
+    if vision is not None:
+        seen = read_images(batch, rows, vision)
+        others["multi_modal_inputs"] = _objects([_with_lengths(tensors_of(row)) for row in seen])
+        if vision.rope_merge is not None:
+            tensors["position_ids"] = _rope_positions(seen, tensors["position_ids"], tensors["attention_mask"] == 1)
+    return proto_type.from_dict(tensors={name: _tensor(table) for name, table in tensors.items()}, non_tensors=others)
 
 
 def batch_keys(batch: Batch, response_mask: Any = None) -> list[str]:
@@ -151,13 +164,30 @@ def _non_tensors(batch: Batch, rows: Sequence[SplitRow]) -> dict[str, NDArray[An
     }
 
 
+def _with_lengths(images: dict[str, Any]) -> dict[str, Any]:
+    """With verl's `images_seqlens`: the patches of each frame."""
+    if (grids := images.get("image_grid_thw")) is None:
+        return images
+    return images | {"images_seqlens": (grids[:, 1] * grids[:, 2]).repeat_interleave(grids[:, 0])}
+
+
+def _rope_positions(seen: Sequence[RowVision], positions: NDArray[np.int64], there: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """As verl's agent loop lays them out: padding has 1 as the token's position and 0 in the other three."""
+    table = np.zeros((len(seen), 4, positions.shape[1]), dtype=np.int64)
+    table[:, 0] = np.where(there, positions, 1)
+    for line, mask, row in zip(table, there, seen, strict=True):
+        assert row.rope_positions is not None
+        line[1:, mask] = row.rope_positions
+    return table
+
+
 def _shorten(row: SplitRow, limit: int, *, truncate: bool) -> SplitRow:
     length = row.end - row.start
     if length <= limit:
         return row
     if not truncate:
         raise RowTooLong(f"trajectory {row.row.trajectory_id!r} has a response of {length} tokens, the limit is {limit}")
-    end = row.start + limit
+    (end,) = limit_lengths([row.row], row.start + limit, truncate=True)
     return SplitRow(row.row, row.index, row.start, end, int(row.row.loss_mask[end:].sum()))
 
 
