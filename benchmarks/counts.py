@@ -2,6 +2,7 @@
 
     python -m benchmarks.counts              # prints the counts beside the baseline; exit code 1 where one has grown too much
     python -m benchmarks.counts --record     # makes them the baseline of this minor version of Python
+    python -m benchmarks.counts --files --only "streamed, call 2"   # prints the files that a call enters, and how many functions of each
 
 Each case is one call to the real application (everything behind the HTTP server's protocol), with a real redis-server and a scripted
 engine in processes of their own, or one reconstruction of a session. Of several rounds the cheapest counts, since whatever else runs in
@@ -13,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -112,6 +115,20 @@ async def prepared(app: Application, case: Case) -> tuple[str, str, dict[str, An
         history += [message, {"role": "user", "content": f"{turn}: go on. " * 8}]
     await app.post(case.path, other, case.body([]))
     return session_id, key, case.body(history)
+
+
+async def entered(cases: Sequence[Case]) -> dict[str, Counter[str]]:
+    """By case and file, how many of the file's functions a call enters."""
+    found = {}
+    with scripted_engine(SAMPLED) as engine_url, redis_server() as redis_port:
+        for case in cases:
+            async with application(engine_url, redis_port, case.api) as app:
+                instructions = Instructions()
+                _, key, body = await prepared(app, case)
+                with instructions.counted():
+                    await app.post(case.path, key, body)
+            found[case.name] = Counter(str(Path(file).relative_to(ROOT)) for file, _ in instructions.functions)
+    return found
 
 
 async def counted(app: Application, case: Case, redis_port: int) -> Counts:
@@ -227,7 +244,12 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="make the counts the baseline of this Python")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains it")
     parser.add_argument("--json", action="store_true", help="print the counts alone, as JSON")
+    parser.add_argument("--files", action="store_true", help="print the files that each case enters instead")
     options = parser.parse_args()
+    if options.files:
+        for name, files in uvloop.run(entered([case for case in CASES if options.only in case.name])).items():
+            print(f"{name}: {len(files)} files", *(f"  {file:40}{count:4}" for file, count in sorted(files.items())), sep="\n")
+        return
     now, known = figures(options.only), recorded_baseline()
     if options.json:
         print(json.dumps(now))

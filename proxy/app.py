@@ -25,7 +25,7 @@ from proxy.api.requests import install_error_handlers
 from proxy.auth import Tokens
 from proxy.call.door import Harness
 from proxy.call.http import Application, BodyRoom, CallRate, CallSlots
-from proxy.call.inflight import Inflight, Peers
+from proxy.call.peers import Peers
 from proxy.call.tree import SessionTrees
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.pool.pool import EnginePool
@@ -41,6 +41,7 @@ from proxy.store.connection import StoreConnection
 from proxy.store.delivery import DeliveryStore
 from proxy.store.service import EngineStore, PeerStore, RedisClock, RetentionStore, WeightStore
 from proxy.store.sessions import SessionStore
+from proxy.timeline import Inflight
 from proxy.ui.router import ui_router
 from proxy.ui.shown import Tasks, Ui
 

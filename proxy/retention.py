@@ -24,7 +24,7 @@ from proxy.errors import Conflict, NotFound, StoreUnavailable
 from proxy.services import Services
 from proxy.store import keys
 from proxy.store.service import RetentionStore
-from proxy.store.sessions import SessionState
+from proxy.store.states import SessionState
 from reconstruct.errors import ReconstructError
 from reconstruct.trajectory import encode_accounting, encode_row
 

@@ -14,14 +14,13 @@ from proxy.call.budget import cut_call
 from proxy.errors import BudgetExhausted, RequestError
 from proxy.services import Services
 from proxy.settings import Settings
-from proxy.store.sessions import Intent, SessionState
+from proxy.store.states import Intent, SessionState
 from reconstruct.accounting import DANGLING, Settled, account, settle
 from reconstruct.builders import Builder, RowContext, load_builder
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError, ReconstructError
-from reconstruct.forest import Forest
 from reconstruct.media import as_wire
-from reconstruct.records import LOOKAHEAD, REPLAY, Call, Sampling
+from reconstruct.records import LOOKAHEAD, REPLAY, Call, Forest, Sampling
 from reconstruct.trajectory import Accounting, Trajectory, weigh_rows
 
 _decode = msgspec.json.decode

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from proxy.auth import Tokens
     from proxy.call.http import BodyRoom, CallRate, CallSlots
-    from proxy.call.inflight import Inflight, Peers
+    from proxy.call.peers import Peers
     from proxy.call.tree import SessionTrees
     from proxy.engine.apis.renderer import LocalRenderer
     from proxy.engine.pool.pool import EnginePool
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from proxy.store.delivery import DeliveryStore
     from proxy.store.service import EngineStore, RedisClock, WeightStore
     from proxy.store.sessions import SessionStore
+    from proxy.timeline import Inflight
 
 
 @dataclass(slots=True)

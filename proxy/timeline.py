@@ -1,4 +1,6 @@
-"""Timeline: where the time of a call goes. Metrics, the log's line per call and its trace are all read from it.
+"""The time of a call and its end: Timeline says where the time goes, Deadline bounds a wait, CancelScope ends the call early.
+
+Metrics, the log's line per call and its trace are all read from the timeline.
 
 Each step has the service's own time, and the time it waits for somebody else.
 
@@ -22,18 +24,18 @@ else the event loop does meanwhile.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
-from itertools import compress
+from itertools import compress, takewhile
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Any, Protocol
 
-from proxy.settings import Settings
+from proxy.errors import EngineFailed
 
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import Span, Tracer
+log = logging.getLogger(__name__)
 
 
 STEPS = ("admit", "parse", "queue", "intent", "plan", "sample", "interpret", "commit", "reply")
@@ -165,96 +167,6 @@ class Within:
             self._timeline.begin(self._before)
 
 
-# OpenTelemetry: a span per call, a child of the harness's own if it sends a traceparent, and a span per step:
-#
-#     call
-#     ├── admit      path, key and session, reading the body
-#     ├── parse      body to canonical request
-#     ├── queue      finding a replica that serves and has room
-#     ├── intent     finding the parent, recording what is about to be sampled
-#     ├── plan       making and proving the prompt's ids
-#     ├── sample     sampling; event first_token
-#     ├── commit     storing the records
-#     └── reply      sending the rest of the answer
-#
-# A call that moves to another replica has the middle steps twice. Requests to the engine carry the step's context, so the engine's spans
-# are its children. The official SDK is loaded only if traces are configured.
-
-
-EXPORT_SECONDS = 5.0
-"""How long a batch may take to be sent, tried again or not, and so the last one of a service that stops."""
-
-
-class Tracing:
-    """`exporter` is given the spans that ended, in batches, from a thread of its own."""
-
-    def __init__(self, exporter: SpanExporter, ratio: float) -> None:
-        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
-
-        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES have the last word.
-        resource = Resource.create({SERVICE_NAME: "verbatim"}).merge(OTELResourceDetector().detect())
-        self._provider = TracerProvider(ParentBasedTraceIdRatio(ratio), resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("verbatim")
-
-    @classmethod
-    def to(cls, settings: Settings) -> Self | None:
-        """To the collector of the settings; None where they name none."""
-        if settings.trace_endpoint is None:
-            return None
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-        return cls(OTLPSpanExporter(settings.trace_endpoint, timeout=EXPORT_SECONDS), settings.trace_ratio)
-
-    def begin(self, headers: Mapping[str, str]) -> Spans:
-        return Spans(self._tracer, headers)
-
-    def close(self) -> None:
-        """Send what is left. Blocks."""
-        self._provider.shutdown()
-
-
-class Spans:
-    """Those of one call; a `CallTrace`. Given as parents by name: what is current would follow a task, and not the call."""
-
-    def __init__(self, tracer: Tracer, headers: Mapping[str, str]) -> None:
-        from opentelemetry.trace import SpanKind, format_trace_id, set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        self._context = set_span_in_context
-        self._propagator = TraceContextTextMapPropagator()
-        self._tracer = tracer
-        self._call = tracer.start_span("call", self._propagator.extract(headers), SpanKind.SERVER)
-        self._step: Span = self._call
-        self.trace_id = format_trace_id(self._call.get_span_context().trace_id)
-
-    def step(self, name: str, attributes: Mapping[str, str] | None = None) -> None:
-        self._end_step()
-        self._step = self._tracer.start_span(name, self._context(self._call), attributes=attributes)
-
-    def event(self, name: str) -> None:
-        self._step.add_event(name)
-
-    def carry(self, headers: MutableMapping[str, str]) -> None:
-        self._propagator.inject(headers, self._context(self._step))
-
-    def end(self, attributes: Mapping[str, str | int | float | list[str]], error: str) -> None:
-        from opentelemetry.trace import StatusCode
-
-        self._end_step()
-        self._call.set_attributes(attributes)
-        if error:
-            self._call.set_status(StatusCode.ERROR, error)
-        self._call.end()
-
-    def _end_step(self) -> None:
-        if self._step is not self._call:
-            self._step.end()
-
-
 def carried() -> Mapping[str, str]:
     """The headers that let what an engine does for a call be a part of the call's step."""
     timeline, headers = TIMELINE.get(), dict[str, str]()
@@ -297,3 +209,175 @@ class Deadline:
     def _end(self) -> None:
         self._over = True
         self._task.cancel()
+
+
+# Cancelling.
+
+ASIDE_SECONDS = 60.0
+HUNG_UP_SECONDS = 2.0
+"""How long an engine may take to interpret sampled tokens, and how long once the line is hung up."""
+
+
+ABORT_SECONDS = 5.0
+ABORT_PATIENCE_SECONDS = 0.5
+"""How long an engine may take to end a call that it was asked to end, before it is hung up on (less than a close waits), and after how
+long it is asked again: before it knew of the request, it would not have stopped."""
+
+_CUT = "the call was cut before it was sampled"
+
+
+class CancelScope:
+    """The one way to end a call early. `cancel` may come at any moment, from any task:
+
+    - while the call waits for a replica or a rendering (`interruptible`), that wait ends with EngineFailed;
+    - while the engine samples (`sampling`), the engine is asked to end the request, and answers with what it has. An engine that cannot
+      be asked, or does not answer in time, is hung up on: it sees a disconnected client, and the call gets EngineFailed;
+    - while anything else is done, such as recording, it goes on to its end."""
+
+    def __init__(self, session_id: str, call_id: str) -> None:
+        self.session_id = session_id
+        self.call_id = call_id
+        self.cancelled = False
+        self.hung_up = False
+        self.may_have_sampled = False
+        """Whether the engine that the call is at was asked to sample."""
+        self.done = asyncio.Event()
+        """Set when the call is recorded, or will never be."""
+        self._abort: Callable[[], Awaitable[bool]] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._close: Callable[[], None] | None = None
+        self._limit: asyncio.Timeout | None = None
+
+    def cancel(self) -> None:
+        """End the call, once."""
+        if self.cancelled or self.done.is_set():
+            return
+        self.cancelled = True
+        if self._abort is None:
+            self.hang_up()
+        else:
+            self._ending = asyncio.create_task(self._end(self._abort))
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Around what may be broken off. Raises EngineFailed if the call is cancelled, before or inside."""
+        if self.cancelled:
+            raise EngineFailed(_CUT)
+        self.may_have_sampled = False
+        task = self._task = asyncio.current_task()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self.hung_up or task is None:
+                raise
+            task.uncancel()
+            raise EngineFailed(_CUT) from None
+        finally:
+            self._task = self._close = None
+
+    @contextlib.contextmanager
+    def sampling(self, abort: Callable[[], Awaitable[bool]]) -> Iterator[None]:
+        """Around the engine's work. `abort` asks the engine to end the request; False if it cannot be asked. Raises as `interruptible`."""
+        with self.interruptible():
+            self._abort, self.may_have_sampled = abort, True
+            try:
+                yield
+            finally:
+                self._abort = None
+
+    def attach(self, close: Callable[[], None]) -> None:
+        """From now on hanging up calls `close`, which closes the engine's answer."""
+        self._close = close
+
+    def redial(self) -> None:
+        """The request was refused and is sent again. Raises EngineFailed if it was hung up meanwhile."""
+        self._close = None
+        if self.hung_up:
+            raise EngineFailed("the call was hung up")
+
+    def hang_up(self) -> None:
+        """End what is under way now, without asking the engine."""
+        if self.hung_up:
+            return
+        self.hung_up = True
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + HUNG_UP_SECONDS)
+        if self._close is not None:
+            self._close()
+        elif self._task is not None:
+            self._task.cancel()
+
+    @contextlib.asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Bounds requests about tokens that are already sampled; the bound shrinks once the call is hung up, or a hanging engine
+        would keep the tokens from being recorded. Raises EngineFailed."""
+        try:
+            async with asyncio.timeout(HUNG_UP_SECONDS if self.hung_up else ASIDE_SECONDS) as self._limit:
+                yield
+        except TimeoutError as error:
+            raise EngineFailed("the engine did not interpret the sampled tokens in time") from error
+        finally:
+            self._limit = None
+
+    async def _end(self, abort: Callable[[], Awaitable[bool]]) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ABORT_SECONDS):
+                while await abort():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(ABORT_PATIENCE_SECONDS):
+                            await self.done.wait()
+                            return
+        # An engine that hangs would keep the call, and whoever closes its session.
+        self.hang_up()
+
+
+# The calls in flight in this process. Closing a session, or stopping the service, cuts them and waits until they are recorded.
+
+
+class Inflight:
+    def __init__(self) -> None:
+        self._scopes: dict[str, dict[CancelScope, None]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(scopes) for scopes in self._scopes.values())
+
+    def call_ids(self) -> set[str]:
+        return {scope.call_id for scopes in self._scopes.values() for scope in scopes}
+
+    def before(self, call: CancelScope) -> list[str]:
+        """The ids of the session's calls that entered before this one."""
+        return [scope.call_id for scope in takewhile(lambda scope: scope is not call, self._scopes.get(call.session_id, ()))]
+
+    def enter(self, scope: CancelScope) -> None:
+        self._scopes.setdefault(scope.session_id, {})[scope] = None
+
+    def leave(self, scope: CancelScope) -> None:
+        scope.done.set()
+        scopes = self._scopes.get(scope.session_id, {})
+        scopes.pop(scope, None)
+        if not scopes:
+            self._scopes.pop(scope.session_id, None)
+
+    async def cut(self, session_id: str) -> None:
+        """Cancel the session's calls in this process; returns when they are recorded."""
+        await _end(list(self._scopes.get(session_id, ())))
+
+    async def drain(self, seconds: float) -> None:
+        """Let calls in flight finish for `seconds`, then cut the rest and wait until they are recorded."""
+        everyone = [scope for scopes in self._scopes.values() for scope in scopes]
+        waits = [asyncio.ensure_future(scope.done.wait()) for scope in everyone]
+        if waits:
+            if seconds:
+                log.info("calls in flight: %d, which have up to %g s to end before they are cut", len(waits), seconds)
+            await asyncio.wait(waits, timeout=seconds)
+            for wait in waits:
+                wait.cancel()
+        await _end([scope for scope in everyone if not scope.done.is_set()])
+
+
+async def _end(scopes: list[CancelScope]) -> None:
+    for scope in scopes:
+        scope.cancel()
+    for scope in scopes:
+        await scope.done.wait()

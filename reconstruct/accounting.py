@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reconstruct.errors import IdOutOfRange, ReconstructError, RecordError, UnknownParent
-from reconstruct.forest import Forest, order_key
-from reconstruct.records import NO_LOGPROBS, NOT_CHOSEN, Call
+from reconstruct.records import NO_LOGPROBS, NOT_CHOSEN, Call, Forest, order_key
 from reconstruct.roles import REASON as SUPERSEDED
 from reconstruct.roles import credited_role, find_superseded, infer_side_calls
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.accounting import Settled
+from reconstruct.details import NO_EXPERT, NO_TOKEN
 from reconstruct.errors import ReconstructError
-from reconstruct.forest import Forest, order_key
-from reconstruct.records import CONTROL_TOKENS, DIFFERS, DIVERGED, NO_EXPERT, NO_TOKEN, PIVOT, REPLAY, Call, Span
+from reconstruct.records import CONTROL_TOKENS, DIFFERS, DIVERGED, PIVOT, REPLAY, Call, Forest, Span, order_key
 from reconstruct.trajectory import MIXED, RowDetails, Trajectory
 
 

@@ -24,9 +24,10 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from reconstruct.details import CallDetails
 from reconstruct.errors import DecodeError
 from reconstruct.media import Media
-from reconstruct.records import DECLARED, INFERRED, Call, CallDetails, Ids, Logprobs, Node, Sampling, Span
+from reconstruct.records import DECLARED, INFERRED, Call, Ids, Logprobs, Node, Sampling, Span
 
 SCHEMA_VERSION = 4
 """The newest version that this build reads; it also reads all earlier ones."""

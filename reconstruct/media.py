@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from reconstruct.errors import LengthMismatch
-
 IMAGE = "image"
 """The one kind there is."""
 
@@ -34,15 +32,6 @@ class Media:
 def shift(media: Iterable[Media], by: int) -> tuple[Media, ...]:
     """The same at positions `by` further on."""
     return tuple(replace(each, start=each.start + by) for each in media)
-
-
-def check_media(media: Sequence[Media], length: int, where: dict[str, Any]) -> None:
-    """Raise LengthMismatch unless they stand in order, apart, and within `length` ids."""
-    end = 0
-    for each in media:
-        if each.start < end or each.length < 1 or each.end > length:
-            raise LengthMismatch(f"{each} is not within {end} to {length}", **where, position=each.start)
-        end = each.end
 
 
 def overlapping(media: Iterable[Media], start: int, end: int) -> list[Media]:

@@ -24,8 +24,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from reconstruct.forest import Forest
-from reconstruct.records import DECLARED, INFERRED, RULE, Call
+from reconstruct.records import DECLARED, INFERRED, RULE, Call, Forest
 
 ROLES = ("main", "subagent", "compaction", "side")
 

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.errors import LengthMismatch, RecordError
-from reconstruct.forest import Forest, shared_length
-from reconstruct.records import Call, Span
+from reconstruct.records import Call, Forest, Span, shared_length
 from reconstruct.trajectory import NAMES, Trajectory
 
 Counts = NDArray[np.int64]

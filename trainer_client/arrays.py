@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from reconstruct.records import NO_EXPERT, NO_TOKEN
+from reconstruct.details import NO_EXPERT, NO_TOKEN
 from reconstruct.trajectory import MIXED, NAMES, RowDetails, Trajectory
 from trainer_client.errors import MixedLogprobModes, RowTooLong, UnseenImages
 from trainer_client.media import MediaFiles

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reconstruct.details import NO_EXPERT
 from reconstruct.media import agreed_length
-from reconstruct.records import NO_EXPERT
 from reconstruct.trajectory import Trajectory
 from trainer_client.arrays import (
     Array,

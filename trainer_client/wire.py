@@ -18,8 +18,9 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from reconstruct.details import of_one_shape
 from reconstruct.media import Media
-from reconstruct.records import INFERRED, UNKNOWN_MODE, Span, of_one_shape, pack_ids, pack_logprobs
+from reconstruct.records import INFERRED, UNKNOWN_MODE, Span, pack_ids, pack_logprobs
 from reconstruct.trajectory import NAMES, Quarantined, RowDetails, Trajectory
 from trainer_client.errors import InvalidAnswer
 

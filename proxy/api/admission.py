@@ -17,7 +17,7 @@ from proxy.errors import Backpressure
 from proxy.services import Services
 from proxy.store.delivery import Admission, Freshness
 from proxy.store.keys import StoredValueError
-from proxy.store.sessions import SessionInfo
+from proxy.store.states import SessionInfo
 
 RETRY_SECONDS = 0.5
 """How often a held session asks for admission again."""

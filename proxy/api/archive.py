@@ -28,7 +28,7 @@ from proxy.api.sessions import LOG_CHARACTERS, session_as_wire, session_from_wir
 from proxy.auth import SESSION_ID
 from proxy.errors import Conflict, RequestError
 from proxy.services import Services
-from proxy.store.sessions import Intent, SessionState
+from proxy.store.states import Intent, SessionState
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
 

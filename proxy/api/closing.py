@@ -22,7 +22,7 @@ from proxy.store.delivery import Announced, CloseRequest
 from proxy.store.groups import GroupDefaults, Member, PolicyRows
 from proxy.store.keys import StoredValueError
 from proxy.store.run import Outcome, choose_label
-from proxy.store.sessions import SessionInfo, SessionState
+from proxy.store.states import SessionInfo, SessionState
 from reconstruct.accounting import measure_lost_share
 from reconstruct.errors import ReconstructError
 from reconstruct.records import Call

@@ -20,7 +20,7 @@ from proxy.archive.tables import ArchivedSession
 from proxy.call.recording import RecordedRequest, Recording
 from proxy.errors import EngineUnavailable, NotFound, RequestError
 from proxy.services import Services
-from proxy.store.sessions import Fork, Intent, SessionState
+from proxy.store.states import Fork, Intent, SessionState
 
 ReadState = Callable[[Mapping[str, Any]], SessionState]
 """The state of a session from its wire form."""

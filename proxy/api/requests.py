@@ -20,9 +20,9 @@ from starlette.exceptions import HTTPException
 
 from proxy.auth import Role, check_local, check_once, credential
 from proxy.call import http
+from proxy.dialects.fields import check_depth
 from proxy.errors import RequestError, VerbatimError
 from proxy.services import Services
-from proxy.structure import check_depth
 
 log = logging.getLogger(__name__)
 

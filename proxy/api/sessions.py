@@ -32,7 +32,7 @@ from proxy.errors import Conflict, NotFound, RequestError
 from proxy.services import Services
 from proxy.settings import Role, Settings
 from proxy.store.groups import GroupRule
-from proxy.store.sessions import Lookahead, SessionInfo, SessionState
+from proxy.store.states import Lookahead, SessionInfo, SessionState
 from reconstruct.roles import RoleRule
 
 router = APIRouter(prefix="/sessions", tags=["sessions"], default_response_class=Response)

@@ -18,7 +18,8 @@ from proxy.call.turn import Turn
 from proxy.dialects.base import Delta, Dialect, FirstToken, Reply, Sampling, StreamRenderer
 from proxy.errors import StoreUnavailable, VerbatimError
 from proxy.metrics import Metrics
-from proxy.store.sessions import SessionStore, Unserved
+from proxy.store.sessions import SessionStore
+from proxy.store.states import Unserved
 from proxy.timeline import HARNESS, Timeline, Waiting
 
 log = logging.getLogger(__name__)

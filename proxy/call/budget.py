@@ -14,8 +14,8 @@ from typing import Any
 
 from proxy.call.turn import Turn
 from proxy.errors import BudgetExhausted
-from proxy.store.sessions import SessionInfo
-from reconstruct.forest import Forest, order_key
+from proxy.store.states import SessionInfo
+from reconstruct.records import Forest, order_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,10 @@ class Left:
         return next((name for name, left in parts.items() if left is not None and left < 1), "")
 
 
-def has_budget(info: SessionInfo) -> bool:
-    return any(most is not None for most in (info.max_calls, info.max_completion_tokens, info.max_total_tokens))
-
-
 def check_budget(turn: Turn, before: Collection[str]) -> None:
     """Raises BudgetExhausted where the call is not covered. `before`: the session's calls that entered this process earlier and are
     still under way: of calls that come at once the first ones are covered."""
     info, forest = turn.tree.info, turn.tree.forest
-    if not has_budget(info):
-        return
     left = Left.of(info, forest)
     earlier = sum(1 for call_id in before if call_id not in forest.calls)
     if left.calls is not None and left.calls < earlier + turn.request.n:
@@ -71,8 +65,6 @@ def check_budget(turn: Turn, before: Collection[str]) -> None:
 def fit_budget(turn: Turn, sampling: dict[str, Any], prompt_length: int = 0) -> None:
     """Clamp max_tokens to what the budget leaves beside the prompt. Raises BudgetExhausted where that is nothing."""
     info = turn.tree.info
-    if info.max_completion_tokens is None and info.max_total_tokens is None:
-        return
     left = Left.of(info, turn.tree.forest)
     rooms = {"max_completion_tokens": left.completion_tokens}
     rooms["max_total_tokens"] = None if left.total_tokens is None else left.total_tokens - prompt_length * turn.request.n
@@ -99,7 +91,7 @@ def cut_call(info: SessionInfo, forest: Forest, refused: bool) -> str | None:
     """The last call of a session that its budget ended, None for any other; `refused`: a call was refused for it.
 
     Where nobody tells of a refusal, a session whose budget is spent and whose last reply calls for another turn was ended by it."""
-    if not has_budget(info) or not forest.calls:
+    if not info.has_budget or not forest.calls:
         return None
     last = max(forest.calls.values(), key=order_key)
     goes_on = last.finish_reason in ("tool_calls", "length") and bool(Left.of(info, forest).spent)

@@ -16,9 +16,8 @@ from urllib.parse import parse_qsl
 from proxy.auth import check_local, check_once, credential, key_opens, named_session, session_of_key
 from proxy.call.answer import Afterwork, Answer, Exchange
 from proxy.call.flow import Flow
-from proxy.call.http import JSON, Client, Place, Receive, Scope, Send, headers_of, read_body
+from proxy.call.http import JSON, Client, Place, Receive, Route, Routes, Scope, Send, headers_of, read_body
 from proxy.call.observe import Observer
-from proxy.call.routes import Route, Routes
 from proxy.call.tree import Draft, ParseTurn, SessionTree
 from proxy.call.turn import Turn
 from proxy.dialects.base import Action, Counts, Incoming, Lists, Past, Reply, Request, Stores
@@ -36,7 +35,7 @@ from proxy.errors import (
     VerbatimError,
 )
 from proxy.services import Services
-from proxy.store.sessions import SessionInfo
+from proxy.store.states import SessionInfo
 from proxy.timeline import HARNESS, PARSE, REPLY, TIMELINE, Timeline, Waiting
 
 log = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class Harness:
             services.settings, services.pool, services.sessions, services.trees, services.inflight, services.metrics
         )
         self._afterwork = Afterwork(services.sessions, services.stopping)
-        self._observer = Observer(services.settings)
+        self._observer = Observer.of(services.settings)
         self._dialects = dialects()
         self._routes = Routes(self._dialects.values())
         self._parsing = Parsing(remote_media=services.settings.remote_media)
@@ -73,7 +72,7 @@ class Harness:
             await self._control(scope, receive, send)
             return
         client, headers = Client(scope, receive, send), headers_of(scope)
-        timeline = Timeline(self._observer.begin_trace(headers))
+        timeline = Timeline(None if self._observer is None else self._observer.begin_trace(headers))
         TIMELINE.set(timeline)
         exchange = Exchange(client, headers, self._dialects[self._routes.guess_dialect(scope["path"])], timeline)
         try:
@@ -86,7 +85,8 @@ class Harness:
             log.exception("a harness call failed inside the service")
             exchange.refuse(VerbatimError("the service failed inside; its log says where"), self._services.metrics)
         finally:
-            self._observer.end(exchange)
+            if self._observer is not None:
+                self._observer.end(exchange)
         await client.close()
 
     async def drain(self, seconds: float) -> None:
@@ -97,7 +97,8 @@ class Harness:
     async def settle(self) -> None:
         """Wait for what answered calls have left to store."""
         await self._afterwork.settle()
-        await self._observer.close()
+        if self._observer is not None:
+            await self._observer.close()
 
     def _is_ours(self, scope: Scope) -> bool:
         """Whether the harness side answers."""

@@ -16,34 +16,36 @@ from functools import partial
 from typing import Any
 
 from proxy.call.budget import check_budget, exhaust_total, find_room, fit_budget
-from proxy.call.inflight import Inflight
 from proxy.call.lookahead import choose, find_lookahead
-from proxy.call.plan import (
-    Continuation,
-    TokenPlan,
-    confirm_by_ids,
-    continuation,
-    parent_of,
-    place,
-    plan_tokens,
-    remember,
-    take_prompt,
-)
 from proxy.call.prompts import plan_prompt, prompt_continuation
-from proxy.call.record import call_records, minted_choice, minted_delta
+from proxy.call.record import call_records, minted_choice, minted_delta, place
 from proxy.call.recording import Live, Recalled, Recording, Refused, Replayed
 from proxy.call.replay import Replays, build_reply, play
 from proxy.call.tree import Draft, SessionTree, SessionTrees
-from proxy.call.turn import Planned, Sampled, Turn, fit_window, marks_of, refuse_media
+from proxy.call.turn import (
+    Continuation,
+    Planned,
+    Sampled,
+    TokenPlan,
+    Turn,
+    confirm_by_ids,
+    continuation,
+    fit_window,
+    marks_of,
+    parent_of,
+    plan_tokens,
+    refuse_media,
+    remember,
+    take_prompt,
+)
 from proxy.dialects.base import Choice, Delta, FirstToken, ParsedMessage, Reply, Request, Sampling, new_call_id
-from proxy.engine.apis.base import Job, PlanRequest, check_sampled
-from proxy.engine.apis.details import Wanted
+from proxy.engine.apis.base import Job, PlanRequest
 from proxy.engine.apis.renderer import Rendered
+from proxy.engine.apis.reply import Wanted, check_sampled
 from proxy.engine.in_vllm.frames import BUDGET
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.pool.seats import Caller
 from proxy.engine.replica import Replica
-from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.errors import (
     ChooserFailed,
     Conflict,
@@ -58,12 +60,12 @@ from proxy.errors import (
 )
 from proxy.metrics import Metrics
 from proxy.settings import Settings
-from proxy.store.sessions import Intent, Lookahead, SessionInfo, SessionStore
-from proxy.timeline import COMMIT, ENGINE, INTENT, PLAN, QUEUE, REPLY, SAMPLE, STORE, Timeline, Waiting
-from reconstruct.bridge import Rendering
+from proxy.store.sessions import SessionStore
+from proxy.store.states import Intent, Lookahead, SessionInfo
+from proxy.timeline import COMMIT, ENGINE, INTENT, PLAN, QUEUE, REPLY, SAMPLE, STORE, CancelScope, Inflight, Timeline, Waiting
 from reconstruct.codec import encode
 from reconstruct.messages import hash_bytes
-from reconstruct.prompt import Prompt
+from reconstruct.prompt import Prompt, Rendering
 from reconstruct.records import UNKNOWN_MODE, Call
 from reconstruct.roles import find_purpose
 
@@ -242,7 +244,8 @@ class Flow:
         find = continuation if turn.request.prompt is None else prompt_continuation
         for _ in range(_TRIES):
             found = find(turn.tree, turn.request, replica.policy)
-            check_budget(turn, self._inflight.before(turn.scope))
+            if turn.tree.has_budget:
+                check_budget(turn, self._inflight.before(turn.scope))
             parent_id = found.parent.call_id if found.parent else None
             intent = Intent(turn.call_id, parent_id, turn.digest, replica.name, turn.started_at)
             known = turn.tree.known
@@ -260,7 +263,8 @@ class Flow:
     async def _plan(self, turn: Turn, replica: Replica, found: Continuation) -> Planned:
         """The prompt's ids, for an engine that takes ids and does not plan itself, and sampling that fits window and budget."""
         kind, sampling = self._kinds.of(replica), dict(turn.sampling)
-        fit_budget(turn, sampling)
+        if turn.tree.has_budget:
+            fit_budget(turn, sampling)
         if not kind.takes_ids:
             return Planned(turn, replica, found, None, sampling)
         turn.timeline.begin(PLAN)
@@ -275,7 +279,8 @@ class Flow:
                 tokenizer = kind.tokenizer(replica, turn.request, self._kinds.id_text(turn.session_id))
                 plan = await plan_prompt(turn.tree, found, turn.request, tokenizer)
         fit_window(turn.request, replica, sampling, len(plan.prompt_ids))
-        fit_budget(turn, sampling, len(plan.prompt_ids))
+        if turn.tree.has_budget:
+            fit_budget(turn, sampling, len(plan.prompt_ids))
         return Planned(turn, replica, found, plan, sampling)
 
     async def _plan_messages(self, turn: Turn, replica: Replica, found: Continuation) -> tuple[Continuation, TokenPlan]:
@@ -335,7 +340,7 @@ class Flow:
             parent_of(tree, found, planned.turn.request),
             tree.turn_ends.get(found.root),
             self._settings.thinking == "retain",
-            find_room(planned.turn),
+            find_room(planned.turn) if tree.has_budget else None,
             known,
             take,
         )

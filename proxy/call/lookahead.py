@@ -21,9 +21,9 @@ import aiohttp
 
 from proxy.call.turn import Sampled, Turn
 from proxy.dialects.base import Request
-from proxy.engine.apis import base as engine
+from proxy.engine.apis import reply as engine
 from proxy.errors import ChooserFailed, VerbatimError
-from proxy.store.sessions import Lookahead, SessionInfo
+from proxy.store.states import Lookahead, SessionInfo
 from proxy.timeline import ENGINE, Waiting
 
 Ask = Callable[[Turn, str, str, Sequence[str]], Coroutine[Any, Any, str]]

@@ -5,21 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Self
 
 from proxy.errors import VerbatimError
 from proxy.settings import Settings
-from proxy.timeline import CallTrace, Tracing
+from proxy.timeline import CallTrace
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span, Tracer
+
     from proxy.call.answer import Exchange
 
 
 class Observer:
-    def __init__(self, settings: Settings) -> None:
-        self._tracing = Tracing.to(settings)
-        self._logs = settings.log_calls
+    def __init__(self, tracing: Tracing | None, *, logs: bool) -> None:
+        self._tracing = tracing
+        self._logs = logs
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self | None:
+        """None where the settings ask for neither."""
+        tracing = Tracing.to(settings)
+        return cls(tracing, logs=settings.log_calls) if tracing is not None or settings.log_calls else None
 
     def begin_trace(self, headers: Mapping[str, str]) -> CallTrace | None:
         """None: calls are not traced."""
@@ -150,3 +159,93 @@ def _cut(text: str) -> str:
     """Its beginning, on one line and without blanks, so that one field cannot pass for two."""
     shown = "".join(letter if letter.isprintable() and not letter.isspace() else "_" for letter in text[:_LONGEST])
     return shown if len(text) <= _LONGEST else f"{shown}..."
+
+
+# OpenTelemetry: a span per call, a child of the harness's own if it sends a traceparent, and a span per step:
+#
+#     call
+#     ├── admit      path, key and session, reading the body
+#     ├── parse      body to canonical request
+#     ├── queue      finding a replica that serves and has room
+#     ├── intent     finding the parent, recording what is about to be sampled
+#     ├── plan       making and proving the prompt's ids
+#     ├── sample     sampling; event first_token
+#     ├── commit     storing the records
+#     └── reply      sending the rest of the answer
+#
+# A call that moves to another replica has the middle steps twice. Requests to the engine carry the step's context, so the engine's spans
+# are its children. The official SDK is loaded only if traces are configured.
+
+
+EXPORT_SECONDS = 5.0
+"""How long a batch may take to be sent, tried again or not, and so the last one of a service that stops."""
+
+
+class Tracing:
+    """`exporter` is given the spans that ended, in batches, from a thread of its own."""
+
+    def __init__(self, exporter: SpanExporter, ratio: float) -> None:
+        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES have the last word.
+        resource = Resource.create({SERVICE_NAME: "verbatim"}).merge(OTELResourceDetector().detect())
+        self._provider = TracerProvider(ParentBasedTraceIdRatio(ratio), resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("verbatim")
+
+    @classmethod
+    def to(cls, settings: Settings) -> Self | None:
+        """To the collector of the settings; None where they name none."""
+        if settings.trace_endpoint is None:
+            return None
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        return cls(OTLPSpanExporter(settings.trace_endpoint, timeout=EXPORT_SECONDS), settings.trace_ratio)
+
+    def begin(self, headers: Mapping[str, str]) -> Spans:
+        return Spans(self._tracer, headers)
+
+    def close(self) -> None:
+        """Send what is left. Blocks."""
+        self._provider.shutdown()
+
+
+class Spans:
+    """Those of one call; a `CallTrace`. Given as parents by name: what is current would follow a task, and not the call."""
+
+    def __init__(self, tracer: Tracer, headers: Mapping[str, str]) -> None:
+        from opentelemetry.trace import SpanKind, format_trace_id, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._context = set_span_in_context
+        self._propagator = TraceContextTextMapPropagator()
+        self._tracer = tracer
+        self._call = tracer.start_span("call", self._propagator.extract(headers), SpanKind.SERVER)
+        self._step: Span = self._call
+        self.trace_id = format_trace_id(self._call.get_span_context().trace_id)
+
+    def step(self, name: str, attributes: Mapping[str, str] | None = None) -> None:
+        self._end_step()
+        self._step = self._tracer.start_span(name, self._context(self._call), attributes=attributes)
+
+    def event(self, name: str) -> None:
+        self._step.add_event(name)
+
+    def carry(self, headers: MutableMapping[str, str]) -> None:
+        self._propagator.inject(headers, self._context(self._step))
+
+    def end(self, attributes: Mapping[str, str | int | float | list[str]], error: str) -> None:
+        from opentelemetry.trace import StatusCode
+
+        self._end_step()
+        self._call.set_attributes(attributes)
+        if error:
+            self._call.set_status(StatusCode.ERROR, error)
+        self._call.end()
+
+    def _end_step(self) -> None:
+        if self._step is not self._call:
+            self._step.end()

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 
-from proxy.call.plan import Continuation, TokenPlan
 from proxy.call.tree import SessionTree
+from proxy.call.turn import Continuation, TokenPlan
 from proxy.dialects.base import HistoryMessage, Request
 from proxy.engine.apis.renderer import Tokenizer
-from reconstruct.forest import order_key, shared_length
 from reconstruct.messages import digest_message, root_key
 from reconstruct.prompt import IDS_UNKNOWN
-from reconstruct.records import Call, Ids, pack_ids
+from reconstruct.records import Call, Ids, order_key, pack_ids, shared_length
 
 _decode = msgspec.json.decode
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from proxy.call.plan import Continuation, Place, place
-from proxy.call.turn import Planned, Sampled
+from proxy.call.tree import SessionTree
+from proxy.call.turn import Continuation, Planned, Sampled
 from proxy.dialects.base import Choice, Delta, Request, tool_call_id
-from proxy.dialects.fields import NOTED
-from proxy.engine.apis import base as engine
-from proxy.engine.apis.message import has_unread_call
+from proxy.dialects.fields import NOTED, UNPARSED, arguments_object
+from proxy.engine.apis import reply as engine
 from reconstruct.accounting import FROZEN
 from reconstruct.messages import chain, digest_message
+from reconstruct.prompt import IDS_UNKNOWN
 from reconstruct.records import (
     CHOSEN,
     CONTROL_TOKENS,
@@ -25,10 +26,12 @@ from reconstruct.records import (
     NO_TOKEN_IDS,
     NOT_CHOSEN,
     Call,
+    Ids,
     Node,
     Sampling,
     pack_ids,
     pack_logprobs,
+    shared_length,
 )
 
 _encode = msgspec.json.Encoder().encode
@@ -120,6 +123,71 @@ def call_records(
     return calls
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a prompt hangs in the forest: see reconstruct.records.Node."""
+
+    parent_id: str | None
+    branch_reason: str | None
+    base_id: str | None
+    base_length: int
+    delta_ids: Ids
+
+
+def place(tree: SessionTree, found: Continuation, prompt_ids: Ids | None, branch_reason: str | None) -> Place:
+    """Where `prompt_ids` (None: not known) hang: on the parent where they begin with all of its ids, else on the call that probably
+    shares most.
+
+    `branch_reason` is why the prompt is a fresh rendering, None when it was made to extend the parent. It is the place's where the
+    prompt does not extend the parent.
+    """
+    parent_id = found.parent.call_id if found.parent else None
+    if prompt_ids is None:
+        return Place(parent_id, _root_reason(tree, found) if parent_id is None else IDS_UNKNOWN, None, 0, pack_ids(()))
+    base = _nearest_known(tree, parent_id or found.near or next(reversed(tree.forest.calls), None))
+    known = tree.known_ids(base) if base is not None else None
+    shared = shared_length(known, prompt_ids) if known is not None else 0
+    if parent_id is None:
+        reason = _root_reason(tree, found)
+    elif base != parent_id:
+        reason = branch_reason or IDS_UNKNOWN
+    elif shared < tree.forest.full_length(parent_id):
+        reason = branch_reason or "retokenized"
+    else:
+        # Also where nothing proved it beforehand: a fresh rendering may begin with all of the parent's ids.
+        reason = _fork_reason(tree, found, parent_id)
+    return Place(parent_id, reason, base if shared else None, shared, prompt_ids[shared:])
+
+
+def _nearest_known(tree: SessionTree, call_id: str | None) -> str | None:
+    """The call, or the first of its ancestors whose ids are known."""
+    return next((call.call_id for call in tree.forest.lineage(call_id) if call.ids_known), None)
+
+
+def _fork_reason(tree: SessionTree, found: Continuation, parent_id: str) -> str | None:
+    """Why a call that extends its parent is not the first to do so."""
+    if _asked_before(tree, found, parent_id):
+        return "repeated"
+    if found.edited:
+        return "edited"
+    return "forked" if tree.forest.children(parent_id) else None
+
+
+def _root_reason(tree: SessionTree, found: Continuation) -> str | None:
+    if not len(tree.forest):
+        return None
+    if found.repeated or _asked_before(tree, found, None):
+        return "repeated"
+    return "edited" if found.edited else "new_root"
+
+
+def _asked_before(tree: SessionTree, found: Continuation, parent_id: str | None) -> bool:
+    """Whether the same request stands below the same parent by now: its twin may have been recorded while this one was sampled."""
+    asked = (tree.forest.calls[call_id] for call_id in reversed(tree.forest.find_by_prompt(found.fingerprint)))
+    # The chain leaves reasoning out: a request of the same fingerprint below another parent is of an edited history.
+    return any(call.node.parent_id == parent_id and call.root_key == found.dress for call in asked)
+
+
 def _marks(planned: Planned, messages_from: int) -> Mapping[str, str]:
     """What the harness said of the call, who sampled it, and the control tokens in its new messages."""
     marks, request = planned.turn.marks, planned.turn.request
@@ -205,6 +273,28 @@ def minted_choice(sampled: engine.Sampled, call_ids: Sequence[str], *, forced_to
         stop_reason=sampled.stop_reason,
         token_ids=sampled.token_ids or (),
     )
+
+
+_OPENERS = (
+    *("<tool_call>", "<tool_calls>", "<function=", "<function_calls>", "<minimax:tool_call>", "<|tool_call|>", "<|tool_call>"),
+    *("[TOOL_CALLS]", "<|python_tag|>", "<|action_start|>", "functools["),
+    *("<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),  # noqa: RUF001
+)
+"""How a tool call begins in the formats that vLLM 0.32 and SGLang parse (vllm/tool_parsers)."""
+
+
+def has_unread_call(request: Request, message: Mapping[str, Any], finish_reason: str) -> bool:
+    """Whether the model meant to call a tool and the engine's parser could not read it.
+
+    The parser then leaves the call in the text, or returns arguments that are not a JSON object. The record carries this as a label
+    that a trainer can filter on; it does not change which tokens are trained. A truncated reply has no unread call."""
+    if not request.tools or request.forward.get("tool_choice") == "none" or finish_reason not in ("stop", "tool_calls"):
+        return False
+    calls = message.get("tool_calls") or ()
+    if any(UNPARSED in arguments_object(call["function"]["arguments"]) for call in calls):
+        return True
+    content = message.get("content")
+    return isinstance(content, str) and any(opener in content for opener in _OPENERS)
 
 
 # Control tokens in text: what opens and closes turns for a chat template, but written by a user, a tool or an agent.

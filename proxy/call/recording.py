@@ -11,12 +11,11 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from proxy.errors import ReplayDiverged
-from proxy.store.sessions import Fork
+from proxy.store.states import Fork
 from reconstruct.accounting import settle
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
-from reconstruct.forest import Forest
-from reconstruct.records import NOT_CHOSEN, Call
+from reconstruct.records import NOT_CHOSEN, Call, Forest
 
 Stored = tuple[bytes, bytes]
 """The digest of a call's record, and the entry of a session's list that holds or names it."""

@@ -20,17 +20,17 @@ from typing import Any
 
 import msgspec
 
-from proxy.call.plan import Continuation, continuation, remember
 from proxy.call.prompts import prompt_continuation
 from proxy.call.recording import Live, Recalled, RecordedRequest, Recording, Refused, Replayed, Stored
 from proxy.call.tree import Draft, SessionTree, SessionTrees
+from proxy.call.turn import Continuation, continuation, remember
 from proxy.dialects.base import Choice, Delta, HistoryMessage, Reply, Request
 from proxy.engine.pool.pool import EnginePool
-from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.errors import EngineFailed, ReplayDiverged, Unavailable, VerbatimError
 from proxy.metrics import Metrics
 from proxy.store.sessions import SessionStore
 from proxy.store.sessions import digest as digest_record
+from proxy.timeline import CancelScope
 from reconstruct.codec import encode
 from reconstruct.messages import chain, digest_message
 from reconstruct.records import DIFFERS, DIVERGED, NO_TOKEN_IDS, PIVOT, REPLAY, Call, Node, pack_ids, pack_logprobs

@@ -23,11 +23,11 @@ import numpy as np
 from proxy.call.recording import Recording
 from proxy.dialects.base import HistoryMessage, ItemReader, ParsedMessage
 from proxy.errors import Conflict, NotFound, Unauthorized, UnknownCall
-from proxy.store.sessions import Begun, Fork, SessionInfo, SessionStore, digest, is_reference, refer
+from proxy.store.sessions import Begun, SessionStore, digest, is_reference, refer
+from proxy.store.states import Fork, SessionInfo
 from proxy.timeline import STORE, Waiting
 from reconstruct.codec import decode
 from reconstruct.errors import ReconstructError
-from reconstruct.forest import Forest
 from reconstruct.messages import (
     Digests,
     Message,
@@ -40,7 +40,7 @@ from reconstruct.messages import (
     root_key,
     without_lines,
 )
-from reconstruct.records import Call, Ids
+from reconstruct.records import Call, Forest, Ids
 
 _decode = msgspec.json.decode
 _encode = msgspec.json.Encoder().encode
@@ -107,6 +107,7 @@ class SessionTree:
 
     def __init__(self, info: SessionInfo, volatile: re.Pattern[str] | None = None) -> None:
         self.info = info
+        self.has_budget = info.has_budget
         self.recording: Recording | None = None
         """What the session replays."""
         self._volatile = volatile

@@ -15,9 +15,8 @@ import msgspec
 from proxy.dialects import fields
 from proxy.dialects.base import Choice, Delta, Endpoint, HistoryMessage, Incoming, Past, Reply, Request
 from proxy.dialects.chat import ChunkStream, OpenAIDialect, build_usage
-from proxy.dialects.fields import decode, encode
+from proxy.dialects.fields import MAX_VALUES, check_values, decode, encode
 from proxy.errors import RequestError
-from proxy.structure import MAX_VALUES, check_values
 from reconstruct.messages import Digests
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop")}

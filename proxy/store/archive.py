@@ -13,7 +13,8 @@ from proxy.errors import Conflict, NotFound
 from proxy.store import keys
 from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.keys import pack, pack_versioned, parse_hash
-from proxy.store.sessions import Intent, SessionInfo, SessionListing, SessionState, SessionStore, digest
+from proxy.store.sessions import SessionStore, digest
+from proxy.store.states import Intent, SessionInfo, SessionListing, SessionState
 
 NO_KEY = b""
 """The key hash of a restored session: no key opens it."""

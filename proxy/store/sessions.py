@@ -8,128 +8,21 @@ replays; whoever loads its records gets those.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from proxy.errors import Conflict, NotFound
+from proxy.errors import Conflict, NotFound, StoreUnavailable
 from proxy.store import keys
-from proxy.store.answers import Answers
 from proxy.store.connection import Argument, Script, StoreConnection
-from proxy.store.groups import GroupRule
-from proxy.store.keys import pack, pack_versioned, unpack, unpack_versioned
-from reconstruct.roles import RoleRule
+from proxy.store.keys import SCHEMA, pack, pack_versioned, unpack, unpack_versioned
+from proxy.store.states import Fork, Intent, SessionInfo, SessionListing, SessionState, Unserved, parse_state
 
 _REFERENCE = b"\xc1"
-LOADED_AT_ONCE = 32
 OPENING_SECONDS = 60.0
 """How long a fork that was announced may take to exist."""
-LOOKED_AT = 2048
-"""Listed sessions that one page looks at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """What a session replays before it samples: the first `calls` records of the session `session_id`, its origin, as far as the call
-    `until`, the pivot (None: all of them). `created_at` is the origin's: no other session of that id is meant.
-
-    `on_divergence`: what becomes of a request that was not recorded, live or fail. `tokens_per_second`: the pace of streamed replies that
-    are replayed; None: at once."""
-
-    session_id: str
-    created_at: float
-    calls: int
-    until: str | None = None
-    on_divergence: str = "live"
-    tokens_per_second: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Lookahead:
-    """How many candidates are sampled for one reply, and who chooses: `choose` is logprob (the highest mean logprob), model (`model`
-    judges) or http (the endpoint `url`). `roles`: of which calls; none: of all."""
-
-    n: int
-    choose: str = "logprob"
-    model: str | None = None
-    url: str | None = None
-    roles: tuple[str, ...] = ()
-    timeout_seconds: float = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class SessionInfo:
-    """The fields fixed when a session is created. `key_hash` is sha256 of the session's API key; the key is not stored."""
-
-    session_id: str
-    key_hash: bytes
-    created_at: float
-    task_id: str | None = None
-    group_id: str | None = None
-    group_size: int = 1
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    group_rule: GroupRule | None = None
-    trained: bool = True
-    """False: never leased to a trainer, whatever its reward, and not counted among undelivered groups."""
-    echo_policy: str = "strict"
-    """What an edited replay of a reply becomes. strict: a branch. minted: the reply as sampled, where an id minted into it proves which
-    reply is meant."""
-    role_rules: tuple[RoleRule, ...] = ()
-    """The roles of its calls, as its harness's definition declares them."""
-    max_calls: int | None = None
-    max_completion_tokens: int | None = None
-    max_total_tokens: int | None = None
-    """The budget (`proxy.call.budget`): calls, sampled tokens, tokens of prompts and replies. None: unlimited."""
-    replay: Fork | None = None
-    lookahead: Lookahead | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Unserved:
-    """A call that the service or its engine failed. `at`: when the harness got the error, in epoch seconds; `code` is the error's."""
-
-    at: float
-    call_id: str
-    code: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class SessionState:
-    """A session as it stands. `status`: open, closing, completed, failed, timeout, cancelled, or restoring during an import."""
-
-    info: SessionInfo
-    status: str = "open"
-    calls: int = 0
-    reward: float | None = None
-    per_call: Mapping[str, float] = field(default_factory=dict)
-    per_branch: Mapping[str, float] = field(default_factory=dict)
-    reward_metadata: Mapping[str, Any] = field(default_factory=dict)
-    error: str | None = None
-    closed_at: float | None = None
-    updated_at: float = 0.0
-    unserved: Unserved | None = None
-    """The last unserved call, which may have no record."""
-    replayed_at: float | None = None
-    """When a recorded reply was last given to its harness. A replayed call itself keeps the start that it had."""
-    sampled_tokens: int | None = None
-    """Known once the session is closed and ready for its group."""
-
-
-@dataclass(frozen=True, slots=True)
-class Intent:
-    """Written before the engine samples. One that stays without a record is a dangling call.
-
-    `process` asks the engine, and the call is in flight while that process lives; "" once the process has given the call up."""
-
-    call_id: str
-    parent_id: str | None
-    digest: bytes
-    replica: str
-    started_at: float
-    process: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +75,7 @@ class SessionStore:
         return False
 
     async def load(self, session_id: str) -> SessionState | None:
-        return _parse_state(await self._run("snapshot", _state_and_calls(session_id)))
+        return parse_state(await self._run("snapshot", _state_and_calls(session_id)))
 
     async def list_sessions(
         self, *, status: str | None, group_id: str | None, limit: int, cursor: str | None
@@ -212,7 +105,7 @@ class SessionStore:
         # The intent may have been written even when no answer arrives.
         self._unsettled[intent.call_id] = _Unsettled(session_id, None)
         answers = self._answers.encode(session_id)
-        args = (known_calls, intent.call_id, pack_versioned(signed), most_bytes, *answers)
+        args = (known_calls, intent.call_id, pack((SCHEMA, signed)), most_bytes, *answers)
         parts = (*_with_intents(session_id), *_answers_of(session_id))
         status, accepted, created_at, records = await self._run("begin", parts, args)
         if accepted:
@@ -306,7 +199,7 @@ class SessionStore:
                 self._unsettled.pop(call_id, None)
 
     def note_answered(self, session_id: str, call_ids: Sequence[str], *, delivered: bool) -> None:
-        """Whether the replies of a request were flushed to the harness; see `proxy.store.answers`."""
+        """Whether the replies of a request were flushed to the harness; see `Answers`."""
         self._answers.note(session_id, call_ids, delivered)
 
     async def settle_answers(self, session_id: str | None = None) -> None:
@@ -383,7 +276,7 @@ class SessionStore:
 
     async def mark_leased(self, session_id: str) -> SessionState | None:
         """Fixes the reward, and returns the state to lease; None when the session is gone."""
-        return _parse_state(await self._run("mark_leased", _state_and_calls(session_id), (self._now(),)))
+        return parse_state(await self._run("mark_leased", _state_and_calls(session_id), (self._now(),)))
 
     async def begin_close(self, session_id: str) -> SessionState:
         """open -> closing: no new call begins. Returns the state of a closed session unchanged. Raises `NotFound`."""
@@ -433,52 +326,6 @@ class SessionStore:
         return "" if self._clock is None else repr(self._clock())
 
 
-class SessionListing:
-    """All sessions by creation time, also those of each group.
-
-    The lists are in other slots than the sessions, written before a session and cleaned after it: readers skip an entry whose session
-    is missing, or was created at another time. A page looks at `LOOKED_AT` entries at most; a short page may still have a cursor.
-    """
-
-    def __init__(self, connection: StoreConnection, load: Callable[[str], Awaitable[SessionState | None]]) -> None:
-        self._redis = connection
-        self._load = load
-
-    async def add(self, info: SessionInfo) -> None:
-        member = keys.listing_member(info.created_at, info.session_id)
-        await asyncio.gather(*(self._redis.execute("ZADD", key, 0, member) for key in _lists(info)))
-
-    async def remove(self, info: SessionInfo) -> None:
-        member = keys.listing_member(info.created_at, info.session_id)
-        await asyncio.gather(*(self._redis.execute("ZREM", key, member) for key in _lists(info)))
-
-    async def load_page(
-        self, *, status: str | None, group_id: str | None, limit: int, cursor: str | None
-    ) -> tuple[list[SessionState], str | None]:
-        key = keys.SESSIONS if group_id is None else keys.group_sessions(group_id)
-        found: list[SessionState] = []
-        for _ in range(LOOKED_AT // LOADED_AT_ONCE):
-            before = "+" if cursor is None else f"({cursor}"
-            raw = await self._redis.execute("ZREVRANGEBYLEX", key, before, "-", "LIMIT", 0, LOADED_AT_ONCE)
-            members = [member.decode() for member in raw]
-            for member, state in zip(members, await self._load_members(members), strict=True):
-                cursor = member
-                if state is not None and status in (None, state.status):
-                    found.append(state)
-                    if len(found) == limit:
-                        return found, cursor
-            if len(members) < LOADED_AT_ONCE:
-                return found, None
-        return found, cursor
-
-    async def _load_members(self, members: list[str]) -> list[SessionState | None]:
-        states = await asyncio.gather(*(self._load(keys.parse_member(member)[0]) for member in members))
-        return [
-            state if state and member == keys.listing_member(state.info.created_at, state.info.session_id) else None
-            for member, state in zip(members, states, strict=True)
-        ]
-
-
 def refer(session_id: str, number: int) -> bytes:
     """The entry of a replayed call: record `number` of the session."""
     return _REFERENCE + pack((session_id, number))
@@ -491,10 +338,6 @@ def is_reference(entry: bytes) -> bool:
 def digest(record: bytes) -> bytes:
     """Distinguishes a repeated commit from a conflicting one."""
     return hashlib.blake2b(record, digest_size=16).digest()
-
-
-def _lists(info: SessionInfo) -> tuple[str, ...]:
-    return (keys.SESSIONS,) if info.group_id is None else (keys.SESSIONS, keys.group_sessions(info.group_id))
 
 
 def _state_and_calls(session_id: str) -> tuple[str, str]:
@@ -514,34 +357,107 @@ def _number(value: float | None) -> str:
 
 
 def _require_state(session_id: str, snapshot: Any) -> SessionState:
-    state = None if snapshot is None else _parse_state(snapshot)
+    state = None if snapshot is None else parse_state(snapshot)
     if state is None:
         raise NotFound(f"there is no session {session_id}")
     return state
 
 
-def _parse_state(snapshot: Any) -> SessionState | None:
-    flat, calls = snapshot
-    if not flat:
-        return None
-    fields = dict(zip(flat[::2], flat[1::2], strict=True))
-    reward, error, closed_at = fields.get(b"reward"), fields.get(b"error"), fields.get(b"closed_at")
-    return SessionState(
-        info=unpack_versioned(fields[b"info"], SessionInfo),
-        status=fields[b"status"].decode(),
-        calls=calls,
-        reward=None if reward is None else float(reward),
-        per_call=_unpack_mapping(fields.get(b"per_call")),
-        per_branch=_unpack_mapping(fields.get(b"per_branch")),
-        reward_metadata=_unpack_mapping(fields.get(b"reward_metadata")),
-        error=None if error is None else error.decode(),
-        closed_at=None if closed_at is None else float(closed_at),
-        updated_at=float(fields[b"updated_at"]),
-        unserved=unpack_versioned(fields[b"unserved"], Unserved) if b"unserved" in fields else None,
-        replayed_at=float(fields[b"replayed_at"]) if b"replayed_at" in fields else None,
-        sampled_tokens=int(fields[b"sampled_tokens"]) if b"sampled_tokens" in fields else None,
-    )
+# What became of the replies of recorded calls: delivered or not. A retry replaces an attempt only if it was not delivered.
+#
+# A commit notes in `answering` that its process answers the call. Once the reply went out, or did not, the outcome waits in the process for
+# the session's next write (`begin`, `commit`, `close`), which carries it in the same round trip. What finds none within
+# `CARRIED_WITHIN_SECONDS` is written on its own, and so is everything when the process stops.
+#
+# An outcome may be late, because nobody acts on it before it is there:
+#
+# - Which attempt is superseded is decided when rows are built, not when a retry comes: it does not matter which process serves the retry.
+#   Of an open session rows are a view. Here it includes what waits; in other processes it is that much behind.
+# - Of a closed session rows count. Whoever closes it asks the processes that `answering` names to end their calls and to write what waits
+#   (`settle`), and waits for them as for calls in flight. A reply that is still on its way then counts as not delivered.
+# - The close empties `answering`, and an outcome is taken only for a call that stands there. So nothing changes the rows of a closed
+#   session, nor those of a later session of the same id.
+# - What waits in a process that is killed is lost: these replies count as not delivered, like one that was on its way.
+
+CARRIED_WITHIN_SECONDS = 0.5
+
+Outcomes = list[Argument]
+"""Call id, and "1" if its reply was delivered or "", of each: as the scripts' `note_answers` reads them."""
 
 
-def _unpack_mapping(blob: bytes | None) -> dict[str, Any]:
-    return {} if blob is None else unpack(blob, dict[str, Any])
+class Answers:
+    """Those of this process. `write` writes outcomes of a session on their own."""
+
+    def __init__(self, write: Callable[[str, Outcomes], Awaitable[Any]]) -> None:
+        self._write = write
+        self._on_their_way: dict[str, set[str]] = {}
+        """By session, the calls whose outcome is not known."""
+        self._waiting: dict[str, dict[str, bool]] = {}
+        """By session and call, whether the reply was delivered: what the store does not know."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._flushing: asyncio.Task[None] | None = None
+
+    def expect(self, session_id: str, call_ids: Iterable[str]) -> None:
+        """These calls are being recorded and answered; `note` must follow."""
+        self._on_their_way.setdefault(session_id, set()).update(call_ids)
+
+    def note(self, session_id: str, call_ids: Iterable[str], delivered: bool) -> None:
+        """Of calls that were never to be recorded nothing is noted."""
+        on_their_way = self._on_their_way.get(session_id)
+        if on_their_way is None or not (noted := on_their_way.intersection(call_ids)):
+            return
+        on_their_way -= noted
+        if not on_their_way:
+            del self._on_their_way[session_id]
+        self._waiting.setdefault(session_id, {}).update(dict.fromkeys(noted, delivered))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(CARRIED_WITHIN_SECONDS, self._flush_in_background)
+
+    def find_delivered(self, session_id: str) -> set[str]:
+        """Of the calls whose outcome waits those whose reply was delivered."""
+        return {call_id for call_id, delivered in self._waiting.get(session_id, {}).items() if delivered}
+
+    def encode(self, session_id: str) -> Outcomes:
+        """What the session's next write is to carry. `forget` follows once it was made."""
+        waiting = self._waiting.get(session_id)
+        if waiting is None:
+            return []
+        return [part for call_id, delivered in waiting.items() for part in (call_id, "1" if delivered else "")]
+
+    def forget(self, session_id: str, carried: Outcomes) -> None:
+        """The store has what was carried."""
+        waiting = self._waiting.get(session_id) if carried else None
+        if waiting is None:
+            return
+        for call_id in carried[::2]:
+            waiting.pop(str(call_id), None)
+        if not waiting:
+            del self._waiting[session_id]
+
+    def forget_session(self, session_id: str) -> None:
+        self._on_their_way.pop(session_id, None)
+        self._waiting.pop(session_id, None)
+
+    async def flush(self) -> None:
+        """Returns when the store has all that waits. Raises StoreUnavailable; then it waits on."""
+        await asyncio.gather(*map(self._flush_session, list(self._waiting)))
+
+    async def settle(self, session_id: str | None = None) -> None:
+        """The same for one session, or for all, of which no reply is on its way afterwards: one that is counts as not delivered."""
+        for each in list(self._on_their_way) if session_id is None else [session_id]:
+            self.note(each, self._on_their_way.get(each, ()), delivered=False)
+        await (self.flush() if session_id is None else self._flush_session(session_id))
+
+    async def _flush_session(self, session_id: str) -> None:
+        if carried := self.encode(session_id):
+            await self._write(session_id, carried)
+            self.forget(session_id, carried)
+
+    def _flush_in_background(self) -> None:
+        self._timer = None
+        self._flushing = asyncio.create_task(self._try_to_flush())
+
+    async def _try_to_flush(self) -> None:
+        # Otherwise the process's next beat tries again.
+        with contextlib.suppress(StoreUnavailable):
+            await self.flush()

@@ -12,16 +12,15 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 
 from proxy.errors import NotFound
-from proxy.store.sessions import SessionState
+from proxy.store.states import SessionState
 from proxy.ui.conversation import ShownMessage, list_messages, name_tool_calls, show_message
 from proxy.ui.listing import load_group
 from proxy.ui.pictures import Rewards
 from proxy.ui.rendering import page
 from proxy.ui.session_view import SessionView, summarize
 from proxy.ui.shown import Shown, Ui
-from reconstruct.forest import shared_length
 from reconstruct.messages import canonical_json
-from reconstruct.records import Call
+from reconstruct.records import Call, shared_length
 
 PAIRS_ON_A_PAGE = 100
 SHOWN_CHARACTERS = 4000

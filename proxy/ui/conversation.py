@@ -19,9 +19,8 @@ import msgspec
 
 from proxy.errors import NotFound
 from proxy.rows import messages_of
-from reconstruct.forest import Forest
 from reconstruct.messages import reasoning_of
-from reconstruct.records import Call
+from reconstruct.records import Call, Forest
 
 _decode = msgspec.json.decode
 

@@ -12,7 +12,7 @@ from proxy.api.closing import RUN_ENDED
 from proxy.api.sessions import Status
 from proxy.services import Services
 from proxy.store.keys import listing_member
-from proxy.store.sessions import SessionState
+from proxy.store.states import SessionState
 from proxy.ui.pictures import Rewards
 
 PAGE = 50

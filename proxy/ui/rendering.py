@@ -18,7 +18,7 @@ import jinja2
 from fastapi import Request, Response
 from markupsafe import Markup, escape
 
-from proxy.store.sessions import SessionState
+from proxy.store.states import SessionState
 from proxy.ui.conversation import pretty
 
 POLICY = (

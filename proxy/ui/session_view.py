@@ -16,12 +16,11 @@ import numpy as np
 from proxy.errors import NotFound
 from proxy.rows import Built, build_rows, sampling_as_wire
 from proxy.services import Services
-from proxy.store.sessions import Intent, SessionState
+from proxy.store.states import Intent, SessionState
 from proxy.ui.conversation import CallSummary, Conversation, Turn, arrange, build_turn
 from reconstruct.accounting import Settled
-from reconstruct.forest import Forest, order_key
 from reconstruct.messages import reasoning_of
-from reconstruct.records import Call
+from reconstruct.records import Call, Forest, order_key
 from reconstruct.trajectory import Trajectory
 
 CACHED_SESSIONS = 4

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 
 from proxy.errors import NotFound
-from proxy.store.sessions import SessionState
+from proxy.store.states import SessionState
 from proxy.ui.pictures import Rewards
 from proxy.ui.rendering import page
 from proxy.ui.shown import Shown, Tasks, Ui

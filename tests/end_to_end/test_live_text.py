@@ -16,14 +16,14 @@ import pytest
 
 from proxy.dialects.base import Request
 from proxy.engine.apis.base import Job
-from proxy.engine.apis.message import Assembly, plain_message
+from proxy.engine.apis.reply import Assembly, plain_message
 from proxy.engine.apis.vllm_reply import LiveText, Parser
 from proxy.engine.in_vllm.launch import VllmServer
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.replica import Replica
-from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.engine.wire.http import EngineHttp
 from proxy.settings import Settings
+from proxy.timeline import CancelScope
 from reconstruct.records import pack_ids
 
 pytestmark = pytest.mark.engine

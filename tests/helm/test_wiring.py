@@ -22,7 +22,7 @@ from cli.main import app
 from cli.rollout_service import KNOWN, add_rollouts
 from cli.serving.server import CUT_SECONDS, listen
 from proxy.app import create_app
-from proxy.call.routes import Routes
+from proxy.call.http import Routes
 from proxy.dialects.catalogue import dialects
 from proxy.engine.in_vllm.launch import Device, vllm_command
 from proxy.engine.pool.membership import parse_engine

@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy import structure
 from proxy.call import door as parsing_module
 from proxy.call.door import LARGE_BYTES, REST_FACTOR, SMALL_BYTES, Parsing
 from proxy.call.http import BodyRoom, read_body
 from proxy.call.tree import Draft, SessionTree, SessionTrees
+from proxy.dialects import fields
 from proxy.dialects.base import Incoming, ParsedMessage, Past, Request
+from proxy.dialects.fields import MAX_DEPTH, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES, PIECE_BYTES, check_depth, check_values
 from proxy.errors import RequestError, TooManyCalls
-from proxy.store.sessions import SessionInfo
-from proxy.structure import MAX_DEPTH, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES, PIECE_BYTES, check_depth, check_values
+from proxy.store.states import SessionInfo
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, running_redis
@@ -219,8 +219,8 @@ def test_what_stands_in_strings_is_told_from_the_rest_wherever_a_piece_ends(valu
     count(value)
     for size in (1, 2, 3, 7):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(structure, "PIECE_BYTES", size)
-            outside = b"".join(piece.tobytes() for piece in structure._outside_strings(raw))
+            patch.setattr(fields, "PIECE_BYTES", size)
+            outside = b"".join(piece.tobytes() for piece in fields._outside_strings(raw))
         assert sum(outside.count(mark) for mark in (b"[", b",")) == marks
 
 

@@ -17,10 +17,10 @@ import msgspec
 import pytest
 
 from proxy.app import create_app
-from proxy.call.routes import Routes
+from proxy.call.http import Routes
 from proxy.dialects.catalogue import dialects
+from proxy.dialects.fields import MAX_DEPTH
 from proxy.settings import Settings
-from proxy.structure import MAX_DEPTH
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer

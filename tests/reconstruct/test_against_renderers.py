@@ -28,7 +28,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from reconstruct.bridge import Bridge, Refusal, Rendering, Reply, derive, turn_end
+from reconstruct.prompt import Bridge, Refusal, Rendering, Reply, derive, turn_end
 from reconstruct.records import Ids, pack_ids
 from tests.support.engine.template_families import CORPUS, plain_messages
 

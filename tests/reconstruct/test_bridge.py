@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reconstruct.bridge import Bridge, Rendering, Reply, derive, turn_end
+from reconstruct.prompt import Bridge, Rendering, Reply, derive, turn_end
 from reconstruct.records import Ids, pack_ids
 
 Message = dict[str, Any]

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reconstruct.codec import SCHEMA_VERSION, decode, encode
+from reconstruct.details import CallDetails
 from reconstruct.errors import DecodeError, IdOutOfRange
 from reconstruct.media import Media
-from reconstruct.records import Call, CallDetails, Node, Sampling, Span, pack_ids, pack_logprobs
+from reconstruct.records import Call, Node, Sampling, Span, pack_ids, pack_logprobs
 from tests.support.sessions.calls import call
 
 GOLDEN = Path(__file__).with_name("golden")

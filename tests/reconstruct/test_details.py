@@ -29,8 +29,9 @@ from proxy.archive.tables import rows_of as archived_rows
 from reconstruct.accounting import account, settle
 from reconstruct.builders import Builder, merged, per_call
 from reconstruct.codec import decode, encode
+from reconstruct.details import CallDetails
 from reconstruct.errors import LengthMismatch
-from reconstruct.records import NO_LOGPROBS, Call, CallDetails, Sampling
+from reconstruct.records import NO_LOGPROBS, Call, Sampling
 from reconstruct.trajectory import MIXED, NAMES, RowDetails, Trajectory, encode_row
 from tests.reconstruct.test_properties import CONTEXT, FEWER, Drawn, sessions
 from tests.support.sessions.calls import Talk, call

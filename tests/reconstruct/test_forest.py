@@ -9,7 +9,7 @@ import pytest
 
 from reconstruct.codec import encode
 from reconstruct.errors import LengthMismatch, UnknownParent
-from reconstruct.forest import Forest, shared_length
+from reconstruct.records import Forest, shared_length
 from tests.support.sessions.calls import Talk, call
 
 

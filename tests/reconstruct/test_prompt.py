@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from reconstruct.bridge import Rendering
-from reconstruct.prompt import IDS_UNKNOWN, Parent, Prompt, plan
+from reconstruct.prompt import IDS_UNKNOWN, Parent, Prompt, Rendering, plan
 from reconstruct.records import Ids, pack_ids
 
 WORDS = {"hi": 11, "hello": 12, "bye": 13, "?": 14, "x": 15, "7": 16}

@@ -25,8 +25,7 @@ from pydantic import ValidationError
 
 from proxy.settings import Settings
 from proxy.store.sessions import SessionStore
-from reconstruct.forest import Forest
-from reconstruct.records import Call
+from reconstruct.records import Call, Forest
 from reconstruct.roles import LABELS, Marks, RoleRule, find_purpose, find_superseded, infer_side_calls, lower_case
 from tests.support.engine.scripted_engine import Fail, Generation, Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running

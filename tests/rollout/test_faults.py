@@ -16,7 +16,7 @@ import pytest
 
 from proxy.call.answer import Afterwork
 from proxy.errors import BudgetExhausted, EngineFailed, StoreUnavailable
-from proxy.store.sessions import Unserved
+from proxy.store.states import Unserved
 from rollout.attempts import RETRIED, AttemptId, Failure, RolloutFailed
 from rollout.evaluators import catalogue
 from rollout.runtimes.base import Executed

@@ -17,23 +17,21 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.apis.base import (
-    Emit,
-    EngineKind,
-    Job,
+from proxy.engine.apis.base import Emit, EngineKind, IdText, Job, chat_body
+from proxy.engine.apis.probe import Probe
+from proxy.engine.apis.reply import (
+    Assembly,
     Outcome,
+    PromptLogprobs,
     Reading,
     Sampled,
+    Tops,
     Usage,
-    chat_body,
     check_entries,
     choice_at,
     is_visible,
+    read_details,
 )
-from proxy.engine.apis.details import PromptLogprobs, Tops, read_details
-from proxy.engine.apis.id_text import IdText
-from proxy.engine.apis.message import Assembly
-from proxy.engine.apis.probe import Probe
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineAnswer, UnknownRoute
 from proxy.errors import ContextTooLong, EngineFailed, RequestError, VerbatimError

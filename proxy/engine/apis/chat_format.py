@@ -1,7 +1,7 @@
 """ChatFormat: a model's chat format, for engines that take token ids but neither render messages nor parse replies.
 
 The `renderers` package knows the formats of many model families: messages to ids, sampled ids to a message. Its bridge between turns
-is not used, because `reconstruct.bridge` proves one from the renderings. Everything here blocks; `LocalRenderer` runs it in threads.
+is not used, because `reconstruct.prompt` proves one from the renderings. Everything here blocks; `LocalRenderer` runs it in threads.
 Checked against renderers 0.1.12.
 """
 

@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 
 from proxy.dialects.base import FirstToken, Request
-from proxy.engine.apis.base import Emit, EngineKind, Job, Outcome, Reading, Sampled, Usage, choice_at
-from proxy.engine.apis.message import visible_ids
+from proxy.engine.apis.base import Emit, EngineKind, Job
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import LocalRenderer
+from proxy.engine.apis.reply import Outcome, Reading, Sampled, Usage, choice_at, visible_ids
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineAnswer
 from proxy.errors import EngineFailed, RequestError

@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeVar
 
 from proxy.dialects.base import Request
 from proxy.engine.apis.chat_format import ChatFormat
-from proxy.engine.apis.message import cut_at_stop, keep_one_call
+from proxy.engine.apis.reply import cut_at_stop, keep_one_call
 from proxy.errors import EngineFailed, RequestError
-from reconstruct.bridge import Rendering
+from reconstruct.prompt import Rendering
 from reconstruct.records import Ids, pack_ids
 
 log = logging.getLogger(__name__)

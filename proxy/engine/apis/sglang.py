@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import FirstToken
-from proxy.engine.apis.base import Emit, EngineKind, Job, Outcome, Reading, Version, choice_at
+from proxy.engine.apis.base import Emit, EngineKind, Job
 from proxy.engine.apis.completions import IdChoice, parse_outcome, prove_prompt
 from proxy.engine.apis.probe import Probe
+from proxy.engine.apis.reply import Outcome, Reading, Version, choice_at
 from proxy.engine.replica import Replica
 from proxy.engine.weights.vllm import PROBE_SECONDS, TORN, Claim, Loaded, StepRefused, Transfer, WeightApi
 from proxy.engine.wire.http import EngineAnswer, refusal

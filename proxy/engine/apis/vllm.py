@@ -16,11 +16,10 @@ import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.apis import vllm_plugin
-from proxy.engine.apis.base import Emit, EngineKind, Job, Outcome, Reading, Sampled, chat_body, choice_at, is_visible
-from proxy.engine.apis.details import PromptLogprobs
-from proxy.engine.apis.id_text import IdText
+from proxy.engine.apis.base import Emit, EngineKind, IdText, Job, chat_body
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import SEED_IDS, Rendered, Tokenizer
+from proxy.engine.apis.reply import Outcome, PromptLogprobs, Reading, Sampled, choice_at, is_visible
 from proxy.engine.apis.vllm_reply import (
     DERENDER,
     GENERATE,
@@ -39,8 +38,8 @@ from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineHttp
 from proxy.errors import ContextTooLong, EngineFailed, VerbatimError
 from proxy.timeline import INTERPRET, Within
-from reconstruct.bridge import Rendering
 from reconstruct.errors import IdOutOfRange
+from reconstruct.prompt import Rendering
 from reconstruct.records import Ids
 
 _RENDER = "/v1/chat/completions/render"
@@ -247,7 +246,7 @@ class _TextChoice(PieceChoice):
         logprobs = [entry.get("logprob") for entry in self._entries]
         message = {"role": "assistant", "content": "".join(self._text)}
         content = self._entries if job.request.top_logprobs is not None else None
-        return self.finish(replica, job, logprobs, message, content, prompt_logprobs)
+        return self.finish(replica, job.wanted, job.prompt_ids, logprobs, message, content, prompt_logprobs)
 
 
 class _Tokenizer:

@@ -13,22 +13,21 @@ import msgspec
 import numpy as np
 
 from proxy.dialects.base import Delta, FirstToken
-from proxy.engine.apis.base import (
-    Emit,
+from proxy.engine.apis.base import Emit, Job, PlanRequest, chat_body
+from proxy.engine.apis.probe import Probe
+from proxy.engine.apis.reply import (
+    CertainText,
     GeneratedChoice,
-    Job,
     Outcome,
-    PlanRequest,
     Reading,
     Sampled,
     Version,
-    chat_body,
     choice_at,
     is_visible,
+    keep_one_call,
+    plain_message,
 )
-from proxy.engine.apis.details import Tops as TopLists
-from proxy.engine.apis.message import CertainText, keep_one_call, plain_message
-from proxy.engine.apis.probe import Probe
+from proxy.engine.apis.reply import Tops as TopLists
 from proxy.engine.in_vllm.frames import (
     PROTOCOL,
     ROUTE,
@@ -52,8 +51,9 @@ from proxy.engine.in_vllm.frames import (
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineHttp, UnknownRoute
 from proxy.errors import ContextTooLong, EngineFailed, EngineUnavailable
+from reconstruct.details import NO_TOKEN
 from reconstruct.prompt import Prompt
-from reconstruct.records import NO_TOKEN, Logprobs, pack_ids
+from reconstruct.records import Logprobs, pack_ids
 
 _NO_IDS = pack_ids(())
 _encode = msgspec.json.Encoder().encode
@@ -172,7 +172,7 @@ class _Choice(GeneratedChoice):
             content = (self.ended.shown if self.ended is not None else None) or []
         shown = content if job.request.top_logprobs is not None and self.token_ids else None
         tops = self._tops if job.wanted.top_logprobs and job.request.prompt is None else None
-        return self.finish(replica, job, self.logprobs, self.message(job), shown, prompt_logprobs, tops)
+        return self.finish(replica, job.wanted, job.prompt_ids, self.logprobs, self.message(job), shown, prompt_logprobs, tops)
 
 
 class _Reply:

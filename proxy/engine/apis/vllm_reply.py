@@ -14,9 +14,21 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta
-from proxy.engine.apis.base import GeneratedChoice, Job, Sampled, Usage, Version, chat_body, check_entries, choice_at
-from proxy.engine.apis.details import PromptLogprobs
-from proxy.engine.apis.message import CertainText, cut_at_stop, keep_one_call, plain_message, visible_ids
+from proxy.engine.apis.base import Job, chat_body
+from proxy.engine.apis.reply import (
+    CertainText,
+    GeneratedChoice,
+    PromptLogprobs,
+    Sampled,
+    Usage,
+    Version,
+    check_entries,
+    choice_at,
+    cut_at_stop,
+    keep_one_call,
+    plain_message,
+    visible_ids,
+)
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineAnswer, EngineHttp
 
@@ -161,7 +173,9 @@ class SampledChoice(PieceChoice):
             decoded = (msgspec.json.decode(entry.top_logprobs, type=list[_Top]) for entry in self.entries)
             tops = [[(top.token_id, top.logprob) for top in entry if top.logprob is not None] for entry in decoded]
         logprobs = list(map(_logprob, self.entries))
-        return self.finish(replica, job, logprobs, parsed.message, parsed.logprobs, prompt_logprobs, tops)
+        return self.finish(
+            replica, job.wanted, job.prompt_ids, logprobs, parsed.message, parsed.logprobs, prompt_logprobs, tops
+        )
 
 
 def _first_tops(entry: Logprob, most: int) -> msgspec.Raw:

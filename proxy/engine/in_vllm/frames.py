@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from reconstruct.forest import shared_length
-from reconstruct.records import Ids, Logprobs
+from reconstruct.records import Ids, Logprobs, shared_length
 
 PROTOCOL = 1
 """Raised by every change that the other side would misread."""

@@ -19,7 +19,8 @@ from vllm.parser import Parser
 from vllm.renderers.online_derenderer import _resolve_logprobs
 
 from proxy.engine.in_vllm.frames import Ask, Ended, Frame, Piece, Tops
-from reconstruct.records import NO_TOKEN, Ids
+from reconstruct.details import NO_TOKEN
+from reconstruct.records import Ids
 
 log = logging.getLogger("vllm.verbatim")
 

@@ -56,8 +56,7 @@ from proxy.engine.in_vllm.frames import (
     write_frame,
 )
 from proxy.engine.in_vllm.reply import Body, Interpreter, Reply, own_logprobs
-from reconstruct.bridge import Rendering
-from reconstruct.prompt import Parent, Prompt, plan
+from reconstruct.prompt import Parent, Prompt, Rendering, plan
 from reconstruct.records import Ids, pack_ids
 
 log = logging.getLogger("vllm.verbatim")

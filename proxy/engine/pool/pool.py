@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -22,12 +23,13 @@ from proxy.engine.pool.membership import Member, Membership, Resolver, replica_a
 from proxy.engine.pool.seats import Caller, Gate, Seats, rank_replicas
 from proxy.engine.pool.standing import Standing, Watches
 from proxy.engine.replica import Health, HealthRule, Replica
-from proxy.engine.wire.channels import open_channels, open_session
+from proxy.engine.wire.channels import Channels
 from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineUnavailable, NotFound, VerbatimError
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 from proxy.store.service import EngineStore
+from proxy.timeline import carried
 
 log = logging.getLogger(__name__)
 
@@ -376,3 +378,60 @@ def is_frozen(replica: Replica, model: str, frozen: Collection[str]) -> bool:
     """Whether what the replica samples for `model` is never trained: a frozen model, by the requested name, the policy's or the
     engine's own."""
     return not {model, replica.policy, replica.model_for(model)}.isdisjoint(frozen)
+
+
+# The connections to engines.
+
+
+_IDLE_SECONDS = 4.0
+"""vLLM's server closes an idle connection after 5 seconds, and a request sent at that moment would be lost."""
+
+_PROBE_AFTER_SECONDS = 30
+_PROBE_EVERY_SECONDS = 10
+_PROBES = 3
+
+
+def open_session(settings: Settings) -> aiohttp.ClientSession:
+    """The session for probes and weights, with the engines' API key and no limit on connections."""
+    key = settings.engine_api_key
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_make_socket),
+        headers={"Authorization": f"Bearer {key.get_secret_value()}"} if key else None,
+        timeout=aiohttp.ClientTimeout(
+            total=None, sock_connect=settings.engine_connect_seconds, sock_read=settings.engine_timeout_seconds
+        ),
+    )
+
+
+def open_channels(settings: Settings) -> Channels:
+    """The connections for calls, with the same key and timeouts."""
+    key = settings.engine_api_key
+    return Channels(
+        key.get_secret_value() if key else None,
+        connect_seconds=settings.engine_connect_seconds,
+        read_seconds=settings.engine_timeout_seconds,
+        idle_seconds=_IDLE_SECONDS,
+        socket_factory=_make_socket,
+        trace_headers=carried if settings.trace_endpoint is not None else None,
+        session_header=settings.engine_session_header,
+    )
+
+
+def _make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket with keepalive probes: a call to a machine that vanished breaks within a minute or so, and a call to an engine that
+    thinks for an hour does not."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    longest_seconds = _PROBE_AFTER_SECONDS + _PROBES * _PROBE_EVERY_SECONDS
+    # Not every system has all of these. The last covers sent data that is never acknowledged, during which no probe is sent.
+    for name, value in (
+        ("TCP_KEEPIDLE", _PROBE_AFTER_SECONDS),
+        ("TCP_KEEPINTVL", _PROBE_EVERY_SECONDS),
+        ("TCP_KEEPCNT", _PROBES),
+        ("TCP_USER_TIMEOUT", longest_seconds * 1000),
+    ):
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made

@@ -1,27 +1,329 @@
-"""Channels: the pooled connections to engines. There is no limit on their number; idle ones are kept between calls."""
+"""HTTP connections to engines: a Channel carries one request after another, an Answer arrives on it, Channels keeps the idle ones.
+
+They do what a call needs and no more: a POST or GET, and its answer whole or in pieces. A general client spends several times as
+long on a request in Python, and every call makes three requests. There is no limit on the number of connections.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import socket
 import ssl
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from urllib.parse import unquote, urlsplit
 
-import aiohttp
+import httptools
 from aiohappyeyeballs import AddrInfoType, start_connection
-
-from proxy.engine.wire.channel import Answer, CannotConnect, Channel, ConnectTimeout
-from proxy.settings import Settings
-from proxy.timeline import carried
 
 SocketFactory = Callable[[AddrInfoType], socket.socket]
 
 _NEXT_SECONDS = 0.25
 """How long one address of a host is tried before the next is tried as well (RFC 8305)."""
+
+_BUFFERED_BYTES = 1 << 20
+"""How much of an answer may be unread before the channel stops reading."""
+
+_REST_SECONDS = 1.0
+"""How long the unread rest of an answer may take to arrive."""
+
+
+class ChannelError(Exception):
+    """A request without a complete answer."""
+
+
+class CannotConnect(ChannelError):
+    """No connection was made, so the request was not sent."""
+
+
+class ConnectTimeout(ChannelError):
+    """No connection was made in time."""
+
+
+class Unanswered(ChannelError):
+    """The engine closed the connection before it answered."""
+
+
+class BrokenOff(ChannelError):
+    """The answer ended early, or is not HTTP."""
+
+
+class Channel(asyncio.Protocol):
+    """`on_idle` is called when the connection can carry another request. The engine may be silent for `read_seconds` (0: for ever)."""
+
+    def __init__(self, on_idle: Callable[[Channel], None], read_seconds: float) -> None:
+        self.lost = False
+        self.idle_since = 0.0
+        self._on_idle = on_idle
+        self._read_seconds = read_seconds
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport
+        self._answer: Answer | None = None
+
+    async def ask(self, head: bytes, body: bytes) -> Answer:
+        """The answer, once its status and headers are there. Raises ChannelError, and TimeoutError if the engine is silent."""
+        if self._answer is not None:
+            raise RuntimeError("the connection has not finished its last request")
+        answer = self._answer = Answer(self, self._read_seconds)
+        self._transport.write(head + body)
+        try:
+            await answer.wait_for_status()
+        except BaseException:
+            self.close()
+            raise
+        return answer
+
+    def pause_reading(self) -> None:
+        if not self.lost:
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self.lost:
+            self._transport.resume_reading()
+
+    @property
+    def _unsent(self) -> bool:
+        """Whether part of the request was not sent yet."""
+        return self._transport.get_write_buffer_size() > 0
+
+    def close(self) -> None:
+        """Hang up."""
+        self.lost = True
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            if self._answer is not None:
+                self._answer.fail(BrokenOff(f"the engine's answer is not HTTP: {error}"))
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        if self._answer is not None:
+            self._answer.connection_lost(exc)
+            self._answer = None
+
+    def on_message_begin(self) -> None:
+        if self._answer is None:
+            # An answer without a request: later answers could not be matched either.
+            self.close()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._answer is not None:
+            self._answer.add_header(name.lower(), value)
+
+    def on_headers_complete(self) -> None:
+        if self._answer is not None:
+            self._answer.set_status(self._parser.get_status_code())
+
+    def on_body(self, body: bytes) -> None:
+        if self._answer is not None:
+            self._answer.add_body(body)
+
+    def on_message_complete(self) -> None:
+        answer = self._answer
+        # Informational answers (1xx) precede the real one.
+        if answer is None or not answer.status:
+            return
+        self._answer = None
+        answer.finish()
+        # An engine may refuse a request of which it has only a part; another one cannot follow that.
+        if self._parser.should_keep_alive() and not self.lost and not self._unsent:
+            self.idle_since = self._loop.time()
+            self._on_idle(self)
+        else:
+            self.close()
+
+
+class Answer:
+    """An engine's answer: `status`, `location` of a redirect, and the body, which can be read once, whole or in pieces."""
+
+    def __init__(self, channel: Channel, read_seconds: float) -> None:
+        self.status = 0
+        self.location = ""
+        self._channel = channel
+        self._loop = asyncio.get_running_loop()
+        self._read_seconds = read_seconds
+        self._heard_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._pieces: deque[bytes] = deque()
+        self._unread = 0
+        self._paused = False
+        self._whole = False
+        self._measured = False
+        """Whether the answer says where it ends; otherwise it ends with the connection."""
+        self._error: Exception | None = None
+        self._waiting: asyncio.Future[bool] | None = None
+        self._hear: Callable[[bytes], bool] | None = None
+
+    async def __aenter__(self) -> Answer:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.leave(failed=kind is not None)
+
+    def leave(self, *, failed: bool) -> None:
+        """The reader reads no further."""
+        if failed:
+            self.close()
+        elif not self._whole:
+            # The rest is not needed, and after it the connection can be reused.
+            self._loop.call_later(_REST_SECONDS, self.close)
+
+    def close(self) -> None:
+        """Hang up: the engine sees a disconnected client, a reader gets BrokenOff."""
+        if not self._whole:
+            self.fail(BrokenOff("the connection was closed"))
+            self._channel.close()
+
+    async def wait_for_status(self) -> None:
+        """Returns when the status is there. Called once the engine has the whole request: `read_seconds` start now."""
+        self._heard_at = self._loop.time()
+        if self._read_seconds and not self._whole and self._error is None:
+            self._timer = self._loop.call_later(self._read_seconds, self._check_silence)
+        while not self.status:
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """The whole body. Raises as `read_piece`."""
+        taken: list[bytes] = []
+        while piece := await self.read_piece():
+            taken.append(piece)
+        return b"".join(taken)
+
+    async def read_refusal(self) -> bytes:
+        """As much of the body as comes: an engine may hang up while it refuses."""
+        taken: list[bytes] = []
+        with contextlib.suppress(BrokenOff, TimeoutError):
+            while piece := await self.read_piece():
+                taken.append(piece)
+        return b"".join(taken)
+
+    async def read_piece(self, seconds: float | None = None) -> bytes | None:
+        """The part of the body since the last piece, at least a byte; b"" at the end, None if nothing came for `seconds`. Raises BrokenOff
+        and TimeoutError."""
+        while not self._pieces:
+            if self._whole:
+                return b""
+            if not await self._wait(seconds):
+                return None
+        piece, self._unread = b"".join(self._pieces), 0
+        self._pieces.clear()
+        self._resume()
+        return piece
+
+    async def follow(self, hear: Callable[[bytes], bool]) -> bool:
+        """Call `hear` with each piece of the body as it arrives, until it returns False: True then, and False if the body ended before.
+        No task wakes for a piece. Raises as `read_piece`, and what `hear` raises."""
+        self._hear = hear
+        while self._pieces and self._hear is not None:
+            self._tell(self._hear, self._pieces.popleft())
+        self._unread = 0
+        self._resume()
+        while self._hear is not None and not self._whole:
+            await self._wait()
+        if self._hear is None and self._error is not None:
+            raise self._error
+        return self._hear is None
+
+    def _tell(self, hear: Callable[[bytes], bool], piece: bytes) -> None:
+        try:
+            if hear(piece):
+                return
+        except Exception as error:
+            self.fail(error)
+        self._hear = None
+        self._wake()
+
+    def _resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._channel.resume_reading()
+
+    async def _wait(self, seconds: float | None = None) -> bool:
+        """True when something arrived, False after `seconds`. Raises what ended the answer."""
+        if self._error is not None:
+            raise self._error
+        self._waiting = self._loop.create_future()
+        timer = None if seconds is None else self._loop.call_later(seconds, self._wake, False)
+        try:
+            return await self._waiting
+        finally:
+            self._waiting = None
+            if timer is not None:
+                timer.cancel()
+
+    def _wake(self, arrived: bool = True) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(arrived)
+
+    def fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._stop_timer()
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_exception(self._error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # An answer that was given up is not complete just because its connection ends as well.
+        if exc is None and self.status and not self._measured and self._error is None:
+            self.finish()
+            return
+        reason = str(exc) if exc else "the engine closed the connection"
+        self.fail(BrokenOff(reason) if self.status else Unanswered(reason))
+
+    def add_header(self, name: bytes, value: bytes) -> None:
+        """`name` is lower case."""
+        if name == b"location":
+            self.location = value.decode("latin-1")
+        elif name in (b"content-length", b"transfer-encoding"):
+            self._measured = True
+
+    def set_status(self, status: int) -> None:
+        if status >= 200:
+            self.status = status
+            self._wake()
+
+    def add_body(self, body: bytes) -> None:
+        self._heard_at = self._loop.time()
+        if self._hear is not None:
+            self._tell(self._hear, body)
+            return
+        self._pieces.append(body)
+        self._unread += len(body)
+        if self._unread > _BUFFERED_BYTES and not self._paused:
+            self._paused = True
+            self._channel.pause_reading()
+        self._wake()
+
+    def finish(self) -> None:
+        self._whole = True
+        self._stop_timer()
+        self._resume()
+        self._wake()
+
+    def _check_silence(self) -> None:
+        """Fail if nothing came for `read_seconds`, otherwise check again when that may be so."""
+        left = self._heard_at + self._read_seconds - self._loop.time()
+        if left > 0 or self._paused:
+            self._timer = self._loop.call_later(max(left, 1.0), self._check_silence)
+            return
+        self.fail(TimeoutError(f"the engine sent nothing for {self._read_seconds:g} seconds"))
+        self._channel.close()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,57 +473,3 @@ def _target(url: str) -> _Target:
         known = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
         lines += f"Authorization: Basic {base64.b64encode(known.encode()).decode()}\r\n"
     return _Target(host, port, tls, path.encode("latin-1", "replace"), lines.encode("latin-1", "replace"))
-
-
-_IDLE_SECONDS = 4.0
-"""vLLM's server closes an idle connection after 5 seconds, and a request sent at that moment would be lost."""
-
-_PROBE_AFTER_SECONDS = 30
-_PROBE_EVERY_SECONDS = 10
-_PROBES = 3
-
-
-def open_session(settings: Settings) -> aiohttp.ClientSession:
-    """The session for probes and weights, with the engines' API key and no limit on connections."""
-    key = settings.engine_api_key
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_make_socket),
-        headers={"Authorization": f"Bearer {key.get_secret_value()}"} if key else None,
-        timeout=aiohttp.ClientTimeout(
-            total=None, sock_connect=settings.engine_connect_seconds, sock_read=settings.engine_timeout_seconds
-        ),
-    )
-
-
-def open_channels(settings: Settings) -> Channels:
-    """The connections for calls, with the same key and timeouts."""
-    key = settings.engine_api_key
-    return Channels(
-        key.get_secret_value() if key else None,
-        connect_seconds=settings.engine_connect_seconds,
-        read_seconds=settings.engine_timeout_seconds,
-        idle_seconds=_IDLE_SECONDS,
-        socket_factory=_make_socket,
-        trace_headers=carried if settings.trace_endpoint is not None else None,
-        session_header=settings.engine_session_header,
-    )
-
-
-def _make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket with keepalive probes: a call to a machine that vanished breaks within a minute or so, and a call to an engine that
-    thinks for an hour does not."""
-    family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    longest_seconds = _PROBE_AFTER_SECONDS + _PROBES * _PROBE_EVERY_SECONDS
-    # Not every system has all of these. The last covers sent data that is never acknowledged, during which no probe is sent.
-    for name, value in (
-        ("TCP_KEEPIDLE", _PROBE_AFTER_SECONDS),
-        ("TCP_KEEPINTVL", _PROBE_EVERY_SECONDS),
-        ("TCP_KEEPCNT", _PROBES),
-        ("TCP_USER_TIMEOUT", longest_seconds * 1000),
-    ):
-        if hasattr(socket, name):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return made

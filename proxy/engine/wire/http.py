@@ -13,18 +13,17 @@ import msgspec
 
 from proxy.engine.in_vllm.frames import MEDIA_TYPE, Done, Failed, FrameDecoder
 from proxy.engine.replica import Replica
-from proxy.engine.wire.cancel_scope import CancelScope
-from proxy.engine.wire.channel import (
+from proxy.engine.wire.channels import (
     Answer,
     BrokenOff,
     CannotConnect,
     ChannelError,
+    Channels,
     ConnectTimeout,
     Unanswered,
 )
-from proxy.engine.wire.channels import Channels
 from proxy.errors import ContextTooLong, EngineFailed, EngineUnavailable, NotFound, RequestError, VerbatimError
-from proxy.timeline import ENGINE, TIMELINE, Timeline, Waiting
+from proxy.timeline import ENGINE, TIMELINE, CancelScope, Timeline, Waiting
 
 _encode = msgspec.json.Encoder().encode
 
@@ -176,7 +175,7 @@ class EngineHttp:
         with Waiting(ENGINE):
             async with await self._channels.post(replica.url + path, data, headers or {}) as answer:
                 if scope is not None:
-                    scope.attach(answer)
+                    scope.attach(answer.close)
                 if answer.status != 200:
                     raise refusal(replica, path, answer.status, await answer.read_refusal())
                 content = await answer.read()
@@ -233,7 +232,7 @@ class Answers(Generic[A]):
         try:
             with Waiting(ENGINE):
                 answer = self._answer = await self._channels.post(self._replica.url + self._path, self._body, self._headers)
-                self._scope.attach(answer)
+                self._scope.attach(answer.close)
                 if answer.status != 200:
                     raise refusal(self._replica, self._path, answer.status, await answer.read_refusal())
         except (TimeoutError, ChannelError) as error:

@@ -29,7 +29,7 @@ from proxy.store.connection import StoreConnection
 from proxy.store.delivery import CloseRequest
 from proxy.store.keys import SCHEMA, pack
 from proxy.store.service import WeightState
-from proxy.store.sessions import Intent
+from proxy.store.states import Intent
 from tests.support.sessions.recorded_calls import record
 
 

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from proxy.settings import Settings
-from proxy.store.sessions import Intent
+from proxy.store.states import Intent
 from reconstruct.codec import encode
 from reconstruct.records import Call
 from tests.support.service.redis_server import Store
@@ -35,7 +35,7 @@ def serving(redis_url: str, **settings: Any) -> Iterator[RunningService]:
 @pytest.fixture
 def dead_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that gives no sign of life is dead without a wait for one."""
-    monkeypatch.setattr("proxy.call.inflight.DEAD_SECONDS", 0.0)
+    monkeypatch.setattr("proxy.call.peers.DEAD_SECONDS", 0.0)
 
 
 def closed(service: RunningService, url: str, talk: Talk, *, dangling: Sequence[str] = (), **fields: Any) -> None:

@@ -21,7 +21,7 @@ from schemathesis.checks import CHECKS, load_all_checks
 
 from cli.rollout_service import add_rollouts
 from proxy.app import create_app
-from proxy.call.routes import Routes
+from proxy.call.http import Routes
 from proxy.dialects.catalogue import dialects
 from proxy.settings import Settings
 from tests.support.engine.scripted_engine import ScriptedEngine

@@ -33,7 +33,7 @@ from proxy.archive.tables import SCHEMA_VERSION, TABLES, arrow_schema, session_o
 from proxy.errors import Conflict
 from proxy.store.archive import ArchiveStore
 from proxy.store.groups import GroupRule
-from proxy.store.sessions import Fork, Intent, Lookahead, SessionInfo, SessionState
+from proxy.store.states import Fork, Intent, Lookahead, SessionInfo, SessionState
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer, Store, running_redis

@@ -20,6 +20,9 @@ from benchmarks.processes import ROOT
 pytestmark = pytest.mark.timeout(900)
 BASELINES = recorded_baseline()
 FIRST = "token path, first call"
+STREAMED = "token path, streamed, call 2"
+MOST_FILES = 30
+"""Of the service and of `reconstruct`, that a streamed call may enter: whoever reads its path reads these."""
 
 needs_baseline = pytest.mark.skipif(
     PYTHON not in BASELINES and os.environ.get("CI") != "true",
@@ -75,6 +78,11 @@ def test_no_call_costs_more_than_its_baseline(now: Figures) -> None:
         again = cheaper(now, counted("-m", "benchmarks.counts", "--json"))
         complaints = grown(baseline["figures"], again, same_libraries=same_libraries)
     assert not complaints, "\n".join([*complaints, "is it worth it? then: make cost-baseline"])
+
+
+def test_a_streamed_call_enters_few_files(now: Figures) -> None:
+    """On the path with the most steps: its second turn renders, proves, samples and parses over three routes."""
+    assert now[STREAMED]["files"] <= MOST_FILES, "fold what is small into its one caller: python -m benchmarks.counts --files"
 
 
 def cheaper(one: Figures, other: Figures) -> Figures:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 from openai import ConflictError, InternalServerError
 
-from proxy.call.inflight import Inflight
-from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.store import keys
+from proxy.timeline import CancelScope, Inflight
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.faulty_wire import FaultyWire
 from tests.support.service.redis_server import RedisServer

@@ -20,16 +20,17 @@ from openai import APIError, OpenAI
 
 from proxy.api.closing import close_idle, close_session, delete_session
 from proxy.app import build_services
-from proxy.call import inflight
-from proxy.engine.wire.cancel_scope import CancelScope
+from proxy.call import peers
 from proxy.errors import Conflict, RequestError
 from proxy.rows import CallsCursor, session_rows
 from proxy.services import Services
 from proxy.settings import Settings
-from proxy.store import answers, keys
+from proxy.store import keys
 from proxy.store.connection import StoreConnection
 from proxy.store.service import RedisClock
-from proxy.store.sessions import Intent, SessionInfo, SessionState, SessionStore
+from proxy.store.sessions import SessionStore
+from proxy.store.states import Intent, SessionInfo, SessionState
+from proxy.timeline import CancelScope
 from reconstruct.codec import decode, encode
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.service import plain_http
@@ -163,7 +164,7 @@ def test_a_key_opens_nothing_once_another_process_has_closed_its_session(
 def test_a_call_of_a_killed_process_is_dangling_and_holds_no_close(
     engine: ScriptedEngine, redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inflight, "DEAD_SECONDS", 0.1)
+    monkeypatch.setattr(peers, "DEAD_SECONDS", 0.1)
     redis_server.flushall()
     with (
         RunningService(engine.url, redis_server.url) as left,
@@ -178,7 +179,7 @@ def test_a_call_of_a_killed_process_is_dangling_and_holds_no_close(
         with redis_server.client() as client:
             # So much time has passed since their last beats.
             for name in client.zrange(keys.PROCESSES, 0, -1):
-                client.zincrby(keys.PROCESSES, -inflight.LIFE_SECONDS, name)
+                client.zincrby(keys.PROCESSES, -peers.LIFE_SECONDS, name)
         wait_until(lambda: statuses(left, session) == ["dangling"], 60, "nobody beats for it any more")
         (dangling,) = shown(left, session, "trajectories")["accounting"]["quarantined"]
         assert (dangling["tokens"], dangling["reason"]) == (0, "dangling")
@@ -261,7 +262,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """By which closes wait for other processes, and sessions are idle."""
     clock = Clock()
-    monkeypatch.setattr(inflight, "time", clock)
+    monkeypatch.setattr(peers, "time", clock)
     monkeypatch.setattr(RedisClock, "now", clock.redis_time)
     return clock
 
@@ -275,7 +276,7 @@ async def closing_waits(own: Services) -> asyncio.Task[SessionState]:
 
 async def is_waited_for(closing_it: asyncio.Task[SessionState]) -> bool:
     """Also when the close has looked a few times more."""
-    await asyncio.sleep(4 * inflight.POLL_SECONDS)
+    await asyncio.sleep(4 * peers.POLL_SECONDS)
     return not closing_it.done()
 
 
@@ -299,7 +300,7 @@ async def test_a_close_in_another_process_counts_every_reply_that_was_delivered(
     own: Services, redis_kind: RedisKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """c0 and c1 are equal requests. Were the outcome of c0 missing, c1 would pass for its retry."""
-    monkeypatch.setattr(answers, "CARRIED_WITHIN_SECONDS", 3600.0)
+    monkeypatch.setattr("proxy.store.sessions.CARRIED_WITHIN_SECONDS", 3600.0)
     await opened(own)
     async with process(redis_kind.url) as other:
         for number, call_id in enumerate(("c0", "c1")):
@@ -317,7 +318,7 @@ async def test_a_process_that_stops_has_told_what_became_of_its_replies(
     own: Services, redis_kind: RedisKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """c1 is on its way when the process stops."""
-    monkeypatch.setattr(answers, "CARRIED_WITHIN_SECONDS", 3600.0)
+    monkeypatch.setattr("proxy.store.sessions.CARRIED_WITHIN_SECONDS", 3600.0)
     await opened(own)
     async with process(redis_kind.url) as other:
         for number, call_id in enumerate(("c0", "c1")):
@@ -332,7 +333,7 @@ async def test_a_close_does_not_wait_for_a_process_that_is_dead(own: Services, r
     await opened(own)
     await begun_elsewhere(own, redis_kind.url, "dead", "c1")
     closing_it = await closing_waits(own)
-    clock.now = inflight.DEAD_SECONDS
+    clock.now = peers.DEAD_SECONDS
     await asyncio.wait_for(closing_it, 60)
 
 
@@ -343,10 +344,10 @@ async def test_a_process_that_seems_dead_only_because_its_store_was_away_is_wait
     await opened(own)
     await begun_elsewhere(own, redis_kind.url, "away", "c1")
     closing_it = await closing_waits(own)
-    clock.now = inflight.DEAD_SECONDS * 0.9
+    clock.now = peers.DEAD_SECONDS * 0.9
     assert await is_waited_for(closing_it)
     await own.peers._store.beat("away", 60.0)
-    clock.now = inflight.DEAD_SECONDS * 3
+    clock.now = peers.DEAD_SECONDS * 3
     assert await is_waited_for(closing_it)
     await own.sessions.commit("s", "c1", {"c1": record("c1", "s", prompt=[1], sampled=[2])})
     state = await closing_it
@@ -430,7 +431,7 @@ async def test_an_idle_session_is_closed_as_timeout_by_one_process(redis_kind: R
 async def test_calls_keep_a_session_from_expiring_and_dangling_ones_do_not(
     redis_kind: RedisKind, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inflight, "DEAD_SECONDS", 0.0)
+    monkeypatch.setattr(peers, "DEAD_SECONDS", 0.0)
     redis_kind.flushall()
     async with process(redis_kind.url, session_idle_seconds=600.0) as own:
         await opened(own)

@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from pydantic import ValidationError
 
 from cli.serving.logs import JsonLine, OneLine
-from proxy.engine.wire import cancel_scope
+from proxy import timeline
 from proxy.settings import Settings
 from tests.support.engine.scripted_engine import Fail, Hang, Say, ScriptedEngine
 from tests.support.service import plain_http
@@ -121,7 +121,7 @@ def test_every_call_has_one_bounded_line_without_what_was_said(
 ) -> None:
     """Also one that is refused, and one that the harness leaves; what it may choose is cut, and cannot begin another field."""
     # The engine hangs: there is nothing to wait for.
-    monkeypatch.setattr(cancel_scope, "ABORT_SECONDS", 0.1)
+    monkeypatch.setattr(timeline, "ABORT_SECONDS", 0.1)
     redis_server.flushall()
     caplog.set_level(logging.INFO)
     with RunningService(engine.url, redis_server.url, engine_api="token", log_calls=True) as service:

@@ -18,7 +18,7 @@ from openai import ConflictError
 
 from cli.rollout_service import KNOWN, add_rollouts
 from proxy.store import keys
-from proxy.store.sessions import Intent
+from proxy.store.states import Intent
 from tests.end_to_end.test_dialects import by_chat, by_completions, by_gemini, by_messages, by_responses
 from tests.proxy.call.test_flow import TOOLS, assemble, tool_result, turn
 from tests.support.engine.scripted_engine import Say, ScriptedEngine, logprobs_of

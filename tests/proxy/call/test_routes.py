@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.call.routes import MethodNotAllowed, Routes, UpgradeRefused
+from proxy.call.http import MethodNotAllowed, Routes, UpgradeRefused
 from proxy.dialects.catalogue import dialects
 from proxy.errors import NotFound
 from tests.support.engine.scripted_engine import ScriptedEngine

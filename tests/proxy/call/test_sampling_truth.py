@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from proxy.engine.apis.details import PromptLogprob, Wanted, read_details
+from proxy.engine.apis.reply import PromptLogprob, Wanted, read_details
 from proxy.settings import Settings
 from reconstruct.trajectory import Trajectory
 from tests.proxy.call.test_flow import TOOLS, tool_result, turn

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.call.plan import Continuation, continuation, place
+from proxy.call.record import place
 from proxy.call.tree import Draft, SessionTree
+from proxy.call.turn import Continuation, continuation
 from proxy.dialects.base import HistoryMessage, ParsedMessage, Request
-from proxy.store.sessions import SessionInfo
+from proxy.store.states import SessionInfo
 from reconstruct.codec import encode
 from reconstruct.messages import chain, digest_message, digest_messages, root_key
 from reconstruct.records import pack_ids

@@ -13,7 +13,7 @@ from google.genai import types
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.call.routes import MethodNotAllowed, UpgradeRefused
+from proxy.call.http import MethodNotAllowed, UpgradeRefused
 from proxy.call.tree import Draft, SessionTree
 from proxy.dialects.base import Choice, Delta, Incoming, Reply, Request, seal
 from proxy.dialects.gemini import GeminiDialect
@@ -29,7 +29,7 @@ from proxy.errors import (
     Unauthorized,
     VerbatimError,
 )
-from proxy.store.sessions import SessionInfo
+from proxy.store.states import SessionInfo
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.template_families import FAMILIES
 from tests.support.service import plain_http

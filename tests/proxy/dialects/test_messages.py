@@ -32,7 +32,7 @@ from proxy.errors import (
     Unauthorized,
     VerbatimError,
 )
-from proxy.store.sessions import SessionInfo
+from proxy.store.states import SessionInfo
 from reconstruct.messages import projection
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.call.routes import Routes
+from proxy.call.http import Routes
 from proxy.dialects.catalogue import BadDialect, base_urls, dialects
 from proxy.dialects.chat import ChatDialect
 from proxy.errors import NotFound

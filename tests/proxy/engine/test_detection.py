@@ -14,8 +14,8 @@ from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.apis.vllm import TOKEN_ROUTES
 from proxy.engine.pool.membership import replica_at
+from proxy.engine.pool.pool import open_channels
 from proxy.engine.replica import Replica
-from proxy.engine.wire.channels import open_channels
 from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineUnavailable
 from proxy.settings import Settings

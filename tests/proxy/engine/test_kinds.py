@@ -25,8 +25,9 @@ from tests.support.service.running_service import RunningService, streamed_text
 
 SHOUTING = """
 from proxy.dialects.base import Delta, FirstToken
-from proxy.engine.apis.base import EngineKind, Outcome, Sampled
+from proxy.engine.apis.base import EngineKind
 from proxy.engine.apis.renderer import Rendered
+from proxy.engine.apis.reply import Outcome, Sampled
 from proxy.engine.wire.http import EngineAnswer
 from reconstruct.records import Span, pack_ids
 

@@ -9,7 +9,7 @@ import pytest
 
 from proxy.api import closing
 from proxy.store.service import RedisClock
-from proxy.store.sessions import SessionInfo
+from proxy.store.states import SessionInfo
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import Store
 from tests.support.service.running_service import TRAINER, RunningService, wait_until

@@ -21,7 +21,7 @@ from proxy.errors import StoreUnavailable
 from proxy.store import keys
 from proxy.store.cluster import REDIRECTS
 from proxy.store.node import Address
-from proxy.store.sessions import Intent, SessionInfo
+from proxy.store.states import Intent, SessionInfo
 from tests.support.service.redis_server import (
     SLOW,
     RedisCluster,

@@ -19,7 +19,7 @@ from proxy.store.connection import Script, StoreConnection
 from proxy.store.groups import GroupDefaults, Member
 from proxy.store.node import Node
 from proxy.store.service import WeightState
-from proxy.store.sessions import Intent, SessionInfo
+from proxy.store.states import Intent, SessionInfo
 from tests.support.service.redis_server import RedisServer, Store, free_port, running_redis, wait_until_it_answers
 
 INTENT = Intent("c9", None, b"", "r", 1.0)

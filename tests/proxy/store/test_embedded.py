@@ -19,7 +19,7 @@ import pytest
 import redis
 
 from proxy.store.embedded import EmbeddedRedis, StoreStartError
-from proxy.store.sessions import Intent, SessionInfo
+from proxy.store.states import Intent, SessionInfo
 from tests.support.service.redis_server import Store
 
 SERVICE = """

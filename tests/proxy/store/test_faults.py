@@ -20,7 +20,7 @@ from openai import APIError, InternalServerError
 from proxy.errors import StoreUnavailable
 from proxy.settings import Settings
 from proxy.store.connection import StoreConnection
-from proxy.store.sessions import Intent, SessionInfo
+from proxy.store.states import Intent, SessionInfo
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.service.faulty_wire import FaultyWire
 from tests.support.service.redis_server import RedisServer, Store, ask, free_port, info, running_redis
@@ -230,8 +230,8 @@ def test_a_record_that_the_store_never_takes_fails_the_call_and_says_when_to_try
 def test_a_call_on_an_engine_that_hangs_can_be_cut_and_what_was_sampled_is_recorded(
     fault: Fault, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.engine.wire.cancel_scope.ABORT_SECONDS", 0.5)
-    monkeypatch.setattr("proxy.engine.wire.cancel_scope.HUNG_UP_SECONDS", 0.5)
+    monkeypatch.setattr("proxy.timeline.ABORT_SECONDS", 0.5)
+    monkeypatch.setattr("proxy.timeline.HUNG_UP_SECONDS", 0.5)
     gate = threading.Event()
     with (
         ScriptedEngine("qwen3") as engine,

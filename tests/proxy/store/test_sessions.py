@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from proxy.errors import Conflict, NotFound
-from proxy.store.sessions import OPENING_SECONDS, Fork, Intent, SessionInfo, digest, refer
+from proxy.store.sessions import OPENING_SECONDS, digest, refer
+from proxy.store.states import Fork, Intent, SessionInfo
 from tests.support.service.redis_server import RedisKind, Store
 
 
@@ -211,9 +212,9 @@ async def test_a_fork_of_a_fork_refers_to_records_of_both(store: Store) -> None:
         await store.sessions.create(info)
     await store.sessions.commit("s1", "c1", {"c1": b"one", "c2": b"two"})
     one, two = stored("s1", 0, b"one"), stored("s1", 1, b"two")
-    assert (await store.sessions.replay("f1", 0, {"c1": one, "c2": two})).accepted
+    assert (await store.sessions.replay("f1", 0, {"c1": one, "c2": two}, 1000.0)).accepted
     await store.sessions.commit("f1", "c3", {"c3": b"three"})
-    assert (await store.sessions.replay("f2", 0, {"c2": two, "c3": stored("f1", 2, b"three")})).accepted
+    assert (await store.sessions.replay("f2", 0, {"c2": two, "c3": stored("f1", 2, b"three")}, 1000.0)).accepted
     assert await store.sessions.load_records("f1") == [b"one", b"two", b"three"]
     assert await store.sessions.load_records("f2") == [b"two", b"three"]
     # What another process has replayed is told as what it has sampled is.
@@ -226,15 +227,15 @@ async def test_of_two_processes_one_replays_a_call(store: Store) -> None:
         await store.sessions.create(info)
     await store.sessions.commit("s1", "c1", {"c1": b"one"})
     calls = {"c1": stored("s1", 0, b"one")}
-    first, second = await asyncio.gather(*(store.sessions.replay("f1", 0, calls) for _ in range(2)))
+    first, second = await asyncio.gather(*(store.sessions.replay("f1", 0, calls, 1000.0) for _ in range(2)))
     assert sorted((first.accepted, second.accepted)) == [False, True]
     late = second if first.accepted else first
     assert list(late.records) == [b"one"]
     # Given again, to a retry, it is in the records once; a closed fork gives nothing.
-    assert (await store.sessions.replay("f1", 1, calls)).accepted
+    assert (await store.sessions.replay("f1", 1, calls, 1000.0)).accepted
     assert await store.sessions.load_records("f1") == [b"one"]
     await store.sessions.begin_close("f1")
-    closing = await store.sessions.replay("f1", 1, calls)
+    closing = await store.sessions.replay("f1", 1, calls, 1000.0)
     assert (closing.status, closing.accepted) == ("closing", False)
 
 

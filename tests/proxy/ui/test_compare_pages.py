@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from proxy.errors import NotFound
-from proxy.store.sessions import SessionInfo, SessionState
+from proxy.store.states import SessionInfo, SessionState
 from proxy.ui.compare_pages import PAIRS_ON_A_PAGE, choose_sides
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.running_service import RunningService

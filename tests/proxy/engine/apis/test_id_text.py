@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.engine.apis.id_text import IdText, IdTexts
+from proxy.engine.apis.base import IdText, IdTexts
 from reconstruct.records import pack_ids
 
 ids_lists = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 2**31 - 1)), max_size=12)

@@ -390,8 +390,8 @@ def test_a_call_that_is_cut_is_recorded_though_its_engine_does_not_say_its_versi
         return None
 
     monkeypatch.setattr(EngineHttp, "read_label", hang)
-    monkeypatch.setattr("proxy.engine.wire.cancel_scope.ABORT_SECONDS", 0.3)
-    monkeypatch.setattr("proxy.engine.wire.cancel_scope.HUNG_UP_SECONDS", 0.3)
+    monkeypatch.setattr("proxy.timeline.ABORT_SECONDS", 0.3)
+    monkeypatch.setattr("proxy.timeline.HUNG_UP_SECONDS", 0.3)
     engine.say(Say("hello world the cat", gate=gate, gate_after=2))
     session = services["chat"].session()
     with ThreadPoolExecutor(2) as pool:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from proxy.call.record import has_unread_call
 from proxy.dialects.base import Request
-from proxy.engine.apis.message import has_unread_call
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service.redis_server import RedisServer

@@ -25,11 +25,10 @@ from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.apis.vllm import VllmTokens
 from proxy.engine.pool.membership import replica_at
 from proxy.engine.replica import Replica
-from proxy.engine.wire.cancel_scope import CancelScope
-from proxy.engine.wire.channel import BrokenOff, CannotConnect, Unanswered
-from proxy.engine.wire.channels import Channels
+from proxy.engine.wire.channels import BrokenOff, CannotConnect, Channels, Unanswered
 from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineUnavailable
+from proxy.timeline import CancelScope
 from tests.cli.serving.test_tls import make
 from tests.support.service.redis_server import free_port
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
 
 import pytest
 
-from proxy.engine.wire.channel import Answer
-from proxy.engine.wire.http import CancelScope
 from proxy.errors import EngineFailed
+from proxy.timeline import CancelScope
 
 
 class Closable:
@@ -63,7 +61,7 @@ async def test_while_an_answer_arrives_hanging_up_closes_it_and_the_reader_goes_
     """Its reader gets what the closed answer raises, and so keeps what was sampled."""
     scope, answer = scope_cancelled_soon(), Closable()
     with scope.sampling(refuse):
-        scope.attach(cast(Answer, answer))
+        scope.attach(answer.close)
         async with asyncio.timeout(30):
             while not answer.closed:
                 await asyncio.sleep(0)
@@ -72,7 +70,7 @@ async def test_while_an_answer_arrives_hanging_up_closes_it_and_the_reader_goes_
 async def test_a_request_that_is_sent_again_can_be_hung_up_on() -> None:
     scope, answer = scope_cancelled_soon(), Closable()
     with pytest.raises(EngineFailed), scope.sampling(refuse):
-        scope.attach(cast(Answer, answer))
+        scope.attach(answer.close)
         scope.redial()
         await asyncio.sleep(60)
     assert not answer.closed, "the answer that was refused is over"
@@ -92,7 +90,7 @@ async def test_an_engine_is_asked_to_end_a_call_until_it_has() -> None:
         return True
 
     with scope.sampling(abort):
-        scope.attach(cast(Answer, answer))
+        scope.attach(answer.close)
         scope.cancel()
         scope.cancel()
         async with asyncio.timeout(30):
@@ -102,7 +100,7 @@ async def test_an_engine_is_asked_to_end_a_call_until_it_has() -> None:
 
 
 async def test_an_engine_that_does_not_end_a_call_in_time_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.engine.wire.cancel_scope.ABORT_SECONDS", 0.01)
+    monkeypatch.setattr("proxy.timeline.ABORT_SECONDS", 0.01)
     scope, answer = CancelScope("s", "c"), Closable()
 
     async def hang() -> bool:
@@ -110,7 +108,7 @@ async def test_an_engine_that_does_not_end_a_call_in_time_is_hung_up_on(monkeypa
         return True
 
     with scope.sampling(hang):
-        scope.attach(cast(Answer, answer))
+        scope.attach(answer.close)
         scope.cancel()
         async with asyncio.timeout(30):
             while not answer.closed:

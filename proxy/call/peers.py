@@ -11,13 +11,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Coroutine, Iterator, Sequence
-from itertools import takewhile
 from typing import Any
 
-from proxy.engine.wire.cancel_scope import CancelScope
 from proxy.errors import StoreUnavailable
 from proxy.store.service import PeerStore
-from proxy.store.sessions import Intent, SessionStore
+from proxy.store.sessions import SessionStore
+from proxy.store.states import Intent
+from proxy.timeline import Inflight
 
 log = logging.getLogger(__name__)
 
@@ -143,54 +143,3 @@ def _kept_going(what: str) -> Iterator[None]:
         log.debug("cannot %s: the store is away", what)
     except Exception:
         log.exception("cannot %s", what)
-
-
-# The calls in flight in this process. Closing a session, or stopping the service, cuts them and waits until they are recorded.
-
-
-class Inflight:
-    def __init__(self) -> None:
-        self._scopes: dict[str, dict[CancelScope, None]] = {}
-
-    def __len__(self) -> int:
-        return sum(len(scopes) for scopes in self._scopes.values())
-
-    def call_ids(self) -> set[str]:
-        return {scope.call_id for scopes in self._scopes.values() for scope in scopes}
-
-    def before(self, call: CancelScope) -> list[str]:
-        """The ids of the session's calls that entered before this one."""
-        return [scope.call_id for scope in takewhile(lambda scope: scope is not call, self._scopes.get(call.session_id, ()))]
-
-    def enter(self, scope: CancelScope) -> None:
-        self._scopes.setdefault(scope.session_id, {})[scope] = None
-
-    def leave(self, scope: CancelScope) -> None:
-        scope.done.set()
-        scopes = self._scopes.get(scope.session_id, {})
-        scopes.pop(scope, None)
-        if not scopes:
-            self._scopes.pop(scope.session_id, None)
-
-    async def cut(self, session_id: str) -> None:
-        """Cancel the session's calls in this process; returns when they are recorded."""
-        await _end(list(self._scopes.get(session_id, ())))
-
-    async def drain(self, seconds: float) -> None:
-        """Let calls in flight finish for `seconds`, then cut the rest and wait until they are recorded."""
-        everyone = [scope for scopes in self._scopes.values() for scope in scopes]
-        waits = [asyncio.ensure_future(scope.done.wait()) for scope in everyone]
-        if waits:
-            if seconds:
-                log.info("calls in flight: %d, which have up to %g s to end before they are cut", len(waits), seconds)
-            await asyncio.wait(waits, timeout=seconds)
-            for wait in waits:
-                wait.cancel()
-        await _end([scope for scope in everyone if not scope.done.is_set()])
-
-
-async def _end(scopes: list[CancelScope]) -> None:
-    for scope in scopes:
-        scope.cancel()
-    for scope in scopes:
-        await scope.done.wait()

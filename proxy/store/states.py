@@ -1,0 +1,202 @@
+"""Sessions as they are stored: the fields fixed when one is created, its state, its intents, and the listing of all sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from proxy.store import keys
+from proxy.store.connection import StoreConnection
+from proxy.store.groups import GroupRule
+from proxy.store.keys import unpack, unpack_versioned
+from reconstruct.roles import RoleRule
+
+LOADED_AT_ONCE = 32
+LOOKED_AT = 2048
+"""Listed sessions that one page looks at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """What a session replays before it samples: the first `calls` records of the session `session_id`, its origin, as far as the call
+    `until`, the pivot (None: all of them). `created_at` is the origin's: no other session of that id is meant.
+
+    `on_divergence`: what becomes of a request that was not recorded, live or fail. `tokens_per_second`: the pace of streamed replies that
+    are replayed; None: at once."""
+
+    session_id: str
+    created_at: float
+    calls: int
+    until: str | None = None
+    on_divergence: str = "live"
+    tokens_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lookahead:
+    """How many candidates are sampled for one reply, and who chooses: `choose` is logprob (the highest mean logprob), model (`model`
+    judges) or http (the endpoint `url`). `roles`: of which calls; none: of all."""
+
+    n: int
+    choose: str = "logprob"
+    model: str | None = None
+    url: str | None = None
+    roles: tuple[str, ...] = ()
+    timeout_seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """The fields fixed when a session is created. `key_hash` is sha256 of the session's API key; the key is not stored."""
+
+    session_id: str
+    key_hash: bytes
+    created_at: float
+    task_id: str | None = None
+    group_id: str | None = None
+    group_size: int = 1
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    group_rule: GroupRule | None = None
+    trained: bool = True
+    """False: never leased to a trainer, whatever its reward, and not counted among undelivered groups."""
+    echo_policy: str = "strict"
+    """What an edited replay of a reply becomes. strict: a branch. minted: the reply as sampled, where an id minted into it proves which
+    reply is meant."""
+    role_rules: tuple[RoleRule, ...] = ()
+    """The roles of its calls, as its harness's definition declares them."""
+    max_calls: int | None = None
+    max_completion_tokens: int | None = None
+    max_total_tokens: int | None = None
+    """The budget (`proxy.call.budget`): calls, sampled tokens, tokens of prompts and replies. None: unlimited."""
+    replay: Fork | None = None
+    lookahead: Lookahead | None = None
+
+    @property
+    def has_budget(self) -> bool:
+        return not (self.max_calls is self.max_completion_tokens is self.max_total_tokens is None)
+
+
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """A call that the service or its engine failed. `at`: when the harness got the error, in epoch seconds; `code` is the error's."""
+
+    at: float
+    call_id: str
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """A session as it stands. `status`: open, closing, completed, failed, timeout, cancelled, or restoring during an import."""
+
+    info: SessionInfo
+    status: str = "open"
+    calls: int = 0
+    reward: float | None = None
+    per_call: Mapping[str, float] = field(default_factory=dict)
+    per_branch: Mapping[str, float] = field(default_factory=dict)
+    reward_metadata: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    closed_at: float | None = None
+    updated_at: float = 0.0
+    unserved: Unserved | None = None
+    """The last unserved call, which may have no record."""
+    replayed_at: float | None = None
+    """When a recorded reply was last given to its harness. A replayed call itself keeps the start that it had."""
+    sampled_tokens: int | None = None
+    """Known once the session is closed and ready for its group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """Written before the engine samples. One that stays without a record is a dangling call.
+
+    `process` asks the engine, and the call is in flight while that process lives; "" once the process has given the call up."""
+
+    call_id: str
+    parent_id: str | None
+    digest: bytes
+    replica: str
+    started_at: float
+    process: str = ""
+
+
+def parse_state(snapshot: Any) -> SessionState | None:
+    flat, calls = snapshot
+    if not flat:
+        return None
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    reward, error, closed_at = fields.get(b"reward"), fields.get(b"error"), fields.get(b"closed_at")
+    return SessionState(
+        info=unpack_versioned(fields[b"info"], SessionInfo),
+        status=fields[b"status"].decode(),
+        calls=calls,
+        reward=None if reward is None else float(reward),
+        per_call=_unpack_mapping(fields.get(b"per_call")),
+        per_branch=_unpack_mapping(fields.get(b"per_branch")),
+        reward_metadata=_unpack_mapping(fields.get(b"reward_metadata")),
+        error=None if error is None else error.decode(),
+        closed_at=None if closed_at is None else float(closed_at),
+        updated_at=float(fields[b"updated_at"]),
+        unserved=unpack_versioned(fields[b"unserved"], Unserved) if b"unserved" in fields else None,
+        replayed_at=float(fields[b"replayed_at"]) if b"replayed_at" in fields else None,
+        sampled_tokens=int(fields[b"sampled_tokens"]) if b"sampled_tokens" in fields else None,
+    )
+
+
+def _unpack_mapping(blob: bytes | None) -> dict[str, Any]:
+    return {} if blob is None else unpack(blob, dict[str, Any])
+
+
+class SessionListing:
+    """All sessions by creation time, also those of each group.
+
+    The lists are in other slots than the sessions, written before a session and cleaned after it: readers skip an entry whose session
+    is missing, or was created at another time. A page looks at `LOOKED_AT` entries at most; a short page may still have a cursor.
+    """
+
+    def __init__(self, connection: StoreConnection, load: Callable[[str], Awaitable[SessionState | None]]) -> None:
+        self._redis = connection
+        self._load = load
+
+    async def add(self, info: SessionInfo) -> None:
+        member = keys.listing_member(info.created_at, info.session_id)
+        await asyncio.gather(*(self._redis.execute("ZADD", key, 0, member) for key in _lists(info)))
+
+    async def remove(self, info: SessionInfo) -> None:
+        member = keys.listing_member(info.created_at, info.session_id)
+        await asyncio.gather(*(self._redis.execute("ZREM", key, member) for key in _lists(info)))
+
+    async def load_page(
+        self, *, status: str | None, group_id: str | None, limit: int, cursor: str | None
+    ) -> tuple[list[SessionState], str | None]:
+        key = keys.SESSIONS if group_id is None else keys.group_sessions(group_id)
+        found: list[SessionState] = []
+        for _ in range(LOOKED_AT // LOADED_AT_ONCE):
+            before = "+" if cursor is None else f"({cursor}"
+            raw = await self._redis.execute("ZREVRANGEBYLEX", key, before, "-", "LIMIT", 0, LOADED_AT_ONCE)
+            members = [member.decode() for member in raw]
+            for member, state in zip(members, await self._load_members(members), strict=True):
+                cursor = member
+                if state is not None and status in (None, state.status):
+                    found.append(state)
+                    if len(found) == limit:
+                        return found, cursor
+            if len(members) < LOADED_AT_ONCE:
+                return found, None
+        return found, cursor
+
+    async def _load_members(self, members: list[str]) -> list[SessionState | None]:
+        states = await asyncio.gather(*(self._load(keys.parse_member(member)[0]) for member in members))
+        return [
+            state if state and member == keys.listing_member(state.info.created_at, state.info.session_id) else None
+            for member, state in zip(members, states, strict=True)
+        ]
+
+
+def _lists(info: SessionInfo) -> tuple[str, ...]:
+    return (keys.SESSIONS,) if info.group_id is None else (keys.SESSIONS, keys.group_sessions(info.group_id))
