@@ -148,6 +148,12 @@ class SessionStore:
             await self._redis.execute("ZREM", keys.forks(session_id), *gone)
         return sorted(member.decode() for member in alive)
 
+    async def load_forks(self, session_id: str) -> list[SessionState]:
+        """The sessions that replay this one and still exist."""
+        pinned = await self._redis.execute("ZRANGE", keys.forks(session_id), 0, -1)
+        states = await asyncio.gather(*(self.load(member.decode()) for member in pinned))
+        return [state for state in states if state and state.info.replay and state.info.replay.session_id == session_id]
+
     async def commit(self, session_id: str, intent_id: str, records: Mapping[str, bytes], size_bytes: int = 0) -> int:
         """Appends `records` (call id -> bytes), all or none, and drops the intent. Returns the session's number of calls. `size_bytes`:
         of the records before compression.

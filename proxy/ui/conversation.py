@@ -21,6 +21,7 @@ from proxy.errors import NotFound
 from proxy.rows import messages_of
 from reconstruct.messages import reasoning_of
 from reconstruct.records import Call, Forest
+from reconstruct.values import Value
 
 _decode = msgspec.json.decode
 
@@ -52,6 +53,8 @@ class CallSummary:
     in_tree: bool
     replayed_from: str = ""
     """The session that sampled it, if that is another one."""
+    value: Value | None = None
+    """What its forks say it is worth; None: it was never a pivot, or no fork of it has a reward."""
 
 
 @dataclass(frozen=True, slots=True)

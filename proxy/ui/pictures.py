@@ -45,6 +45,7 @@ class Box:
         parts = [what, line.role, line.branch_reason and f"branch: {line.branch_reason}"]
         parts.append(f"{line.prompt_tokens} + {line.sampled_tokens} tokens" if self.count == 1 else "")
         parts.append(f"{self.quarantined} quarantined" if self.quarantined and self.count > 1 else line.quarantine_reason)
+        parts.append(f"worth {line.value} ({line.value.samples} forks)" if self.count == 1 and line.value else "")
         return ", ".join(part for part in parts if part)
 
 

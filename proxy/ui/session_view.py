@@ -16,12 +16,15 @@ import numpy as np
 from proxy.errors import NotFound
 from proxy.rows import Built, build_rows, sampling_as_wire
 from proxy.services import Services
+from proxy.store.sessions import is_reference
 from proxy.store.states import Intent, SessionState
 from proxy.ui.conversation import CallSummary, Conversation, Turn, arrange, build_turn
 from reconstruct.accounting import Settled
+from reconstruct.codec import decode
 from reconstruct.messages import reasoning_of
-from reconstruct.records import Call, Forest, order_key
+from reconstruct.records import DIVERGED, REPLAY, Call, Forest, order_key
 from reconstruct.trajectory import Trajectory
+from reconstruct.values import estimate
 
 CACHED_SESSIONS = 4
 CACHED_TOKENS = 16_000_000
@@ -84,7 +87,10 @@ class SessionView:
         raise NotFound(f"session {self.session_id} has no trajectory {trajectory_id}")
 
 
-_Stamp = tuple[SessionState, frozenset[str], tuple[str, ...], frozenset[str]]
+Rewards = Mapping[str, Sequence[float]]
+"""Of a session's forks, by pivot."""
+
+_Stamp = tuple[SessionState, frozenset[str], tuple[str, ...], frozenset[str], Rewards]
 
 
 class SessionViews:
@@ -105,15 +111,27 @@ class SessionViews:
             raise NotFound(f"there is no session {session_id}")
         unclosed = state.status in ("open", "closing")
         in_flight = frozenset(await self._services.peers.in_flight(intents)) if unclosed and intents else frozenset()
-        stamp = (state, frozenset(delivered), tuple(intent.call_id for intent in intents), in_flight)
+        rewards = await self._load_rewards(session_id)
+        stamp = (state, frozenset(delivered), tuple(intent.call_id for intent in intents), in_flight, rewards)
         cached = self._cached.get(session_id)
         if cached is not None and cached[0] == stamp:
             self._cached.move_to_end(session_id)
             return cached[1]
         records = await sessions.load_records(session_id)
-        view = await asyncio.to_thread(self._build, state, records, intents, stamp[1], in_flight)
+        view = await asyncio.to_thread(self._build, state, records, intents, stamp[1], in_flight, rewards)
         self._cache(stamp, view)
         return view
+
+    async def _load_rewards(self, session_id: str) -> Rewards:
+        """Those of the closed forks that got to their pivot; forks that left the store count no more."""
+        sessions, rewards = self._services.sessions, dict[str, list[float]]()
+        for fork in await sessions.load_forks(session_id):
+            pivot = fork.info.replay.until if fork.info.replay is not None else None
+            if pivot is None or fork.reward is None or fork.closed_at is None:
+                continue
+            if not await asyncio.to_thread(_has_diverged, await sessions.load_entries(fork.info.session_id)):
+                rewards.setdefault(pivot, []).append(fork.reward)
+        return rewards
 
     def _build(
         self,
@@ -122,11 +140,12 @@ class SessionViews:
         intents: Sequence[Intent],
         delivered: frozenset[str],
         in_flight: frozenset[str],
+        rewards: Rewards,
     ) -> SessionView:
         left = [intent for intent in intents if intent.call_id not in in_flight]
         built = build_rows(self._services.settings, state, records, left, delivered)
         quarantined = {item.call_id: item.reason for item in built.accounting.quarantined}
-        summaries = summarize_calls(built.settled, delivered, quarantined)
+        summaries = summarize_calls(built.settled, delivered, quarantined, rewards)
         return SessionView(state, built, delivered, intents, in_flight, quarantined, summaries)
 
     def _cache(self, stamp: _Stamp, view: SessionView) -> None:
@@ -137,11 +156,19 @@ class SessionViews:
             self._cached.popitem(last=False)
 
 
-def summarize_calls(settled: Settled, delivered: Container[str], quarantined: Mapping[str, str]) -> list[CallSummary]:
-    """Every recorded call in canonical order."""
+def _has_diverged(entries: Sequence[bytes]) -> bool:
+    """Whether a fork was sampled before its pivot: its reward says nothing of that."""
+    own = [decode(entry) for entry in entries if not is_reference(entry)]
+    return any(call.marks.get(REPLAY) == DIVERGED for call in own)
+
+
+def summarize_calls(
+    settled: Settled, delivered: Container[str], quarantined: Mapping[str, str], rewards: Rewards
+) -> list[CallSummary]:
+    """Every recorded call in canonical order. `rewards` has those of forks, by pivot."""
     calls = sorted([*settled.forest.calls.values(), *settled.stray], key=order_key)
     return [
-        _summarize(number, call, settled, call.call_id in delivered, quarantined.get(call.call_id, ""))
+        _summarize(number, call, settled, call.call_id in delivered, quarantined.get(call.call_id, ""), rewards)
         for number, call in enumerate(calls, 1)
     ]
 
@@ -157,7 +184,9 @@ def preview_reply(reply: Mapping[str, Any]) -> tuple[str, list[str]]:
     return preview, names
 
 
-def _summarize(number: int, call: Call, settled: Settled, delivered: bool, quarantine_reason: str) -> CallSummary:
+def _summarize(
+    number: int, call: Call, settled: Settled, delivered: bool, quarantine_reason: str, rewards: Rewards
+) -> CallSummary:
     forest, replayed = settled.forest, call.call_id in settled.replayed
     node, in_tree = call.node, call.call_id in forest
     preview, tools = preview_reply(_decode(call.reply))
@@ -184,6 +213,7 @@ def _summarize(number: int, call: Call, settled: Settled, delivered: bool, quara
         tools=tools,
         in_tree=in_tree,
         replayed_from=call.session_id if replayed else "",
+        value=estimate(rewards[call.call_id]) if call.call_id in rewards else None,
     )
 
 

@@ -466,3 +466,21 @@ def test_a_replayed_call_is_shown_as_another_sessions(service: RunningService) -
     assert f"; {len(call['completion_ids'])} replayed from other sessions" in text
     shown = service.request("GET", f"/ui/sessions/{fork.session_id}/calls/{call['call_id']}/tokens").json()
     assert shown["kinds"] == str(PROMPT) * len(call["prompt_ids"]) + str(CONTEXT) * len(call["completion_ids"])
+
+
+def test_a_pivot_is_worth_what_its_forks_got(service: RunningService) -> None:
+    """Three forks of one call; one more left the recorded run before it, which says nothing of the call."""
+    origin = service.session()
+    said = origin.answer("q")
+    messages = [{"role": "user", "content": "q"}, said, {"role": "user", "content": "r"}]
+    origin.ask(messages)
+    pivot = origin.calls[1]["call_id"]
+    for reward in (1.0, 0.0, 1.0, None):
+        fork = service.session(replay={"session_id": origin.session_id, "until": pivot})
+        fork.ask("q" if reward is not None else "another")
+        fork.ask(messages)
+        fork.close(reward=0.5 if reward is None else reward)
+    text = page(service, f"/ui/sessions/{origin.session_id}")
+    assert text.count("worth 0.667 ± 0.33 over 3 forks") == 1
+    assert "worth 0.667 ± 0.33 (3 forks)" in text
+    assert text.index("worth 0.667 ± 0.33 over 3 forks") > text.index('id="call-2"')
