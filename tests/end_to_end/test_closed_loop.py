@@ -61,7 +61,7 @@ def relay(engine: VllmServer) -> Iterator[RecordingRelay]:
 @pytest.fixture(scope="module")
 def serving(relay: RecordingRelay, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with Serving("--engine", relay.url, data_dir=tmp_path_factory.mktemp("data")) as service:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
         yield service
 
 
@@ -70,7 +70,7 @@ def chat_serving(engine: VllmServer, tmp_path_factory: pytest.TempPathFactory) -
     """For one test only: a second service with a store of its own knows nothing of the first one's pushes, and would let an engine
     that is paused for one go on."""
     with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=tmp_path_factory.mktemp("data")) as service:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 30, "ready")
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
         yield service
 
 
@@ -551,7 +551,7 @@ def test_new_weights_reach_the_engine_in_mid_reply_and_every_token_knows_its_own
     inside vLLM, a second into replies over the three routes: both know which tokens are whose, whole and streamed."""
     import torch
 
-    models = [load(tiny_model)]
+    models, tokens = [load(tiny_model)], 800
     session = opened(serving, group_id="versions", group_size=1)
     with TrainerClient(serving.url, TRAINER) as trainer:
         for version, route in ((1, SAMPLE), (2, GENERATE)):
@@ -561,7 +561,7 @@ def test_new_weights_reach_the_engine_in_mid_reply_and_every_token_knows_its_own
                 for parameter in models[-1].parameters():
                     parameter.add_(0.02 * torch.randn_like(parameter))
             relay.asked.clear()
-            replies = pause_in_mid_reply(engine, session, tokens=1500)
+            replies = pause_in_mid_reply(engine, session, tokens)
             assert relay.asked[route] > 0 == relay.asked[SAMPLE if route == GENERATE else GENERATE]
             pushed = trainer.publish(models[-1].state_dict(), version, directory=tmp_path)
             assert pushed.applied and not pushed.failed
@@ -570,7 +570,7 @@ def test_new_weights_reach_the_engine_in_mid_reply_and_every_token_knows_its_own
             for call in session.calls[-2:]:
                 (first, begin, turn), (second, again, end) = call["weight_versions"]
                 assert (first, second) == (version - 1, version)
-                assert 0 == begin < turn == again < end == len(call["completion_ids"]) == 1500
+                assert 0 == begin < turn == again < end == len(call["completion_ids"]) == tokens
             if route == SAMPLE:
                 forget_plugin(relay, serving, session)
         session.close(1.0)

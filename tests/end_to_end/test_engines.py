@@ -25,7 +25,7 @@ from trainer_client.publish import ReplicaFailed, WeightPush
 
 pytestmark = pytest.mark.engine
 
-AGENTS = 8
+AGENTS = 5
 PUSHES = 7
 """At least."""
 KILLED_AT, BACK_AT = 3, 5

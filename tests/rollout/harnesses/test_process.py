@@ -38,7 +38,7 @@ def test_a_signal_counts_as_a_shell_counts_it(tmp_path: Path) -> None:
 
 def test_a_harness_that_does_not_mind_being_told_is_killed_after_the_grace_time(tmp_path: Path) -> None:
     process = started(tmp_path, DEAF, grace_seconds=0.1)
-    wait_until((tmp_path / "pid").exists, 30, "the harness has started")
+    wait_until((tmp_path / "pid").exists, 120, "the harness has started")
     process.stop()
     assert process.wait() == Ended(137, timed_out=False)
 
@@ -49,7 +49,7 @@ def test_a_harness_is_stopped_when_its_time_is_over(tmp_path: Path) -> None:
 
 def test_a_stop_before_the_time_is_over_is_no_timeout(tmp_path: Path) -> None:
     process = started(tmp_path, DEAF, grace_seconds=0.3)
-    wait_until((tmp_path / "pid").exists, 30, "the harness has started")
+    wait_until((tmp_path / "pid").exists, 120, "the harness has started")
     process.stop()
     assert process.wait(0.02) == Ended(137, timed_out=False)
 
@@ -67,7 +67,7 @@ child = subprocess.Popen([sys.executable, "-c", {DEAF!r}])
 pathlib.Path("child").write_text(str(child.pid))
 """
     assert started(tmp_path, program).wait().exit_code == 0
-    wait_until(lambda: not runs(int((tmp_path / "child").read_text())), 30, "the child has ended")
+    wait_until(lambda: not runs(int((tmp_path / "child").read_text())), 120, "the child has ended")
 
 
 def test_it_has_a_group_and_a_session_of_its_own_and_works_where_it_is_told(tmp_path: Path) -> None:
