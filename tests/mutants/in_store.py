@@ -47,8 +47,8 @@ FAULTS = (
     ),
     Fault(
         "A call does not hear of what other processes recorded meanwhile, and begins a second root.",
-        "return {now, 0, created_at, redis.call('LRANGE', KEYS[2], known, -1)}\n",
-        "return {now, 0, created_at, redis.call('LRANGE', KEYS[2], known + 1, -1)}\n",
+        "end\nreturn {now, 0, created_at, redis.call('LRANGE', KEYS[2], known, -1)}\n",
+        "end\nreturn {now, 0, created_at, redis.call('LRANGE', KEYS[2], known + 1, -1)}\n",
         _SESSIONS,
     ),
     Fault(
