@@ -195,7 +195,7 @@ class Settings(BaseSettings):
     into the reply proves which one is meant, and record the edit as the call's projection (minted). A session may override it."""
     volatile_lines: list[Expression] = Field(default_factory=lambda: [r"^x-anthropic-billing-header:.*$"])
     """Regular expressions for lines of a system prompt that change with every request and mean nothing to the model. They are removed
-    before the prompt is matched or rendered."""
+    before the prompt is matched or rendered. A fork under `minted` may also differ from what it replays in such lines of a user."""
     later_system_role: Literal["system", "user"] = "user"
     """The role used to render a system or developer message that is not at the start of a Responses or Messages history: many chat
     templates refuse a later system message."""

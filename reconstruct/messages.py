@@ -149,8 +149,11 @@ def without_lines(message: Message, volatile: Pattern[str]) -> Message:
 
     Parts that become empty are dropped: a harness may put its volatile line into its own part.
     """
-    if message.get("role") not in ("system", "developer"):
-        return message
+    return drop_lines(message, volatile) if message.get("role") in ("system", "developer") else message
+
+
+def drop_lines(message: Message, volatile: Pattern[str]) -> Message:
+    """Any message without those lines."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": _without(content, volatile)}

@@ -44,11 +44,11 @@ _TRIES = 50
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The recorded request that a request repeats. `differs_after`: the call whose tool results differ from the record; None: the histories
-    are equal. `again`: its replies were given before; if they were delivered, too, it is `Unmatched` with that `mark`."""
+    """The recorded request that a request repeats. `exact`: the histories are equal. `again`: its replies were given before; if they were
+    delivered, too, it is `Unmatched` with that `mark`."""
 
     recorded: RecordedRequest
-    differs_after: Call | None = None
+    exact: bool = True
     again: bool = False
     mark: str = ""
 
@@ -145,15 +145,14 @@ def match_request(
     same = [each for each in recording.find(found.fingerprint) if _continues(tree, recording, each, found)]
     alike = same or _find_similar(tree, recording, request, found)
     fitting = [each for each in alike if len(each.calls) == request.n and each.first.root_key == found.dress]
-    differs_after = None if same else found.parent
     free = [each for each in fitting if each.replayed and each.first.call_id not in tree.forest]
     if free:
-        return Match(min(free, key=lambda each: each.first.digest != digest), differs_after)
+        return Match(min(free, key=lambda each: each.first.digest != digest), exact=bool(same))
     if later := [each for each in fitting if not each.replayed]:
         return Unmatched(PIVOT if recording.pivot in later else "", differs=not same)
     mark = DIVERGED if _is_before_pivot(tree, recording, parent_id) else ""
     given = [each for each in fitting if not tree.forest.children(each.first.call_id)]
-    return Match(given[-1], differs_after, again=True, mark=mark) if given else Unmatched(mark)
+    return Match(given[-1], bool(same), again=True, mark=mark) if given else Unmatched(mark)
 
 
 def _is_before_pivot(tree: SessionTree, recording: Recording, parent_id: str | None) -> bool:
@@ -176,22 +175,26 @@ def _continues(tree: SessionTree, recording: Recording, recorded: RecordedReques
 
 
 def _find_similar(tree: SessionTree, recording: Recording, request: Request, found: Continuation) -> Sequence[RecordedRequest]:
-    """The recorded requests that continue the same call with the same messages but for the contents of tool results, where ids prove
-    which replies are meant."""
-    if tree.info.echo_policy != "minted" or found.parent is None:
+    """The recorded requests that continue the same call with the same messages but for volatile lines and, where ids prove which reply
+    they answer, the contents of tool results."""
+    if tree.info.echo_policy != "minted":
         return ()
+    parent_id = None if found.parent is None else found.parent.call_id
     new = request.history[found.reply_at + 1 :]
-    return [each for each in recording.below(found.parent.call_id) if _reads_alike(_decode(each.first.messages), new)]
+    below = recording.below(parent_id)
+    return [each for each in below if _reads_alike(tree, _decode(each.first.messages), new, of_call=parent_id is not None)]
 
 
-def _reads_alike(recorded: Sequence[Mapping[str, Any]], new: Sequence[HistoryMessage]) -> bool:
+def _reads_alike(
+    tree: SessionTree, recorded: Sequence[Mapping[str, Any]], new: Sequence[HistoryMessage], *, of_call: bool
+) -> bool:
     if len(recorded) != len(new):
         return False
-    pairs = zip(recorded, new, strict=True)
     return all(
-        one.get("role") == other.message.get("role")
-        and (one.get("role") == "tool" or digest_message(one).digest == other.digests.digest)
-        for one, other in pairs
+        (of_call and one.get("role") == other.message.get("role") == "tool")
+        or digest_message(one).digest == other.digests.digest
+        or tree.changes_volatile_lines(dict(one), other.message)
+        for one, other in zip(recorded, new, strict=True)
     )
 
 
@@ -220,8 +223,8 @@ def _place_calls(tree: SessionTree, recording: Recording, request: Request, foun
     """The recorded calls as they stand in the fork's tree."""
     placed: list[Call] = []
     for call in match.recorded.calls:
-        if match.differs_after is not None:
-            placed.append(_without_ids(call, request, found, match.differs_after))
+        if not match.exact:
+            placed.append(_without_ids(call, request, found))
         else:
             known = tree.forest.calls.keys() | {each.call_id for each in placed}
             placed.append(call if call.node.base_id is None or call.node.base_id in known else _rebase(tree, recording, call))
@@ -239,20 +242,21 @@ def _rebase(tree: SessionTree, recording: Recording, call: Call) -> Call:
     return replace(call, node=node)
 
 
-def _without_ids(call: Call, request: Request, found: Continuation, parent: Call) -> Call:
+def _without_ids(call: Call, request: Request, found: Continuation) -> Call:
     """The recorded reply after messages that it was not sampled after."""
     none = pack_ids(())
+    parent_id = None if found.parent is None else found.parent.call_id
     begin = found.reply_at + 1
     return replace(
         call,
-        node=Node(parent.call_id, None, None, 0, none, none, pack_logprobs(()), ()),
+        node=Node(parent_id, None, None, 0, none, none, pack_logprobs(()), ()),
         fingerprint=found.fingerprint,
         reply_fingerprint=chain(found.fingerprint, [digest_message(_decode(call.reply))])[-1],
         root_key=found.dress,
         message_count=len(request.messages),
         messages_from=begin,
         messages=_encode(request.messages[begin:]),
-        preamble=b"",
+        preamble=call.preamble if parent_id is None else b"",
         projection=found.projection,
         trainable=False,
         quarantine_reason=NO_TOKEN_IDS,

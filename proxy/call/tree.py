@@ -34,6 +34,7 @@ from reconstruct.messages import (
     chain,
     describe_edits,
     digest_message,
+    drop_lines,
     hash_bytes,
     minted_call_ids,
     projection,
@@ -201,6 +202,13 @@ class SessionTree:
         if digests is None:
             digests = self._replied[call.call_id] = digest_message(self.reply(call.call_id))
         return digests
+
+    def changes_volatile_lines(self, one: Message, other: Message) -> bool:
+        """Whether the user's messages differ only in lines that change with every run."""
+        volatile = self._volatile
+        if volatile is None or one.get("role") != "user" or other.get("role") != "user":
+            return False
+        return digest_message(drop_lines(one, volatile)).digest == digest_message(drop_lines(other, volatile)).digest
 
     def replay(self, call_id: str, history: list[HistoryMessage]) -> Replay | None:
         """How `history` replays the call, if that was looked at before: the very same messages up to its reply."""

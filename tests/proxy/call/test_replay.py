@@ -433,6 +433,45 @@ def test_where_ids_prove_replies_tool_results_may_differ(
     assert accounting["replayed_tokens"] == sum(len(call["completion_ids"]) for call in origin.calls[:2])
 
 
+def test_lines_of_a_user_that_change_with_every_run_may_differ(
+    engine: ScriptedEngine, token_service: RunningService, other_service: RunningService
+) -> None:
+    """A date in the first message, for example, where ids prove the replies. A system prompt's such lines never reach the model."""
+
+    def ask(session: Session, date: str, replies: int) -> list[Message]:
+        messages: list[Message] = [turn("user", f"find it\nx-anthropic-billing-header: {date}\nplease")]
+        for number in range(replies):
+            messages.append(ask_for_tool(session, messages))
+            messages.append(tool_result(messages[-1], str(number)))
+        return messages
+
+    call_tools(engine)
+    origin = token_service.session()
+    recorded = ask(origin, "Monday", 3)
+    asked = len(engine.generations)
+    strict = fork(token_service, origin, 2, on_divergence="fail")
+    with pytest.raises(ConflictError, match=r"message 1 \(user\) differs"):
+        ask(strict, "Tuesday", 1)
+    copy = fork(token_service, origin, 2, echo_policy="minted", on_divergence="fail")
+    messages = ask(copy, "Tuesday", 2)
+    assert [each["tool_calls"] for each in messages[1::2]] == [each["tool_calls"] for each in recorded[1:5:2]]
+    assert len(engine.generations) == asked
+    answer = post(copy, other_service, "/v1/chat/completions", {**CHAT, "messages": messages, "tools": TOOLS})
+    assert answer.status_code == 200
+    # Sampled after what really happened.
+    assert engine.last.prompt_ids == engine.family.render(messages, TOOLS)
+    calls = copy.calls
+    assert [call["call_id"] for call in calls[:2]] == [call["call_id"] for call in origin.calls[:2]]
+    (row,), accounting = copy.trajectories()
+    assert row["metadata"]["replay"]["differs_from"] == calls[0]["call_id"]
+    assert accounting["sampled_tokens"] == sum(row["loss_mask"]) == len(calls[2]["completion_ids"])
+    other = fork(token_service, origin, 2, echo_policy="minted", on_divergence="fail")
+    with pytest.raises(ConflictError, match=r"message 1 \(user\) differs"):
+        other.ask([turn("user", "find it\nx-anthropic-billing-header: Monday\nnow")], tools=TOOLS)
+    again = fork(token_service, copy, echo_policy="minted", on_divergence="fail")
+    assert ask(again, "Wednesday", 1)[1]["tool_calls"] == recorded[1]["tool_calls"]
+
+
 # Families of forks
 
 
