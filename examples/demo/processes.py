@@ -7,11 +7,22 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 ROOT = Path(__file__).resolve().parents[2]
+# Runs in the child and becomes its program. The parent may have died before prctl was called, hence the check after it.
+LAUNCH = """
+import os, sys
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl(1, 15)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the demo ended")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 class ChildDied(RuntimeError):
@@ -19,7 +30,8 @@ class ChildDied(RuntimeError):
 
 
 class Child:
-    """`may_finish`: exit code 0 is its normal end. `piped`: its standard input and output are pipes, not the log."""
+    """`may_finish`: exit code 0 is its normal end. `piped`: its standard input and output are pipes, not the log. On Linux it gets SIGTERM
+    when the demo dies, however that dies."""
 
     def __init__(
         self,
@@ -33,7 +45,8 @@ class Child:
     ) -> None:
         self.name = name
         self.log = log
-        self._argv = list(argv)
+        # Without `site`, which tests use to start some programs otherwise.
+        self._argv = [sys.executable, "-S", "-E", "-c", LAUNCH, str(os.getpid()), *argv]
         # The children talk over loopback only: a proxy for the outer world must not get in between.
         self._env = {**os.environ, "NO_PROXY": "127.0.0.1,localhost", "PYTHONUNBUFFERED": "1", **(env or {})}
         self._may_finish = may_finish

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples.demo.fleet import unless_one_ends
-from examples.demo.processes import Child, ChildDied
+from examples.demo.processes import ROOT, Child, ChildDied
 
 SLEEPS = "import time; time.sleep(600)"
 # A process that starts another one and prints its pid.
@@ -124,3 +124,27 @@ async def test_an_error_of_the_work_itself_comes_through(tmp_path: Path) -> None
     async with child(SLEEPS, tmp_path / "log") as process:
         with pytest.raises(ConnectionError):
             await unless_one_ends(work(), process.finished())
+
+
+async def test_a_child_ends_when_the_demo_is_killed(tmp_path: Path) -> None:
+    """The demo is a program of its own, which gets SIGKILL: it cannot end its children itself."""
+    program = f"""
+import asyncio, sys
+from pathlib import Path
+from examples.demo.processes import Child
+
+async def main():
+    async with Child("the worker", [sys.executable, "-c", {SLEEPS!r}], Path({str(tmp_path / "log")!r})) as child:
+        print(child.process.pid, flush=True)
+        await child.finished()
+
+asyncio.run(main())
+"""
+    demo = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+    assert demo.stdout is not None
+    pid = int(await demo.stdout.readline())
+    demo.kill()
+    await demo.wait()
+    async with asyncio.timeout(60):
+        while is_running(pid):
+            await asyncio.sleep(0.05)
