@@ -26,6 +26,7 @@ INSTALLED = Path(__file__).resolve().parents[2] / ".cache" / "harnesses"
 SYSTEM = "You are an agent with a shell."
 LONGEST_REPLY = 60
 MOST_CALLS = 4
+MOST_SECONDS = 600
 
 # Jinja's braces have blanks inside, unlike a definition's placeholders.
 MINI_CONFIG = f"""\
@@ -157,11 +158,12 @@ def make_task(task_id: str, exercise: Exercise, agent: CliAgent, rollouts: int) 
         # The stored logprobs are then exactly those of the policy that sampled.
         "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": LONGEST_REPLY},
         "prepare": uploads,
-        "runtime": {"kind": "local", "cpus": 0.5, "memory_mb": 1024},
-        "budgets": {"max_calls": MOST_CALLS},
+        "runtime": {"kind": "local", "cpus": 1, "memory_mb": 1024},
+        # A command may wait for ever.
+        "budgets": {"max_calls": MOST_CALLS, "agent_seconds": MOST_SECONDS},
         "evaluator": make_check(exercise, agent.told),
         "group": {"policy": "allow_partial", "minimum": 1, "zero_variance": "keep"},
-        "metadata": {"label": exercise.kind},
+        "metadata": {"label": exercise.kind, "agent": agent.name},
     }
 
 

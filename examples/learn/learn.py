@@ -30,7 +30,8 @@ from examples.tasks_loop.loop import AHEAD, Parts, closed_loop
 
 SKILL = 0.25
 """The share of demonstrations that solve their exercise."""
-SLOTS = ("--prepare", "2", "--ready", "2", "--run", "4", "--evaluate", "2")
+# An agent may use a whole CPU, but mostly starts up or waits: more run at once than there are CPUs.
+SLOTS = ("--prepare", "2", "--ready", "2", "--run", "4", "--evaluate", "2", "--cpus", "16", "--memory-mb", "16384")
 
 
 def make_model(agent: CliAgent, plan: Plan, phase: Phase) -> None:
@@ -90,8 +91,11 @@ def main(
         int, typer.Option(min=1, help="Tasks per step, each of which becomes a group; there are eight kinds.")
     ] = 8,
     rollouts: Annotated[int, typer.Option(min=2, help="Rollouts per task.")] = 4,
-    held_out: Annotated[int, typer.Option(min=1, help="Held-out exercises of each kind, tried before and after.")] = 3,
+    held_out: Annotated[int, typer.Option(min=0, help="Held-out exercises of each kind, tried before and after.")] = 3,
     learning_rate: Annotated[float, typer.Option()] = 3e-4,
+    model: Annotated[
+        Path | None, typer.Option(help="The folder `model` of another run with this agent. Default: one is made and warmed up.")
+    ] = None,
     seed: Annotated[int, typer.Option()] = 0,
     push: Annotated[bool, typer.Option(help="--no-push: the engine never gets the new weights; the curve stays flat.")] = True,
     shuffle_rewards: Annotated[
@@ -105,7 +109,7 @@ def main(
     cli = AGENTS[agent]
     control = ("" if push else "-no-push") + ("-shuffled" if shuffle_rewards else "")
     plan = Plan(
-        model=None,
+        model=str(model.resolve()) if model else None,
         out=(out or Path(f"demo-out-{agent}{control}")).resolve(),
         steps=steps,
         seed=seed,

@@ -82,6 +82,8 @@ def solve_held_out(admin: httpx.Client, client: TrainerClient, cli: CliAgent, co
     tasks = Tasks(admin, lambda step: bodies)
     tasks.submit(0)
     rewards: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    if not bodies:
+        return rewards
     with leased(client, len(bodies), 0, waiting=partial(tasks.check, 0)) as batch:
         for group in batch.groups:
             rewards[kinds[group.group_id]].append(float(group.trajectories[0].reward or 0.0))
