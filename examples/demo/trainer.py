@@ -163,8 +163,8 @@ def ages(batch: Batch) -> list[int]:
     return [int(batch.staleness[batch.columns.group_index == group].max()) for group in range(len(batch.groups))]
 
 
-def accumulate(model: Any, tree: Any, sampled: int, recipe: Recipe) -> dict[str, float]:
-    """Add the gradient of the clipped objective, its tokens weighted 1/`sampled`; sums over this tree's trained tokens."""
+def predict(model: Any, tree: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p of the whole vocabulary at the tokens that predict trained ones, and for each trained token its row there."""
     # Siblings are predicted by one token, whose logits are computed once.
     sources, place = torch.unique(tree.logit_index, return_inverse=True)
     logits = model(
@@ -173,7 +173,12 @@ def accumulate(model: Any, tree: Any, sampled: int, recipe: Recipe) -> dict[str,
         position_ids=tree.position_ids[None],
         logits_to_keep=sources,
     ).logits[0]
-    logprobs = logits.float().log_softmax(-1)
+    return logits.float().log_softmax(-1), place
+
+
+def accumulate(model: Any, tree: Any, sampled: int, recipe: Recipe) -> dict[str, float]:
+    """Add the gradient of the clipped objective, its tokens weighted 1/`sampled`; sums over this tree's trained tokens."""
+    logprobs, place = predict(model, tree)
     chosen = logprobs[place, tree.token_ids[tree.trained_index]]
     ratio = (chosen - tree.inference_logprobs).exp()
     advantages = tree.advantages[tree.segment_index]

@@ -160,7 +160,7 @@ KINDS: Mapping[str, Callable[[Draw], Exercise]] = {
 def make_exercise(kind: str, rng: random.Random, split: Split) -> Exercise:
     """An exercise of the split: its instruction is in no other."""
     while True:
-        exercise = KINDS[kind](_draw(rng))
+        exercise = KINDS[kind](draw_from(rng, SOURCES, TARGETS, COLOURS))
         if (_number(exercise.instruction) % 4 == 0) == (split == "held-out"):
             return exercise
 
@@ -177,12 +177,12 @@ def draw_exercises(rng: random.Random, split: Split) -> Iterator[Exercise]:
             yield make_exercise(kind, rng, split)
 
 
-def _draw(rng: random.Random) -> Draw:
-    words = rng.sample(COLOURS, 3)
+def draw_from(rng: random.Random, sources: Sequence[str], targets: Sequence[str], every_word: Sequence[str]) -> Draw:
+    words = rng.sample(every_word, 3)
     head = [words[0], words[1], words[2], rng.choice(words)]
     rng.shuffle(head)
     lines = [words[0], *head, *rng.choices(words[1:], k=5)]
-    return Draw(f"{rng.choice(SOURCES)}.txt", f"{rng.choice(TARGETS)}.txt", words, rng.randint(2, 5), lines)
+    return Draw(f"{rng.choice(sources)}.txt", f"{rng.choice(targets)}.txt", words, rng.randint(2, 5), lines)
 
 
 CHECK = """import json, pathlib, sys

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,9 +58,9 @@ async def closed_loop(parts: Parts, plan: Plan, screen: Screen) -> Loop:
         service = await stack.enter_async_context(contextlib.aclosing(Service(served.url, served.admin_token)))
         with screen.phase("vLLM and the service start"):
             await unless_one_ends(service.wait_until_ready(plan.replicas), *(child.finished() for child in served.children))
-        node = await stack.enter_async_context(_node(parts, plan, served))
+        rollouts = await stack.enter_async_context(node(parts, plan, served))
         learning = await stack.enter_async_context(_trainer(parts, plan, served))
-        watchers = [child.finished() for child in [*served.children, node, learning]]
+        watchers = [child.finished() for child in [*served.children, rollouts, learning]]
         return await unless_one_ends(_run(plan, screen, service, learning), *watchers)
 
 
@@ -115,10 +116,11 @@ def _outcome(name: str, rollout: dict[str, Any]) -> Outcome:
     return {"job_id": rollout["session_id"], "reward": verdict["reward"], "completion_tokens": told}
 
 
-def _node(parts: Parts, plan: Plan, served: Served) -> Child:
+def node(parts: Parts, plan: Plan, served: Served) -> Child:
     data = served.data_dir
-    # Sandboxes are told apart by their node's name on the whole machine.
-    where = ["--name", f"loop-{os.getpid()}", "--data-dir", str(plan.out / "logs" / "rollouts"), "--runtime", "local"]
+    name = f"loop-{zlib.crc32(os.fsencode(plan.out)):08x}"
+    # Sandboxes are told apart by their node's name on the whole machine; one that goes on removes what a killed one left.
+    where = ["--name", name, "--data-dir", str(plan.out / "logs" / "rollouts"), "--runtime", "local"]
     whose = ["--url", served.url, "--redis", f"unix://{data / 'service' / 'redis.sock'}"]
     env = {**parts.node_env, "VERBATIM_ADMIN_TOKEN": served.admin_token, "VERBATIM_LOCAL_DIR": str(data / "runtimes")}
     argv = [sys.executable, "-m", "cli.main", "node", *where, *whose, *parts.slots, "--drain-seconds", "0"]

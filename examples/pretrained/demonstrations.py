@@ -1,0 +1,54 @@
+"""Demonstrations made through the agent itself: the tasks and the expert's answers, and the accepted rows as a batch to imitate."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from examples.learn.agents import CliAgent, make_task
+from examples.learn.exercises import Exercise
+from examples.pretrained.varied import draw_varied
+from proxy.archive.folder import ArchiveError, ArchiveReader, read_table
+from trainer_client.batch import Batch
+from trainer_client.wire import Group, decode_trajectory
+
+EXPERT_SKILL = 0.75
+"""The share of exercises that the expert solves; in the others it follows the habit."""
+
+
+def write_exercises(path: Path, exercises: Sequence[Exercise], agent: CliAgent) -> None:
+    """A file for `verbatim generate`."""
+    tasks = [make_task(f"exercise-{number}", exercise, agent, 1) for number, exercise in enumerate(exercises)]
+    # `verbatim generate` runs no more at once than the CPUs allow.
+    lines = [json.dumps({**task, "runtime": {**task["runtime"], "cpus": 0.5}}) + "\n" for task in tasks]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(lines))
+
+
+def write_demonstrations(folder: Path, agent: CliAgent, count: int, seed: int) -> None:
+    """`folder`/tasks.jsonl, exercises of the training split, and `folder`/answers.json, what the expert does in them."""
+    rng = random.Random(f"demonstrations {seed}")
+    exercises = list(islice(draw_varied(rng, "train"), count))
+    answers = {each.instruction: each.solution if rng.random() < EXPERT_SKILL else each.habit for each in exercises}
+    write_exercises(folder / "tasks.jsonl", exercises, agent)
+    (folder / "answers.json").write_text(json.dumps(answers, indent=1) + "\n")
+
+
+def is_complete(generated: Path) -> bool:
+    """Whether `verbatim generate` has come to its end in the folder."""
+    try:
+        return bool(ArchiveReader(generated / "accepted").manifest.get("complete"))
+    except ArchiveError:
+        return False
+
+
+def read_accepted(generated: Path) -> Batch:
+    """The accepted rows of a folder that `verbatim generate` wrote, each a group of its own."""
+    folder = generated / "accepted"
+    parts = [part["files"]["trajectories"]["name"] for part in ArchiveReader(folder).parts if "trajectories" in part["files"]]
+    rows = [row for name in parts for row in read_table(folder / name, "trajectories")]
+    decoded = [decode_trajectory({**row, "metadata": json.loads(row["metadata"])}) for row in rows]
+    return Batch([Group(row.trajectory_id, (row,)) for row in decoded], weight_version=0)
