@@ -30,6 +30,7 @@ KINDS = {
     "codex, and a service": "a command-line agent; real ones are run in tests/harnesses",
     "pi, which": "a command-line agent and a model; the command itself is run in cli/test_generate.py",
     "SGLang": "an engine that is not installed here",
+    "a service with closed sessions": "sessions to export; the command itself is run in proxy/archive/test_archive.py",
     "a task whose rollouts have ended": "rollouts to fork; the command itself is run in cli/test_tasks.py",
     "the task sets": "published task sets; cli/test_import_tasks.py imports some in their form",
 }
