@@ -307,8 +307,8 @@ def compare(sides: tuple[Side, Side], script: Script, stream: bool, **session: A
 def test_prompts_are_planned_alike_under_every_template(sides: tuple[Side, Side], family: str) -> None:
     """A call, its result and two turns after it, of which each extends the one before, or branches for the same reason.
 
-    Where the prompt has a `</think>`, the engine's streaming parser reads a reply as text that its parser of the whole reads as thinking.
-    Then what was told first stands, which over the three routes depends on time: such replies are whole."""
+    Where the prompt has a `</think>`, the engine's streaming parser reads a reply as text that its parser of the whole reads as
+    thinking: of streamed replies the former counts, however fast they come."""
     template = (TEMPLATES / f"{family}.jinja").read_text()
 
     def script(session: Session, stream: bool) -> list[Any]:
@@ -325,7 +325,7 @@ def test_prompts_are_planned_alike_under_every_template(sides: tuple[Side, Side]
             messages += [replayed(read[-1]), user(text)]
         return read
 
-    _, calls, _ = compare(sides, script, stream=family not in ("deepseek", "glm4"))
+    _, calls, _ = compare(sides, script, stream=True)
     assert len(calls) == 3
 
 

@@ -292,6 +292,18 @@ class CertainText:
         content, reasoning = message.get("content") or "", message.get("reasoning_content") or ""
         return content.startswith(self._content) and reasoning.startswith(self._reasoning)
 
+    def agrees_with(self, message: Mapping[str, Any]) -> bool:
+        """Whether `message` begins with all that is certain, sent or not."""
+        said = self._assembly.message()
+        if said.get("tool_calls"):
+            return self.is_prefix_of(message)
+        text, thinking = (said["content"] or "").rstrip(), said.get("reasoning_content") or ""
+        return (message.get("content") or "").startswith(text) and (message.get("reasoning_content") or "").startswith(thinking)
+
+    @property
+    def has_sent(self) -> bool:
+        return bool(self._content or self._reasoning)
+
     def take_certain(self) -> Delta | None:
         """The text that is certain and was not sent; None if there is none."""
         message = self._assembly.message()
@@ -311,6 +323,11 @@ class CertainText:
         delta = Delta(self._index, content[len(self._content) :], reasoning[len(self._reasoning) :])
         self._content, self._reasoning = content, reasoning
         return delta if delta.content or delta.reasoning else None
+
+
+def shows_text(message: Mapping[str, Any]) -> bool:
+    """Whether the message has text or reasoning, not only tool calls."""
+    return bool(message.get("content") or message.get("reasoning_content"))
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,10 +27,12 @@ from proxy.engine.apis.reply import (
     cut_at_stop,
     keep_one_call,
     plain_message,
+    shows_text,
     visible_ids,
 )
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineAnswer, EngineHttp
+from proxy.errors import VerbatimError
 
 GENERATE = "/inference/v1/generate"
 DERENDER = "/v1/chat/completions/derender"
@@ -215,11 +217,19 @@ class Parser:
 
     async def parse(self, choice: SampledChoice) -> Parsed:
         """The choice's whole reply. Raises VerbatimError if the engine cannot parse its own output."""
-        parsed = await self._parse_whole(choice)
-        if choice.live is None or choice.live.is_prefix_of(parsed.message):
+        parsed, live = await self._parse_whole(choice), choice.live
+        if live is None or (live.is_prefix_of(parsed.message) and (live.has_sent or not shows_text(parsed.message))):
             return parsed
-        # The harness has already read text that the whole reply does not begin with, so the streaming parsers decide all of it.
-        message = await self._step(choice.live, choice.finish_reason or "abort")
+        # The streaming parsers decide where the text belongs, as far as they and the parse of the whole differ: also where the reply ended
+        # before any of it was sent, so that a reply does not depend on how fast it came.
+        try:
+            message = await self._step(live, choice.finish_reason or "abort")
+        except VerbatimError:
+            if live.has_sent:
+                raise
+            return parsed
+        if live.agrees_with(parsed.message):
+            return parsed
         keep_one_call(message, self._job.request)
         return Parsed(message, parsed.logprobs)
 
