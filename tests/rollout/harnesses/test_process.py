@@ -19,7 +19,7 @@ DEAF = """
 import pathlib, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pathlib.Path("pid").write_text("started")
-time.sleep(60)
+time.sleep(3600)
 """
 
 
