@@ -282,13 +282,14 @@ def workers_of(service: Serving) -> list[int]:
     for pid in service.children:
         # One that has just ended is a child still.
         with suppress(OSError):
-            found += [pid] if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() else []
+            program = Path(f"/proc/{pid}/cmdline").read_bytes()
+            found += [pid] if b"spawn_main" in program or b"service.forked" in program else []
     return found
 
 
 def test_several_workers_share_the_port_and_the_store_and_one_that_is_killed_is_replaced(data: Path) -> None:
-    """Also one that is killed before it serves."""
-    with Serving(*NOWHERE, "--workers", "2", data_dir=data, **LONG_DRAIN) as service:
+    """Also one that is killed before it serves. Here alone Python is started anew for each of them, as it is for a user's."""
+    with Serving(*NOWHERE, "--workers", "2", data_dir=data, TESTS_START_WORKERS="1", **LONG_DRAIN) as service:
         first = workers_of(service)
         assert len(first) == 2
         for number in range(20):
@@ -360,6 +361,7 @@ def test_a_control_port_that_is_taken_or_the_harness_sides_is_refused(data: Path
 def test_workers_end_when_their_parent_is_killed(data: Path) -> None:
     with Serving(*NOWHERE, "--workers", "2", data_dir=data) as service:
         workers = workers_of(service)
+        assert len(workers) == 2
         service.stop(signal.SIGKILL)
         wait_until(lambda: not any(runs(pid) for pid in workers), 120, "the workers have ended")
         wait_until(lambda: processes_using(data) == [], 120, "the embedded Redis has ended")
@@ -371,6 +373,7 @@ def test_several_workers_stop_at_once_at_the_second_ctrl_c(data: Path, engine: S
         call = Call(service, "s")
         engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
         workers = workers_of(service)
+        assert len(workers) == 2
         service.send_group(signal.SIGINT)
         wait_until(lambda: "stopping" in service.stderr, 120, "the first is heard")
         assert not service.ended

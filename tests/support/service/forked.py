@@ -20,6 +20,8 @@ import importlib
 import inspect
 import io
 import json
+import multiprocessing.popen_fork
+import multiprocessing.util
 import os
 import pkgutil
 import selectors
@@ -28,6 +30,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -280,10 +283,45 @@ def _writer(descriptor: int, *, line_buffering: bool = False) -> io.TextIOWrappe
     return io.TextIOWrapper(raw, errors=errors, line_buffering=line_buffering or os.isatty(descriptor))
 
 
+class _Workers(multiprocessing.popen_fork.Popen):  # type: ignore[name-defined, misc]
+    """Workers of `verbatim serve` as they are when Python is started for each of them, but that nothing is imported again: a worker has
+    its arguments, the end of a pipe that closes with its parent, and no other descriptor or handler of a signal."""
+
+    def _launch(self, process: Any) -> None:
+        _, listeners, status, _ = process._args
+        until_its_end, ended = os.pipe()
+        until_the_parents, parents = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            kept = {*(each.fileno() for each in listeners), status.fileno(), ended, until_the_parents}
+            for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - kept - {0, 1, 2}:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+            code = 1
+            try:
+                code = process._bootstrap(parent_sentinel=until_the_parents)
+            finally:
+                os._exit(code)
+        for descriptor in (ended, until_the_parents):
+            os.close(descriptor)
+        self.finalizer = multiprocessing.util.Finalize(self, multiprocessing.util.close_fds, (until_its_end, parents))
+        self.sentinel = until_its_end
+
+
+def _fork_workers() -> None:
+    workers = sys.modules["cli.serving.workers"]
+    context = multiprocessing.get_context("fork")
+    process = type("Worker", (context.Process,), {"_Popen": staticmethod(_Workers)})  # type: ignore[attr-defined]
+    workers._spawn = types.SimpleNamespace(Pipe=context.Pipe, Process=process)  # type: ignore[attr-defined]
+
+
 def _run(arguments: Sequence[str]) -> None:
     """Run the program. When it ends in order, do what an interpreter does at its end, but do not free its objects: that takes a second."""
     from cli.main import main
 
+    if "TESTS_START_WORKERS" not in os.environ:
+        _fork_workers()
     sys.argv = [str(ROOT / "cli" / "main.py"), *arguments]
     # What multiprocessing and the usage line take the program's name from.
     program, module = sys.modules["__main__"], sys.modules["cli.main"]
